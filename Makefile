@@ -1,0 +1,38 @@
+# make install   .venv with the package, editable, and everything the tests and examples need
+# make demo      train a small GPT on four processes, and compare it with one process
+# make test      lint, types, layers, tests
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin/python -m
+# The stamp names this checkout and the interpreter: an environment that came from elsewhere is completed, not trusted.
+STAMP := .venv/.installed-$(shell pwd -P | cksum | cut -d' ' -f1)
+
+.PHONY: install demo test lint benchmark clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	.venv/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	rm -f .venv/.installed-*
+	$(BIN) pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+demo: install
+	OMP_NUM_THREADS=1 $(BIN) torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py
+
+lint: install
+	$(BIN) ruff check .
+	$(BIN) ruff format --check .
+	$(BIN) mypy
+	.venv/bin/python -c 'from importlinter.cli import lint_imports_command as lint; lint()'
+	.venv/bin/python docs/compatibility.py --check
+
+test: lint
+	$(BIN) pytest -n 2
+
+benchmark: install
+	.venv/bin/python benchmarks/planning.py
+	OMP_NUM_THREADS=1 $(BIN) torch.distributed.run --standalone --nproc-per-node 2 benchmarks/step.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

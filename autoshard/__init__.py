@@ -1,0 +1,42 @@
+"""autoshard: a PyTorch model written for one device, running on a mesh."""
+
+from autoshard.api import parallelize, plan
+from autoshard.capture.annotate import shard
+from autoshard.cluster.cluster import Cluster
+from autoshard.errors import (
+    AutoshardError,
+    BudgetError,
+    CaptureError,
+    HintError,
+    InputError,
+    MeshError,
+    PlanError,
+    RuleError,
+)
+from autoshard.partition.checkpoint import checkpointable
+from autoshard.partition.materialize import materialize
+from autoshard.partition.safetensors import load_safetensors
+from autoshard.patterns.registry import register_rule
+from autoshard.plan import ShardingPlan
+from autoshard.version import __version__
+
+__all__ = [
+    "AutoshardError",
+    "BudgetError",
+    "CaptureError",
+    "Cluster",
+    "HintError",
+    "InputError",
+    "MeshError",
+    "PlanError",
+    "RuleError",
+    "ShardingPlan",
+    "__version__",
+    "checkpointable",
+    "load_safetensors",
+    "materialize",
+    "parallelize",
+    "plan",
+    "register_rule",
+    "shard",
+]

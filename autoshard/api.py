@@ -1,0 +1,378 @@
+"""The front door: `parallelize` and `plan`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate
+from torch.utils import _pytree as pytree
+
+from autoshard import hints as hint_rules
+from autoshard.capture.joint import JointGraph, capture
+from autoshard.cluster.cluster import Cluster
+from autoshard.errors import HintError, MeshError, PlanError
+from autoshard.memory.budget import parse_bytes
+from autoshard.partition.agree import from_first_rank
+from autoshard.partition.checkpoint import install_hooks
+from autoshard.partition.localize import Localizer
+from autoshard.partition.module import Runtime, Tangents
+from autoshard.partition.shards import replace_parameters
+from autoshard.partition.split import split
+from autoshard.partition.step import Program, Ranks
+from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.plan import ShardingPlan
+from autoshard.planner.planner import METHODS, Planner, Settings
+from autoshard.planner.problem import Wishes
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import canonical
+from autoshard.specs.spec import Spec
+
+logger = logging.getLogger(__name__)
+
+Hints = Mapping[str, Any]
+Placements = Mapping[str, Any] | Literal["planned"] | None
+
+_RUNTIME = "_autoshard_runtime"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The planning options of `parallelize` and `plan`, checked."""
+
+    hints: Hints | None
+    memory_limit: int | None
+    optimizer_bytes_per_element: float
+    cluster: Cluster
+    inputs: Literal["global", "local"]
+    input_placements: Mapping[str, Any] = field(default_factory=dict)
+    output_placements: Placements = None
+    method: str = "auto"
+    time_limit: float = 30.0
+
+    def settings(self) -> Settings:
+        return Settings(self.memory_limit, self.optimizer_bytes_per_element, self.method, self.time_limit)
+
+
+def _options(
+    mesh: MeshShape,
+    device_type: str | None,
+    hints: Hints | None,
+    memory_limit: int | str | None,
+    optimizer_bytes_per_element: float,
+    cluster: str | Cluster | None,
+    inputs: str,
+    input_placements: Mapping[str, Any] | None,
+    output_placements: Placements,
+    method: str,
+    time_limit: float,
+) -> Options:
+    if inputs not in ("global", "local"):
+        raise PlanError(f'inputs={inputs!r}: choose "global" (every rank passes whole tensors) or "local" (its shards).')
+    if method not in METHODS:
+        raise PlanError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}.")
+    if isinstance(output_placements, str) and output_placements != "planned":
+        raise PlanError(f'output_placements={output_placements!r}: pass "planned" or a mapping of output names.')
+    if not time_limit > 0:
+        raise PlanError(f"time_limit={time_limit!r}: it must be above zero seconds.")
+    default = "cpu" if device_type == "cpu" else "h100"
+    return Options(
+        hints=hints,
+        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+        optimizer_bytes_per_element=optimizer_bytes_per_element,
+        cluster=Cluster.of(default if cluster is None else cluster),
+        inputs=inputs,  # type: ignore[arg-type]
+        input_placements=dict(input_placements or {}),
+        output_placements=output_placements,
+        method=method,
+        time_limit=time_limit,
+    )
+
+
+def plan(
+    module: nn.Module,
+    mesh: DeviceMesh | Mapping[str, int],
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    hints: Hints | None = None,
+    memory_limit: int | str | None = None,
+    optimizer_bytes_per_element: float = 8,
+    cluster: str | Cluster | None = None,
+    inputs: str = "global",
+    input_placements: Mapping[str, Any] | None = None,
+    output_placements: Placements = None,
+    method: str = "auto",
+    time_limit: float = 30.0,
+) -> ShardingPlan:
+    """Decide how `module` should lie on `mesh`, and change nothing.
+
+    Needs neither a process group nor the devices: the module may be on the meta device, the examples meta tensors.
+
+    Args:
+        module: the model; captured as it is (training or evaluation, frozen parameters).
+        mesh: a `DeviceMesh`, or axis sizes such as `{"dp": 8, "tp": 8}`.
+        example_args: positional arguments of a call, tensors of global shape.
+        example_kwargs: keyword arguments of a call.
+        hints: globs of parameter or module paths -> placements that the planner must keep.
+        memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach.
+        optimizer_bytes_per_element: optimizer state per trained parameter element; 8 is Adam's two float32.
+        cluster: a preset's name, a path of a cluster file, or a `Cluster`; by default `"cpu"` for a CPU mesh and
+            `"h100"` for everything else.
+        inputs: `"global"`: every rank will pass whole tensors; `"local"`: its own shards.
+        input_placements: input path -> placements, for local inputs.
+        output_placements: None: outputs come back whole; `"planned"`: as they lie, as DTensors; or a mapping of output
+            paths to placements.
+        method: `"auto"`, `"eliminate"`, `"alternate"` or `"ilp"`.
+        time_limit: seconds that the search may take.
+
+    Returns:
+        The plan.
+
+    Raises:
+        CaptureError: the module cannot be captured as one graph.
+        HintError: a hint does not fit the module or the mesh.
+        BudgetError: no plan fits `memory_limit`.
+        MeshError: the mesh is none.
+    """
+    shape = MeshShape.of(mesh)
+    device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else None
+    options = _options(
+        shape, device_type, hints, memory_limit, optimizer_bytes_per_element, cluster, inputs, input_placements,
+        output_placements, method, time_limit,
+    )  # fmt: skip
+    start = time.perf_counter()
+    graph = capture(module, tuple(example_args), dict(example_kwargs or {}), grad=torch.is_grad_enabled())
+    seconds = time.perf_counter() - start
+    planner = _planner(module, graph, shape, options)
+    return _planned(planner, seconds, options)
+
+
+def _planned(planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:
+    result = planner.plan()
+    return replace(
+        result,
+        timings={"capture": capture_seconds, **result.timings},
+        hints=hint_rules.describe(options.hints),
+        options={"inputs": options.inputs, "memory_limit": options.memory_limit, "method": options.method},
+    )
+
+
+def _planner(
+    module: nn.Module,
+    graph: JointGraph,
+    mesh: MeshShape,
+    options: Options,
+    placed: Mapping[str, tuple[Placement, ...]] | None = None,
+) -> Planner:
+    """A planner for one graph; `placed` holds the placements of parameters that are not to move."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    modules = [name for name, _ in module.named_modules()]
+    pinned: dict[str, tuple[Placement | None, ...]] = {}
+    if placed is None:
+        pinned.update(hint_rules.resolve(options.hints, shapes, graph.aliases, modules, mesh))
+    else:
+        pinned.update({source.name: placed[source.name] for source in graph.inputs if source.name in placed})
+    pinned.update(_input_pins(graph, mesh, options))
+    planned = options.output_placements == "planned"
+    wishes = Wishes(
+        pinned=pinned,
+        planned_outputs=planned,
+        outputs={} if planned else _output_specs(graph, mesh, options.output_placements),
+        local_inputs=options.inputs == "local",
+    )
+    return Planner(graph, mesh, options.cluster, wishes, options.settings())
+
+
+def _input_pins(graph: JointGraph, mesh: MeshShape, options: Options) -> dict[str, tuple[Placement | None, ...]]:
+    shapes = {s.name: tuple(s.node.meta["val"].shape) for s in graph.inputs if s.kind == "input"}
+    if options.input_placements and options.inputs == "global":
+        raise PlanError('input_placements is for inputs="local": global inputs are sliced by the program, for free.')
+    return {
+        name: _spec_of(f"input_placements[{name!r}]", value, shapes[name], mesh).placements
+        for name, value in options.input_placements.items()
+        if _known(name, shapes, "input")
+    }
+
+
+def _output_specs(graph: JointGraph, mesh: MeshShape, wanted: Placements) -> dict[str, Spec]:
+    shapes = {o.name: tuple(o.node.meta["val"].shape) for o in graph.outputs if o.kind == "output" and o.node is not None}
+    if wanted is None or isinstance(wanted, str):
+        return {}
+    return {
+        name: _spec_of(f"output_placements[{name!r}]", value, shapes[name], mesh)
+        for name, value in wanted.items()
+        if _known(name, shapes, "output")
+    }
+
+
+def _known(name: str, shapes: Mapping[str, Any], kind: str) -> bool:
+    if name not in shapes:
+        raise HintError(f"there is no {kind} {name!r}; the {kind}s are {', '.join(shapes) or 'none'}.")
+    return True
+
+
+def _spec_of(what: str, value: Any, shape: tuple[int, ...], mesh: MeshShape) -> Spec:
+    placements = (value,) if isinstance(value, Placement) else tuple(value)
+    if len(placements) > mesh.ndim:
+        raise HintError(f"{what} has {len(placements)} placements, the mesh has the axes {mesh}.")
+    try:
+        return canonical(shape, Spec.of(*placements, *[Replicate()] * (mesh.ndim - len(placements))), mesh)
+    except ValueError as error:
+        raise HintError(f"{what} does not fit a tensor of shape {list(shape)}: {error}") from error
+
+
+def parallelize(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    hints: Hints | None = None,
+    memory_limit: int | str | None = None,
+    optimizer_bytes_per_element: float = 8,
+    cluster: str | Cluster | None = None,
+    inputs: str = "global",
+    input_placements: Mapping[str, Any] | None = None,
+    output_placements: Placements = None,
+    compile: bool = False,
+    method: str = "auto",
+    time_limit: float = 30.0,
+    plan: ShardingPlan | None = None,
+) -> nn.Module:
+    """Shard `module` over `mesh` in place, so that it trains there with the numbers that one device would give.
+
+    The module stays the same object of the same class, with the same names; its parameters become `DTensor`s. Make the
+    optimizer afterwards. Without examples the parameters are replicated at once, and planned and re-placed in place at
+    the first call. Every further call signature (batch size, evaluation, keyword set) is captured and planned once,
+    under the placements made.
+
+    Args:
+        module: the model; parameters may be on the meta device (see `materialize`).
+        mesh: a `DeviceMesh` whose process group is initialised.
+        compile: hand the local forward and backward programs to inductor.
+        plan: apply this plan instead of making one.
+        example_args, example_kwargs, hints, memory_limit, optimizer_bytes_per_element, cluster, inputs,
+            input_placements, output_placements, method, time_limit: as for `autoshard.plan`.
+
+    Returns:
+        The module. `module.sharding_plan` is its plan.
+
+    Raises:
+        PlanError: the module is parallelised already, or `plan` is of another model or mesh.
+        MeshError: `mesh` is no `DeviceMesh`, or larger than the world.
+        CaptureError, HintError, BudgetError: as for `autoshard.plan`. Nothing was changed then.
+    """
+    _check(module, mesh)
+    shape = MeshShape.of(mesh)
+    options = _options(
+        shape, mesh.device_type, hints, memory_limit, optimizer_bytes_per_element, cluster, inputs, input_placements,
+        output_placements, method, time_limit,
+    )  # fmt: skip
+    parallelizer = _Parallelizer(module, mesh, options, compile, plan)
+    parallelizer.start(tuple(example_args), dict(example_kwargs or {}))
+    return module
+
+
+def _check(module: nn.Module, mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"parallelize needs a DeviceMesh (torch.distributed.device_mesh.init_device_mesh), got "
+            f"{type(mesh).__name__}. To decide without devices, call autoshard.plan."
+        )
+    if mesh.size() > dist.get_world_size():
+        raise MeshError(f"the mesh has {mesh.size()} devices, the world {dist.get_world_size()} ranks.")
+    for name, part in module.named_modules():
+        if _RUNTIME in part.__dict__:
+            raise PlanError(
+                f"{name or 'the module'} is parallelised already: parallelize works in place, once. Build the module "
+                "anew to place it differently."
+            )
+
+
+class _Parallelizer:
+    """One parallelised module: makes the program of every call signature, and places parameters once."""
+
+    def __init__(
+        self, module: nn.Module, device_mesh: DeviceMesh, options: Options, compile: bool, plan: ShardingPlan | None
+    ) -> None:
+        self.module = module
+        self.device_mesh = device_mesh
+        self.mesh = MeshShape.of(device_mesh)
+        self.options = options
+        self.compile = compile
+        self.plan = plan
+        self.placed: dict[str, tuple[Placement, ...]] | None = None
+        self.runtime = Runtime(module, device_mesh, self.prepare, options.inputs)
+        self.runtime.planned_outputs = options.output_placements is not None
+
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan and place now if there is an example call, else replicate and plan at the first call."""
+        if args or kwargs:
+            grad = any(parameter.requires_grad for parameter in self.module.parameters())
+            self.runtime.prepare(args, kwargs, grad and torch.is_grad_enabled())
+        else:
+            whole = Spec.replicated(self.mesh.ndim)
+            replace_parameters(self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh)
+            self.module.sharding_plan = None  # type: ignore[assignment]
+        install_hooks(self.module)
+        self.runtime.install()
+        self.module.__dict__[_RUNTIME] = self.runtime
+
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, tangents: Tangents
+    ) -> tuple[JointGraph, Program]:
+        """Graph and program of one call."""
+        start = time.perf_counter()
+        device = torch.device(self.device_mesh.device_type)
+        graph = capture(self.module, args, kwargs, grad=grad, device=device, tangents=tangents)
+        seconds = time.perf_counter() - start
+        planner = _planner(self.module, graph, self.mesh, self.options, self.placed)
+        decided = self._decide(graph, planner, seconds)
+        flow = Flow(planner.rules, Decisions.from_data(decided.decisions), self.mesh)
+        ranks = Ranks(self.device_mesh, device)
+        step = Localizer(flow, planner.resharder, ranks.groups).run()
+        halves = split(step, self.compile)
+        if self.placed is None:
+            self._place(decided)
+        self.runtime.input_placements.update(decided.input_placements)
+        return graph, Program(step, halves, ranks, self._general(args, kwargs, graph, grad, tangents))
+
+    def _decide(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
+        """The plan given by the user for the first call; else the first rank's."""
+        shapes = {source.name: tuple(source.node.meta["val"].shape) for source in graph.inputs}
+        held = {s.name: shapes[s.name] for s in graph.inputs if s.kind in ("parameter", "buffer")}
+        decided = self.plan if self.placed is None else None
+        if decided is None:
+            text = from_first_rank(self.device_mesh, lambda: _planned(planner, seconds, self.options).to_json())
+            decided = ShardingPlan.from_json(text)
+        decided.check(self.mesh, graph.fingerprint, held)
+        return decided
+
+    def _place(self, decided: ShardingPlan) -> None:
+        whole = Spec.replicated(self.mesh.ndim).placements
+        specs = {name: Spec.of(*decided.placements.get(name, whole)) for name, _ in self.module.named_parameters()}
+        replace_parameters(self.module, specs, self.device_mesh)
+        self.placed = dict(decided.placements)
+        self.module.sharding_plan = decided  # type: ignore[assignment]
+
+    def _general(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], graph: JointGraph, grad: bool, tangents: Tangents
+    ) -> Any:
+        """For a program that differentiates the loss alone: how to make the one that differentiates every output."""
+        outputs = [output for output in graph.outputs if output.kind == "output"]
+        if not grad or tangents == "all" or len(graph.tangent_outputs) == len(outputs):
+            return None
+        like = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
+        return lambda: self.runtime.prepare(*like, grad, "all").program
+
+
+def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

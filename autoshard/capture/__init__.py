@@ -1,0 +1,9 @@
+"""From a module and an example call to one functional graph of forward and backward."""
+
+from __future__ import annotations
+
+from autoshard.capture.annotate import shard
+from autoshard.capture.calls import signature_of
+from autoshard.capture.joint import JointGraph, JointInput, JointOutput, capture
+
+__all__ = ["JointGraph", "JointInput", "JointOutput", "capture", "shard", "signature_of"]

@@ -1,0 +1,187 @@
+"""Call signatures: the structure of a call's arguments, the names of its tensors, and a key to cache by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture._torch import pytree
+from autoshard.errors import InputError
+
+
+def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> Hashable:
+    """Key of everything in a call that the captured graph depends on.
+
+    Args:
+        module: the module called; its training flags and frozen parameters count.
+        args: positional arguments, tensors (global shapes) or plain values, nested as `torch.utils._pytree` knows.
+        kwargs: keyword arguments, in any order.
+        grad: whether gradients are wanted.
+
+    Returns:
+        A hashable key: structure, shape, dtype and `requires_grad` of tensors, plain values, module state, autocast.
+
+    Raises:
+        InputError: a plain value cannot be hashed.
+    """
+    keys = tuple(sorted(kwargs))
+    leaves = (*(_leaf(value) for value in args), *(_leaf(kwargs[key]) for key in keys))
+    return (len(args), keys, leaves, grad, _module_state(module), _autocast_state())
+
+
+def _leaf(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype, value.requires_grad)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return (type(value), value)
+    leaves, structure = pytree.tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise InputError(
+                f"an argument of type {type(value).__name__} is neither a tensor, nor a plain value, nor a container "
+                "that torch.utils._pytree knows. Register the type there, or pass its tensors."
+            ) from error
+        return (type(value), value)
+    return (structure, tuple(_leaf(leaf) for leaf in leaves))
+
+
+def _module_state(module: nn.Module) -> tuple[bool, ...]:
+    """Training flag of every submodule and `requires_grad` of every parameter: a walk made for speed."""
+    flags: list[bool] = []
+    waiting = [module]
+    for current in waiting:  # grows while it is walked
+        flags.append(current.training)
+        if current._parameters:
+            flags += [parameter.requires_grad for parameter in current._parameters.values() if parameter is not None]
+        if current._modules:
+            waiting += [child for child in current._modules.values() if child is not None]
+    return tuple(flags)
+
+
+def _autocast_state() -> Hashable:
+    return tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf that is no tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CallLayout:
+    """How the arguments of a call flatten to its tensors.
+
+    `leaves` has, in flattening order, the name of each tensor and the value of each other leaf.
+    """
+
+    structure: pytree.TreeSpec
+    keywords: tuple[str, ...]
+    leaves: tuple[str | Constant, ...]
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call, in the order in which they were captured.
+
+        Raises:
+            InputError: the call has another structure, or other values that are no tensors.
+        """
+        if kwargs.keys() != set(self.keywords):
+            raise InputError(
+                f"captured with keyword arguments {_listed(self.keywords)}, called with {_listed(tuple(kwargs))}: "
+                "this graph serves only the first."
+            )
+        leaves, structure = pytree.tree_flatten((args, {key: kwargs[key] for key in self.keywords}))
+        if structure != self.structure:
+            raise InputError(f"captured with arguments nested as {self.structure}, called with {structure}.")
+        tensors = []
+        for leaf, expected in zip(leaves, self.leaves, strict=True):
+            if isinstance(expected, str):
+                if not isinstance(leaf, torch.Tensor):
+                    raise InputError(f"{expected} was a tensor when captured, and is {leaf!r} in this call.")
+                tensors.append(leaf)
+            elif isinstance(leaf, torch.Tensor) or type(leaf) is not type(expected.value) or leaf != expected.value:
+                kind = "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
+                raise InputError(
+                    f"an argument was {expected.value!r} when captured, and is {kind} in this call: capture it again."
+                )
+        return tensors
+
+
+def call_layout(module: nn.Module, structure: pytree.TreeSpec, leaves: list[Any]) -> CallLayout:
+    """The layout of a call from the structure and the leaves of `(args, kwargs)`."""
+    names = _leaf_names(module, structure)
+    keywords = tuple(structure.unflatten(range(structure.num_leaves))[1])
+    return CallLayout(
+        structure,
+        keywords,
+        tuple(
+            name if isinstance(leaf, torch.Tensor) else Constant(leaf) for name, leaf in zip(names, leaves, strict=True)
+        ),
+    )
+
+
+def _leaf_names(module: nn.Module, structure: pytree.TreeSpec) -> list[str]:
+    """Names such as `input_ids` or `batch['x'][0]`, from the parameter names of the module's `forward`."""
+    example = structure.unflatten(range(structure.num_leaves))
+    positional = _positional_names(module, len(example[0]))
+    names = []
+    for path, _ in pytree.tree_flatten_with_path(example)[0]:
+        first, rest = path[1], path[2:]
+        head = positional[first.idx] if isinstance(first, pytree.SequenceKey) else str(first.key)  # type: ignore[attr-defined]
+        names.append(head + pytree.keystr(rest))
+    return names
+
+
+def _positional_names(module: nn.Module, count: int) -> list[str]:
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds][1:]
+    return [names[index] if index < len(names) else f"args[{index}]" for index in range(count)]
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ResultLayout:
+    """How a flat list of output tensors becomes the object that `forward` returned."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[str | Constant, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the output tensors, such as `loss`, `output[1]` or `hidden_states[0]`."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, str))
+
+    def unflatten(self, tensors: list[Any]) -> Any:
+        """The user's output object with these tensors in it."""
+        assert len(tensors) == len(self.names), f"{len(self.names)} output tensors were captured, got {len(tensors)}"
+        remaining = iter(tensors)
+        return self.structure.unflatten(
+            [next(remaining) if isinstance(leaf, str) else leaf.value for leaf in self.leaves]
+        )
+
+
+def result_names(structure: pytree.TreeSpec) -> list[str]:
+    """A readable name for every leaf of an output of this structure."""
+    example = structure.unflatten(range(structure.num_leaves))
+    names = []
+    for path, _ in pytree.tree_flatten_with_path(example)[0]:
+        if path and isinstance(path[0], (pytree.MappingKey, pytree.GetAttrKey)):
+            head = path[0].key if isinstance(path[0], pytree.MappingKey) else path[0].name
+            names.append(str(head) + pytree.keystr(path[1:]))
+        else:
+            names.append("output" + pytree.keystr(path))
+    return names

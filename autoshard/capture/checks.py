@@ -1,0 +1,74 @@
+"""What a captured graph must fulfil before anything is planned with it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import fx
+
+from autoshard.capture._torch import pytree
+from autoshard.capture.export import Exported
+from autoshard.capture.graph import JointOutput
+from autoshard.errors import CaptureError
+
+logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+
+def check_sizes(graph: fx.Graph) -> None:
+    """Refuse an exported graph with sizes that depend on the numbers in a tensor: no plan can be made for them."""
+    for node in graph.nodes:
+        if not _has_symbols(node.meta.get("val")):
+            continue
+        stack = node.meta.get("nn_module_stack")
+        path = next(reversed(stack.values()))[0] if stack else ""
+        line = " ".join((node.meta.get("stack_trace") or "").split("\n")[-3:]).strip()
+        raise CaptureError(
+            f"{node.target} in {path or 'the root module'} has a size or value that depends on the numbers in a tensor"
+            + (f" ({line})" if line else "")
+            + ". Use an operator of fixed size, such as torch.where in place of boolean indexing."
+        )
+
+
+def _has_symbols(value: object) -> bool:
+    leaves = pytree.tree_leaves(value)
+    sizes = [size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape]
+    return any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in (*leaves, *sizes))
+
+
+def check_gradients(exported: Exported, outputs: list[JointOutput], tangents: set[str]) -> None:
+    """Tracing must not have lost the backward half: what the differentiated outputs depend on has a gradient."""
+    wanted = [node for node, name in zip(exported.outputs, exported.result.names, strict=True) if name in tangents]
+    reached = _differentiable_ancestors(wanted)
+    placeholders = exported.graph_module.graph.find_nodes(op="placeholder")
+    expected = {
+        item.name
+        for item, node in zip(exported.inputs, placeholders, strict=True)
+        if item.kind == "parameter" and item.fake.requires_grad and node in reached
+    }
+    found = {output.name for output in outputs if output.kind == "gradient" and output.node is not None}
+    missing = sorted(expected - found)
+    if missing and not found:
+        raise CaptureError(
+            f"the traced graph has no gradient for any of {len(missing)} parameters that {', '.join(sorted(tangents))} "
+            f"depends on (such as {missing[0]}). Check that forward does not detach the loss."
+        )
+    if missing:
+        logger.info("no gradient flows to %s: autograd cuts the path from the loss", ", ".join(missing))
+
+
+def _differentiable_ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
+    reached: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        value = node.meta.get("val")
+        if node in reached or (isinstance(value, torch.Tensor) and not value.is_floating_point()):
+            continue
+        if node.target in (aten.detach.default, aten.detach_.default):
+            continue
+        reached.add(node)
+        waiting.extend(node.all_input_nodes)
+    return reached

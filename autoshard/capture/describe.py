@@ -1,0 +1,118 @@
+"""From the graph that torch traced to a `JointGraph`: what every input and output is, simplified and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from autoshard.capture._torch import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from autoshard.capture.checks import check_gradients
+from autoshard.capture.export import Exported, ExportedInput
+from autoshard.capture.fingerprint import fingerprint
+from autoshard.capture.graph import JointGraph, JointInput, JointOutput
+from autoshard.capture.simplify import simplify
+from autoshard.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+def describe(traced: fx.GraphModule, exported: Exported, signature: Hashable) -> JointGraph:
+    graph = traced.graph
+    _complete_metadata(graph)
+    inputs = tuple(_joint_input(node, exported) for node in graph.find_nodes(op="placeholder"))
+    tangents = {item.name for item in inputs if item.kind == "tangent"}
+    node = next(reversed(graph.nodes))
+    outputs = [
+        output
+        for value, description in zip(node.args[0], node.meta["desc"], strict=True)
+        if (output := _joint_output(value, description, exported, tangents)) is not None
+    ]
+    graph.erase_node(node)
+    graph.set_codegen(fx.graph.CodeGen())  # flat, as it is called; tracing left a nested one
+    graph.output(tuple(output.node for output in outputs))
+    simplify(graph)
+    final = next(reversed(graph.nodes)).args[0]
+    outputs = [replace(output, node=value) for output, value in zip(outputs, final, strict=True)]
+    check_gradients(exported, outputs, tangents)
+    graph.lint()
+    traced.recompile()
+    return JointGraph(
+        graph_module=traced,
+        inputs=inputs,
+        outputs=tuple(outputs),
+        aliases=exported.aliases,
+        signature=signature,
+        fingerprint=fingerprint(inputs, outputs, graph),
+        call=exported.call,
+        result=exported.result,
+    )
+
+
+def _complete_metadata(graph: fx.Graph) -> None:
+    """Give every node a phase and a module path, from its latest operand where tracing recorded no path."""
+    backward = False
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        tag = node.meta.get("partitioner_tag")
+        if node.op == "placeholder":
+            tag = "is_backward" if isinstance(node.meta["desc"], TangentAOTInput) else "is_forward"
+        else:
+            tag = tag or ("is_backward" if backward else "is_forward")
+            backward = backward or "backward" in tag
+        node.meta["partitioner_tag"] = tag
+        node.meta["module_path"] = _module_path(node, position)
+
+
+def _module_path(node: fx.Node, position: Mapping[fx.Node, int]) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if stack:
+        path, _ = next(reversed(stack.values()))
+        return path
+    latest = max(node.all_input_nodes, key=position.__getitem__, default=None)
+    return "" if latest is None else latest.meta["module_path"]
+
+
+def _joint_input(node: fx.Node, exported: Exported) -> JointInput:
+    description = node.meta["desc"]
+    if not isinstance(description, TangentAOTInput):
+        item = _plain(description, exported)
+        return JointInput(item.kind, item.name, node, item.value)
+    output = description.output
+    if isinstance(output, InputMutationAOTOutput):
+        raise CaptureError(
+            f"{_plain(output.mutated_input, exported).name} is updated in place with a value that requires a gradient. "
+            "Update it under torch.no_grad(), or with the detached value."
+        )
+    assert isinstance(output, PlainAOTOutput)
+    return JointInput("tangent", exported.result.names[output.idx], node)
+
+
+def _joint_output(
+    value: fx.Node | None, description: object, exported: Exported, tangents: set[str]
+) -> JointOutput | None:
+    if description is None:  # the place of a gradient that nobody asked for
+        return None
+    if isinstance(description, InputMutationAOTOutput):
+        return JointOutput("mutation", _plain(description.mutated_input, exported).name, value)
+    if isinstance(description, GradAOTOutput):
+        item = _plain(description.grad_of, exported)
+        return JointOutput("gradient", item.name, value) if item.fake.requires_grad else None
+    assert isinstance(description, PlainAOTOutput)
+    assert value is not None
+    assert value.target is aten.clone.default
+    name = exported.result.names[description.idx]
+    return JointOutput("output", name, value.all_input_nodes[0], name if name in tangents else None)
+
+
+def _plain(description: object, exported: Exported) -> ExportedInput:
+    assert isinstance(description, PlainAOTInput), f"{description}: the exported graph has plain inputs only"
+    return exported.inputs[description.idx]

@@ -1,0 +1,143 @@
+"""The forward graph of a module by `torch.export`, with one placeholder per tensor and a flat tuple of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from autoshard.capture._torch import FakeTensorMode, InputKind, TensorArgument, pytree
+from autoshard.capture.calls import CallLayout, Constant, ResultLayout, call_layout, result_names
+from autoshard.capture.twin import fake_like
+
+ExportedKind = Literal["parameter", "buffer", "constant", "input"]
+
+_KINDS: dict[InputKind, ExportedKind] = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedInput:
+    """A placeholder of the exported graph; `value` holds the numbers of a constant."""
+
+    kind: ExportedKind
+    name: str
+    fake: torch.Tensor
+    value: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A module's forward graph: tensors in, tensors out, buffers still changed in place."""
+
+    graph_module: fx.GraphModule
+    inputs: tuple[ExportedInput, ...]
+    outputs: tuple[fx.Node, ...]
+    call: CallLayout
+    result: ResultLayout
+    aliases: dict[str, tuple[str, ...]]
+
+
+@dataclass(slots=True)
+class _Tensors:
+    """Parameters and buffers by first name, the first name behind every name, and all names behind the first."""
+
+    fakes: dict[str, torch.Tensor] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def export_forward(
+    twin: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: FakeTensorMode, device: torch.device
+) -> Exported:
+    """Export a fake twin called with fake inputs."""
+    program = torch.export.export(twin, args, dict(kwargs), strict=False)
+    names = _named_tensors(twin)
+    structure = program.call_spec.in_spec
+    assert structure is not None
+    keywords = structure.unflatten(range(structure.num_leaves))[1]
+    leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
+    call = call_layout(twin, structure, leaves)
+    graph_module = program.graph_module
+    inputs = _take_inputs(program, names, call, leaves, mode, device)
+    outputs, result = _take_outputs(program)
+    return Exported(graph_module, inputs, outputs, call, result, names.aliases)
+
+
+def _named_tensors(module: nn.Module) -> _Tensors:
+    names = _Tensors()
+    by_identity: dict[int, str] = {}
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in tensors:
+        first = by_identity.setdefault(id(tensor), name)
+        names.fakes.setdefault(first, tensor)
+        names.first[name] = first
+        names.aliases[first] = (*names.aliases.get(first, ()), name)
+    return names
+
+
+def _take_inputs(
+    program: torch.export.ExportedProgram,
+    names: _Tensors,
+    call: CallLayout,
+    leaves: list[Any],
+    mode: FakeTensorMode,
+    device: torch.device,
+) -> tuple[ExportedInput, ...]:
+    """Leave one placeholder per tensor: tied names share one, plain values have none."""
+    graph = program.graph_module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    user = iter(zip(call.leaves, leaves, strict=True))
+    seen: dict[tuple[str, str], fx.Node] = {}
+    inputs = []
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        kind = _KINDS.get(spec.kind)
+        assert kind is not None, f"{spec.kind} among the inputs of an exported graph"
+        value = None
+        if kind == "input":
+            name, fake = next(user)
+            if isinstance(name, Constant):
+                graph.erase_node(node)
+                continue
+        elif kind == "constant":
+            name = str(spec.target)
+            value = program.constants[name]
+            fake = value if isinstance(value, torch._subclasses.FakeTensor) else fake_like(value, mode, device)
+        else:
+            name = names.first[str(spec.target)]
+            fake = names.fakes[name]
+        if (kind, name) in seen:
+            node.replace_all_uses_with(seen[kind, name])
+            graph.erase_node(node)
+            continue
+        seen[kind, name] = node
+        inputs.append(ExportedInput(kind, name, fake, value))
+    return tuple(inputs)
+
+
+def _take_outputs(program: torch.export.ExportedProgram) -> tuple[tuple[fx.Node, ...], ResultLayout]:
+    """The nodes that the user gets, and how they become the object that `forward` returns."""
+    output = next(reversed(program.graph_module.graph.nodes))
+    structure = program.call_spec.out_spec
+    assert structure is not None
+    leaves: list[str | Constant] = []
+    nodes = []
+    specs = program.graph_signature.output_specs
+    assert len(specs) == structure.num_leaves == len(output.args[0])
+    for name, spec, node in zip(result_names(structure), specs, output.args[0], strict=True):
+        if isinstance(spec.arg, TensorArgument):
+            leaves.append(name)
+            nodes.append(node)
+        else:
+            leaves.append(Constant(spec.arg.value))
+    return tuple(nodes), ResultLayout(structure, tuple(leaves))

@@ -1,0 +1,59 @@
+"""What went wrong in capture, said with the user's own line."""
+
+from __future__ import annotations
+
+import linecache
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from autoshard.errors import CaptureError
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+_ADVICE = (
+    (
+        ("data-dependent", "Could not guard", "unbacked", "torch.cond", ".item()", "control flow"),
+        "the graph must not depend on the numbers in a tensor. Use torch.cond or torch.where for a branch, hoist the "
+        "branch out of forward, or pass the value as a plain Python argument",
+    ),
+    (
+        ("assigned during export", "mutat"),
+        "forward must not assign tensors to attributes. Register a buffer and update it in place, or return the value",
+    ),
+    (
+        ("Unsupported input type", "Invalid input type", "pytree"),
+        "arguments are tensors, plain values, or containers known to torch.utils._pytree; register the type there",
+    ),
+)
+
+
+def capture_error(model: str, error: BaseException) -> CaptureError:
+    """A `CaptureError` for an exception that came out of `torch.export` or of tracing the backward pass."""
+    where = user_line(error.__traceback__)
+    text = str(error).strip()
+    reason = text.splitlines()[0] if text else "no further message"
+    advice = next((advice for words, advice in _ADVICE if any(word in text for word in words)), None)
+    return CaptureError(
+        f"{model} could not be captured as one graph{where}: {type(error).__name__}: {reason.rstrip('.')}. "
+        + (f"What to do: {advice}." if advice else "Check that the module runs with these arguments on one device.")
+    )
+
+
+def user_line(trace: TracebackType | None) -> str:
+    """Text such as ` at model.py:12 (if x.sum() > 0:)`: the innermost frame outside of torch and autoshard."""
+    for frame in reversed(traceback.extract_tb(trace)):
+        if frame.filename.startswith(("<", *_LIBRARIES)) or _is_standard_library(frame.filename):
+            continue
+        source = linecache.getline(frame.filename, frame.lineno or 0).strip()
+        return f" at {frame.filename}:{frame.lineno}" + (f" ({source})" if source else "")
+    return ""
+
+
+def _is_standard_library(filename: str) -> bool:
+    return filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename

@@ -1,0 +1,34 @@
+"""A hash that tells captured graphs apart, the same on all ranks and in all runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from autoshard.capture._torch import pytree
+from autoshard.capture.graph import JointInput, JointOutput
+
+
+def fingerprint(inputs: Iterable[JointInput], outputs: Iterable[JointOutput], graph: fx.Graph) -> str:
+    """SHA-256 of inputs, operators with their arguments, shapes and dtypes, and outputs."""
+    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    digest = hashlib.sha256()
+    for item in inputs:
+        digest.update(f"{item.kind} {item.name}\n".encode())
+    for node in graph.nodes:
+        if node.op == "get_attr" and isinstance(
+            nested := getattr(graph.owning_module, str(node.target)), fx.GraphModule
+        ):
+            digest.update(fingerprint((), (), nested.graph).encode())
+        arguments = fx.node.map_arg((node.args, node.kwargs), number.__getitem__)
+        digest.update(f"{node.op} {node.target if node.op == 'call_function' else ''} {arguments}".encode())
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor):
+                digest.update(f" {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(b"\n")
+    for output in outputs:
+        digest.update(f"{output.kind} {output.name} {output.tangent}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,107 @@
+"""`JointGraph`: the captured training step, and what is known of its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Placement
+
+from autoshard.capture.annotate import parse_pin
+from autoshard.capture.calls import CallLayout, ResultLayout
+
+InputKind = Literal["parameter", "buffer", "input", "tangent", "constant"]
+OutputKind = Literal["output", "mutation", "gradient"]
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class JointInput:
+    """A placeholder of the joint graph.
+
+    `name` is the qualified name of a parameter or buffer (the first, if it has several), the path of an input such as
+    `input_ids`, or, for a tangent, the name of the output whose gradient it is. `value` holds the numbers of a
+    constant that the module makes or holds (None where the module was on the meta device).
+    """
+
+    kind: InputKind
+    name: str
+    node: fx.Node
+    value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JointOutput:
+    """An output of the joint graph.
+
+    `name` is the output's path such as `loss`; for a mutation, the buffer or input that takes the new value; for a
+    gradient, the parameter or input that it belongs to. `node` is None for the gradient of what the outputs do not
+    depend on. `tangent` is the name of the output's tangent, if it has one.
+    """
+
+    kind: OutputKind
+    name: str
+    node: fx.Node | None
+    tangent: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JointGraph:
+    """The training step of a module (or its forward pass) as one functional graph of ATen operators.
+
+    Attributes:
+        graph_module: the graph; every node has `meta["val"]`, a fake tensor (or several) of global shape.
+        inputs: the placeholders, in order.
+        outputs: the outputs, in order.
+        aliases: parameter or buffer -> all names under which it is registered.
+        signature: key of the call that was captured, equal to `signature_of` of the like calls.
+        fingerprint: hash of the graph as hexadecimal text, equal on all ranks and in all runs.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[JointInput, ...]
+    outputs: tuple[JointOutput, ...]
+    aliases: dict[str, tuple[str, ...]]
+    signature: Hashable
+    fingerprint: str
+    call: CallLayout
+    result: ResultLayout
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The nodes."""
+        return self.graph_module.graph
+
+    @property
+    def tangent_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that have a tangent, in the order of the tangents."""
+        return tuple(item.name for item in self.inputs if item.kind == "tangent")
+
+    def phase(self, node: fx.Node) -> Phase:
+        """The half of the step that the node belongs to."""
+        return "backward" if "backward" in node.meta.get("partitioner_tag", "") else "forward"
+
+    def module_path(self, node: fx.Node) -> str:
+        """Path of the module that the node, or the forward node it differentiates, was called in; "" for the root."""
+        return node.meta.get("module_path", "")
+
+    def pin(self, node: fx.Node) -> tuple[Placement, ...] | None:
+        """The placements that the user pinned, if the node is such a mark."""
+        if node.op == "call_function" and node.target is torch.ops.autoshard.pin.default:
+            return parse_pin(str(node.args[1]))
+        return None
+
+    def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call in the order of the inputs of kind "input".
+
+        Raises:
+            InputError: the call has another structure, or other values that are no tensors.
+        """
+        return self.call.flatten(args, kwargs)
+
+    def unflatten_outputs(self, tensors: list[torch.Tensor]) -> Any:
+        """What `forward` returns, made of tensors in the order of the outputs of kind "output"."""
+        return self.result.unflatten(tensors)

@@ -1,0 +1,129 @@
+"""`capture`: a module and an example call become one functional graph of forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from autoshard.capture._torch import TangentAOTInput, fake_mode, outside_modes, pytree, trace_joint
+from autoshard.capture.annotate import capturing
+from autoshard.capture.calls import signature_of
+from autoshard.capture.checks import check_sizes
+from autoshard.capture.describe import describe
+from autoshard.capture.export import Exported, export_forward
+from autoshard.capture.failure import capture_error
+from autoshard.capture.graph import JointGraph, JointInput, JointOutput
+from autoshard.capture.twin import fake_like, fake_twin
+from autoshard.errors import AutoshardError, CaptureError
+
+__all__ = ["JointGraph", "JointInput", "JointOutput", "capture"]
+
+aten = torch.ops.aten
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool | None = None,
+    grad: bool = True,
+    device: torch.device | None = None,
+    tangents: Literal["loss", "all"] = "loss",
+) -> JointGraph:
+    """Capture one call of a module as a joint graph. Real weights are never touched: all runs on fake tensors.
+
+    Args:
+        module: the module; its parameters may be real, on the meta device, or DTensors (global shapes are meant).
+        args: positional arguments: real, meta or fake tensors, DTensors, plain values; captured as if contiguous.
+        kwargs: keyword arguments.
+        training: capture as after `module.train(training)`; as the module is when None.
+        grad: capture forward and backward; only the forward when False, or when nothing requires a gradient.
+        device: type of device to trace for, which must be available in this build of torch; the CPU when None.
+        tangents: "loss": where outputs are differentiable scalars, only these are differentiated, and gradients into
+            other outputs are not propagated; "all": every differentiable output is.
+
+    Returns:
+        The graph, with dead code, identities and common subexpressions removed.
+
+    Raises:
+        CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
+        InputError: an argument is of a type that cannot be part of a signature.
+    """
+    device = device or torch.device("cpu")
+    _check_autocast(device)
+    mode = fake_mode()
+    try:
+        with _surroundings(grad, device):
+            twin = fake_twin(module, mode, device, training)
+            signature = signature_of(twin, args, kwargs, grad)
+            fake_args, fake_kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda leaf: fake_like(leaf, mode, device), (args, dict(kwargs))
+            )
+            exported = export_forward(twin, fake_args, fake_kwargs, mode, device)
+            check_sizes(exported.graph_module.graph)
+            everything = tuple(True for _ in exported.outputs)
+            differentiated = _losses(exported) if tangents == "loss" else everything
+            traced = _trace(exported, differentiated)
+            if grad and differentiated != everything and not _has_tangents(traced):
+                traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
+    except AutoshardError:
+        raise
+    except Exception as error:
+        raise capture_error(type(module).__name__, error) from error
+    return describe(traced, exported, signature)
+
+
+def _check_autocast(device: torch.device) -> None:
+    for other in ("cpu", "cuda"):
+        if other != device.type and torch.is_autocast_enabled(other):
+            raise CaptureError(
+                f"torch.autocast is active for {other}, and the capture runs on {device.type}, where it casts other "
+                f'operators: the captured graph would differ from the model. Capture with device="{other}", or cast '
+                "in the module itself."
+            )
+
+
+@contextlib.contextmanager
+def _surroundings(grad: bool, device: torch.device) -> Iterator[None]:
+    """Nothing of the caller's modes reaches the capture: grad mode, dispatch modes, default device."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(outside_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        if torch.get_default_device().type != device.type:
+            stack.enter_context(device)
+        stack.enter_context(capturing())
+        yield
+
+
+def _losses(exported: Exported) -> tuple[bool, ...]:
+    """Which outputs to differentiate: floating scalars, or all if there are none."""
+    values = [node.meta["val"] for node in exported.outputs]
+    scalars = tuple(value.ndim == 0 and value.is_floating_point() for value in values)
+    return scalars if any(scalars) else tuple(True for _ in values)
+
+
+def _trace(exported: Exported, differentiated: tuple[bool, ...]) -> fx.GraphModule:
+    """The joint graph, with outputs that are not differentiated cut off from the backward half.
+
+    Every output is a fresh copy while it is traced, so that outputs that alias inputs, parameters or each other are
+    treated like all others; the copies are removed again.
+    """
+    module = exported.graph_module
+    module.graph.erase_node(next(reversed(module.graph.nodes)))
+    results = []
+    for node, wanted in zip(exported.outputs, differentiated, strict=True):
+        source = node if wanted else module.graph.call_function(aten.detach.default, (node,))
+        results.append(module.graph.call_function(aten.clone.default, (source,)))
+    module.graph.output(tuple(results))
+    module.recompile()
+    return trace_joint(module, tuple(item.fake for item in exported.inputs))
+
+
+def _has_tangents(traced: fx.GraphModule) -> bool:
+    return any(isinstance(node.meta["desc"], TangentAOTInput) for node in traced.graph.find_nodes(op="placeholder"))

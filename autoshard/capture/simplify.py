@@ -1,0 +1,151 @@
+"""Rewrites of the joint graph that change no number: identities, common subexpressions, dead code."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
+_COPIES = frozenset({aten.clone.default, aten.lift_fresh_copy.default})
+_NEUTRAL: dict[Any, int] = {
+    aten.mul.Tensor: 1,
+    aten.mul.Scalar: 1,
+    aten.div.Tensor: 1,
+    aten.div.Scalar: 1,
+    aten.pow.Tensor_Scalar: 1,
+}
+_SAME_SHAPE = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten._to_copy.default,
+    }
+)
+_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        operator.getitem,
+    }
+)
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Remove from a functional graph what computes nothing new; nodes carry `meta["partitioner_tag"]`."""
+    _remove_identities(graph)
+    _merge_common(graph)
+    graph.eliminate_dead_code(is_impure_node=_is_impure)
+
+
+def _is_impure(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or (
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    )
+
+
+def _remove_identities(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        source = _same_value(node)
+        if source is not None and not (node.target in _COPIES and _is_output(node)):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _is_output(node: fx.Node) -> bool:
+    """Whether the user gets the node: a copy made for them stays a copy."""
+    return any(user.op == "output" for user in node.users)
+
+
+def _same_value(node: fx.Node) -> fx.Node | None:
+    """An earlier node with the same numbers in the same layout, if `node` is an identity."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    if node.target in _ALIASES:
+        return source
+    if node.target in _COPIES | _SAME_SHAPE or _is_neutral(node):
+        return source if _layout(node) == _layout(source) else None
+    if node.target is aten.t.default and source.target is aten.t.default:
+        return source.all_input_nodes[0]
+    if node.target is aten.transpose.int and source.target is aten.transpose.int:
+        ndim = node.meta["val"].ndim
+        dims = [{dim % ndim for dim in other.args[1:]} for other in (node, source)]
+        return source.all_input_nodes[0] if dims[0] == dims[1] else None
+    return None
+
+
+def _is_neutral(node: fx.Node) -> bool:
+    """Whether the node multiplies by one, or the like: exact for every number."""
+    neutral = _NEUTRAL.get(node.target)
+    if neutral is None or node.kwargs:
+        return False
+    other = node.args[1]
+    return isinstance(other, (int, float)) and other == neutral
+
+
+def _layout(node: fx.Node) -> Hashable:
+    value = node.meta["val"]
+    return (tuple(value.shape), value.stride(), value.dtype, value.device, value.storage_offset() == 0)
+
+
+def _merge_common(graph: fx.Graph) -> None:
+    """Merge nodes that compute the same from the same, never random ones, and across phases only views.
+
+    What the backward half computes again is left there: it was perhaps put there to save memory.
+    """
+    seen: dict[Hashable, fx.Node] = {}
+    for node in list(graph.nodes):
+        key = _expression(node)
+        if key is None:
+            continue
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _expression(node: fx.Node) -> Hashable | None:
+    if node.op != "call_function" or is_random(node):
+        return None
+    if isinstance(node.target, torch._ops.OpOverload):
+        if node.target._schema.is_mutable or node.target.namespace == "autoshard":
+            return None
+    elif node.target is not operator.getitem:
+        return None
+    phase = None if node.target in _VIEWS else node.meta.get("partitioner_tag")
+    return (node.target, phase, freeze(node.args), freeze(node.kwargs))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether two calls of the operator may give different numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in node.target.tags or "dropout" in str(node.target)
+
+
+def freeze(value: Any) -> Hashable:
+    """A hashable copy of an argument, in which 1, 1.0 and True differ."""
+    if isinstance(value, (list, tuple)):
+        return tuple(freeze(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, freeze(value[key])) for key in sorted(value))
+    if isinstance(value, slice):
+        return ("slice", freeze(value.start), freeze(value.stop), freeze(value.step))
+    return (type(value), value)

@@ -1,0 +1,87 @@
+"""A fake twin: the same module and inputs with tensors that have shapes and no numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture._torch import FakeTensorMode, is_lazy
+from autoshard.errors import CaptureError
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """A contiguous fake tensor on `device` with the (global) shape, dtype and `requires_grad` of `tensor`."""
+    with mode:
+        fake = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def fake_twin(module: nn.Module, mode: FakeTensorMode, device: torch.device, training: bool | None) -> nn.Module:
+    """A copy of `module` with fake parameters and buffers on `device`; nothing of the module is touched or copied.
+
+    Tied tensors stay tied. A `forward` that autoshard set on the instance gives way to the module's own.
+
+    Raises:
+        CaptureError: parameters are on different devices or have no shape yet, or the module cannot be copied.
+    """
+    _check_parameters(module)
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(fake_like(parameter.detach(), mode, device), parameter.requires_grad)
+    for tensor in _plain_tensors(module):
+        memo.setdefault(id(tensor), fake_like(tensor, mode, device))
+    forward = module.__dict__.get("forward")
+    if forward is not None:
+        memo[id(forward)] = forward
+    try:
+        twin = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(module).__name__} cannot be copied for capture: {type(error).__name__}: {error}. "
+            "Keep what copy.deepcopy refuses (locks, generators, process groups, tensors with a history) "
+            "out of the module's attributes."
+        ) from error
+    _restore_forward(twin)
+    if training is not None and training != twin.training:
+        twin.train(training)
+    return twin
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Buffers, and plain tensor attributes that have no numbers (meta): real ones are constants, kept as they are."""
+    yield from module.buffers()
+    for submodule in module.modules():
+        for value in vars(submodule).values():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                yield value
+
+
+def _restore_forward(twin: nn.Module) -> None:
+    """Undo an instance attribute `forward` set by autoshard; one set by the user is part of the model."""
+    forward = twin.__dict__.get("forward")
+    if forward is None:
+        return
+    owner = getattr(forward, "__module__", None) or type(forward).__module__
+    if owner.split(".")[0] == "autoshard":
+        del twin.__dict__["forward"]
+
+
+def _check_parameters(module: nn.Module) -> None:
+    where: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise CaptureError(
+                f"parameter {name} has no shape yet (a lazy module). Call the module once on a small batch, "
+                "then parallelize it."
+            )
+        where.setdefault(parameter.device, name)
+    if len(where) > 1:
+        (device1, name1), (device2, name2), *_ = where.items()
+        raise CaptureError(
+            f"the parameters are on different devices: {name1} on {device1}, {name2} on {device2}. "
+            "Move the module to one device (or to the meta device) first; autoshard decides where its shards lie."
+        )

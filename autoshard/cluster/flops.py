@@ -1,0 +1,102 @@
+"""Floating-point operations of the operators that compute more than they move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from torch._ops import OpOverload
+
+Shape = Sequence[int]
+
+
+def flops(op: OpOverload, operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object] = ()) -> float:
+    """Floating-point operations of one call; a multiply and its add are two.
+
+    Args:
+        op: an ATen operator.
+        operands: global shapes of its tensor operands, in the order of its schema, absent ones left out.
+        results: global shapes of its tensor results; absent ones left out.
+        args: the call's arguments as written in the graph, for what the shapes do not tell.
+
+    Returns:
+        The count for matrix products, convolutions and attention, forward and backward; 0.0 for every other operator,
+        whose time is that of its bytes.
+    """
+    count = _COUNTS.get(op.overloadpacket.__name__)
+    return float(count(operands, results, args)) if count is not None else 0.0
+
+
+_Count = Callable[[Sequence[Shape], Sequence[Shape], Sequence[object]], int]
+
+
+def _product(position: int) -> _Count:
+    """Count of a matrix product whose left matrix is the operand at `position`: its last dim is contracted."""
+
+    def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+        return 2 * math.prod(results[0]) * operands[position][-1]
+
+    return count
+
+
+def _attention(queries: Shape, keys: Shape, values: Shape) -> tuple[int, int]:
+    """Operations of one product with the width of a key, and with the width of a value; a causal mask saves nothing."""
+    pairs = math.prod(queries[:-1]) * keys[-2]
+    return 2 * pairs * queries[-1], 2 * pairs * values[-1]
+
+
+def _attention_forward(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+    """Scores, and the weighted sum of values."""
+    by_key, by_value = _attention(*operands[:3])
+    return by_key + by_value
+
+
+def _attention_backward(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+    """Scores again, gradients of queries and keys; gradients of values and of weights."""
+    by_key, by_value = _attention(*operands[1:4])
+    return 3 * by_key + 2 * by_value
+
+
+def _convolution(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+    """Every element of the result, or of the input where transposed, meets the weight of its channel once."""
+    source, weight = operands[:2]
+    transposed = len(args) > 6 and bool(args[6])
+    return 2 * math.prod(source if transposed else results[0]) * math.prod(weight[1:])
+
+
+def _convolution_backward(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+    """One forward's worth for the gradient of the input and one for that of the weight, as `output_mask` asks."""
+    gradient, source, weight = operands[:3]
+    transposed = len(args) > 7 and bool(args[7])
+    mask = args[10] if len(args) > 10 else (True, True, True)
+    assert isinstance(mask, Sequence)
+    once = 2 * math.prod(source if transposed else gradient) * math.prod(weight[1:])
+    return once * sum(bool(wanted) for wanted in mask[:2])
+
+
+_COUNTS: dict[str, _Count] = {
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "_scaled_mm"), _product(0)),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), _product(1)),
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    **dict.fromkeys(
+        (
+            "scaled_dot_product_attention",
+            "_scaled_dot_product_attention_math",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+        ),
+        _attention_forward,
+    ),
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_cudnn_attention_backward",
+        ),
+        _attention_backward,
+    ),
+}

@@ -1,0 +1,205 @@
+"""Hints: the placements of parameters that the user pins, by globs over parameter names and module paths."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch.distributed.tensor import Partial, Placement, Replicate
+
+from autoshard.errors import HintError
+from autoshard.names import ancestors, matching, suggestion
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import is_shard, placement_text, shard_placement, split_factor_of
+
+HintValue = Placement | Sequence[Placement | None] | Mapping[str, Placement]
+Pins = tuple[Placement | None, ...]
+
+
+def resolve(
+    hints: Mapping[str, HintValue] | None,
+    parameters: Mapping[str, Sequence[int]],
+    aliases: Mapping[str, Sequence[str]],
+    modules: Collection[str],
+    mesh: MeshShape,
+) -> dict[str, Pins]:
+    """What hints pin of each parameter.
+
+    Args:
+        hints: glob -> what it pins. A glob is matched against parameter names and module paths (`*` matches dots
+            too); a module stands for every parameter below it. What it pins is one placement, for every mesh axis; a
+            sequence of one for each mesh axis, None where the planner may choose; or a mapping from names of axes,
+            those not named being left to the planner.
+        parameters: name -> global shape.
+        aliases: name -> every name that the same (tied) parameter goes by; a hint may use any of them.
+        modules: paths of the modules.
+        mesh: the mesh planned for.
+
+    Returns:
+        Name of every parameter that a hint reaches -> a placement for each mesh axis, None where the planner may
+        choose. Dims are counted from the front; on an axis of size 1 everything is replicated.
+
+    Raises:
+        HintError: a glob matches nothing; a value is none of the above, or is `Partial`; an axis does not exist; a dim
+            is out of range, or too small for the axes that shard it; or two hints contradict each other.
+    """
+    names = {alias: name for name in parameters for alias in (name, *aliases.get(name, ()))}
+    pinned: dict[str, list[_Pin | None]] = {}
+    for glob, value in (hints or {}).items():
+        placements = _per_axis(glob, value, mesh)
+        for name in _parameters_of(glob, names, modules):
+            pins = pinned.setdefault(name, [None] * mesh.ndim)
+            for axis, placement in enumerate(placements):
+                if placement is not None:
+                    pin = _Pin(glob, _normal(glob, placement, name, parameters[name], mesh, axis))
+                    pins[axis] = _agreed(pins[axis], pin, name, mesh.axes[axis].name)
+    for name, pins in pinned.items():
+        _check_sizes(name, parameters[name], pins, mesh)
+    return {name: tuple(pin.placement if pin else None for pin in pins) for name, pins in pinned.items()}
+
+
+def describe(hints: Mapping[str, HintValue] | None) -> dict[str, str]:
+    """Every hint as text, such as `{"layers.*.mlp": "tp: S(0)"}`, for the record in a plan."""
+    return {glob: _value_text(value) for glob, value in (hints or {}).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """A placement and the hint that asks for it."""
+
+    glob: str
+    placement: Placement
+
+
+def _value_text(value: HintValue) -> str:
+    if isinstance(value, Placement):
+        return placement_text(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{axis}: {placement_text(placement)}" for axis, placement in value.items())
+    return " ".join("-" if placement is None else placement_text(placement) for placement in value)
+
+
+def _per_axis(glob: str, value: object, mesh: MeshShape) -> Pins:
+    """The value of a hint as one placement or None per mesh axis."""
+    if isinstance(value, Placement):
+        pins: Pins = (_allowed(glob, value),) * mesh.ndim
+    elif isinstance(value, Mapping):
+        unknown = [axis for axis in value if axis not in mesh.names]
+        if unknown:
+            raise HintError(
+                f"the hint {glob!r}: {value!r} names the mesh axis {unknown[0]!r}; the axes of this mesh are {mesh}."
+            )
+        pins = tuple(_allowed(glob, value[name]) if name in value else None for name in mesh.names)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != mesh.ndim:
+            raise HintError(
+                f"the hint {glob!r}: {value!r} has {len(value)} placements for the {mesh.ndim} axes of the mesh "
+                f"({mesh}). Give one for each, None to leave an axis to the planner, or name axes: "
+                f"{{{mesh.names[-1]!r}: Shard(0)}}."
+            )
+        pins = tuple(None if placement is None else _allowed(glob, placement) for placement in value)
+    else:
+        raise _not_a_placement(glob, value)
+    return pins
+
+
+def _allowed(glob: str, value: object) -> Placement:
+    """A placement that a parameter may have."""
+    if isinstance(value, Partial):
+        raise HintError(
+            f"the hint {glob!r} asks for {value!r}: a parameter cannot be Partial, since it is a value and not a sum "
+            f"still to be made. Use Replicate() or Shard(dim)."
+        )
+    if not isinstance(value, Placement) or not (isinstance(value, Replicate) or is_shard(value)):
+        raise _not_a_placement(glob, value)
+    return value
+
+
+def _not_a_placement(glob: str, value: object) -> HintError:
+    return HintError(
+        f"the hint {glob!r}: {value!r} pins no placement: give Replicate() or Shard(dim), one for every mesh axis, a "
+        f"sequence of one per axis, or a mapping from names of mesh axes."
+    )
+
+
+def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]) -> tuple[str, ...]:
+    """The parameters that a glob reaches, by their first names; `names` maps every alias to its first name."""
+    if not isinstance(glob, str):
+        raise HintError(f"the hint {glob!r} is not a text: hints are keyed by globs over parameter and module names.")
+    matched_modules = set(matching(glob, (module for module in modules if module)))
+    reached = [
+        first
+        for alias, first in names.items()
+        if matching(glob, (alias,)) or not matched_modules.isdisjoint(ancestors(alias))
+    ]
+    if not reached and matched_modules:
+        raise HintError(
+            f"the hint {glob!r} matches the module {min(matched_modules)}, which has no parameters to place."
+        )
+    if not reached:
+        known = {*names, *modules} - {""}
+        raise HintError(f"the hint {glob!r} matches no parameter and no module. {suggestion(glob, known)}")
+    return tuple(dict.fromkeys(reached))
+
+
+def _normal(glob: str, placement: Placement, name: str, shape: Sequence[int], mesh: MeshShape, axis: int) -> Placement:
+    """The placement with its dim counted from the front; replicated on an axis of size 1."""
+    if not is_shard(placement):
+        return placement
+    dim: int = placement.dim  # type: ignore[attr-defined]
+    if not -len(shape) <= dim < len(shape):
+        raise HintError(
+            f"the hint {glob!r} shards dim {dim} of {name}, which has {len(shape)} dims (shape {tuple(shape)}). "
+            f"Choose a dim below {len(shape)}, or let the glob match fewer parameters."
+        )
+    if mesh.axes[axis].size == 1:
+        return Replicate()
+    return shard_placement(dim % len(shape), split_factor_of(placement))
+
+
+def _agreed(before: _Pin | None, pin: _Pin, name: str, axis: str) -> _Pin:
+    """The one pin of an axis; an error where two hints ask for different ones."""
+    if before is not None and before.placement != pin.placement:
+        raise HintError(
+            f"two hints contradict each other on {name}, mesh axis {axis!r}: {before.glob!r} asks for "
+            f"{placement_text(before.placement)}, {pin.glob!r} for {placement_text(pin.placement)}. Drop one of them, "
+            f"or let their globs match different parameters."
+        )
+    return before or pin
+
+
+def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[_Pin | None], mesh: MeshShape) -> None:
+    """Make sure that every dim is large enough for the axes that shard it, and divides where it has to."""
+    for dim, size in enumerate(shape):
+        sharding = {
+            axis: pin
+            for axis, pin in enumerate(pins)
+            if pin is not None and is_shard(pin.placement) and pin.placement.dim == dim  # type: ignore[attr-defined]
+        }
+        if not sharding:
+            continue
+        parts = prod(mesh.axes[axis].size for axis in sharding)
+        over = " and ".join(f"{mesh.axes[axis].name}={mesh.axes[axis].size}" for axis in sharding)
+        said = " and ".join(dict.fromkeys(repr(pin.glob) for pin in sharding.values()))
+        told = f"the hint {said} shards dim {dim} of {name}, of size {size}, over {over}"
+        if size < parts:
+            raise HintError(
+                f"{told}: that is less than one element for each of the {parts} parts. Use fewer or other axes."
+            )
+        if not _divides(size, {axis: pin.placement for axis, pin in sharding.items()}, mesh):
+            raise HintError(
+                f"{told}, as {', '.join(placement_text(pin.placement) for pin in sharding.values())}: {size} does not "
+                f"divide evenly. Only a plain Shard over one axis alone may be uneven."
+            )
+
+
+def _divides(size: int, sharding: Mapping[int, Placement], mesh: MeshShape) -> bool:
+    """Whether the axes, each splitting what the ones before it left, may shard a dim of this size."""
+    if len(sharding) == 1 and all(split_factor_of(placement) == 1 for placement in sharding.values()):
+        return True
+    for axis, placement in sharding.items():
+        if size % (mesh.axes[axis].size * split_factor_of(placement)):
+            return False
+        size //= mesh.axes[axis].size
+    return True

@@ -1,0 +1,94 @@
+"""The private torch names that this room uses, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+# Torch's partitioners of a joint graph into forward and backward: the plain one keeps every operator in its half,
+# the other recomputes cheap operators, which pays where the halves are compiled.
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
+# Runs a function once per rank where one process holds all ranks, and plainly elsewhere.
+from torch.distributed._local_tensor import maybe_run_for_local_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+# How a DTensor lies: what its public constructors work out anew at every call, at six times the price.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph whose tangents are placeholders called `tangents_*` into forward and backward.
+
+    The forward graph returns its outputs and then what it saves, which the backward graph takes before the tangents.
+    """
+    output: Any = next(iter(joint.graph.find_nodes(op="output")))
+    output.meta.setdefault("desc", [None] * len(output.args[0]))
+    partition = min_cut_rematerialization_partition if recompute else default_partition
+    forward, backward = partition(joint, None, num_fwd_outputs=forward_outputs)
+    return forward, backward
+
+
+def compile_graph(graph: fx.GraphModule) -> Any:
+    """The graph compiled by inductor at its first call; its shapes are fixed."""
+    return torch.compile(graph, backend="inductor", dynamic=False, fullgraph=True)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def per_rank(function: Function) -> Function:
+    """`function` of this rank's tensors and coordinates; run for every rank where one process holds them all.
+
+    The function has no side effects and returns new tensors.
+    """
+    wrapped: Function = maybe_run_for_local_tensor(function)
+    return wrapped
+
+
+def dtensor_spec(
+    device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    """How a contiguous global tensor lies on a mesh, in torch's words."""
+    strides: list[int] = []
+    stride = 1
+    for size in reversed(shape):
+        strides.insert(0, stride)
+        stride *= max(size, 1)
+    meta = TensorMeta(torch.Size(shape), tuple(strides), dtype)
+    return DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta)
+
+
+def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around `local`, without checks, copies or autograd."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def dtensor_spec_of(tensor: DTensor) -> DTensorSpec:
+    """How a DTensor lies; DTensors may share it."""
+    return tensor._spec
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """The local tensor of a DTensor itself, outside autograd (`to_local` records it and makes a view)."""
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: DTensor, local: Tensor, spec: DTensorSpec) -> None:
+    """Give a DTensor other contents, of the same global shape, dtype and device; hooks and identity stay."""
+    tensor._local_tensor = local
+    tensor._spec = spec
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
+    """The hooks that `register_hook` put on a tensor."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def accumulated_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
+    """The hooks that `register_post_accumulate_grad_hook` put on a tensor."""
+    return list((tensor._post_accumulate_grad_hooks or {}).values())

@@ -1,0 +1,43 @@
+"""All ranks of a mesh agree on what the first one decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard import errors
+from autoshard.errors import AutoshardError
+
+_FAKE_BACKEND = "fake"  # torch's process group that stands for a world without one: there is nobody to agree with
+
+
+def from_first_rank(device_mesh: DeviceMesh, make: Callable[[], str]) -> str:
+    """The text that `make` returns on the first rank of the mesh, on every rank of it.
+
+    Raises:
+        AutoshardError: the one that `make` raised on the first rank, on every rank, so that none waits for the others.
+    """
+    if dist.get_backend(device_mesh.get_group(0)) == _FAKE_BACKEND:
+        return make()
+    payload: list[object] = [None, None]
+    if all(coordinate == 0 for coordinate in device_mesh.get_coordinate() or ()):
+        try:
+            payload = ["", make()]
+        except AutoshardError as error:
+            payload = [type(error).__name__, str(error)]
+        except Exception as error:
+            _send(device_mesh, [AutoshardError.__name__, f"planning failed on the first rank: {error!r}"])
+            raise
+    kind, text = _send(device_mesh, payload)
+    if kind:
+        raise getattr(errors, str(kind))(text)
+    return str(text)
+
+
+def _send(device_mesh: DeviceMesh, payload: list[object]) -> list[object]:
+    """Broadcast along one axis after the other: each reaches the ranks whose later coordinates are zero."""
+    for axis in range(device_mesh.ndim):
+        dist.broadcast_object_list(payload, group=device_mesh.get_group(axis), group_src=0)
+    return payload

@@ -1,0 +1,142 @@
+"""The joint graph of whole tensors becomes the program that every rank runs on its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoshard.capture.joint import JointInput
+from autoshard.partition.emitter import GraphEmitter
+from autoshard.patterns.decisions import Flow, phase_of
+from autoshard.patterns.graph import Value, operand_nodes, value_of
+from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.reshard.lower import lower
+from autoshard.reshard.path import Resharder
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import local_shape
+from autoshard.specs.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """A tensor that enters or leaves the program.
+
+    Attributes:
+        kind: of the joint graph's input or output: `"parameter"`, `"input"`, `"gradient"`, ...
+        name: parameter, buffer, input or output path.
+        shape: global shape.
+        dtype: element type.
+        spec: how it lies.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: Spec
+
+    def local_shape(self, mesh: MeshShape) -> tuple[int, ...]:
+        """Shape of the tensor in the program, padded where a dim does not divide."""
+        return local_shape(self.shape, self.spec, mesh)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalStep:
+    """A step as one rank runs it, forward and backward in one graph.
+
+    The graph takes the tensors of `inputs` that are no tangents, then the rank's coordinates and the step's seed,
+    then the tangents; it returns the tensors of `outputs`, forward ones first.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[Border, ...]
+    outputs: tuple[Border, ...]
+
+    @property
+    def forward_outputs(self) -> tuple[Border, ...]:
+        return tuple(border for border in self.outputs if border.kind != "gradient")
+
+    @property
+    def tangents(self) -> tuple[Border, ...]:
+        return tuple(border for border in self.inputs if border.kind == "tangent")
+
+
+class Localizer:
+    """Rewrites a joint graph under some decisions.
+
+    Args:
+        flow: the graph, its rules and the decisions.
+        resharder: finds the reshards, the same that priced them.
+        groups: for every mesh axis, the name of the process group of this rank's line along it.
+    """
+
+    def __init__(self, flow: Flow, resharder: Resharder, groups: Sequence[str]) -> None:
+        self.flow = flow
+        self.rules = flow.rules
+        self.resharder = resharder
+        example = next(node.meta["val"] for node in flow.graph.graph_module.graph.nodes if node.op == "placeholder")
+        self.emit = GraphEmitter(flow.mesh, groups, example.fake_mode, example.device)
+        self.made: dict[str, fx.Node] = {}  # key of a value or copy -> the node that holds it
+
+    def run(self) -> LocalStep:
+        """Emit the whole program."""
+        inputs = self._inputs()
+        for node in self.rules.operators:
+            self._operator(node)
+        outputs, results = [], []
+        ordered = sorted(self.flow.graph.outputs, key=lambda output: output.kind == "gradient")
+        for output in ordered:
+            if output.node is not None:
+                value, spec = value_of(output.node), self.flow.delivered(output)
+                results.append(self._read(value, phase_of(output), spec))
+                outputs.append(Border(output.kind, output.name, value.meta.shape, value.meta.dtype, spec))
+        self.emit.graph.output(tuple(results))
+        module = fx.GraphModule(torch.nn.Module(), self.emit.graph)
+        return LocalStep(module, tuple(inputs), tuple(outputs))
+
+    def _inputs(self) -> list[Border]:
+        primals = [source for source in self.flow.graph.inputs if source.kind != "tangent"]
+        tangents = [source for source in self.flow.graph.inputs if source.kind == "tangent"]
+        borders = [self._input(source, f"primals_{index}") for index, source in enumerate(primals)]
+        self.emit.ranks()
+        return borders + [self._input(source, f"tangents_{index}") for index, source in enumerate(tangents)]
+
+    def _input(self, source: JointInput, name: str) -> Border:
+        value = Value(source.node)
+        spec = self.flow.produced(value)
+        border = Border(source.kind, source.name, value.meta.shape, value.meta.dtype, spec)
+        self.made[value.name] = self.emit.placeholder(name, border.local_shape(self.flow.mesh), value.meta.dtype)
+        return border
+
+    def _operator(self, node: fx.Node) -> None:
+        phase = self.flow.graph.phase(node)
+        operands = [
+            self._read(value_of(source), phase, self.flow.wanted(node, operand))
+            for operand, source in enumerate(operand_nodes(node))
+        ]
+        self.emit.phase = phase
+        if self.rules.pinned(node, self.flow.mesh) is not None:
+            self.made[Value(node).name] = operands[0]
+            return
+        choices = self.flow.decisions.choices[node.name]
+        call = LocalCall(self.rules.calls[node], self.rules.rules[node], choices, self.flow.mesh, self.emit, operands)
+        results = emit_local(call)
+        for index, result in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
+            if result is not None:
+                self.made[Value(node, index).name] = result
+
+    def _read(self, value: Value, phase: str, target: Spec) -> fx.Node:
+        """The value as `target`; every copy on the way is made once."""
+        self.emit.phase = phase
+        node, meta = self.made[value.name], value.meta
+        for key, source, spec in self.flow.legs(value, phase, target):
+            if key not in self.made:
+                path = self.resharder.path(meta.shape, meta.dtype.itemsize, source, spec)
+                self.made[key] = lower(path, node, self.emit, meta.dtype)
+            node = self.made[key]
+        return node
+
+

@@ -1,0 +1,190 @@
+"""What stands in for a module's `forward` once it is parallelised: programs by call signature."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils import _pytree as pytree
+
+from autoshard.capture.calls import call_layout, signature_of
+from autoshard.capture.joint import JointGraph
+from autoshard.errors import InputError
+from autoshard.partition.localize import Border
+from autoshard.partition.shards import local_of
+from autoshard.partition.step import Program
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec, is_shard
+
+Tangents = Literal["loss", "all"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """One call signature: its graph, its program, and where the program's tensors are found in the module."""
+
+    graph: JointGraph
+    program: Program
+    held: tuple[tuple[dict[str, Any], str] | torch.Tensor | None, ...]
+
+
+class Runtime:
+    """Runs a parallelised module.
+
+    Args:
+        module: the module; its parameters are DTensors.
+        device_mesh: the mesh.
+        prepare: makes graph and program for a call that was not met before. Its arguments are those of the call,
+            with tensors of global shape, whether gradients are wanted, and of which outputs.
+        inputs: `"global"`: every rank passes whole tensors; `"local"`: its own shards.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_mesh: DeviceMesh,
+        prepare: Callable[[tuple[Any, ...], dict[str, Any], bool, Tangents], tuple[JointGraph, Program]],
+        inputs: Literal["global", "local"],
+    ) -> None:
+        self.module = module
+        self.device_mesh = device_mesh
+        self.mesh = MeshShape.of(device_mesh)
+        self.inputs = inputs
+        self.input_placements: dict[str, tuple[Placement, ...]] = {}
+        self._prepare = prepare
+        self._served: dict[Hashable, Served] = {}
+        self._constants: dict[int, torch.Tensor] = {}
+
+    def install(self) -> None:
+        """Put this runtime in the place of the module's `forward`."""
+        original = self.module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        self.module.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        grad = torch.is_grad_enabled() and _wants_gradient(self.module, args, kwargs)
+        whole_args, whole_kwargs = (args, kwargs) if self.inputs == "global" else self._whole((args, kwargs))
+        signature = signature_of(self.module, whole_args, whole_kwargs, grad)
+        served = self._served.get(signature)
+        if served is None:
+            served = self.prepare(whole_args, whole_kwargs, grad, signature=signature)
+        return self._run(served, args, kwargs)
+
+    def prepare(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grad: bool,
+        tangents: Tangents = "loss",
+        signature: Hashable = None,
+    ) -> Served:
+        """Capture, plan and partition a call whose tensors have global shapes; serve it from now on."""
+        graph, program = self._prepare(args, kwargs, grad, tangents)
+        served = Served(graph, program, tuple(self._place(graph, border) for border in program.step.inputs))
+        self._served[graph.signature if signature is None else signature] = served
+        return served
+
+    def _place(self, graph: JointGraph, border: Border) -> tuple[dict[str, Any], str] | torch.Tensor | None:
+        """Where to find an input of the program: a table of the module and its key, or the tensor itself."""
+        if border.kind in ("parameter", "buffer"):
+            owner, _, name = border.name.rpartition(".")
+            module = self.module.get_submodule(owner)
+            return (module._parameters if border.kind == "parameter" else module._buffers), name
+        if border.kind == "constant":
+            source = next(item for item in graph.inputs if item.kind == "constant" and item.name == border.name)
+            if source.value is None:
+                raise InputError(
+                    f"{border.name} is a tensor that the module holds outside its parameters and buffers, and it is on "
+                    "the meta device: register it as a buffer, so that materialize can fill it."
+                )
+            return source.value
+        return None
+
+    def _run(self, served: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        program, step = served.program, served.program.step
+        given = iter(served.graph.flatten_inputs(args, kwargs))
+        tensors = []
+        for border, place in zip(step.inputs, served.held, strict=True):
+            if isinstance(place, tuple):
+                tensors.append(place[0][place[1]])
+            elif place is not None:
+                tensors.append(place)
+            elif border.kind == "input":
+                tensors.append(self._input(next(given), border))
+        results = program(tensors)
+        outputs = []
+        for border, result in zip(step.forward_outputs, results, strict=True):
+            if border.kind == "mutation":
+                self._update(served, border, result, tensors)
+            else:
+                outputs.append(self._output(result, border))
+        return served.graph.unflatten_outputs(outputs)
+
+    def _input(self, tensor: torch.Tensor, border: Border) -> torch.Tensor:
+        """An input as the program takes it: this rank's local tensor."""
+        if isinstance(tensor, DTensor):
+            return tensor.redistribute(self.device_mesh, border.spec.placements).to_local()
+        return tensor
+
+    def _output(self, local: torch.Tensor, border: Border) -> torch.Tensor:
+        """An output as the user gets it: plain where it is whole, a DTensor where it was left sharded."""
+        if border.spec.is_replicated and not self.planned_outputs:
+            return local
+        stride = torch.empty(border.shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self.device_mesh, border.spec.placements, run_check=False, shape=torch.Size(border.shape), stride=stride
+        )
+
+    planned_outputs = False
+
+    def _update(self, served: Served, border: Border, value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Write the new value of a buffer, or of an input that the module changes in place."""
+        for source, tensor in zip(served.program.step.inputs, tensors, strict=False):
+            if source.name == border.name and source.kind in ("buffer", "input", "constant"):
+                with torch.no_grad():
+                    (local_of(tensor) if isinstance(tensor, DTensor) else tensor).copy_(value)
+
+    def _whole(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with this rank's shards replaced by meta tensors of the global shapes they are shards of."""
+        names = iter(_names(self.module, call))
+
+        def whole(leaf: Any) -> Any:
+            name = next(names)
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+                return leaf
+            shape = list(leaf.shape)
+            for placement, size in zip(self._placements(name), self.mesh.sizes, strict=True):
+                if is_shard(placement) and shape:
+                    shape[placement.dim] *= size  # type: ignore[attr-defined]
+            return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+        args, kwargs = pytree.tree_map(whole, call)
+        return args, kwargs
+
+    def _placements(self, name: str) -> tuple[Placement, ...]:
+        """How an input lies: as planned; an input that no plan has met lies as the first one does."""
+        if name in self.input_placements:
+            return self.input_placements[name]
+        default = Spec.replicated(self.mesh.ndim).placements
+        return next(iter(self.input_placements.values()), default)
+
+
+def _names(module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[str]:
+    leaves, structure = pytree.tree_flatten(call)
+    return [leaf if isinstance(leaf, str) else "" for leaf in call_layout(module, structure, leaves).leaves]
+
+
+def _wants_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return True
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs)))

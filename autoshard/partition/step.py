@@ -1,0 +1,183 @@
+"""Running a local step under autograd: tensors of the user's world in, tensors of the user's world out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import InputError
+from autoshard.partition.localize import Border, LocalStep
+from autoshard.partition.shards import local_of, wrap
+from autoshard.partition.split import Halves
+from autoshard.patterns.local import collectives
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import is_even
+
+
+class Ranks:
+    """What differs from rank to rank, as values that a program takes: coordinates and groups of a device mesh."""
+
+    def __init__(self, device_mesh: DeviceMesh, device: torch.device) -> None:
+        self.device_mesh = device_mesh
+        self.mesh = MeshShape.of(device_mesh)
+        self.device = device
+        self.groups = tuple(device_mesh.get_group(axis).group_name for axis in range(self.mesh.ndim))
+        self.coordinates = tuple(
+            torch.full((), device_mesh.get_local_rank(axis), dtype=torch.int64, device=device)
+            for axis in range(self.mesh.ndim)
+        )
+        self._no_seed = torch.zeros((), dtype=torch.int64, device=device)
+
+    def seed(self, draws: bool) -> torch.Tensor:
+        """The seed of one step, drawn from torch's default generator on the first rank and equal on all.
+
+        The first rank's number is what remains of a sum over each axis in which the others hold zero.
+        """
+        if not draws:
+            return self._no_seed
+        seed = torch.randint(0, 2**62, (), dtype=torch.int64).to(self.device)
+        for coordinate, group in zip(self.coordinates, self.groups, strict=True):
+            seed = collectives.all_reduce(seed * (coordinate == 0), "sum", group)
+            seed = collectives.wait_tensor(seed)
+        return seed
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A local step ready to run.
+
+    Attributes:
+        step: its inputs and outputs.
+        halves: its graphs.
+        ranks: this rank's coordinates.
+        general: makes the program in which every output has a gradient, for callers that differentiate more than the
+            loss; None where this is that program.
+    """
+
+    step: LocalStep
+    halves: Halves
+    ranks: Ranks
+    general: Callable[[], Program] | None = None
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the forward half; gradients flow to what requires them if the step has a backward half.
+
+        Args:
+            tensors: for every input that is no tangent: DTensors for parameters, local tensors for the rest.
+
+        Returns:
+            Local tensors, in the order of the step's forward outputs.
+        """
+        if self.halves.backward is None:
+            with torch.no_grad():
+                return list(self.forward(self.local(tensors))[0])
+        return list(_Run.apply(self, *tensors))
+
+    def local(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors as the program takes them: local, and padded where a dim does not divide."""
+        return [
+            self._padded(local_of(tensor) if isinstance(tensor, DTensor) else tensor, border)
+            for tensor, border in zip(tensors, self.step.inputs, strict=False)
+        ]
+
+    def _padded(self, tensor: torch.Tensor, border: Border) -> torch.Tensor:
+        if is_even(border.shape, border.spec, self.ranks.mesh):
+            return tensor
+        wanted = border.local_shape(self.ranks.mesh)
+        padding = [amount for have, want in zip(tensor.shape, wanted, strict=True) for amount in (want - have, 0)]
+        return torch.nn.functional.pad(tensor, padding[::-1])
+
+    def forward(
+        self, locals_: Sequence[torch.Tensor], seed: torch.Tensor | None = None
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Outputs and saved tensors of the forward half."""
+        seed = self.ranks.seed(self.halves.draws) if seed is None else seed
+        results = self.halves.forward(*locals_, *self.ranks.coordinates, seed)
+        outputs = len(self.step.forward_outputs)
+        return results[:outputs], results[outputs:]
+
+    def backward(self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Local gradients, in the order of the step's gradient outputs."""
+        assert self.halves.backward is not None
+        whole = [
+            torch.zeros(border.local_shape(self.ranks.mesh), dtype=border.dtype, device=self.ranks.device)
+            if tangent is None
+            else tangent
+            for tangent, border in zip(tangents, self.step.tangents, strict=True)
+        ]
+        return list(self.halves.backward(*saved, *whole))
+
+
+class _Run(torch.autograd.Function):
+    """The two halves as one differentiable operation on DTensor parameters and local inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, program: Program, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        locals_ = program.local(tensors)
+        seed = program.ranks.seed(program.halves.draws)
+        outputs, saved = program.forward(locals_, seed)
+        ctx.program, ctx.seed = program, seed
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        ctx.whole = None if program.general is None else _kept(program, locals_)
+        borders = program.step.forward_outputs
+        plain = [
+            tensor
+            for tensor, border in zip(outputs, borders, strict=True)
+            if border.kind == "mutation" or not tensor.is_floating_point()
+        ]
+        ctx.mark_non_differentiable(*plain)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        program: Program = ctx.program
+        names = [border.name for border in program.step.forward_outputs]
+        given = dict(zip(names, gradients, strict=True))
+        expected = [border.name for border in program.step.tangents]
+        if any(gradient is not None and name not in expected for name, gradient in given.items()):
+            results = _differentiate_all(ctx, program, given)
+        else:
+            results = dict(
+                zip(
+                    (border.name for border in program.step.outputs if border.kind == "gradient"),
+                    program.backward(ctx.saved_tensors, [given[name] for name in expected]),
+                    strict=True,
+                )
+            )
+        return None, *(_handed_back(program, border, results.get(border.name)) for border in program.step.inputs if border.kind != "tangent")
+
+
+def _kept(program: Program, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs of the step as they were before it, for a backward that this program has not: buffers may change."""
+    changed = {border.name for border in program.step.outputs if border.kind == "mutation"}
+    return [
+        tensor.clone() if border.name in changed else tensor
+        for tensor, border in zip(locals_, program.step.inputs, strict=False)
+    ]
+
+
+def _differentiate_all(ctx: Any, program: Program, given: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """Gradients when more than the loss was differentiated: the general program, forward again and backward."""
+    assert program.general is not None and ctx.whole is not None
+    general = program.general()
+    _, saved = general.forward(ctx.whole, ctx.seed)
+    gradients = general.backward(saved, [given[border.name] for border in general.step.tangents])
+    names = (border.name for border in general.step.outputs if border.kind == "gradient")
+    return dict(zip(names, gradients, strict=True))
+
+
+def _handed_back(program: Program, border: Border, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient as autograd takes it: a DTensor for a parameter, without padding."""
+    if gradient is None:
+        return None
+    if border.kind != "parameter":
+        return gradient
+    return wrap(gradient, program.ranks.device_mesh, border.spec, border.shape, border.dtype)

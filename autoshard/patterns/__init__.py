@@ -1,0 +1,5 @@
+"""The pattern library: how every operator may be split over a mesh axis, and what each rank then runs."""
+
+from __future__ import annotations
+
+from autoshard.patterns import ops as ops  # registers the rules

@@ -1,0 +1,128 @@
+"""What was decided for a joint graph, as data, and where every tensor then has to go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autoshard.capture.joint import JointGraph, JointOutput
+from autoshard.errors import PlanError
+from autoshard.patterns.graph import GraphRules, Value
+from autoshard.patterns.strategy import Choices, operand_spec, result_spec
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """One choice for everything that a joint graph leaves open.
+
+    Attributes:
+        choices: operator node -> its strategy, one choice per mesh axis.
+        rest: placeholder node -> the spec in which the tensor lies before the step.
+        outputs: output name -> the spec in which it is handed back.
+        hubs: value, with `@forward` or `@backward` where the phases differ -> the spec that its uses share, so
+            that one reshard serves them all.
+    """
+
+    choices: dict[str, Choices] = field(default_factory=dict)
+    rest: dict[str, Spec] = field(default_factory=dict)
+    outputs: dict[str, Spec] = field(default_factory=dict)
+    hubs: dict[str, Spec] = field(default_factory=dict)
+
+    def to_data(self) -> dict[str, Any]:
+        """The decisions as JSON data."""
+        specs = {
+            kind: {name: str(spec) for name, spec in table.items()}
+            for kind, table in (("rest", self.rest), ("outputs", self.outputs), ("hubs", self.hubs))
+        }
+        return {"choices": {name: list(choices) for name, choices in self.choices.items()}, **specs}
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> Decisions:
+        """The decisions that `to_data` wrote.
+
+        Raises:
+            PlanError: the data is of another form.
+        """
+        try:
+            return Decisions(
+                {name: tuple(choices) for name, choices in data["choices"].items()},
+                *(
+                    {name: Spec.parse(text) for name, text in data[kind].items()}
+                    for kind in ("rest", "outputs", "hubs")
+                ),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlanError(f"the plan's decisions cannot be read ({error}): was the file edited?") from error
+
+
+def phase_of(output: JointOutput) -> str:
+    """The phase in which an output of the joint graph is made."""
+    return "backward" if output.kind == "gradient" else "forward"
+
+
+class Flow:
+    """Where every tensor of a joint graph lies and has to go under some decisions."""
+
+    def __init__(self, rules: GraphRules, decisions: Decisions, mesh: MeshShape) -> None:
+        self.rules = rules
+        self.decisions = decisions
+        self.mesh = mesh
+        self._sources = {source.node: source for source in rules.graph.inputs}
+
+    @property
+    def graph(self) -> JointGraph:
+        return self.rules.graph
+
+    def produced(self, value: Value) -> Spec:
+        """The spec in which a tensor is made, or lies before the step."""
+        if value.node in self._sources:
+            return self.decisions.rest[value.node.name]
+        pinned = self.rules.pinned(value.node, self.mesh)
+        if pinned is not None:
+            return pinned
+        rule = self.rules.rules[value.node]
+        return result_spec(rule, self.decisions.choices[value.node.name], self.mesh, value.index)
+
+    def wanted(self, node: fx.Node, operand: int) -> Spec:
+        """The spec in which an operator takes an operand."""
+        pinned = self.rules.pinned(node, self.mesh)
+        if pinned is not None:
+            return pinned
+        return operand_spec(self.rules.rules[node], self.decisions.choices[node.name], self.mesh, operand)
+
+    def delivered(self, output: JointOutput) -> Spec:
+        """The spec in which the step hands an output back."""
+        if output.kind == "output":
+            return self.decisions.outputs[output.name]
+        name = output.name
+        return next(
+            self.decisions.rest[s.node.name] for s in self.graph.inputs if s.name == name and s.kind != "tangent"
+        )
+
+    def hub(self, value: Value, phase: str) -> tuple[str, Spec] | None:
+        """Key and spec of the copy that the uses of a value in a phase share, if there is one."""
+        for key in (value.name, f"{value.name}@{phase}"):
+            if key in self.decisions.hubs:
+                return key, self.decisions.hubs[key]
+        return None
+
+    def legs(self, value: Value, phase: str, target: Spec) -> Iterator[tuple[str, Spec, Spec]]:
+        """The reshards from where a value is made to where it is wanted: (key of the copy, from, to).
+
+        Equal keys are one reshard, whose result serves every use.
+        """
+        spec = self.produced(value)
+        key = value.name
+        hub = self.hub(value, phase)
+        if hub is not None:
+            if hub[1] is not spec:
+                key = f"{hub[0]} {hub[1]}"
+                yield key, spec, hub[1]
+            spec = hub[1]
+        if target is not spec:
+            yield f"{key} -> {target}", spec, target

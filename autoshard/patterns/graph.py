@@ -1,0 +1,272 @@
+"""The rules of a whole joint graph: every operator's factors, cut where some view of the graph cuts them."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Placement, Replicate
+
+from autoshard.capture.joint import JointGraph
+from autoshard.errors import HintError
+from autoshard.patterns.registry import op_call, rule_for
+from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import canonical, is_even
+from autoshard.specs.spec import Spec, placement_text
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_CHAIN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of the graph: a result of a node, or a placeholder."""
+
+    node: fx.Node
+    index: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.node.name if self.index == 0 else f"{self.node.name}:{self.index}"
+
+    @property
+    def meta(self) -> TensorMeta:
+        """Global shape and dtype."""
+        val = self.node.meta["val"]
+        tensor = val[self.index] if isinstance(val, (tuple, list)) else val
+        return TensorMeta(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One operand of one operator."""
+
+    node: fx.Node
+    operand: int
+
+
+def value_of(node: fx.Node) -> Value:
+    """The tensor that an FX node stands for: `getitem` names a result of its operand."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        return Value(source, index)
+    return Value(node)
+
+
+def operand_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The FX nodes that are tensor operands of a call, in the order of `OpCall.operands`."""
+
+    def walk(argument: Any) -> Iterator[fx.Node]:
+        if isinstance(argument, fx.Node):
+            if isinstance(argument.meta["val"], torch.Tensor):
+                yield argument
+        elif isinstance(argument, (tuple, list)):
+            for item in argument:
+                yield from walk(item)
+        elif isinstance(argument, dict):
+            for item in argument.values():
+                yield from walk(item)
+
+    yield from walk((node.args, tuple(node.kwargs.values())))
+
+
+def whole_rule(call: OpCall) -> Rule:
+    """The rule of an operator that nobody wrote a rule for: everything replicated."""
+
+    def whole(meta: TensorMeta | None) -> Dims | None:
+        return None if meta is None else ((),) * len(meta.shape)
+
+    operands = tuple(((),) * len(meta.shape) for meta in call.operands)
+    return Rule((), operands, tuple(whole(meta) for meta in call.results))
+
+
+class GraphRules:
+    """Operators, tensors and refined rules of one joint graph.
+
+    Attributes:
+        graph: the joint graph.
+        operators: the nodes that compute, in order; `getitem` is not among them.
+        calls: the call that each operator makes.
+        rules: its rule, refined by the cuts that travel through the graph.
+        unknown: names of operators without a rule, which are replicated.
+        uses: for every value, where it is used.
+        dims: for every placeholder, its dims as products of the factors in `rest_rule`.
+    """
+
+    def __init__(self, graph: JointGraph) -> None:
+        self.graph = graph
+        self.operators: tuple[fx.Node, ...] = tuple(
+            node
+            for node in graph.graph_module.graph.nodes
+            if node.op == "call_function" and node.target is not operator.getitem
+        )
+        interned: dict[OpCall, OpCall] = {}  # equal calls are one object, so that work is done once for each
+        self.calls = {node: interned.setdefault(call, call) for node in self.operators for call in (op_call(node),)}
+        self.unknown: dict[str, int] = {}
+        self._pinned: dict[tuple[fx.Node, MeshShape], Spec] = {}
+        plain = {node: self._plain_rule(node) for node in self.operators}
+        for source in graph.inputs:
+            plain[source.node] = _rest_rule(Value(source.node).meta)
+        cuts = _Cuts(self._links(plain), plain).solve()
+        refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
+        self.rules: dict[fx.Node, Rule] = {}
+        for node, rule in plain.items():
+            own = tuple(sorted(cuts.get(node, {}).items()))
+            key = (id(rule), own)
+            if key not in refined:
+                refined[key] = refine(rule, dict(own))
+            self.rules[node] = refined[key]
+
+    def pinned(self, node: fx.Node, mesh: MeshShape) -> Spec | None:
+        """The spec that the user pinned this node to with `autoshard.shard`, if it is such a node.
+
+        Raises:
+            HintError: the placements do not fit the tensor or the mesh.
+        """
+        placements = self.graph.pin(node)
+        if placements is None:
+            return None
+        key = (node, mesh)
+        if key not in self._pinned:
+            self._pinned[key] = pinned_spec(placements, Value(node).meta.shape, mesh, self.graph.module_path(node))
+        return self._pinned[key]
+
+    def _plain_rule(self, node: fx.Node) -> Rule:
+        call = self.calls[node]
+        if self.graph.pin(node) is not None:
+            at_rest = _rest_rule(Value(node).meta)
+            assert at_rest.results[0] is not None
+            return replace(at_rest, operands=(at_rest.results[0],))
+        rule = rule_for(call)
+        if rule is None:
+            self.unknown[str(call.op)] = self.unknown.get(str(call.op), 0) + 1
+            return whole_rule(call)
+        return rule
+
+    @cached_property
+    def uses(self) -> dict[Value, list[Use]]:
+        uses: dict[Value, list[Use]] = defaultdict(list)
+        for node in self.operators:
+            for operand, source in enumerate(operand_nodes(node)):
+                uses[value_of(source)].append(Use(node, operand))
+        return dict(uses)
+
+    def _links(self, plain: dict[fx.Node, Rule]) -> Iterator[list[tuple[fx.Node, tuple[int, ...]]]]:
+        """For every dim of every tensor, the descriptions of it by the operators that touch it."""
+        gradients: dict[fx.Node, list[Value]] = defaultdict(list)
+        inputs = {source.name: source.node for source in self.graph.inputs if source.kind != "tangent"}
+        for output in self.graph.outputs:
+            if output.kind == "gradient" and output.node is not None:
+                gradients[inputs[output.name]].append(value_of(output.node))
+        for value in self.values():
+            described = [(value.node, plain[value.node].results[value.index])]
+            described += [(use.node, plain[use.node].operands[use.operand]) for use in self.uses.get(value, ())]
+            for gradient in gradients.get(value.node, ()):
+                described.append((gradient.node, plain[gradient.node].results[gradient.index]))
+            for dim in range(len(value.meta.shape)):
+                yield [(node, dims[dim]) for node, dims in described if dims is not None and dims[dim]]
+
+    def values(self) -> Iterator[Value]:
+        """Every tensor of the graph: placeholders, then results in order."""
+        for source in self.graph.inputs:
+            yield Value(source.node)
+        for node in self.operators:
+            for index, meta in enumerate(self.calls[node].results):
+                if meta is not None:
+                    yield Value(node, index)
+
+
+def pinned_spec(placements: Sequence[Placement], shape: tuple[int, ...], mesh: MeshShape, where: str) -> Spec:
+    """The spec that `autoshard.shard(x, *placements)` asks for; axes that are not named stay replicated.
+
+    Raises:
+        HintError: more placements than axes, a dim out of range, or a dim that the axes do not divide.
+    """
+    said = f"autoshard.shard(x, {', '.join(map(placement_text, placements))}) in {where or 'the root module'}"
+    if len(placements) > mesh.ndim:
+        raise HintError(f"{said} names {len(placements)} placements, but the mesh has the axes {mesh}.")
+    try:
+        spec = canonical(shape, Spec.of(*placements, *[Replicate()] * (mesh.ndim - len(placements))), mesh)
+    except ValueError as error:
+        raise HintError(f"{said} does not fit a tensor of shape {list(shape)}: {error}") from error
+    if not is_even(shape, spec, mesh):
+        raise HintError(
+            f"{said} does not divide a tensor of shape {list(shape)} evenly over the mesh {mesh}: choose a dim that "
+            "the axis divides."
+        )
+    return spec
+
+
+def _rest_rule(meta: TensorMeta) -> Rule:
+    """The rule of a tensor at rest: a result with one factor per dim."""
+    factors = tuple(Factor(f"d{dim}", size) for dim, size in enumerate(meta.shape))
+    dims = tuple((dim,) if size > 1 else () for dim, size in enumerate(meta.shape))
+    return Rule(factors, (), (dims,), free=True)
+
+
+class _Cuts:
+    """Split points travel along dims that are the same factor until nothing changes (Rhino 4.3.3)."""
+
+    def __init__(self, links: Iterable[list[tuple[fx.Node, tuple[int, ...]]]], rules: dict[fx.Node, Rule]) -> None:
+        self.links = [link for link in links if len(link) > 1]
+        self.rules = rules
+        self.chains: dict[fx.Node, dict[int, tuple[int, ...]]] = defaultdict(dict)
+        self.touching: dict[tuple[fx.Node, int], list[int]] = defaultdict(list)
+        for position, link in enumerate(self.links):
+            for node, factors in link:
+                for factor in factors:
+                    self.touching[node, factor].append(position)
+
+    def solve(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
+        pending = dict.fromkeys(range(len(self.links)))
+        while pending:
+            position = next(iter(pending))
+            del pending[position]
+            for changed in self._settle(self.links[position]):
+                pending.update(dict.fromkeys(self.touching[changed]))
+        return self.chains
+
+    def _settle(self, link: list[tuple[fx.Node, tuple[int, ...]]]) -> list[tuple[fx.Node, int]]:
+        points = sorted({point for node, factors in link for point in self._points(node, factors)})
+        changed = []
+        for node, factors in link if points else ():
+            rule, left = self.rules[node], 1
+            for factor in factors:
+                loop = rule.factors[factor]
+                inside = [point // left for point in points if left < point < left * loop.size and point % left == 0]
+                if loop.shardable and not loop.contiguous and self._add(node, factor, loop.size, inside):
+                    changed.append((node, factor))
+                left *= loop.size
+        return changed
+
+    def _points(self, node: fx.Node, factors: tuple[int, ...]) -> Iterator[int]:
+        """Products of outer parts at which this description cuts the dim."""
+        left = 1
+        for factor in factors:
+            if left > 1:
+                yield left
+            for cut in self.chains[node].get(factor, ()):
+                yield left * cut
+            left *= self.rules[node].factors[factor].size
+
+    def _add(self, node: fx.Node, factor: int, size: int, points: list[int]) -> bool:
+        chain = self.chains[node].get(factor, ())
+        grown = list(chain)
+        for point in points:
+            fits = size % point == 0 and all(max(point, other) % min(point, other) == 0 for other in grown)
+            if point not in grown and fits and len(grown) < _LONGEST_CHAIN:
+                grown.append(point)
+        if len(grown) == len(chain):
+            return False
+        self.chains[node][factor] = tuple(sorted(grown))
+        return True

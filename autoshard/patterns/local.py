@@ -1,0 +1,158 @@
+"""What a rank runs: the emitter that local programs are written to, and the call that they are written for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.patterns.strategy import Choices, local_shape
+from autoshard.specs.axes import MeshShape
+
+collectives = torch.ops._c10d_functional
+
+
+class Emitter(Protocol):
+    """Takes operators on local values: records them in a graph, or runs them at once.
+
+    A value is whatever the emitter hands out. No program branches on a coordinate: one program serves all ranks.
+    """
+
+    mesh: MeshShape
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """The value of one operator call; a tuple of values where the operator has several results."""
+
+    def coordinate(self, axis: int) -> Any:
+        """This rank's coordinate on an axis: a 0-d int64 value."""
+
+    def group(self, axis: int) -> str:
+        """Name of the process group of this rank's line along an axis."""
+
+    def seed(self) -> Any:
+        """The step's random seed, equal on all ranks: a 0-d int64 value."""
+
+    def stream(self) -> int:
+        """A number of its own for every random operator of the program, equal on all ranks."""
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        """Local shape of a value."""
+
+    def dtype(self, value: Any) -> torch.dtype:
+        """Element type of a value."""
+
+    def device(self, value: Any) -> torch.device:
+        """Device of a value."""
+
+
+def all_reduce(emit: Emitter, value: Any, axis: int, reduction: str = "sum") -> Any:
+    """Reduce `value` over one mesh axis."""
+    pending = emit.call(collectives.all_reduce.default, value, reduction, emit.group(axis))
+    return emit.call(collectives.wait_tensor.default, pending)
+
+
+class LocalCall:
+    """One operator call as a rank makes it: local operands, and what the strategy says of the shapes.
+
+    Attributes:
+        call: the call on whole tensors.
+        rule: its rule, refined.
+        choices: the strategy.
+        mesh: the mesh axes.
+        emit: where to emit the local program.
+        operands: local values of the operands, in the order of `OpCall.operands`.
+    """
+
+    def __init__(
+        self, call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, emit: Emitter, operands: Sequence[Any]
+    ) -> None:
+        self.call = call
+        self.rule = rule
+        self.choices = choices
+        self.mesh = mesh
+        self.emit = emit
+        self.operands = tuple(operands)
+
+    def arg(self, name: str) -> Any:
+        """A non-tensor argument by its name in the operator's schema."""
+        return self.call.arg(name)
+
+    def axes(self, name: str) -> tuple[int, ...]:
+        """Mesh axes that shard the factor `name` or a part of it, in mesh order."""
+        indices = self.rule.indices(name)
+        return tuple(axis for axis, choice in enumerate(self.choices) if choice in indices)
+
+    def share(self, name: str) -> int:
+        """Into how many parts the factor `name` is split."""
+        share = 1
+        for axis in self.axes(name):
+            share *= self.mesh.sizes[axis]
+        return share
+
+    def position(self, name: str) -> Any:
+        """Which part of the factor `name` this rank holds (0-d int64 value, first axis outermost); None if whole."""
+        return self.linear_index(self.axes(name))
+
+    def linear_index(self, axes: Sequence[int]) -> Any:
+        """Row-major index of this rank among the ranks of `axes`: a 0-d int64 value; None without axes."""
+        index = None
+        for axis in axes:
+            coordinate = self.emit.coordinate(axis)
+            if index is None:
+                index = coordinate
+            else:
+                scaled = self.emit.call(torch.ops.aten.mul.Tensor, index, self.mesh.sizes[axis])
+                index = self.emit.call(torch.ops.aten.add.Tensor, scaled, coordinate)
+        return index
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        """Local shape of an operand."""
+        whole = self.call.operands[operand].shape
+        return local_shape(self.rule, self.rule.operands[operand], self.choices, self.mesh, whole)
+
+    def result_shape(self, result: int = 0) -> tuple[int, ...]:
+        """Local shape of a result."""
+        dims, meta = self.rule.results[result], self.call.results[result]
+        assert dims is not None and meta is not None
+        return local_shape(self.rule, dims, self.choices, self.mesh, meta.shape)
+
+    def all_reduce(self, value: Any, name: str, reduction: str = "sum") -> Any:
+        """Reduce `value` over the axes that shard the factor `name`."""
+        for axis in self.axes(name):
+            value = all_reduce(self.emit, value, axis, reduction)
+        return value
+
+    def run(self, op: Any = None, operands: Sequence[Any] | None = None, **changed: Any) -> Any:
+        """Emit the operator on local operands, with the arguments named in `changed` replaced.
+
+        Args:
+            op: the operator to run; the call's own by default.
+            operands: values to use for the tensors; the local operands by default.
+            changed: arguments by their schema name.
+        """
+        values = iter(self.operands if operands is None else operands)
+
+        def local(value: Any) -> Any:
+            if isinstance(value, TensorMeta):
+                return next(values)
+            if isinstance(value, tuple):
+                return [local(item) for item in value]
+            return value
+
+        args = [local(value) for value in self.call.args]
+        kwargs = {name: local(value) for name, value in self.call.kwargs}
+        names = [argument.name for argument in self.call.op._schema.arguments]
+        for name, value in changed.items():
+            position = names.index(name)
+            if position < len(args):
+                args[position] = value
+            else:
+                kwargs[name] = value
+        return self.emit.call(self.call.op if op is None else op, *args, **kwargs)
+
+
+def emit_local(call: LocalCall) -> Any:
+    """Emit what a rank runs for this call: the rule's own program, or the operator itself on the shards."""
+    return call.run() if call.rule.local is None else call.rule.local(call)

@@ -1,0 +1,377 @@
+"""The notation of rules: text is parsed once to an immutable description, and bound to the shapes of each call.
+
+"i k, k j -> i j"         operands and results separated by commas, one token per dim; k is contracted
+"... d! -> ... d!"        d! must not be sharded; ... stands for any number of dims, broadcast as torch does
+"i (h d), h^ -> i h"      (h d) is a dim that is a product, major to minor; h^ may only be cut in whole stretches
+"i 1, -> i"               1 is a dim of size one; an empty item is a tensor without dims
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from autoshard.errors import RuleError
+from autoshard.patterns.build import build
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule
+
+Linear = str | Sequence[Collection[int]]
+"""Linear sets: collections of operand positions, or text such as `"0, 1+2"`: {0}, and {1, 2} jointly."""
+
+Reduction = str | None
+REDUCTIONS = ("sum", "avg", "max", "min", "product", None)
+
+ELLIPSIS = "..."
+_TOKEN = re.compile(
+    r"\s*(?:(?P<dots>\.\.\.)(?P<dots_whole>!?)|(?P<one>1)(?![\w!^])|(?P<name>[A-Za-z_]\w*)(?P<marks>[!^]*)|[()])"
+)
+_RESERVED = re.compile(r"dim\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One token: the names whose product the dim is; `("...",)` for an ellipsis, `()` for a dim of size 1."""
+
+    names: tuple[str, ...]
+
+    @property
+    def is_ellipsis(self) -> bool:
+        return self.names == (ELLIPSIS,)
+
+
+Item = tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """A parsed rule.
+
+    Attributes:
+        text: what was parsed.
+        operands: one item per tensor operand.
+        results: one item per result.
+        whole: names marked `!`.
+        contiguous: names marked `^`.
+    """
+
+    text: str
+    operands: tuple[Item, ...]
+    results: tuple[Item, ...]
+    whole: frozenset[str]
+    contiguous: frozenset[str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, in the order in which they first occur; `...` among them."""
+        return tuple(dict.fromkeys(name for item in self.operands + self.results for dim in item for name in dim.names))
+
+
+@cache
+def parse(text: str) -> Notation:
+    """Parse a rule.
+
+    Raises:
+        RuleError: the text is no rule; the message quotes the token and its position.
+    """
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise RuleError(f'rule "{text}" has no "->": write the operands, "->", and the results.')
+    if "->" in right:
+        raise RuleError(f'rule "{text}" has a second "->" at position {text.rindex("->")}.')
+    whole: set[str] = set()
+    contiguous: set[str] = set()
+    operands = tuple(_items(text, 0, left, whole, contiguous))
+    results = tuple(_items(text, len(left) + 2, right, whole, contiguous))
+    return Notation(text, operands, results, frozenset(whole), frozenset(contiguous))
+
+
+def _items(text: str, start: int, side: str, whole: set[str], contiguous: set[str]) -> Iterator[Item]:
+    for item in side.split(","):
+        yield _item(text, start, start + len(item), whole, contiguous)
+        start += len(item) + 1
+
+
+def _item(text: str, start: int, end: int, whole: set[str], contiguous: set[str]) -> Item:
+    """Parse one tensor, which stands at `text[start:end]`, and collect the marks of its names."""
+    dims: list[Dim] = []
+    product: list[str] | None = None  # the names of the product that is open
+    opened = start
+    while text[start:end].strip():
+        match = _TOKEN.match(text, start, end)
+        if match is None:
+            raise _unexpected(text, start, end)
+        start, token = match.end(), match.group().strip()
+        position = start - len(token)
+        if token == "(":
+            if product is not None:
+                raise RuleError(f'rule "{text}": "(" at position {position} stands inside another product.')
+            product, opened = [], position
+        elif token == ")":
+            if not product:
+                problem = "closes nothing" if product is None else "closes an empty product"
+                raise RuleError(f'rule "{text}": ")" at position {position} {problem}.')
+            dims.append(Dim(tuple(product)))
+            product = None
+        elif product is not None and (match["dots"] or match["one"]):
+            raise RuleError(f'rule "{text}": "{token}" at position {position} can not be part of a product.')
+        elif match["one"]:
+            dims.append(Dim(()))
+        else:
+            name = ELLIPSIS if match["dots"] else match["name"]
+            _check_name(text, name, position, dims, product or [])
+            if "!" in (match["dots_whole"] or match["marks"] or ""):
+                whole.add(name)
+            if "^" in (match["marks"] or ""):
+                contiguous.add(name)
+            if product is None:
+                dims.append(Dim((name,)))
+            else:
+                product.append(name)
+    if product is not None:
+        raise RuleError(f'rule "{text}": "(" at position {opened} is never closed.')
+    return tuple(dims)
+
+
+def _unexpected(text: str, start: int, end: int) -> RuleError:
+    while text[start].isspace():
+        start += 1
+    token = text[start:end].split()[0]
+    return RuleError(
+        f'rule "{text}": unexpected "{token}" at position {start}. A dim is a name (with ! where it must not be '
+        "sharded, ^ where only whole stretches may be), ..., 1, or a product in brackets."
+    )
+
+
+def _check_name(text: str, name: str, position: int, dims: Sequence[Dim], product: Sequence[str]) -> None:
+    if name in product or any(name in dim.names for dim in dims):
+        raise RuleError(f'rule "{text}": "{name}" at position {position} stands twice in one tensor.')
+    if _RESERVED.fullmatch(name):
+        raise RuleError(
+            f'rule "{text}": "{name}" at position {position} is what the dims of ... are called; rename it.'
+        )
+
+
+def linear_sets(linear: Linear, text: str, operands: int) -> tuple[frozenset[int], ...]:
+    """The linear sets as sets of operand positions.
+
+    Raises:
+        RuleError: the text does not parse, or names an operand that the rule `text` does not have.
+    """
+    if isinstance(linear, str):
+        parts = [part.strip() for part in linear.split(",") if part.strip()]
+        if not all(re.fullmatch(r"\d+(\s*\+\s*\d+)*", part) for part in parts):
+            raise RuleError(
+                f'rule "{text}": linear="{linear}" does not parse: write the positions of operands, joint ones joined '
+                'by "+", such as "0, 1+2".'
+            )
+        sets = tuple(frozenset(int(operand) for operand in part.split("+")) for part in parts)
+    else:
+        sets = tuple(frozenset(operands) for operands in linear)
+    for operand in frozenset().union(*sets):
+        if not isinstance(operand, int) or not 0 <= operand < operands:
+            raise RuleError(f'rule "{text}": linear names operand {operand!r}, but there are {operands} operands.')
+    return sets
+
+
+def check_options(
+    notation: Notation, linear: Linear, reduce: Mapping[str, Reduction | Sequence[Reduction]] | None
+) -> None:
+    """Raise `RuleError` unless the options of a rule fit its text."""
+    linear_sets(linear, notation.text, len(notation.operands))
+    for name, kinds in (reduce or {}).items():
+        if name not in notation.names:
+            raise RuleError(f'rule "{notation.text}": reduce names "{name}", which does not occur in the rule.')
+        for kind in _kinds(notation, name, kinds):
+            if kind not in REDUCTIONS:
+                raise RuleError(f'rule "{notation.text}": reduce["{name}"] is {kind!r}: use one of {REDUCTIONS}.')
+
+
+def _kinds(notation: Notation, name: str, kinds: Reduction | Sequence[Reduction]) -> tuple[Reduction, ...]:
+    if kinds is None or isinstance(kinds, str):
+        return (kinds,) * len(notation.results)
+    if len(kinds) != len(notation.results):
+        raise RuleError(
+            f'rule "{notation.text}": reduce["{name}"] has {len(kinds)} kinds for {len(notation.results)} results.'
+        )
+    return tuple(kinds)
+
+
+def bind(
+    notation: Notation | str,
+    call: OpCall,
+    *,
+    linear: Linear = (),
+    reduce: Mapping[str, Reduction | Sequence[Reduction]] | None = None,
+    whole: Collection[str] = (),
+    contiguous: Collection[str] = (),
+    sizes: Mapping[str, int] | None = None,
+    exchange: Mapping[str, int] | None = None,
+    local: LocalProgram | None = None,
+    free: bool = False,
+) -> Rule:
+    """The rule for the shapes of one call.
+
+    Args:
+        notation: the parsed rule, or its text.
+        call: the call on whole tensors.
+        linear: sets of operands in which the operator is jointly linear.
+        reduce: kind of partial that a contracted name leaves, for all results or one kind for each; "sum" where
+            absent, None where the local program reduces inside.
+        whole: more names that must not be sharded.
+        contiguous: more names of which only whole stretches may be taken.
+        sizes: sizes of names that no shape tells.
+        exchange: bytes all-reduced inside when a name is sharded.
+        local: the local program.
+        free: whether the operator does no work.
+
+    Raises:
+        RuleError: the rule does not fit the call.
+    """
+    parsed = parse(notation) if isinstance(notation, str) else notation
+    check_options(parsed, linear, reduce)
+    return _Binding(parsed, call, sizes or {}).rule(
+        linear=linear_sets(linear, parsed.text, len(call.operands)),
+        reductions={name: _kinds(parsed, name, kinds) for name, kinds in (reduce or {}).items()},
+        whole=parsed.whole | frozenset(whole),
+        contiguous=parsed.contiguous | frozenset(contiguous),
+        exchange=exchange or {},
+        local=local,
+        free=free,
+    )
+
+
+SpeltOut = list[tuple[tuple[str, ...], int]]
+"""A tensor in a rule: names and size of every dim."""
+
+
+def _spelt_out(item: Item, shape: tuple[int, ...], extra: int, most: int) -> SpeltOut:
+    """The item with its ellipsis, of `extra` dims, spelt out: dim0 is the first dim of the longest one, of `most`."""
+    names: list[tuple[str, ...]] = []
+    for dim in item:
+        dots = (f"dim{index}" for index in range(most - extra, most))  # aligned to the right, as torch broadcasts
+        names += [(name,) for name in dots] if dim.is_ellipsis else [dim.names]
+    return list(zip(names, shape, strict=True))
+
+
+class _Binding:
+    """The sizes of a rule's names for one call."""
+
+    def __init__(self, notation: Notation, call: OpCall, sizes: Mapping[str, int]) -> None:
+        self.notation = notation
+        self.call = call
+        operands = self._matched("operand", notation.operands, [meta.shape for meta in call.operands])
+        results = self._matched(
+            "result", notation.results, [None if meta is None else meta.shape for meta in call.results]
+        )
+        most = max((extra for *_, extra in filter(None, operands + results)), default=0)
+        self.operands = [_spelt_out(*matched, most) for matched in operands if matched is not None]
+        self.results = [None if matched is None else _spelt_out(*matched, most) for matched in results]
+        self.sizes = dict(sizes)
+        self._single_sizes()
+        self._product_sizes()
+
+    def _fail(self, problem: str) -> RuleError:
+        return RuleError(f'rule "{self.notation.text}" does not fit {self.call.op}: {problem}')
+
+    def _matched(
+        self, kind: str, items: tuple[Item, ...], shapes: Sequence[tuple[int, ...] | None]
+    ) -> list[tuple[Item, tuple[int, ...], int] | None]:
+        """Item, shape and number of dims in the ellipsis of every tensor; None for what is no tensor."""
+        if not shapes and items == ((),):
+            items = ()
+        if len(items) != len(shapes):
+            raise self._fail(f"it has {len(items)} {kind}s, the call {len(shapes)}.")
+        return [
+            None if shape is None else (item, shape, self._extra(f"{kind} {position}", item, shape))
+            for position, (item, shape) in enumerate(zip(items, shapes, strict=True))
+        ]
+
+    def _extra(self, place: str, item: Item, shape: tuple[int, ...]) -> int:
+        """How many dims the ellipsis of an item stands for; also checks the dims written as 1."""
+        dots = [position for position, dim in enumerate(item) if dim.is_ellipsis]
+        extra = len(shape) - len(item) + len(dots)
+        if extra < 0 or (extra and not dots):
+            raise self._fail(f"{place} has {len(item) - len(dots)} named dims there, but shape {list(shape)} here.")
+        for position, dim in enumerate(item):
+            behind = bool(dots) and position > dots[0]
+            if not dim.names and shape[position + (extra - 1 if behind else 0)] != 1:
+                raise self._fail(f"{place} has a 1 where shape {list(shape)} has another size.")
+        return extra
+
+    def _tensors(self) -> Iterator[SpeltOut]:
+        yield from self.operands
+        yield from (result for result in self.results if result is not None)
+
+    def _single_sizes(self) -> None:
+        """Sizes of the names that stand alone; a dim of size one is broadcast to what the others say."""
+        for tensor in self._tensors():
+            for names, size in tensor:
+                if len(names) == 1:
+                    known = self.sizes.get(names[0], 1)
+                    if 1 not in (known, size) and known != size:
+                        raise self._fail(f'"{names[0]}" is {known} in one place and {size} in another.')
+                    self.sizes[names[0]] = size if known == 1 else known
+
+    def _product_sizes(self) -> None:
+        """Sizes of the names in products, as far as each product lacks one only."""
+        products = {(names, size) for tensor in self._tensors() for names, size in tensor if len(names) > 1}
+        progress = True
+        while progress:
+            progress = False
+            for names, size in products:
+                unknown = [name for name in names if name not in self.sizes]
+                known = math.prod(self.sizes[name] for name in names if name in self.sizes)
+                if len(unknown) == 1 and known > 0 and size % known == 0:
+                    self.sizes[unknown[0]] = size // known
+                    progress = True
+        for names, size in products:
+            unknown = [name for name in names if name not in self.sizes]
+            if unknown:
+                raise self._fail(f'the size of "{unknown[0]}" in ({" ".join(names)}) of size {size} can not be told.')
+            if math.prod(self.sizes[name] for name in names) != size:
+                parts = " · ".join(f"{name} {self.sizes[name]}" for name in names)
+                raise self._fail(f"({parts}) is not {size}.")
+
+    def rule(
+        self,
+        *,
+        linear: tuple[frozenset[int], ...],
+        reductions: Mapping[str, tuple[Reduction, ...]],
+        whole: Collection[str],
+        contiguous: Collection[str],
+        exchange: Mapping[str, int],
+        local: LocalProgram | None,
+        free: bool,
+    ) -> Rule:
+        """The rule, once all sizes are known."""
+        names = self._ordered_names()
+
+        def marked(marks: Collection[str]) -> set[str]:
+            return {name for name in names if name in marks or (ELLIPSIS in marks and _RESERVED.fullmatch(name))}
+
+        dots = {name: reductions[ELLIPSIS] for name in marked([ELLIPSIS]) if ELLIPSIS in reductions}
+        return build(
+            {name: self.sizes[name] for name in names},
+            operands=[self._dims(tensor, True) for tensor in self.operands],
+            results=[None if tensor is None else self._dims(tensor, False) for tensor in self.results],
+            whole=marked(whole),
+            contiguous=marked(contiguous),
+            reductions={**dots, **reductions},
+            exchange=exchange,
+            linear=linear,
+            local=local,
+            free=free,
+        )
+
+    def _dims(self, tensor: SpeltOut, operand: bool) -> list[tuple[str, ...]]:
+        """Names of every dim; none for a dim of size one that is broadcast, which only operands have."""
+        for names, size in tensor:
+            if not operand and len(names) == 1 and size == 1 and self.sizes[names[0]] != 1:
+                raise self._fail(f'"{names[0]}" is {self.sizes[names[0]]}, but 1 in a result.')
+        return [() if size == 1 else names for names, size in tensor]
+
+    def _ordered_names(self) -> list[str]:
+        return list(dict.fromkeys(name for tensor in self._tensors() for names, _ in tensor for name in names))

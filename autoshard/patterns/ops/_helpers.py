@@ -1,0 +1,101 @@
+"""What the files of rules share: rules written by the names of an operator's arguments, and short local programs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.notation import bind
+from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+
+aten = torch.ops.aten
+
+
+def operand_names(call: OpCall) -> tuple[str, ...]:
+    """The schema names of the call's tensor operands, in the order of `OpCall.operands`."""
+    schema = [argument.name for argument in call.op._schema.arguments]
+    pairs = [*zip(schema, call.args, strict=False), *call.kwargs]
+    return tuple(name for name, value in pairs if isinstance(value, TensorMeta))
+
+
+def bind_named(
+    call: OpCall,
+    operands: Mapping[str, str],
+    results: Sequence[str],
+    *,
+    linear: Iterable[Collection[str]] = (),
+    **options: Any,
+) -> Rule:
+    """The rule of a call, its operands' dims given by the names of the arguments.
+
+    Args:
+        call: the call on whole tensors.
+        operands: dims of the operands in the notation of rules, by argument name; those that the call does not
+            pass are not looked at.
+        results: dims of the results; not looked at where the call gives no tensor.
+        linear: sets of arguments in which the operator is jointly linear; those that the call does not pass are
+            left out.
+        options: as in `notation.bind`.
+    """
+    names = operand_names(call)
+    text = f"{', '.join(operands[name] for name in names)} -> {', '.join(results)}"
+    sets = [frozenset(names.index(name) for name in group if name in names) for group in linear]
+    return bind(text, call, linear=sets, **options)
+
+
+def named_values(call: LocalCall) -> dict[str, Any]:
+    """The local operands by argument name; operands that the call does not pass are absent."""
+    return dict(zip(operand_names(call.call), call.operands, strict=True))
+
+
+def numbered(prefix: str, count: int) -> list[str]:
+    """Names of several factors: `n0`, `n1`, ..."""
+    return [f"{prefix}{index}" for index in range(count)]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch's own kernels add up numbers of `dtype`."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def split_axes(call: LocalCall, names: Iterable[str]) -> tuple[int, ...]:
+    """Mesh axes that shard any of the factors `names`, in mesh order."""
+    return tuple(sorted({axis for name in names for axis in call.axes(name)}))
+
+
+def reduced(call: LocalCall, value: Any, names: Iterable[str], reduction: str = "sum") -> Any:
+    """`value` reduced over the axes that shard any of the factors `names`."""
+    for name in names:
+        value = call.all_reduce(value, name, reduction)
+    return value
+
+
+def reduced_together(call: LocalCall, values: Sequence[Any], names: Iterable[str]) -> list[Any]:
+    """Sums of several values of one shape over the axes that shard the factors `names`: one collective per axis."""
+    emit = call.emit
+    stacked = reduced(call, emit.call(aten.stack.default, list(values)), names)
+    return [emit.call(aten.select.int, stacked, 0, index) for index in range(len(values))]
+
+
+def cast(call: LocalCall, value: Any, dtype: torch.dtype) -> Any:
+    """`value` in `dtype`; the value itself where it is in it already."""
+    if call.emit.dtype(value) == dtype:
+        return value
+    return call.emit.call(aten._to_copy.default, value, dtype=dtype)
+
+
+def result_dtype(call: LocalCall, result: int = 0) -> torch.dtype:
+    """Element type of a result."""
+    meta = call.call.results[result]
+    assert meta is not None
+    return meta.dtype
+
+
+def shape_of(call: OpCall, name: str) -> tuple[int, ...]:
+    """Shape of the operand that is passed as the argument `name`."""
+    meta = call.arg(name)
+    assert isinstance(meta, TensorMeta), name
+    return meta.shape

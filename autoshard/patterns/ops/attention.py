@@ -1,0 +1,123 @@
+"""Scaled dot-product attention in all spellings that ATen has, forward and backward.
+
+Batch and heads are independent. Fewer heads of keys than of queries (grouped-query attention) make a query head the
+product of the key head `h` and its share `r`, which keys lack. Without a causal mask the queries' sequence may be
+sharded too; the gradients of keys and values are then partial, as autograd of a contracted dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import bind_named, shape_of
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+_QUERY, _KEY, _VALUE, _RESULT = "b (h r) s d!", "b h t! d!", "b h t! e!", "b (h r) s e!"
+_MASK = ("b", "(h r)", "s", "t!")
+_NAMES = ("b", "h", "r", "s")
+
+
+@rule_maker(
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+)
+def attention(call: OpCall) -> Rule | None:
+    """Forward: result, logarithm of the sum of exponentials, and what a kernel keeps for its backward."""
+    if not _supported(call):
+        return None
+    items = _items(call)
+    results = [_RESULT, _statistics(call, call.results[1].shape if call.results[1] else ())]
+    results += [_kept(f"x{index}", meta.shape if meta else ()) for index, meta in enumerate(call.results[2:])]
+    return _bound(call, items, results)
+
+
+@rule_maker(
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten._scaled_dot_product_flash_attention_backward",
+    "aten._scaled_dot_product_efficient_attention_backward",
+    "aten._scaled_dot_product_cudnn_attention_backward",
+    "aten._scaled_dot_product_fused_attention_overrideable_backward",
+)
+def attention_backward(call: OpCall) -> Rule | None:
+    """Gradients of queries, keys, values and, where asked for, the mask; linear in the incoming gradient."""
+    if not _supported(call):
+        return None
+    items = _items(call)
+    results = [_QUERY, _KEY, _VALUE]
+    if len(call.results) == 4:
+        results.append(items.get("attn_bias", ""))
+    return _bound(call, items, results, linear=[{"grad_out", "grad_out_"}])
+
+
+def _supported(call: OpCall) -> bool:
+    """Not with dropout: inside the kernel it draws from the device's generator, on which ranks do not agree."""
+    heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
+    grouped = heads == groups or ("efficient" not in call.op.name() and heads % groups == 0)
+    return call.arg("dropout_p") == 0 and grouped
+
+
+def _items(call: OpCall) -> dict[str, str]:
+    """Dims of all operands by argument name."""
+    items = {"query": _QUERY, "key": _KEY, "value": _VALUE}
+    items |= dict.fromkeys(("grad_out", "grad_out_", "out"), _RESULT)
+    for name, meta in _tensor_arguments(call):
+        if name in ("attn_mask", "attn_bias"):
+            items[name] = _mask(call, meta)
+        elif name == "logsumexp":
+            items[name] = _statistics(call, meta)
+        elif name not in items:
+            items[name] = _kept(f"y{len(items)}", meta)
+    return items
+
+
+def _tensor_arguments(call: OpCall) -> list[tuple[str, tuple[int, ...]]]:
+    found = ((argument.name, call.arg(argument.name)) for argument in call.op._schema.arguments)
+    return [(name, value.shape) for name, value in found if hasattr(value, "shape")]
+
+
+def _kept(prefix: str, shape: Sequence[int]) -> str:
+    """Dims that mean nothing here: random state, lengths of packed sequences."""
+    return " ".join(f"{prefix}_{dim}!" for dim in range(len(shape)))
+
+
+def _mask(call: OpCall, shape: Sequence[int]) -> str:
+    """Dims of a mask, which is broadcast to batch, heads, queries and keys."""
+    names = _MASK[len(_MASK) - len(shape) :]
+    return " ".join("1" if size == 1 else name for name, size in zip(names, shape, strict=True))
+
+
+def _statistics(call: OpCall, shape: Sequence[int]) -> str:
+    """Dims of one number per query: `[b, h, s]`, with a further dim in cuDNN.
+
+    The memory-efficient kernel pads the queries' dim, so that its queries can not be sharded.
+    """
+    queries = "l!" if "efficient" in call.op.name() else "s"
+    return " ".join(["b", "(h r)", queries, "1"][: len(shape)])
+
+
+def _bound(call: OpCall, items: dict[str, str], results: list[str], **options: Any) -> Rule:
+    kept = [None if index >= 4 or "backward" not in call.op.name() else "sum" for index in range(len(results))]
+    heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
+    return bind_named(
+        call,
+        items,
+        results,
+        reduce=dict.fromkeys(_NAMES, kept),
+        whole=("s",) if call.arg("is_causal") or "efficient" in call.op.name() else (),
+        sizes={"h": groups, "r": heads // groups},
+        local=_attention,
+        **options,
+    )
+
+
+def _attention(call: LocalCall) -> Any:
+    """The operator itself; where it is told the longest sequence of queries, that of this rank."""
+    schema = [argument.name for argument in call.call.op._schema.arguments]
+    queries = shape_of(call.call, "query")[2] // call.share("s")
+    return call.run(max_q=queries) if "max_q" in schema else call.run()

@@ -1,0 +1,75 @@
+"""Embedding and its gradient, the vocabulary sharded included.
+
+A rank that holds a stretch of the vocabulary looks up the indices that fall into it and leaves zeros for the others:
+the sum over ranks is the embedding (vocabulary parallelism, as for a sharded table in Whale 3.2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.notation import bind
+from autoshard.patterns.ops._helpers import aten
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+
+def local_positions(call: LocalCall, indices: Any, name: str, stretch: int) -> tuple[Any, Any]:
+    """Indices counted from the start of this rank's stretch of the factor `name`, and which of them lie outside.
+
+    Args:
+        call: the call; the factor is sharded.
+        indices: global indices.
+        name: the factor.
+        stretch: length of a rank's stretch.
+    """
+    emit = call.emit
+    start = emit.call(aten.mul.Tensor, call.position(name), stretch)
+    indices = emit.call(aten.sub.Tensor, indices, start)
+    before = emit.call(aten.lt.Scalar, indices, 0)
+    return indices, emit.call(aten.logical_or.default, before, emit.call(aten.ge.Scalar, indices, stretch))
+
+
+@rule_maker("aten.embedding")
+def embedding(call: OpCall) -> Rule:
+    """Rows of the table; linear in the table."""
+    return bind("v^ d, ... -> ... d", call, linear="0", local=_embedding)
+
+
+def _embedding(call: LocalCall) -> Any:
+    if not call.axes("v"):
+        return call.run()
+    emit = call.emit
+    table, indices = call.operands
+    indices, outside = local_positions(call, indices, "v", call.operand_shape(0)[0])
+    rows = call.run(operands=[table, emit.call(aten.masked_fill.Scalar, indices, outside, 0)])
+    return emit.call(aten.masked_fill.Scalar, rows, emit.call(aten.unsqueeze.default, outside, -1), 0)
+
+
+@rule_maker("aten.embedding_dense_backward")
+def embedding_dense_backward(call: OpCall) -> Rule:
+    """The gradient of the table: partial over the indices, sharded over the vocabulary without communication."""
+    counted = call.arg("scale_grad_by_freq")  # the frequency of a word is that among all indices
+    return bind(
+        "... d, ... -> v^ d",
+        call,
+        linear="0",
+        whole=("...", "v") if counted else (),
+        local=_embedding_dense_backward,
+    )
+
+
+def _embedding_dense_backward(call: LocalCall) -> Any:
+    if not call.axes("v"):
+        return call.run()
+    emit = call.emit
+    gradient, indices = call.operands
+    stretch = call.result_shape()[0]
+    local, skipped = local_positions(call, indices, "v", stretch)
+    if call.arg("padding_idx") >= 0:
+        padding = emit.call(aten.eq.Scalar, indices, call.arg("padding_idx"))
+        skipped = emit.call(aten.logical_or.default, skipped, padding)
+    # The operator skips the padding index: all indices that are not this rank's become that.
+    local = emit.call(aten.masked_fill.Scalar, local, skipped, -1)
+    return call.run(operands=[gradient, local], num_weights=stretch, padding_idx=-1)

@@ -1,0 +1,112 @@
+"""Losses: the negative log-likelihood, its classes sharded too, and the losses that compare element by element.
+
+A mean over shards is no partial sum: each rank divides its sum by the count or weight of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import aten, bind_named, named_values, reduced, shape_of, split_axes
+from autoshard.patterns.ops.embedding import local_positions
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+_NONE, _MEAN, _SUM = 0, 1, 2  # what ATen's `reduction` arguments mean
+_IGNORED = -100  # a class that does not exist
+
+
+def _likelihood_items(call: OpCall) -> dict[str, str]:
+    """Dims of the scores, the targets and the class weights; c are the classes."""
+    rank = len(shape_of(call, "self"))
+    samples = {1: [], 2: ["n"], 4: ["n", "h", "w"]}[rank]
+    scores = [*samples[:1], "c^", *samples[1:]]
+    target = " ".join(samples)
+    return {
+        "self": " ".join(scores),
+        "target": target,
+        "weight": "c^",
+        "total_weight": "",
+        "grad_output": target if call.arg("reduction") == _NONE else "",
+    }
+
+
+@rule_maker("aten.nll_loss_forward", "aten.nll_loss2d_forward")
+def nll_loss(call: OpCall) -> Rule:
+    """Loss and total weight: a rank's loss is its part of the sum; the total weight is reduced inside."""
+    items = _likelihood_items(call)
+    samples = items["target"].split()
+    return bind_named(
+        call,
+        items,
+        [items["grad_output"], ""],
+        reduce=dict.fromkeys([*samples, "c"], ("sum", None)),
+        exchange=dict.fromkeys([*samples, "c"], call.operands[0].dtype.itemsize),
+        local=_nll_loss,
+    )
+
+
+def _nll_loss(call: LocalCall) -> Any:
+    names = ["c", *_likelihood_items(call.call)["target"].split()]
+    if not split_axes(call, names):
+        return call.run()
+    if call.arg("reduction") == _NONE:
+        return _run_on_stretch(call)
+    loss, weight = _run_on_stretch(call, reduction=_SUM)
+    weight = reduced(call, weight, names)
+    if call.arg("reduction") == _MEAN:
+        loss = call.emit.call(aten.div.Tensor, loss, weight)
+    return loss, weight
+
+
+def _run_on_stretch(call: LocalCall, **changed: Any) -> Any:
+    """The operator on this rank's stretch of the classes: targets outside it become ignored ones."""
+    if not call.axes("c"):
+        return call.run(**changed)
+    emit, values = call.emit, named_values(call)
+    names = list(values)
+    classes = call.operand_shape(names.index("self"))[0 if len(shape_of(call.call, "self")) == 1 else 1]
+    ignored = emit.call(aten.eq.Scalar, values["target"], call.arg("ignore_index"))
+    target, outside = local_positions(call, values["target"], "c", classes)
+    outside = emit.call(aten.logical_or.default, outside, ignored)
+    values["target"] = emit.call(aten.masked_fill.Scalar, target, outside, _IGNORED)
+    return call.run(operands=list(values.values()), ignore_index=_IGNORED, **changed)
+
+
+@rule_maker("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
+def nll_loss_backward(call: OpCall) -> Rule:
+    """Gradient of the scores; the total weight that it gets is already that of all samples."""
+    items = _likelihood_items(call)
+    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_run_on_stretch)
+
+
+_ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+
+
+@rule_maker(*(f"aten.{name}.default" for name in _ELEMENTWISE))
+def elementwise_loss(call: OpCall) -> Rule | None:
+    """A loss of two tensors of one shape; None where they are broadcast."""
+    if len({meta.shape for meta in call.operands}) > 1:
+        return None
+    items = dict.fromkeys(("self", "target", "weight"), "...")
+    whole = call.arg("reduction") == _NONE
+    return bind_named(call, items, ["..." if whole else ""], local=None if whole else _reduced_loss)
+
+
+def _reduced_loss(call: LocalCall) -> Any:
+    if call.arg("reduction") != _MEAN:
+        return call.run()
+    return call.emit.call(aten.div.Scalar, call.run(reduction=_SUM), math.prod(shape_of(call.call, "self")))
+
+
+@rule_maker(*(f"aten.{name}_backward.default" for name in _ELEMENTWISE))
+def elementwise_loss_backward(call: OpCall) -> Rule | None:
+    """Its gradient: linear in the incoming one, which is a scalar or one number per element."""
+    shape = shape_of(call, "self")
+    if any(meta.shape not in (shape, ()) for meta in call.operands):
+        return None
+    items = dict.fromkeys(("self", "target", "weight"), "...")
+    items["grad_output"] = "..." if shape_of(call, "grad_output") else ""
+    return bind_named(call, items, ["..."], linear=[{"grad_output"}], local=_reduced_loss)

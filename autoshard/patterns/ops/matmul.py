@@ -1,0 +1,91 @@
+"""Matrix products: linear in each factor; a sharded contracted dim leaves partial sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.notation import bind
+from autoshard.patterns.registry import rule, rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+rule("aten.mm", "i k, k j -> i j", linear="0, 1")
+rule("aten.bmm", "b i k, b k j -> b i j", linear="0, 1")
+rule("aten.mv", "i k, k -> i", linear="0, 1")
+rule(["aten.dot", "aten.vdot"], "k, k -> ", linear="0, 1")
+rule(["aten.outer", "aten.ger"], "i, j -> i j", linear="0, 1")
+
+
+def first_only(call: LocalCall, operand: int, names: Sequence[str]) -> list[Any]:
+    """The local operands, with one that is added to the result kept by one rank and zero on the others.
+
+    Where the factors `names` are sharded, the ranks' results are added up, and what each of them adds must count once.
+    """
+    values = list(call.operands)
+    axes = sorted(axis for name in names for axis in call.axes(name))
+    if axes:
+        first = call.emit.call(torch.ops.aten.eq.Scalar, call.linear_index(axes), 0)
+        values[operand] = call.emit.call(torch.ops.aten.where.ScalarOther, first, values[operand], 0)
+    return values
+
+
+def _contracting(*names: str) -> Any:
+    """Local program of a product with an added first operand."""
+    return lambda call: call.run(operands=first_only(call, 0, names))
+
+
+def _added(call: OpCall, product: str, result: str, *contracted: str) -> Rule:
+    """`result + product`: jointly linear in the added tensor and either of the others; `added` is broadcast."""
+    added = result.split()[len(result.split()) - len(call.operands[0].shape) :]
+    text = f"{' '.join(added)}, {product} -> {result}"
+    return bind(text, call, linear="0+1, 0+2", local=_contracting(*contracted))
+
+
+@rule_maker("aten.addmm")
+def _addmm(call: OpCall) -> Rule:
+    return _added(call, "i k, k j", "i j", "k")
+
+
+@rule_maker("aten.baddbmm")
+def _baddbmm(call: OpCall) -> Rule:
+    return _added(call, "b i k, b k j", "b i j", "k")
+
+
+@rule_maker("aten.addbmm")
+def _addbmm(call: OpCall) -> Rule:
+    return _added(call, "b i k, b k j", "i j", "b", "k")
+
+
+@rule_maker("aten.addmv")
+def _addmv(call: OpCall) -> Rule:
+    return _added(call, "i k, k", "i", "k")
+
+
+@rule_maker("aten.addr")
+def _addr(call: OpCall) -> Rule:
+    return _added(call, "i, j", "i j")
+
+
+@rule_maker("aten.linear")
+def _linear(call: OpCall) -> Rule:
+    if len(call.operands) == 2:
+        return bind("... k, j k -> ... j", call, linear="0, 1")
+    return bind("... k, j k, j -> ... j", call, linear="0+2, 1+2", local=_linear_local)
+
+
+def _linear_local(call: LocalCall) -> Any:
+    return call.run(operands=first_only(call, 2, ["k"]))
+
+
+@rule_maker("aten.matmul")
+def _matmul(call: OpCall) -> Rule:
+    """Products of vectors, matrices and batches of matrices, as many dims as each operand has."""
+    left, right = (len(operand.shape) for operand in call.operands)
+    first = "k" if left == 1 else "... i k"
+    second = "k" if right == 1 else "... k j"
+    rows, columns = " i" if left > 1 else "", " j" if right > 1 else ""
+    dots = "..." if max(left, right) > 1 else ""
+    return bind(f"{first}, {second} -> {dots}{rows}{columns}", call, linear="0, 1")

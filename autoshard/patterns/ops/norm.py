@@ -1,0 +1,219 @@
+"""Layer, root-mean-square and group normalisation.
+
+Dims of the batch are independent. The normalised dims may be sharded as well: the ranks then exchange moments, which
+have one number per row. The gradients of weight and bias are partial over the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import (
+    accumulation_dtype,
+    aten,
+    bind_named,
+    cast,
+    named_values,
+    numbered,
+    reduced_together,
+    result_dtype,
+    shape_of,
+    split_axes,
+)
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+
+def pooled_moments(call: LocalCall, mean: Any, variance: Any, names: Sequence[str]) -> tuple[Any, Any]:
+    """Mean and biased variance over all ranks that share the factors `names`, from those of each rank's equal part.
+
+    One collective: the moments about zero travel in float64, so that nothing cancels that single precision tells apart.
+    """
+    emit, dtype = call.emit, call.emit.dtype(mean)
+    share = math.prod(call.mesh.sizes[axis] for axis in split_axes(call, names))
+    mean, variance = cast(call, mean, torch.float64), cast(call, variance, torch.float64)
+    square = emit.call(aten.add.Tensor, variance, emit.call(aten.mul.Tensor, mean, mean))
+    sums = reduced_together(call, [mean, square], names)
+    mean, square = (emit.call(aten.div.Scalar, value, share) for value in sums)
+    variance = emit.call(aten.sub.Tensor, square, emit.call(aten.mul.Tensor, mean, mean))
+    return cast(call, mean, dtype), cast(call, emit.call(aten.clamp_min.default, variance, 0.0), dtype)
+
+
+def _normalized(call: OpCall) -> list[str]:
+    """Names of the normalised dims."""
+    return numbered("n", len(call.arg("normalized_shape")))
+
+
+def _last_dims(call: OpCall) -> list[int]:
+    return list(range(-len(call.arg("normalized_shape")), 0))
+
+
+def _statistics_bytes(call: OpCall, tensors: int, itemsize: int) -> int:
+    """Bytes of one number per row, `tensors` times."""
+    shape = shape_of(call, "input")
+    return tensors * itemsize * math.prod(shape[: len(shape) - len(call.arg("normalized_shape"))])
+
+
+@rule_maker("aten.native_layer_norm", "aten._fused_rms_norm")
+def normalization(call: OpCall) -> Rule:
+    """Layer norm `(result, mean, reciprocal deviation)` or root-mean-square norm `(result, reciprocal root)`."""
+    names = _normalized(call)
+    inner, ones = " ".join(names), " ".join("1" for _ in names)
+    statistics = len(call.results) - 1
+    return bind_named(
+        call,
+        {"input": f"... {inner}", "weight": inner, "bias": inner},
+        [f"... {inner}", *[f"... {ones}"] * statistics],
+        reduce=dict.fromkeys(names),
+        exchange=dict.fromkeys(names, _statistics_bytes(call, statistics, 8)),
+        local=_layer_norm if statistics == 2 else _rms_norm,
+    )
+
+
+def _layer_norm(call: LocalCall) -> Any:
+    names = _normalized(call.call)
+    if not split_axes(call, names):
+        return call.run()
+    emit, values = call.emit, named_values(call)
+    x = cast(call, values["input"], accumulation_dtype(emit.dtype(values["input"])))
+    variance, mean = emit.call(aten.var_mean.correction, x, _last_dims(call.call), correction=0, keepdim=True)
+    mean, variance = pooled_moments(call, mean, variance, names)
+    scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, variance, call.arg("eps")))
+    result = emit.call(aten.mul.Tensor, emit.call(aten.sub.Tensor, x, mean), scale)
+    result = _affine(call, result)
+    return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((result, mean, scale)))
+
+
+def _affine(call: LocalCall, value: Any) -> Any:
+    """`value` times the weight, plus the bias, where there are such."""
+    emit, values = call.emit, named_values(call)
+    if "weight" in values:
+        value = emit.call(aten.mul.Tensor, value, values["weight"])
+    if "bias" in values:
+        value = emit.call(aten.add.Tensor, value, values["bias"])
+    return value
+
+
+def _rms_norm(call: LocalCall) -> Any:
+    names = _normalized(call.call)
+    if not split_axes(call, names):
+        return call.run()
+    emit, values = call.emit, named_values(call)
+    source = emit.dtype(values["input"])
+    x = cast(call, values["input"], accumulation_dtype(source))
+    square = _mean(call, emit.call(aten.mul.Tensor, x, x))
+    eps = call.arg("eps") if call.arg("eps") is not None else torch.finfo(emit.dtype(x)).eps
+    scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, square, eps))
+    result = _affine(call, emit.call(aten.mul.Tensor, x, scale))
+    return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((result, scale)))
+
+
+def _mean(call: LocalCall, value: Any) -> Any:
+    """Mean over the normalised dims, those on other ranks included."""
+    return _means(call, [value])[0]
+
+
+def _means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
+    emit, dims = call.emit, _last_dims(call.call)
+    count = math.prod(call.arg("normalized_shape"))
+    sums = [emit.call(aten.sum.dim_IntList, value, dims, True) for value in values]
+    sums = reduced_together(call, sums, _normalized(call.call))
+    return [emit.call(aten.div.Scalar, value, count) for value in sums]
+
+
+@rule_maker("aten.native_layer_norm_backward", "aten._fused_rms_norm_backward")
+def normalization_backward(call: OpCall) -> Rule:
+    """Gradients of the input, the weight and, for layer norm, the bias; linear in the incoming gradient."""
+    names = _normalized(call)
+    inner, ones = " ".join(names), " ".join("1" for _ in names)
+    statistics, whole = f"... {ones}", f"... {inner}"
+    dtype = call.operands[0].dtype
+    return bind_named(
+        call,
+        {"grad_out": whole, "input": whole, "mean": statistics, "rstd": statistics, "weight": inner, "bias": inner},
+        [whole, *[inner] * (len(call.results) - 1)],
+        linear=[{"grad_out"}],
+        exchange=dict.fromkeys(names, _statistics_bytes(call, 2, accumulation_dtype(dtype).itemsize)),
+        local=_normalization_backward,
+    )
+
+
+def _normalization_backward(call: LocalCall) -> Any:
+    if not split_axes(call, _normalized(call.call)):
+        return call.run()
+    emit, values = call.emit, named_values(call)
+    dtype = accumulation_dtype(emit.dtype(values["input"]))
+    gradient, x = cast(call, values["grad_out"], dtype), cast(call, values["input"], dtype)
+    scale = cast(call, values["rstd"], dtype)
+    centered = emit.call(aten.sub.Tensor, x, cast(call, values["mean"], dtype)) if "mean" in values else x
+    normal = emit.call(aten.mul.Tensor, centered, scale)
+    along = emit.call(aten.mul.Tensor, gradient, normal)
+    mask = call.arg("output_mask")
+    results = [_input_gradient(call, gradient, normal, scale) if mask[0] else None]
+    results += [
+        _batch_sum(call, value) if asked else None for asked, value in zip(mask[1:], (along, gradient), strict=False)
+    ]
+    return tuple(
+        None if value is None else cast(call, value, result_dtype(call, index)) for index, value in enumerate(results)
+    )
+
+
+def _input_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any) -> Any:
+    """`scale · (g - mean(g) - normal · mean(g · normal))`, where g has the weight in it; no mean(g) without a mean."""
+    emit, values = call.emit, named_values(call)
+    if "weight" in values:
+        gradient = emit.call(aten.mul.Tensor, gradient, cast(call, values["weight"], emit.dtype(gradient)))
+    along = emit.call(aten.mul.Tensor, gradient, normal)
+    if "mean" in values:
+        mean, mean_along = _means(call, [gradient, along])
+        gradient = emit.call(aten.sub.Tensor, gradient, mean)
+    else:
+        mean_along = _mean(call, along)
+    gradient = emit.call(aten.sub.Tensor, gradient, emit.call(aten.mul.Tensor, normal, mean_along))
+    return emit.call(aten.mul.Tensor, gradient, scale)
+
+
+def _batch_sum(call: LocalCall, value: Any) -> Any:
+    """Sum over the dims that are not normalised."""
+    dims = list(range(len(call.emit.shape(value)) - len(call.arg("normalized_shape"))))
+    return call.emit.call(aten.sum.dim_IntList, value, dims) if dims else value
+
+
+@rule_maker("aten.native_group_norm")
+def group_norm(call: OpCall) -> Rule:
+    """Group norm: batch and groups are independent; what lies inside a group stays together."""
+    return bind_named(
+        call,
+        {"input": "n (g k!) ...!", "weight": "(g k!)", "bias": "(g k!)"},
+        ["n (g k!) ...!", "n g", "n g"],
+        sizes=_group_sizes(call),
+        local=_group_norm,
+    )
+
+
+@rule_maker("aten.native_group_norm_backward")
+def group_norm_backward(call: OpCall) -> Rule:
+    """Its gradients, linear in the incoming one; those of weight and bias are partial over the batch."""
+    return bind_named(
+        call,
+        {"grad_out": "n (g k!) ...!", "input": "n (g k!) ...!", "mean": "n g", "rstd": "n g", "weight": "(g k!)"},
+        ["n (g k!) ...!", "(g k!)", "(g k!)"],
+        linear=[{"grad_out"}],
+        sizes=_group_sizes(call),
+        local=_group_norm,
+    )
+
+
+def _group_sizes(call: OpCall) -> dict[str, int]:
+    return {"g": call.arg("group"), "k": call.arg("C") // call.arg("group")}
+
+
+def _group_norm(call: LocalCall) -> Any:
+    """The operator itself, told the local numbers of samples, channels and groups."""
+    groups = call.share("g")
+    return call.run(N=call.arg("N") // call.share("n"), C=call.arg("C") // groups, group=call.arg("group") // groups)

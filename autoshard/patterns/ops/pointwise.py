@@ -1,0 +1,100 @@
+"""Pointwise operators: every dim of the result is a dim of each operand, broadcast as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoshard.patterns.build import build
+from autoshard.patterns.notation import bind
+from autoshard.patterns.registry import rule, rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+Sets = Mapping[int, str]
+"""Linear sets by the number of tensor operands: `aten.add.Tensor` may be called with a number in place of one."""
+
+
+def pointwise_rule(call: OpCall, linear: Sets | None = None) -> Rule:
+    """The rule of a pointwise call.
+
+    Args:
+        linear: linear sets by number of operands. They hold for floating and complex results only: integers divide
+            with rounding and booleans do not add up.
+    """
+    count = len(call.operands)
+    exact = all(meta and not (meta.dtype.is_floating_point or meta.dtype.is_complex) for meta in call.results)
+    sets = "" if exact or linear is None else linear.get(count, "")
+    text = ", ".join(["..."] * count) + " -> " + ", ".join(["..."] * len(call.results))
+    return bind(text, call, linear=sets)
+
+
+_ONE_OPERAND = """
+    abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp
+    exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf
+    leaky_relu lgamma log log10 log1p log2 log_sigmoid_forward logical_not logit mish nan_to_num polygamma rad2deg
+    reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
+    special_entr special_erfcx special_i0e special_i1 special_i1e special_ndtri sqrt square tan tanh threshold trunc
+    add.Scalar sub.Scalar rsub.Scalar div.Scalar_mode where.Scalar
+"""
+_SEVERAL_OPERANDS = """
+    __and__ __lshift__ __or__ __rshift__ __xor__ _prelu_kernel atan2 bitwise_and bitwise_left_shift bitwise_or
+    bitwise_right_shift bitwise_xor clamp clamp_max clamp_min complex copysign div.Tensor_mode eq fill floor_divide
+    fmax fmin fmod ge gt heaviside hypot igamma igammac isclose le logaddexp logaddexp2 logical_and logical_or
+    logical_xor lt maximum minimum ne nextafter polar pow remainder special_xlog1py special_zeta xlogy
+"""
+rule_maker(*(f"aten.{name}" for name in (_ONE_OPERAND + _SEVERAL_OPERANDS).split()))(pointwise_rule)
+
+_LINEAR: tuple[tuple[str, Sets], ...] = (
+    ("neg positive real imag _conj conj_physical _neg_view div.Scalar mul.Scalar", {1: "0"}),
+    ("add.Tensor sub.Tensor rsub.Tensor", {2: "0+1"}),
+    ("mul.Tensor", {1: "0", 2: "0, 1"}),
+    ("div.Tensor true_divide.Tensor", {1: "0", 2: "0"}),
+    ("where.self", {3: "1+2"}),
+    ("masked_fill.Tensor", {3: "0+2"}),
+    ("lerp.Scalar", {2: "0+1"}),
+    ("lerp.Tensor", {3: "0+1"}),
+    ("addcmul", {3: "0+1, 0+2"}),
+    ("addcdiv", {3: "0+1"}),
+    ("copy", {2: "1"}),
+    # Backwards are linear in the incoming gradient alone.
+    (
+        "elu_backward gelu_backward hardsigmoid_backward hardtanh_backward leaky_relu_backward logit_backward "
+        "sigmoid_backward silu_backward hardswish_backward mish_backward softplus_backward softshrink_backward "
+        "hardshrink_backward tanh_backward threshold_backward",
+        {2: "0"},
+    ),
+    ("log_sigmoid_backward _prelu_kernel_backward", {3: "0"}),
+)
+for _names, _sets in _LINEAR:
+    rule_maker(*(f"aten.{name}" for name in _names.split()), linear=_sets)(pointwise_rule)
+
+
+@rule_maker("aten.masked_fill.Scalar")
+def _masked_fill(call: OpCall) -> Rule:
+    return pointwise_rule(call, {2: "0"} if call.arg("value") == 0 else None)
+
+
+@rule_maker("aten.where.ScalarSelf")
+def _where_scalar_self(call: OpCall) -> Rule:
+    return pointwise_rule(call, {2: "1"} if call.arg("self") == 0 else None)
+
+
+@rule_maker("aten.where.ScalarOther")
+def _where_scalar_other(call: OpCall) -> Rule:
+    return pointwise_rule(call, {2: "1"} if call.arg("other") == 0 else None)
+
+
+@rule_maker("aten.glu", "aten.glu_backward")
+def _glu(call: OpCall) -> Rule:
+    """The two halves of a dim multiply each other: the dim is (2, n) on one side and n on the other."""
+    backward = call.op._schema.name == "aten::glu_backward"
+    gated = call.operands[-1]
+    dim = call.arg("dim") % len(gated.shape)
+    sizes = {f"d{index}": size for index, size in enumerate(gated.shape)}
+    sizes[f"d{dim}"] //= 2
+    small = [[name] for name in sizes]
+    large = [["halves", *names] if index == dim else names for index, names in enumerate(small)]
+    operands, results = ([small, large], [large]) if backward else ([large], [small])
+    return build({"halves": 2, **sizes}, operands, results, whole=["halves"], linear=[{0}] if backward else [])
+
+
+rule("aten.bucketize.Tensor", "..., b! -> ...")

@@ -1,0 +1,192 @@
+"""Random operators: each becomes a function of the step's seed, whether it is split or not.
+
+The default generators of the ranks do not agree, and a graph that is recomputed must not draw anew; so no random
+operator of a graph runs as it stands. All dims may be sharded, every shard drawing numbers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.notation import bind
+from autoshard.patterns.ops._draws import draws
+from autoshard.patterns.ops._helpers import accumulation_dtype, aten, cast, numbered, result_dtype
+from autoshard.patterns.registry import rule, rule_maker
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
+
+
+def draw(
+    call: LocalCall,
+    op: Any,
+    *parameters: Any,
+    size: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Emit one of the operators of `_draws`, every shard with numbers of its own.
+
+    Args:
+        call: the call; every factor that it may shard is one of the drawn tensor.
+        op: the operator.
+        parameters: what it takes after the size.
+        size: local shape of what is drawn; that of the first result by default.
+        dtype: its element type; that of the first result by default.
+    """
+    emit = call.emit
+    shard = call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0])
+    device = emit.device(call.operands[0]) if call.operands else call.arg("device") or torch.get_default_device()
+    return emit.call(
+        op,
+        list(call.result_shape() if size is None else size),
+        *parameters,
+        *(emit.seed(), emit.stream(), shard),
+        dtype=result_dtype(call) if dtype is None else dtype,
+        device=device,
+    )
+
+
+@rule_maker("aten.native_dropout")
+def native_dropout(call: OpCall) -> Rule:
+    """Result and mask."""
+    return bind("... -> ..., ...", call, local=_native_dropout)
+
+
+def _native_dropout(call: LocalCall) -> Any:
+    p = call.arg("p")
+    if p == 0 or call.arg("train") is False:
+        return call.run()
+    mask = draw(call, draws.bernoulli.default, 1.0 - p, dtype=result_dtype(call, 1))
+    scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
+    # Masking and scaling in one pass is what the backward kernel does.
+    return call.emit.call(aten.native_dropout_backward.default, call.operands[0], mask, scale), mask
+
+
+rule("aten.native_dropout_backward", "..., ... -> ...", linear="0")
+
+
+def _fresh(call: OpCall, local: LocalProgram) -> Rule:
+    """The rule of an operator without tensor operands: the dims of its result are its only loops."""
+    meta = call.results[0]
+    assert meta is not None
+    return bind(f"-> {' '.join(numbered('d', len(meta.shape)))}", call, local=local)
+
+
+def _register(program: LocalProgram, *names: str) -> None:
+    """Register operators whose operands and result are broadcast together, or that have a result alone."""
+
+    def make(call: OpCall) -> Rule:
+        if not call.operands:
+            return _fresh(call, program)
+        return bind(f"{', '.join('...' for _ in call.operands)} -> ...", call, local=program)
+
+    rule_maker(*names)(make)
+
+
+def _from(op: Any, *arguments: str | float) -> Callable[[LocalCall], Any]:
+    """A program that draws with parameters that are numbers, or the call's arguments of these names."""
+
+    def program(call: LocalCall) -> Any:
+        return draw(call, op, *(call.arg(value) if isinstance(value, str) else value for value in arguments))
+
+    return program
+
+
+_register(
+    _from(draws.uniform.default, 0.0, 1.0),
+    *("aten.rand.default", "aten.rand.generator", "aten.rand_like.default", "aten.rand_like.generator"),
+)
+_register(
+    _from(draws.normal.default, 0.0, 1.0),
+    *("aten.randn.default", "aten.randn.generator", "aten.randn_like.default", "aten.randn_like.generator"),
+)
+_register(
+    _from(draws.integers.default, 0, "high"),
+    *("aten.randint.default", "aten.randint.generator", "aten.randint_like.default", "aten.randint_like.generator"),
+)
+_register(
+    _from(draws.integers.default, "low", "high"),
+    *("aten.randint.low", "aten.randint.low_generator", "aten.randint_like.low_dtype"),
+    "aten.randint_like.low_generator_dtype",
+)
+_register(_from(draws.uniform.default, "from", "to"), "aten.uniform.default")
+_register(_from(draws.normal.default, "mean", "std"), "aten.normal_functional.default", "aten.normal.float_float")
+_register(_from(draws.bernoulli.default, "p"), "aten.bernoulli.p")
+
+
+def _exponential_noise(call: LocalCall, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Any:
+    """The negative of exponentially distributed numbers of rate one."""
+    uniform = draw(call, draws.uniform.default, 0.0, 1.0, size=size, dtype=dtype)
+    return call.emit.call(aten.log1p.default, call.emit.call(aten.neg.default, uniform))
+
+
+def _exponential(call: LocalCall) -> Any:
+    return call.emit.call(aten.mul.Scalar, _exponential_noise(call), -1.0 / call.arg("lambd"))
+
+
+_register(_exponential, "aten.exponential.default")
+
+
+def _bernoulli(call: LocalCall) -> Any:
+    """Ones with the probabilities in the last operand, which is the first where there is only one."""
+    probabilities = call.operands[-1]
+    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=accumulation_dtype(call.emit.dtype(probabilities)))
+    return cast(call, call.emit.call(aten.lt.Tensor, uniform, probabilities), result_dtype(call))
+
+
+_register(_bernoulli, "aten.bernoulli.default", "aten.bernoulli.Tensor")
+
+
+def _normal(call: LocalCall) -> Any:
+    """Normal numbers whose mean or deviation, or both, are tensors."""
+    emit, value = call.emit, draw(call, draws.normal.default, 0.0, 1.0)
+    mean, std = call.arg("mean"), call.arg("std")
+    if isinstance(std, TensorMeta):
+        value = emit.call(aten.mul.Tensor, value, call.operands[-1])
+    else:
+        value = emit.call(aten.mul.Scalar, value, std)
+    if isinstance(mean, TensorMeta):
+        return emit.call(aten.add.Tensor, value, call.operands[0])
+    return emit.call(aten.add.Scalar, value, mean)
+
+
+_register(_normal, "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor")
+
+
+@rule_maker("aten.randperm")
+def randperm(call: OpCall) -> Rule:
+    """A permutation, the same on every rank."""
+    return bind("-> d!", call, local=_randperm)
+
+
+def _randperm(call: LocalCall) -> Any:
+    keys = draw(call, draws.uniform.default, 0.0, 1.0, dtype=torch.float64)
+    return cast(call, call.emit.call(aten.argsort.stable, keys, stable=True), result_dtype(call))
+
+
+@rule_maker("aten.multinomial")
+def multinomial(call: OpCall) -> Rule:
+    """Indices drawn by weight; rows are independent."""
+    return bind("... d! -> ... k!", call, local=_multinomial)
+
+
+def _multinomial(call: LocalCall) -> Any:
+    emit, count = call.emit, call.arg("num_samples")
+    dtype = accumulation_dtype(emit.dtype(call.operands[0]))
+    weights = cast(call, call.operands[0], dtype)
+    if call.arg("replacement") and count > 1:
+        return _with_replacement(call, weights)
+    # Exponential clocks: the first to ring have the odds of draws one after another without replacement.
+    noise = emit.call(aten.neg.default, _exponential_noise(call, emit.shape(weights), dtype))
+    return emit.call(aten.topk.default, emit.call(aten.div.Tensor, weights, noise), count)[1]
+
+
+def _with_replacement(call: LocalCall, weights: Any) -> Any:
+    emit = call.emit
+    cumulative = emit.call(aten.cumsum.default, weights, -1)
+    total = emit.call(aten.slice.Tensor, cumulative, -1, -1)
+    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=emit.dtype(weights))
+    found = emit.call(aten.searchsorted.Tensor, cumulative, emit.call(aten.mul.Tensor, uniform, total), right=True)
+    return emit.call(aten.clamp_max.default, found, emit.shape(weights)[-1] - 1)

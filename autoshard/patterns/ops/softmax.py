@@ -1,0 +1,116 @@
+"""Softmax, its logarithm, and their gradients, over a dim that may be sharded.
+
+Each rank takes maximum and sum of its stretch; what is exchanged has one number per row (vocabulary-parallel
+cross-entropy).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import accumulation_dtype, aten, bind_named, cast, result_dtype
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+
+def _items(call: OpCall, whole: str = "") -> str:
+    """Dims of the tensor, the one of the softmax called `d`."""
+    rank = len(call.operands[0].shape)
+    names = [f"b{dim}" for dim in range(rank)]
+    if rank:
+        names[call.arg("dim")] = f"d{whole}"
+    return " ".join(names)
+
+
+def _row_bytes(call: OpCall) -> int:
+    """Bytes of one number per row, in the dtype that sums are taken in."""
+    meta = call.operands[0]
+    length = meta.shape[call.arg("dim")] if meta.shape else 1
+    return math.prod(meta.shape) // max(length, 1) * accumulation_dtype(meta.dtype).itemsize
+
+
+@rule_maker("aten._softmax", "aten._log_softmax")
+def softmax(call: OpCall) -> Rule:
+    """Forward."""
+    items = _items(call)
+    local = _softmax if call.op is aten._softmax.default else _log_softmax
+    return bind_named(call, {"self": items}, [items], exchange={"d": 2 * _row_bytes(call)}, local=local)
+
+
+@rule_maker("aten._safe_softmax")
+def safe_softmax(call: OpCall) -> Rule:
+    """Softmax that gives zeros for rows that are masked out."""
+    items = _items(call, "!")
+    return bind_named(call, {"self": items}, [items])
+
+
+def _shifted(call: LocalCall) -> tuple[Any, Any]:
+    """The operand less the maximum of its row, and the row's sum of exponentials."""
+    emit, dim = call.emit, [call.arg("dim")]
+    value = cast(call, call.operands[0], accumulation_dtype(call.call.operands[0].dtype))
+    maximum = call.all_reduce(emit.call(aten.amax.default, value, dim, True), "d", "max")
+    value = emit.call(aten.sub.Tensor, value, maximum)
+    total = emit.call(aten.sum.dim_IntList, emit.call(aten.exp.default, value), dim, True)
+    return value, call.all_reduce(total, "d")
+
+
+def _softmax(call: LocalCall) -> Any:
+    if not call.axes("d"):
+        return call.run()
+    value, total = _shifted(call)
+    result = call.emit.call(aten.div.Tensor, call.emit.call(aten.exp.default, value), total)
+    return cast(call, result, result_dtype(call))
+
+
+def _log_softmax(call: LocalCall) -> Any:
+    if not call.axes("d"):
+        return call.run()
+    value, total = _shifted(call)
+    result = call.emit.call(aten.sub.Tensor, value, call.emit.call(aten.log.default, total))
+    return cast(call, result, result_dtype(call))
+
+
+@rule_maker("aten._softmax_backward_data", "aten._log_softmax_backward_data")
+def softmax_backward(call: OpCall) -> Rule:
+    """Gradient of the operand; linear in the incoming gradient."""
+    items = _items(call)
+    local = _softmax_backward if call.op is aten._softmax_backward_data.default else _log_softmax_backward
+    return bind_named(
+        call,
+        {"grad_output": items, "output": items},
+        [items],
+        linear=[{"grad_output"}],
+        exchange={"d": _row_bytes(call)},
+        local=local,
+    )
+
+
+def _row_sum(call: LocalCall, value: Any) -> Any:
+    return call.all_reduce(call.emit.call(aten.sum.dim_IntList, value, [call.arg("dim")], True), "d")
+
+
+def _wide_operands(call: LocalCall) -> tuple[Any, Any]:
+    gradient, output = call.operands
+    dtype = accumulation_dtype(call.call.operands[0].dtype)
+    return cast(call, gradient, dtype), cast(call, output, dtype)
+
+
+def _softmax_backward(call: LocalCall) -> Any:
+    """`output · (gradient - sum(gradient · output))`."""
+    if not call.axes("d"):
+        return call.run()
+    emit, (gradient, output) = call.emit, _wide_operands(call)
+    total = _row_sum(call, emit.call(aten.mul.Tensor, gradient, output))
+    result = emit.call(aten.mul.Tensor, output, emit.call(aten.sub.Tensor, gradient, total))
+    return cast(call, result, result_dtype(call))
+
+
+def _log_softmax_backward(call: LocalCall) -> Any:
+    """`gradient - exp(output) · sum(gradient)`."""
+    if not call.axes("d"):
+        return call.run()
+    emit, (gradient, output) = call.emit, _wide_operands(call)
+    share = emit.call(aten.mul.Tensor, emit.call(aten.exp.default, output), _row_sum(call, gradient))
+    return cast(call, emit.call(aten.sub.Tensor, gradient, share), result_dtype(call))

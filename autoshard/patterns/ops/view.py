@@ -1,0 +1,182 @@
+"""Views: operators that give a tensor's elements another shape or order, or the same."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from autoshard.patterns.build import build
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.registry import rule, rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.views import view_rule
+
+rule_maker(
+    "aten.view.default",
+    "aten._unsafe_view",
+    "aten.reshape",
+    "aten._reshape_alias",
+    "aten.flatten.using_ints",
+    "aten.unflatten.int",
+    "aten.squeeze",
+    "aten.unsqueeze",
+)(view_rule)
+
+rule(["aten.alias", "aten.detach", "aten.lift_fresh"], "... -> ...", linear="0", free=True)
+rule(["aten.clone", "aten.contiguous", "aten.lift_fresh_copy"], "... -> ...", linear="0")
+
+
+@rule_maker("aten.view.dtype")
+def _view_dtype(call: OpCall) -> Rule:
+    """Other elements in the same bytes: the last dim stays whole when the elements have another size."""
+    (operand,), (result,) = call.operands, call.results
+    assert result is not None
+    names = [f"d{index}" for index in range(len(operand.shape))]
+    sizes = dict(zip(names, operand.shape, strict=True))
+    if operand.shape == result.shape:
+        return build(sizes, [[[name] for name in names]], [[[name] for name in names]], free=True)
+    sizes["bytes"] = result.shape[-1]
+    dims = [[name] for name in names]
+    return build(sizes, [dims], [[*dims[:-1], ["bytes"]]], whole=[names[-1], "bytes"], free=True)
+
+
+@rule_maker("aten._to_copy", "aten.to.dtype", "prims.convert_element_type")
+def _to_copy(call: OpCall) -> Rule:
+    """Another dtype: linear among floating and complex ones."""
+    (operand,), (result,) = call.operands, call.results
+    assert result is not None
+    inexact = all(dtype.is_floating_point or dtype.is_complex for dtype in (operand.dtype, result.dtype))
+    names = [f"d{index}" for index in range(len(operand.shape))]
+    dims = [[name] for name in names]
+    return build(dict(zip(names, operand.shape, strict=True)), [dims], [dims], linear=[{0}] if inexact else [])
+
+
+def _order(call: OpCall) -> tuple[int, ...]:
+    """For every dim of the result of a permute, transpose or t, the dim of the operand that it is."""
+    ndim = len(call.operands[0].shape)
+    order = list(range(ndim))
+    name = call.op._schema.name
+    if name == "aten::permute":
+        return tuple(dim % ndim for dim in call.arg("dims"))
+    if name == "aten::transpose":
+        first, second = (call.arg("dim0"), call.arg("dim1")) if ndim else (0, 0)
+    else:
+        first, second = 0, ndim - 1
+    if ndim:
+        order[first], order[second] = order[second], order[first]
+    return tuple(order)
+
+
+@rule_maker("aten.permute", "aten.transpose.int", "aten.t")
+def _permute(call: OpCall) -> Rule:
+    (operand,) = call.operands
+    names = [f"d{index}" for index in range(len(operand.shape))]
+    target = [[names[dim]] for dim in _order(call)]
+    sizes = dict(zip(names, operand.shape, strict=True))
+    return build(sizes, [[[name] for name in names]], [target], linear=[{0}], free=True)
+
+
+def _grown(call: OpCall, grown_by: str, keeps: bool) -> Rule:
+    """A result whose dims are (new, old), aligned to the right: `new` is a factor that only the result has."""
+    (operand,), (result,) = call.operands, call.results
+    assert result is not None
+    offset = len(result.shape) - len(operand.shape)
+    sizes: dict[str, int] = {}
+    target = []
+    for dim, size in enumerate(result.shape):
+        old = operand.shape[dim - offset] if dim >= offset else 1
+        sizes[f"new{dim}"] = size // old if old else 1
+        if dim >= offset:
+            sizes[f"d{dim - offset}"] = old
+        target.append([f"new{dim}", f"d{dim - offset}"] if dim >= offset else [f"new{dim}"])
+    source = [[f"d{dim}"] for dim in range(len(operand.shape))]
+
+    def local(program: LocalCall) -> Any:
+        shape = program.result_shape()
+        if keeps:
+            return program.run(**{grown_by: list(shape)})
+        return program.run(**{grown_by: [count // program.share(f"new{dim}") for dim, count in enumerate(counts)]})
+
+    counts = [sizes[f"new{dim}"] for dim in range(len(result.shape))]
+    return build(sizes, [source], [target], linear=[{0}], local=local, free=keeps)
+
+
+@rule_maker("aten.expand")
+def _expand(call: OpCall) -> Rule:
+    """Dims of size one repeated: the repetition is a factor that only the result has (as in grouped queries)."""
+    return _grown(call, "size", keeps=True)
+
+
+@rule_maker("aten.repeat")
+def _repeat(call: OpCall) -> Rule | None:
+    (operand,), (result,) = call.operands, call.results
+    assert result is not None
+    return _grown(call, "repeats", keeps=False) if math.prod(operand.shape) and math.prod(result.shape) else None
+
+
+@rule_maker("aten.tril", "aten.triu")
+def _triangle(call: OpCall) -> Rule:
+    return _in_place_dims(call, (-2, -1))
+
+
+@rule_maker("aten.roll", "aten.flip")
+def _moved(call: OpCall) -> Rule:
+    return _in_place_dims(call, call.arg("dims") or tuple(range(len(call.operands[0].shape))))
+
+
+def _in_place_dims(call: OpCall, dims: tuple[int, ...]) -> Rule:
+    """Dims stay where they are; those in `dims` must be whole. Linear."""
+    shape = call.operands[0].shape
+    names = [f"d{index}" for index in range(len(shape))]
+    named = [[name] for name in names]
+    return build(
+        dict(zip(names, shape, strict=True)), [named], [named], whole=[names[dim] for dim in dims], linear=[{0}]
+    )
+
+
+@rule_maker("aten.diagonal")
+def _diagonal(call: OpCall) -> Rule:
+    """The two dims stay whole, as does the diagonal, which becomes the last dim."""
+    (operand,), (result,) = call.operands, call.results
+    assert result is not None
+    ndim = len(operand.shape)
+    crossed = {call.arg("dim1") % ndim, call.arg("dim2") % ndim}
+    names = [f"d{index}" for index in range(ndim)]
+    sizes = dict(zip(names, operand.shape, strict=True)) | {"diagonal": result.shape[-1]}
+    target = [[name] for index, name in enumerate(names) if index not in crossed] + [["diagonal"]]
+    whole = [names[index] for index in crossed] + ["diagonal"]
+    return build(sizes, [[[name] for name in names]], [target], whole=whole, linear=[{0}], free=True)
+
+
+@rule_maker("aten.unfold")
+def _unfold(call: OpCall) -> Rule:
+    """Windows over a dim, which stays whole; their elements become the last dim."""
+    (operand,), (result,) = call.operands, call.results
+    assert result is not None
+    names = [f"d{index}" for index in range(len(operand.shape))]
+    sizes = dict(zip(names, operand.shape, strict=True))
+    if not names:
+        return build({"window": result.shape[-1]}, [[]], [[["window"]]], whole=["window"], linear=[{0}], free=True)
+    dim = call.arg("dimension") % len(names)
+    target = [[name] for name in names]
+    target[dim] = ["windows"]
+    sizes |= {"windows": result.shape[dim], "window": result.shape[-1]}
+    whole = [names[dim], "windows", "window"]
+    return build(sizes, [[[name] for name in names]], [[*target, ["window"]]], whole=whole, linear=[{0}], free=True)
+
+
+@rule_maker("aten.view_as_real", "aten.view_as_complex")
+def _complex(call: OpCall) -> Rule:
+    """Real and imaginary part are a last dim of two, which stays whole."""
+    (operand,), (result,) = call.operands, call.results
+    assert result is not None
+    shape = min(operand.shape, result.shape, key=len)
+    names = [f"d{index}" for index in range(len(shape))]
+    dims = [[name] for name in names]
+    parts = [*dims, ["part"]]
+    real = call.op == torch.ops.aten.view_as_real.default
+    sizes = dict(zip(names, shape, strict=True)) | {"part": 2}
+    source, target = (dims, parts) if real else (parts, dims)
+    return build(sizes, [source], [target], whole=["part"], linear=[{0}], free=True)

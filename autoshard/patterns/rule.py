@@ -1,0 +1,175 @@
+"""Rules: which factors make up the dims of an operator's operands and results.
+
+A factor is an indivisible loop of the operator, named as in an einsum: `mm` is `i k, k j -> i j`. Sharding a
+factor over a mesh axis shards every dim that holds it; where a result lacks it, the factor is contracted and
+the result is left partial. That is all a planner needs to know of an operator (GSPMD's and Shardy's factors;
+Rhino 4.1 for dims that are products, whose inner factors become strided shards).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoshard.errors import RuleError
+
+if TYPE_CHECKING:
+    from autoshard.patterns.local import LocalCall
+
+Dims = tuple[tuple[int, ...], ...]
+"""For every dim of a tensor, the indices of the factors whose product it is, major to minor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Shape and dtype of a tensor: what rules look at in place of the tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One call of an operator, tensors replaced by their `TensorMeta`, lists by tuples (so that it is hashable)."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: tuple[TensorMeta | None, ...]
+
+    @property
+    def operands(self) -> tuple[TensorMeta, ...]:
+        """The tensor operands, in the order in which they stand in `args` and `kwargs`, lists included."""
+        return tuple(_tensors((self.args, tuple(value for _, value in self.kwargs))))
+
+    def arg(self, name: str) -> Any:
+        """The argument that the operator's schema calls `name`, its default when it was not passed."""
+        for position, argument in enumerate(self.op._schema.arguments):
+            if argument.name == name:
+                if position < len(self.args):
+                    return self.args[position]
+                return dict(self.kwargs).get(name, argument.default_value if argument.has_default_value() else None)
+        raise RuleError(f"{self.op} has no argument {name!r}.")
+
+
+def _tensors(value: Any) -> Iterator[TensorMeta]:
+    if isinstance(value, TensorMeta):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One loop of an operator.
+
+    Attributes:
+        name: the loop's name in the rule; a refined part of `j` is called `j.0`, `j.1`, ...
+        size: number of steps of the loop.
+        shardable: whether a mesh axis may split it.
+        contiguous: only whole stretches may be taken (no strided shards), because the local program counts
+            positions from the start of its stretch.
+        reductions: for every result that lacks the factor, the kind of partial that its shards leave there;
+            None where the local program reduces inside, so that the result is whole on every rank. Empty
+            means "sum" everywhere.
+        exchange: bytes that the local program all-reduces inside when the factor is sharded and nothing else is.
+    """
+
+    name: str
+    size: int
+    shardable: bool = True
+    contiguous: bool = False
+    reductions: tuple[str | None, ...] = ()
+    exchange: int = 0
+
+    @property
+    def base(self) -> str:
+        return self.name.partition(".")[0]
+
+    def reduction(self, result: int) -> str | None:
+        return self.reductions[result] if self.reductions else "sum"
+
+
+LocalProgram = Callable[["LocalCall"], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one operator call may be split.
+
+    Attributes:
+        factors: the loops.
+        operands: dims of every tensor operand, in the order of `OpCall.operands`.
+        results: dims of every result; None for a result that is no tensor.
+        linear: sets of operands in which the operator is jointly linear: if exactly these are partial sums
+            and the others replicated, every result is a partial sum.
+        local: emits the program that a rank runs on its shards; None runs the operator itself unchanged.
+        free: the operator does no work (a view).
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims | None, ...]
+    linear: tuple[frozenset[int], ...] = ()
+    local: LocalProgram | None = field(default=None, compare=False)
+    free: bool = False
+
+    def indices(self, name: str) -> tuple[int, ...]:
+        """Indices of the factor called `name`, or of all its refined parts."""
+        return tuple(index for index, factor in enumerate(self.factors) if factor.base == name or factor.name == name)
+
+    def check(self, call: OpCall) -> None:
+        """Raise `RuleError` unless the products of factors are the sizes of the call's tensors."""
+        for kind, dims_of, metas in (("operand", self.operands, call.operands), ("result", self.results, call.results)):
+            if len(dims_of) != len(metas):
+                raise RuleError(f"{call.op}: the rule has {len(dims_of)} {kind}s, the call {len(metas)}.")
+            for position, (dims, meta) in enumerate(zip(dims_of, metas, strict=True)):
+                if dims is None or meta is None:
+                    continue
+                sizes = tuple(math.prod(self.factors[factor].size for factor in dim) for dim in dims)
+                whole = tuple(size if dim else 1 for size, dim in zip(meta.shape, dims, strict=False))
+                if len(sizes) != len(meta.shape) or sizes != whole:
+                    raise RuleError(
+                        f"{call.op}: {kind} {position} has shape {list(meta.shape)}, but the rule's factors make "
+                        f"{list(sizes)} of it."
+                    )
+
+
+def refine(rule: Rule, cuts: Mapping[int, tuple[int, ...]]) -> Rule:
+    """The same rule with factors split into products.
+
+    Args:
+        cuts: for a factor, the increasing chain of sizes of its outer parts; each divides the next and the
+            last divides the factor's size. A factor of size 96 with cuts (3, 12) becomes 3 · 4 · 8.
+
+    Source: Rhino 4.3.3, candidate generation: strides are those that some view of the graph asks for.
+    """
+    if not cuts:
+        return rule
+    factors: list[Factor] = []
+    parts: list[tuple[int, ...]] = []
+    for index, factor in enumerate(rule.factors):
+        bounds = (1, *cuts.get(index, ()), factor.size)
+        sizes = [outer // inner for inner, outer in zip(bounds, bounds[1:], strict=False)]
+        names = [factor.name] if len(sizes) == 1 else [f"{factor.name}.{part}" for part in range(len(sizes))]
+        parts.append(tuple(range(len(factors), len(factors) + len(sizes))))
+        factors += [replace(factor, name=name, size=size) for name, size in zip(names, sizes, strict=True)]
+
+    def renamed(dims: Dims) -> Dims:
+        return tuple(tuple(part for factor in dim for part in parts[factor]) for dim in dims)
+
+    return replace(
+        rule,
+        factors=tuple(factors),
+        operands=tuple(renamed(dims) for dims in rule.operands),
+        results=tuple(None if dims is None else renamed(dims) for dims in rule.results),
+    )

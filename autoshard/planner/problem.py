@@ -1,0 +1,377 @@
+"""A joint graph as an optimisation problem: variables, their options, and the seconds between them (Rhino 4.2).
+
+Every operator, tensor at rest and shared copy is a node of the problem; its strategies are its options. An edge holds
+the seconds to reshard a tensor from each option of its producer to each option of its user.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from autoshard.capture.joint import JointInput, JointOutput
+from autoshard.patterns.decisions import Decisions, phase_of
+from autoshard.patterns.graph import GraphRules, Use, Value, value_of
+from autoshard.patterns.rule import Rule
+from autoshard.patterns.strategy import WHOLE, Choices
+from autoshard.planner.options import OptionTables, SpecList
+from autoshard.reshard.path import Resharder
+from autoshard.solver import Edge, Problem
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import is_even, local_shape
+from autoshard.specs.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user and the memory limit ask of the plan.
+
+    Attributes:
+        pinned: placeholder name -> placement per axis, None where the planner decides.
+        forced: parameters that may not be replicated, and are gathered once per phase (Rhino 4.4).
+        planned_outputs: outputs are handed back as they lie, not gathered.
+        outputs: output name -> the spec in which it is to be handed back.
+        local_inputs: inputs arrive as shards.
+        state_bytes: bytes per parameter element that training adds to the parameter itself: optimizer state.
+    """
+
+    pinned: Mapping[str, tuple[Placement | None, ...]] = field(default_factory=dict)
+    forced: frozenset[str] = frozenset()
+    planned_outputs: bool = False
+    outputs: Mapping[str, Spec] = field(default_factory=dict)
+    local_inputs: bool = False
+    state_bytes: float = 8.0
+
+
+@dataclass(eq=False)
+class Variable:
+    """One node of the problem.
+
+    Attributes:
+        kind: `"operator"`, `"rest"`, `"output"` or `"hub"`.
+        key: name of the node, output or copy.
+        options: a strategy's choices for an operator, a spec for the others.
+        seconds: of every option by itself.
+        life: first and last position in the program at which its memory is held.
+        usage: bytes of every option.
+    """
+
+    kind: str
+    key: str
+    options: Sequence[Choices] | Sequence[Spec]
+    seconds: np.ndarray
+    results: tuple[SpecList, ...]
+    life: tuple[int, int] = (0, 1)
+    usage: np.ndarray | None = None
+
+
+class ProblemBuilder:
+    """Builds the problem of one graph on one mesh, whole or with some mesh axes held fixed."""
+
+    def __init__(self, rules: GraphRules, tables: OptionTables, resharder: Resharder, wishes: Wishes) -> None:
+        self.rules = rules
+        self.tables = tables
+        self.mesh: MeshShape = tables.mesh
+        self.resharder = resharder
+        self.wishes = wishes
+        self.inputs: dict[fx.Node, JointInput] = {source.node: source for source in rules.graph.inputs}
+        self.position = {node: position for position, node in enumerate(rules.operators)}
+        self.tables_between: dict[tuple[object, ...], np.ndarray] = {}
+        self._lists: dict[tuple[Spec, ...], SpecList] = {}
+
+    def build(self, free: frozenset[int], current: Decisions | None = None) -> BuiltProblem:
+        """The problem in which the mesh axes in `free` are open.
+
+        On the other axes everything stays as in `current`, or, without decisions, whole.
+        """
+        return _Build(self, free, current).run()
+
+    def listed(self, specs: Sequence[Spec]) -> SpecList:
+        """The specs as a shared list."""
+        key = tuple(specs)
+        if key not in self._lists:
+            self._lists[key] = SpecList.of(specs)
+        return self._lists[key]
+
+    def between(self, value: Value, sources: SpecList, targets: SpecList) -> np.ndarray:
+        """Seconds to reshard a tensor between all specs of two lists."""
+        meta = value.meta
+        key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets))
+        if key not in self.tables_between:
+            distinct = self.resharder.seconds(meta.shape, meta.dtype.itemsize, sources.distinct, targets.distinct)
+            self.tables_between[key] = distinct[np.ix_(sources.index, targets.index)]
+        return self.tables_between[key]
+
+    def split_phases(self, value: Value) -> bool:
+        """Whether forward and backward each make their own copy of the value: gathered again, not kept."""
+        source = self.inputs.get(value.node)
+        return source is not None and source.name in self.wishes.forced
+
+
+@dataclass(eq=False)
+class BuiltProblem:
+    """A problem, and how its assignments read as decisions."""
+
+    problem: Problem
+    variables: list[Variable]
+
+    def decode(self, assignment: Sequence[int]) -> Decisions:
+        """The decisions that an assignment stands for."""
+        tables: dict[str, dict[str, object]] = {"operator": {}, "rest": {}, "output": {}, "hub": {}}
+        for variable, option in zip(self.variables, assignment, strict=True):
+            tables[variable.kind][variable.key] = variable.options[option]
+        return Decisions(tables["operator"], tables["rest"], tables["output"], tables["hub"])  # type: ignore[arg-type]
+
+
+class _Build:
+    """One pass over the graph that makes variables and edges."""
+
+    def __init__(self, builder: ProblemBuilder, free: frozenset[int], current: Decisions | None) -> None:
+        self.builder = builder
+        self.rules = builder.rules
+        self.mesh = builder.mesh
+        self.current = current
+        self.free = free
+        self.variables: list[Variable] = []
+        self.edges: list[Edge] = []
+        self.of_node: dict[fx.Node, int] = {}
+        self.of_output: dict[str, int] = {}
+        self.outputs_of: dict[Value, list[JointOutput]] = {}
+        for output in self.rules.graph.outputs:
+            if output.node is not None:
+                self.outputs_of.setdefault(value_of(output.node), []).append(output)
+
+    def run(self) -> BuiltProblem:
+        for source in self.rules.graph.inputs:
+            self.of_node[source.node] = self._add(self._rest(source))
+        for output in self.rules.graph.outputs:
+            if output.kind == "output" and output.node is not None:
+                self.of_output[output.name] = self._add(self._output(output))
+        for node in self.rules.operators:
+            self.of_node[node] = self._add(self._operator(node))
+        for value in self.rules.values():
+            self._connect(value)
+        self._tie_tangents()
+        return BuiltProblem(self._problem(), self.variables)
+
+    def _problem(self) -> Problem:
+        forbidden = [np.asarray(variable.seconds, dtype=np.float64) for variable in self.variables]
+        usages = tuple(
+            np.zeros(len(variable.options)) if variable.usage is None else variable.usage for variable in self.variables
+        )
+        return Problem(
+            costs=tuple(forbidden),
+            edges=tuple(self.edges),
+            usages=usages,
+            intervals=tuple(variable.life for variable in self.variables),
+            limit=None,
+            components=tuple(self._components(variable) for variable in self.variables),
+        )
+
+    def _components(self, variable: Variable) -> np.ndarray:
+        """One label per mesh axis for every option: the choice, or the placement."""
+        if variable.kind == "operator":
+            return np.array(variable.options, dtype=np.int64).reshape(len(variable.options), self.mesh.ndim)
+        labels: dict[Placement, int] = {}
+        rows = [[labels.setdefault(placement, len(labels)) for placement in spec] for spec in variable.options]  # type: ignore[union-attr]
+        return np.array(rows, dtype=np.int64).reshape(len(rows), self.mesh.ndim)
+
+    def _add(self, variable: Variable) -> int:
+        self.variables.append(variable)
+        return len(self.variables) - 1
+
+    # Variables
+
+    def _operator(self, node: fx.Node) -> Variable:
+        rule, call, tables = self.rules.rules[node], self.rules.calls[node], self.builder.tables
+        pinned = self.rules.pinned(node, self.mesh)
+        if pinned is not None:
+            options = (tuple([-1] * self.mesh.ndim),)
+            return Variable("operator", node.name, options, np.zeros(1), (self.builder.listed((pinned,)),))
+        chosen = tables.restricted(rule, self._choices(node), self.free)
+        variable = Variable(
+            "operator", node.name, chosen.choices, tables.seconds(call, rule, chosen), chosen.results
+        )
+        if not rule.free:
+            variable.usage = sum(
+                (
+                    self._bytes(Value(node, index), specs)
+                    for index, specs in enumerate(chosen.results)
+                    if call.results[index] is not None
+                ),
+                start=np.zeros(len(chosen.choices)),
+            )
+            start = self.builder.position[node]
+            variable.life = (start, self._last_use(node) + 1)
+        return variable
+
+    def _last_use(self, node: fx.Node) -> int:
+        uses = (use for index in range(len(self.rules.calls[node].results)) for use in self.rules.uses.get(Value(node, index), ()))
+        return max((self.builder.position[use.node] for use in uses), default=self.builder.position[node])
+
+    def _bytes(self, value: Value, specs: SpecList) -> np.ndarray:
+        meta = value.meta
+        distinct = [math.prod(local_shape(meta.shape, spec, self.mesh)) * meta.dtype.itemsize for spec in specs.distinct]
+        return np.array(distinct, dtype=np.float64)[specs.index]
+
+    def _rest(self, source: JointInput) -> Variable:
+        value = Value(source.node)
+        now = None if self.current is None else self.current.rest[source.node.name]
+        specs = self._narrowed(self._rest_specs(source, value), now)
+        listed = self.builder.listed(specs)
+        seconds = np.zeros(len(specs))
+        variable = Variable("rest", source.node.name, specs, seconds, (listed,))
+        if source.kind == "parameter":
+            # Equal otherwise, a parameter stays whole: a shard at rest costs the launch of a gather.
+            overhead = self.builder.tables.cost.compute(0.0, 0.0, value.meta.dtype)
+            seconds += [overhead * len(spec.shard_axes) for spec in specs]
+            state = 2 + self.builder.wishes.state_bytes / value.meta.dtype.itemsize
+            variable.usage = self._bytes(value, listed) * state
+            variable.life = (0, len(self.rules.operators) + 1)
+        return variable
+
+    def _rest_specs(self, source: JointInput, value: Value) -> list[Spec]:
+        """The specs in which a placeholder may lie before the step."""
+        wishes = self.builder.wishes
+        pinned = wishes.pinned.get(source.name, (None,) * self.mesh.ndim)
+        rule = self.rules.rules[source.node]
+        if source.kind == "tangent":
+            name = source.name
+            return [wishes.outputs[name]] if name in wishes.outputs else self._open_specs(rule, wishes.planned_outputs)
+        if all(placement is not None for placement in pinned):
+            return [Spec.of(*(placement or Replicate() for placement in pinned))]
+        if source.kind == "input" and wishes.local_inputs:
+            candidates = self._leading_specs(value)
+        else:
+            candidates = self._open_specs(rule, source.kind == "parameter")
+        allowed = [spec for spec in candidates if _agrees(spec, pinned)]
+        if not allowed:
+            allowed = [Spec.of(*(placement or Replicate() for placement in pinned))]
+        if source.name in wishes.forced:
+            sharded = [spec for spec in allowed if spec.shard_axes]
+            allowed = sharded or self._uneven_specs(value) or allowed
+        return allowed
+
+    def _uneven_specs(self, value: Value) -> list[Spec]:
+        """Shards of a tensor that no axis divides: its storage is split, its uses gather it."""
+        replicated = Spec.replicated(self.mesh.ndim)
+        return [
+            replicated.replace(axis, Shard(dim))
+            for axis, size in enumerate(self.mesh.sizes)
+            for dim, length in enumerate(value.meta.shape)
+            if 1 < size <= length
+        ]
+
+    def _open_specs(self, rule: Rule, open_: bool) -> list[Spec]:
+        if not open_:
+            return [Spec.replicated(self.mesh.ndim)]
+        return list(self.builder.tables.options(rule).results[0].distinct)
+
+    def _leading_specs(self, value: Value) -> list[Spec]:
+        """Shards of the first dim over some of the axes: what a data loader can yield."""
+        specs = [Spec.replicated(self.mesh.ndim)]
+        for axis in range(self.mesh.ndim):
+            specs += [spec.replace(axis, Shard(0)) for spec in specs if self.mesh.sizes[axis] > 1]
+        return [spec for spec in specs if value.meta.shape and is_even(value.meta.shape, spec, self.mesh)] or specs[:1]
+
+    def _output(self, output: JointOutput) -> Variable:
+        wishes = self.builder.wishes
+        assert output.node is not None
+        value = value_of(output.node)
+        if output.name in wishes.outputs:
+            specs = [wishes.outputs[output.name]]
+        elif wishes.planned_outputs:
+            rule = self.rules.rules[value.node]
+            specs = [s for s in self.builder.tables.options(rule).results[value.index].distinct if not s.partial_axes]
+        else:
+            specs = [Spec.replicated(self.mesh.ndim)]
+        now = None if self.current is None else self.current.outputs[output.name]
+        specs = self._narrowed(specs, now)
+        return Variable("output", output.name, specs, np.zeros(len(specs)), (self.builder.listed(specs),))
+
+    # Edges
+
+    def _connect(self, value: Value) -> None:
+        """Edges from a value to its uses, through a shared copy where several uses may want it alike."""
+        targets = {"forward": list(self._targets(value, "forward")), "backward": list(self._targets(value, "backward"))}
+        source = self.of_node[value.node], self.variables[self.of_node[value.node]].results[value.index]
+        if self.builder.split_phases(value):
+            groups = [(f"{value.name}@{phase}", uses) for phase, uses in targets.items()]
+        else:
+            groups = [(value.name, targets["forward"] + targets["backward"])]
+        for key, uses in groups:
+            users = {user for user, _ in uses}
+            if len(users) > 1:
+                hub = self._hub(key, value, [specs for _, specs in uses])
+                self._edge(value, source, hub)
+                for use in uses:
+                    self._edge(value, hub, use)
+            else:
+                for use in uses:
+                    self._edge(value, source, use)
+
+    def _hub(self, key: str, value: Value, wanted: Sequence[SpecList]) -> tuple[int, SpecList]:
+        specs = tuple(dict.fromkeys(spec for listed in wanted for spec in listed.distinct))
+        listed = self.builder.listed(specs)
+        return self._add(Variable("hub", key, specs, np.zeros(len(specs)), (listed,))), listed
+
+    def _targets(self, value: Value, phase: str) -> Iterator[tuple[int, SpecList]]:
+        for use in self.rules.uses.get(value, ()):
+            if self.rules.graph.phase(use.node) == phase:
+                yield self.of_node[use.node], self._operand(use)
+        for output in self.outputs_of.get(value, ()):
+            if phase_of(output) == phase:
+                user = self._deliver(output)
+                yield user, self.variables[user].results[0]
+
+    def _operand(self, use: Use) -> SpecList:
+        pinned = self.rules.pinned(use.node, self.mesh)
+        if pinned is not None:
+            return self.builder.listed((pinned,))
+        chosen = self.builder.tables.restricted(self.rules.rules[use.node], self._choices(use.node), self.free)
+        return chosen.operands[use.operand]
+
+    def _choices(self, node: fx.Node) -> Choices:
+        return (WHOLE,) * self.mesh.ndim if self.current is None else self.current.choices[node.name]
+
+    def _narrowed(self, specs: list[Spec], now: Spec | None) -> list[Spec]:
+        """The specs that differ from the present one on open axes only; all where none does (they are pinned)."""
+        if now is None:
+            now = Spec.replicated(self.mesh.ndim)
+        fixed = [axis for axis in range(self.mesh.ndim) if axis not in self.free]
+        return [spec for spec in specs if spec is now or all(spec[axis] == now[axis] for axis in fixed)] or specs
+
+    def _deliver(self, output: JointOutput) -> int:
+        if output.kind == "output":
+            return self.of_output[output.name]
+        return next(
+            self.of_node[node]
+            for node, source in self.builder.inputs.items()
+            if source.name == output.name and source.kind != "tangent"
+        )
+
+    def _edge(self, value: Value, source: tuple[int, SpecList], target: tuple[int, SpecList]) -> None:
+        if source[0] == target[0]:
+            # A tensor handed back where it came from (an unchanged buffer): nothing to pay.
+            return
+        costs = self.builder.between(value, source[1], target[1])
+        if costs.size > 1 or costs.any():
+            self.edges.append(Edge(source[0], target[0], costs))
+
+    def _tie_tangents(self) -> None:
+        """The gradient of an output arrives as the output was handed back."""
+        for source in self.rules.graph.inputs:
+            if source.kind == "tangent" and source.name in self.of_output:
+                output, tangent = self.of_output[source.name], self.of_node[source.node]
+                same = [[0.0 if a is b else np.inf for b in self.variables[tangent].options] for a in self.variables[output].options]
+                if np.any(same):
+                    self.edges.append(Edge(output, tangent, np.array(same)))
+
+
+def _agrees(spec: Spec, pinned: Sequence[Placement | None]) -> bool:
+    return all(want is None or want == have for want, have in zip(pinned, spec, strict=True))

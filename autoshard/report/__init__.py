@@ -1,0 +1,8 @@
+"""A plan for the eye: on a terminal, and as a web page."""
+
+from __future__ import annotations
+
+from autoshard.report.html import page
+from autoshard.report.table import explanation_table, plan_table
+
+__all__ = ["explanation_table", "page", "plan_table"]

@@ -1,0 +1,67 @@
+"""An emitter that runs every operator at once, on real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.specs.axes import MeshShape
+
+
+class EagerEmitter:
+    """Runs what it is given: a local program executed as it is written.
+
+    Args:
+        mesh: the mesh.
+        groups: name of the process group of this rank's line along every axis.
+        coordinate: this rank's coordinate on every axis, each a 0-d int64 tensor. Under `LocalTensorMode` they are
+            local tensors, and one program runs for all ranks in one process.
+        seed: the step's random seed, equal on all ranks.
+    """
+
+    def __init__(self, mesh: MeshShape, groups: Sequence[str], coordinate: Sequence[Tensor], seed: int = 0) -> None:
+        self.mesh = mesh
+        self._groups = tuple(groups)
+        self._coordinate = tuple(coordinate)
+        self._seed = seed
+        self._streams = 0
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the operator."""
+        return op(*args, **kwargs)
+
+    def coordinate(self, axis: int) -> Tensor:
+        """This rank's coordinate on an axis."""
+        return self._coordinate[axis]
+
+    def group(self, axis: int) -> str:
+        """Name of the process group along an axis."""
+        return self._groups[axis]
+
+    def seed(self) -> Tensor:
+        """The step's random seed."""
+        return torch.tensor(self._seed, dtype=torch.int64)
+
+    def stream(self) -> int:
+        """A new number for every random operator."""
+        self._streams += 1
+        return self._streams
+
+    def shape(self, value: Tensor) -> tuple[int, ...]:
+        """Local shape of a tensor."""
+        return tuple(value.shape)
+
+    def dtype(self, value: Tensor) -> torch.dtype:
+        """Element type of a tensor."""
+        return value.dtype
+
+    def device(self, value: Tensor) -> torch.device:
+        """Device of a tensor."""
+        return value.device
+
+    def is_contiguous(self, value: Tensor) -> bool:
+        """Whether the tensor lies row-major in memory."""
+        return value.is_contiguous()

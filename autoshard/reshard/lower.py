@@ -1,0 +1,266 @@
+"""Lowering of a path: its steps as functional collectives and local operators on one rank's tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from autoshard.patterns.local import Emitter, all_reduce, collectives
+from autoshard.reshard.path import Path, Step
+from autoshard.reshard.states import state_of
+from autoshard.specs.layout import local_shape
+from autoshard.specs.spec import Spec
+
+aten = torch.ops.aten
+
+
+@runtime_checkable
+class KnowsStrides(Protocol):
+    """What an emitter may offer besides: without it, every input of a collective is copied to be contiguous."""
+
+    def is_contiguous(self, value: Any) -> bool:
+        """Whether the value lies row-major in memory."""
+
+
+def lower(path: Path, value: Any, emit: Emitter, dtype: torch.dtype) -> Any:
+    """Emit the steps of a path.
+
+    One program serves all ranks: a rank's coordinate enters only as a value.
+
+    Args:
+        path: what to do; `path.source` is how `value` lies.
+        value: local value, of shape `local_shape(path.shape, path.source, mesh)`. Where a dim is sharded unevenly,
+            what pads it is never read.
+        emit: where operators go.
+        dtype: element type of the value.
+
+    Returns:
+        The local value under `path.target`, contiguous after any collective or slice; `value` itself where there is
+        nothing to do.
+    """
+    if not path.steps:
+        return value
+    if not dtype.is_complex:
+        return _lower_real(path, value, emit)
+    # Collectives know no complex numbers: they move them as pairs, in a dim of its own that nothing shards.
+    parts = emit.call(aten.view_as_real.default, value)
+    shape = (*path.shape, 2)
+    parts = _lower_real(Path(shape, path.source, path.target, path.steps), parts, emit)
+    return emit.call(aten.view_as_complex.default, parts)
+
+
+def _lower_real(path: Path, value: Any, emit: Emitter) -> Any:
+    for step in path.steps:
+        value = _LOWERINGS[step.kind](_Move.of(path.shape, step, emit), value)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Where an axis's piece lies in a local tensor: the dim, and the steps of local loops of that dim above it."""
+
+    dim: int
+    outer: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One step with the local shapes at either end."""
+
+    step: Step
+    emit: Emitter
+    size: int
+    shape: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    source: _Piece | None
+    target: _Piece | None
+
+    @staticmethod
+    def of(shape: tuple[int, ...], step: Step, emit: Emitter) -> _Move:
+        return _Move(
+            step=step,
+            emit=emit,
+            size=emit.mesh.sizes[step.axis],
+            shape=shape,
+            before=local_shape(shape, step.source, emit.mesh),
+            after=local_shape(shape, step.target, emit.mesh),
+            source=_piece(shape, step.source, step.axis, emit),
+            target=_piece(shape, step.target, step.axis, emit),
+        )
+
+
+def _piece(shape: tuple[int, ...], spec: Spec, axis: int, emit: Emitter) -> _Piece | None:
+    state = state_of(shape, spec, emit.mesh)
+    assert state is not None, f"{spec} is no state of shape {shape}"
+    place = state.place(axis)
+    return None if place is None else _Piece(*place)
+
+
+def _all_gather(move: _Move, value: Any) -> Any:
+    assert move.source is not None
+    emit, piece = move.emit, move.source
+    value = _contiguous(emit, value)
+    value = emit.call(collectives.all_gather_into_tensor.default, value, move.size, emit.group(move.step.axis))
+    value = emit.call(collectives.wait_tensor.default, value)
+    return _insert(move, value, move.before, piece)
+
+
+def _all_reduce(move: _Move, value: Any) -> Any:
+    operation = _reduction(move)
+    if operation != "avg":
+        return all_reduce(move.emit, value, move.step.axis, operation)
+    return _divided(move, all_reduce(move.emit, value, move.step.axis))
+
+
+def _reduce_scatter(move: _Move, value: Any) -> Any:
+    assert move.target is not None
+    emit, operation = move.emit, _reduction(move)
+    value, _ = _extract(move, value, move.before, move.target)
+    value = emit.call(
+        collectives.reduce_scatter_tensor.default,
+        value,
+        "sum" if operation == "avg" else operation,
+        move.size,
+        emit.group(move.step.axis),
+    )
+    value = emit.call(collectives.wait_tensor.default, value)
+    value = _viewed(emit, value, move.after)
+    return _divided(move, value) if operation == "avg" else value
+
+
+def _all_to_all(move: _Move, value: Any) -> Any:
+    assert move.source is not None
+    assert move.target is not None
+    emit = move.emit
+    cut, joint = _pieces_between(move.source, move.target, move.size)
+    value, block = _extract(move, value, move.before, cut)
+    value = _viewed(emit, value, (move.size, *block))
+    ones = [1] * move.size
+    value = emit.call(collectives.all_to_all_single.default, value, ones, ones, emit.group(move.step.axis))
+    value = emit.call(collectives.wait_tensor.default, value)
+    return _insert(move, value, block, joint)
+
+
+def _pieces_between(source: _Piece, target: _Piece, size: int) -> tuple[_Piece, _Piece]:
+    """Where an all-to-all cuts the local tensor in blocks, and where received blocks are put together.
+
+    Within one dim, the piece that lies below the other sees it: it is there when received and gone when sent.
+    """
+    if source.dim != target.dim:
+        return target, source
+    if target.outer < source.outer:
+        return target, _Piece(source.dim, source.outer // size)
+    return _Piece(target.dim, target.outer // size), source
+
+
+def _slice(move: _Move, value: Any) -> Any:
+    assert move.target is not None
+    emit, piece = move.emit, move.target
+    value, padded = _padded(move, value, move.before, piece)
+    value = _viewed(emit, value, _split(padded, piece, move.size))
+    index = emit.call(aten.view.default, emit.coordinate(move.step.axis), [1])
+    value = emit.call(aten.index_select.default, value, piece.dim + 1, index)
+    return _viewed(emit, value, move.after)
+
+
+def _make_partial(move: _Move, value: Any) -> Any:
+    """The first rank keeps the value and the others hold what the reduction ignores; nothing to do where all may."""
+    operation = move.step.target[move.step.axis].reduce_op  # type: ignore[attr-defined]
+    neutral = {"sum": 0, "product": 1}.get(operation)
+    if neutral is None:
+        return value
+    behind = move.emit.call(aten.gt.Scalar, move.emit.coordinate(move.step.axis), 0)
+    return move.emit.call(aten.masked_fill.Scalar, value, behind, neutral)
+
+
+_LOWERINGS: dict[str, Callable[[_Move, Any], Any]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "slice": _slice,
+    "make_partial": _make_partial,
+}
+
+
+def _reduction(move: _Move) -> str:
+    return str(move.step.source[move.step.axis].reduce_op)  # type: ignore[attr-defined]
+
+
+def _divided(move: _Move, value: Any) -> Any:
+    return move.emit.call(aten.div.Scalar, value, move.size)
+
+
+def _split(shape: Sequence[int], piece: _Piece, size: int) -> tuple[int, ...]:
+    """`shape` with its dim `piece.dim` opened into (outer, size, inner)."""
+    inner = shape[piece.dim] // (piece.outer * size)
+    return (*shape[: piece.dim], piece.outer, size, inner, *shape[piece.dim + 1 :])
+
+
+def _extract(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> tuple[Any, tuple[int, ...]]:
+    """Bring the blocks that go to the ranks of the axis one behind the other in memory.
+
+    Returns:
+        A contiguous value of the blocks, rank by rank along dim 0 as far as its shape goes, and a block's shape.
+    """
+    emit = move.emit
+    value, shape = _padded(move, value, shape, piece)
+    block = (*shape[: piece.dim], shape[piece.dim] // move.size, *shape[piece.dim + 1 :])
+    if math.prod(shape[: piece.dim]) * piece.outer == 1:
+        value = _contiguous(emit, value)
+        # Leading dims of size 1 would hide the blocks from a collective, which cuts along dim 0.
+        return (value if piece.dim == 0 else _viewed(emit, value, (move.size, *block))), block
+    value = _viewed(emit, value, _split(shape, piece, move.size))
+    front = piece.dim + 1
+    order = [front, *(dim for dim in range(len(shape) + 2) if dim != front)]
+    value = _copied(emit, emit.call(aten.permute.default, value, order))
+    return _viewed(emit, value, (move.size * block[0], *block[1:])), block
+
+
+def _insert(move: _Move, value: Any, block: tuple[int, ...], piece: _Piece) -> Any:
+    """Put blocks that lie one behind the other in memory together, as the loop of the axis at `piece`."""
+    emit = move.emit
+    whole = (*block[: piece.dim], block[piece.dim] * move.size, *block[piece.dim + 1 :])
+    if math.prod(block[: piece.dim]) * piece.outer > 1:
+        opened = _split(whole, piece, move.size)
+        front = piece.dim + 1
+        value = _viewed(emit, value, (move.size, *opened[:front], *opened[front + 1 :]))
+        order = [*range(1, front + 1), 0, *range(front + 1, len(opened))]
+        value = _copied(emit, emit.call(aten.permute.default, value, order))
+    value = _viewed(emit, value, whole)
+    return _narrowed(emit, value, whole, piece.dim, move.after[piece.dim])
+
+
+def _padded(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> tuple[Any, tuple[int, ...]]:
+    """`value` with zeros behind a dim that the axis does not divide, and its shape then."""
+    missing = -shape[piece.dim] % move.size
+    if not missing:
+        return value, shape
+    widths = [0] * (2 * (len(shape) - piece.dim - 1)) + [0, missing]
+    value = move.emit.call(aten.constant_pad_nd.default, value, widths)
+    return value, (*shape[: piece.dim], shape[piece.dim] + missing, *shape[piece.dim + 1 :])
+
+
+def _narrowed(emit: Emitter, value: Any, shape: tuple[int, ...], dim: int, size: int) -> Any:
+    """The first `size` elements along `dim`: without the padding of an uneven dim."""
+    if shape[dim] == size:
+        return value
+    value = emit.call(aten.slice.Tensor, value, dim, 0, size)
+    return value if math.prod(shape[:dim]) == 1 else _copied(emit, value)
+
+
+def _viewed(emit: Emitter, value: Any, shape: Sequence[int]) -> Any:
+    return value if emit.shape(value) == tuple(shape) else emit.call(aten.view.default, value, list(shape))
+
+
+def _contiguous(emit: Emitter, value: Any) -> Any:
+    return value if isinstance(emit, KnowsStrides) and emit.is_contiguous(value) else _copied(emit, value)
+
+
+def _copied(emit: Emitter, value: Any) -> Any:
+    return emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)

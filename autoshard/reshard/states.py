@@ -1,0 +1,247 @@
+"""The state graph of resharding: nodes are placements of one tensor, edges are single collectives (TensorOpt 4.2).
+
+Whether two placements are one collective apart depends neither on the sizes of the dims nor on the cost of words,
+only on how mesh axes are nested in every dim. So graphs are made of nests, and shared by all shapes that divide alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import Segment, canonical, padded_segments_of, spec_of
+from autoshard.specs.spec import Spec
+
+KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "make_partial")
+ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, SLICE, MAKE_PARTIAL = range(len(KINDS))
+
+_FULL_NESTING_AXES = 3
+_LINEAR = frozenset({"sum", "avg"})
+_OPERATIONS = _LINEAR | {"max", "min", "product"}
+
+Nest = tuple[tuple[int, int], ...]
+"""The axes that shard one dim, major to minor, each with the number of undistributed steps above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One placement: a nest for every dim, and the open reduction of every axis (None: none)."""
+
+    nests: tuple[Nest, ...]
+    partial: tuple[str | None, ...]
+
+    def place(self, axis: int) -> tuple[int, int] | None:
+        """The dim that `axis` shards and the undistributed steps above it there; None where it shards none."""
+        for dim, nest in enumerate(self.nests):
+            for other, outer in nest:
+                if other == axis:
+                    return dim, outer
+        return None
+
+
+def state_of(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> State | None:
+    """The state of a spec, or None where no program places a tensor of `shape` so: uneven nests, mixed reductions."""
+    return _state_of(tuple(shape), spec, mesh)
+
+
+@lru_cache(maxsize=1 << 17)
+def _state_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> State | None:
+    try:
+        layout = padded_segments_of(shape, spec, mesh)
+    except ValueError:
+        return None
+    spec = canonical(shape, spec, mesh)
+    partial: list[str | None] = [None] * mesh.ndim
+    for axis in spec.partial_axes:
+        partial[axis] = spec[axis].reduce_op  # type: ignore[attr-defined]
+    return State(tuple(map(_nest_of, layout)), tuple(partial)) if _reducible(partial) else None
+
+
+def _nest_of(segments: Sequence[Segment]) -> Nest:
+    nest, outer = [], 1
+    for segment in segments:
+        if segment.axis is None:
+            outer *= segment.size
+        else:
+            nest.append((segment.axis, outer))
+    return tuple(nest)
+
+
+def _reducible(partial: Iterable[str | None]) -> bool:
+    """Whether the order in which axes are reduced does not matter, which a path may choose."""
+    operations = {operation for operation in partial if operation is not None}
+    return operations <= _OPERATIONS and (len(operations) < 2 or operations <= _LINEAR)
+
+
+def spec_of_state(state: State, shape: Sequence[int], mesh: MeshShape) -> Spec:
+    """The spec of a state of a tensor of `shape`."""
+    layout = []
+    for nest, size in zip(state.nests, shape, strict=True):
+        segments, above = [], 1
+        for axis, outer in nest:
+            segments += [Segment(outer // above), Segment(mesh.sizes[axis], axis)]
+            above = outer
+        rest = math.ceil(size / (above * math.prod(mesh.sizes[axis] for axis, _ in nest)))
+        layout.append((*segments, Segment(rest)))
+    partial = {axis: operation for axis, operation in enumerate(state.partial) if operation is not None}
+    return spec_of(tuple(layout), partial, mesh)
+
+
+def without(nest: Nest, axis: int, mesh: MeshShape) -> Nest:
+    """The nest after an all-gather over `axis`: its steps are undistributed for the axes below it."""
+    result: list[tuple[int, int]] = []
+    factor = 1
+    for other, outer in nest:
+        if other == axis:
+            factor = mesh.sizes[axis]
+        else:
+            result.append((other, outer * factor))
+    return tuple(result)
+
+
+def closure(nests: Iterable[Nest], mesh: MeshShape) -> frozenset[Nest]:
+    """The nests, and all that is left of them when axes are gathered."""
+    found: set[Nest] = set()
+    waiting = list(nests)
+    while waiting:
+        nest = waiting.pop()
+        if nest not in found:
+            found.add(nest)
+            waiting += [without(nest, axis, mesh) for axis, _ in nest]
+    return frozenset(found)
+
+
+def plain_nests(size: int, mesh: MeshShape) -> frozenset[Nest]:
+    """The nests that every path may use on a dim of `size`: `Shard` over any axes in any order, and their closure.
+
+    On meshes of four axes and more, over at most two axes in mesh order, lest states be too many: other nests are
+    used by the paths from and to specs that have them.
+    """
+    return _plain_nests(math.gcd(size, mesh.size) if size else mesh.size, mesh)
+
+
+@lru_cache(maxsize=1 << 12)
+def _plain_nests(divisor: int, mesh: MeshShape) -> frozenset[Nest]:
+    axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
+    orders = (
+        [order for count in range(len(axes) + 1) for order in itertools.permutations(axes, count)]
+        if len(axes) <= _FULL_NESTING_AXES
+        else [order for count in range(3) for order in itertools.combinations(axes, count)]
+    )
+    nests = [
+        tuple((axis, 1) for axis in order)
+        for order in orders
+        if divisor % math.prod(mesh.sizes[axis] for axis in order) == 0
+    ]
+    return closure(nests, mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class StateGraph:
+    """All states over given nests, and all moves of one axis between them, ordered by target.
+
+    Attributes:
+        states: the nodes.
+        index: position of every state.
+        source, target: ends of every edge, positions in `states`; `target` ascends.
+        kind, axis: collective (position in `KINDS`) and mesh axis of every edge.
+        source_place, target_place: `[edges, 2]`: dim, and undistributed steps above, of the axis's shard at either
+            end; dim -1 where the axis does not shard there.
+        parts: `[states, dims]`: into how many parts every dim is split.
+    """
+
+    states: tuple[State, ...]
+    index: dict[State, int]
+    source: NDArray[np.int32]
+    target: NDArray[np.int32]
+    kind: NDArray[np.int8]
+    axis: NDArray[np.int8]
+    source_place: NDArray[np.int32]
+    target_place: NDArray[np.int32]
+    parts: NDArray[np.int64]
+
+
+@lru_cache(maxsize=128)
+def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], mesh: MeshShape) -> StateGraph:
+    """The graph over all combinations of one nest per dim and reductions of `operations` on axes that shard nothing.
+
+    Args:
+        nests: per dim, a set of nests closed under removal of axes.
+        operations: reductions that a state may leave open.
+        mesh: the mesh.
+    """
+    states = tuple(_states(nests, operations, mesh))
+    index = {state: position for position, state in enumerate(states)}
+    edges = sorted(edge for axis, size in enumerate(mesh.sizes) if size > 1 for edge in _moves(index, axis, mesh))
+    table = np.array(edges, dtype=np.int64).reshape(-1, 8)
+    parts = [[math.prod(mesh.sizes[axis] for axis, _ in nest) for nest in state.nests] for state in states]
+    return StateGraph(
+        states=states,
+        index=index,
+        target=table[:, 0].astype(np.int32),
+        source=table[:, 1].astype(np.int32),
+        kind=table[:, 2].astype(np.int8),
+        axis=table[:, 3].astype(np.int8),
+        source_place=table[:, 4:6].astype(np.int32),
+        target_place=table[:, 6:8].astype(np.int32),
+        parts=np.array(parts, dtype=np.int64).reshape(len(states), len(nests)),
+    )
+
+
+def _states(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], mesh: MeshShape) -> Iterator[State]:
+    """All states, in an order that depends on the arguments alone."""
+    combinations: list[tuple[tuple[Nest, ...], frozenset[int]]] = [((), frozenset())]
+    for choices in nests:
+        listed = [(nest, frozenset(axis for axis, _ in nest)) for nest in sorted(choices)]
+        combinations = [
+            ((*chosen, nest), used | axes) for chosen, used in combinations for nest, axes in listed if not used & axes
+        ]
+    for chosen, used in combinations:
+        open_choices = [
+            (None, *sorted(operations)) if axis not in used and size > 1 else (None,)
+            for axis, size in enumerate(mesh.sizes)
+        ]
+        for partial in itertools.product(*open_choices):
+            if _reducible(partial):
+                yield State(chosen, partial)
+
+
+def _moves(index: dict[State, int], axis: int, mesh: MeshShape) -> Iterator[tuple[int, ...]]:
+    """All edges that change the placement on `axis`: between states that an all-gather over it makes equal."""
+    families: dict[State, list[tuple[int, str | None, tuple[int, int]]]] = {}
+    for state, position in index.items():
+        partial = (*state.partial[:axis], None, *state.partial[axis + 1 :])
+        core = State(tuple(without(nest, axis, mesh) for nest in state.nests), partial)
+        member = (position, state.partial[axis], state.place(axis) or (-1, 1))
+        families.setdefault(core, []).append(member)
+    for family in families.values():
+        for (source, before, left), (target, after, right) in itertools.permutations(family, 2):
+            kind = _kind(before, left, after, right, mesh.sizes[axis])
+            if kind is not None:
+                yield target, source, kind, axis, *left, *right
+
+
+def _kind(
+    before: str | None, left: tuple[int, int], after: str | None, right: tuple[int, int], size: int
+) -> int | None:
+    """The collective from one placement on an axis to another; None where no single one does it."""
+    sharded_before, sharded_after = left[0] >= 0, right[0] >= 0
+    if sharded_before and sharded_after:
+        return ALL_TO_ALL if left[0] != right[0] or _nested(left[1], right[1], size) else None
+    if sharded_before:
+        return ALL_GATHER if after is None else None
+    if before is not None:
+        return REDUCE_SCATTER if sharded_after else ALL_REDUCE if after is None else None
+    return SLICE if sharded_after else MAKE_PARTIAL
+
+
+def _nested(left: int, right: int, size: int) -> bool:
+    """Whether two pieces of a dim, below `left` and `right` steps, do not overlap: else blocks would not be equal."""
+    return left % (right * size) == 0 or right % (left * size) == 0

@@ -1,0 +1,263 @@
+"""A lower bound by sequential tree-reweighted message passing (TRW-S), and what it says about each strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+
+from autoshard.solver.network import Network
+from autoshard.solver.problem import Array, IntArray
+
+_ROUNDING = 1e-11
+"""Relative slack taken off every bound: sums of many floats."""
+
+_BYTES = 1_500_000_000
+"""Most bytes of padded edge tables that the bound may hold."""
+
+_PATIENCE = 8
+"""Iterations over which progress is judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What the relaxation knows.
+
+    Attributes:
+        value: no assignment of the network costs less.
+        floors: node -> per remaining strategy, what every assignment that uses it costs at least.
+        choices: the best assignment rounded on the way (node -> strategy of the problem), complete with the nodes that
+            were reduced away; empty if none was finite.
+        cost: its cost by the network.
+        iterations: passes there and back.
+    """
+
+    value: float
+    floors: dict[int, Array]
+    choices: dict[int, int]
+    cost: float
+    iterations: int
+
+
+def trivial_bound(network: Network) -> Bound:
+    """Sum of the minima of nodes and edges: true for any network, at no cost."""
+    slack = {node: vector.copy() for node, vector in network.vectors.items()}
+    value = network.offset
+    for node, neighbours in network.edges.items():
+        for other, table in neighbours.items():
+            if node < other:
+                value += float(table.min())
+                slack[node] = slack[node] + (table.min(1) - table.min())
+    total = value + sum(float(vector.min()) for vector in slack.values())
+    floors = {node: total + vector - vector.min() for node, vector in slack.items()}
+    return Bound(_lowered(total), floors, {}, float("inf"), 0)
+
+
+def lower_bound(
+    core: Network, *, upper: float = float("inf"), iterations: int = 200, deadline: float | None = None
+) -> Bound:
+    """Bounds a reduced network from below.
+
+    The nodes are ordered; the graph falls into chains that rise in that order, each chain is solved exactly by
+    messages, and the costs of a node are shared evenly by its chains. A pass forward and a pass backward never lower
+    the sum of the chains' optima, which is the bound. Nodes that do not depend on each other within a pass are
+    handled together.
+
+    Args:
+        core: a feasible network after `reduce` (every strategy supported by every neighbour).
+        upper: cost of a known assignment: the search ends when the bound reaches it.
+        iterations: passes there and back, at most.
+        deadline: `time.monotonic()` seconds after which no further iteration starts.
+
+    Source: V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006.
+    """
+    linked = [node for node in core.vectors if core.edges[node]]
+    widest = max((len(core.vectors[node]) for node in linked), default=0)
+    distinct = {id(t) for node in linked for other, t in core.edges[node].items() if node < other}
+    if not linked or len(distinct) * widest * widest * 8 > _BYTES:
+        return trivial_bound(core)
+    chains = _Chains(core, linked, widest)
+    best, floors = -np.inf, np.zeros((0, 0))
+    rounded, rounded_cost = chains.no_choice, np.inf
+    history: list[float] = []
+    for iteration in range(1, iterations + 1):
+        chains.forward()
+        chains.backward()
+        value = chains.value()
+        if value > best:
+            best, floors = value, chains.floors(value)
+        if iteration % 5 == 1:
+            choice, cost = chains.rounded()
+            if cost < rounded_cost:
+                rounded, rounded_cost = choice, cost
+        history.append(best)
+        target = upper - core.offset - chains.isolated
+        if best >= min(target, rounded_cost) - 1e-9 * abs(target if np.isfinite(target) else best):
+            break
+        if _stalled(history, min(target, rounded_cost)) or (deadline is not None and monotonic() > deadline):
+            break
+    return chains.bound(best, floors, rounded, rounded_cost, len(history))
+
+
+def _stalled(history: list[float], target: float) -> bool:
+    """Whether the last iterations closed less than a hundredth of the distance to a known assignment."""
+    if len(history) <= _PATIENCE or not np.isfinite(target):
+        return False
+    gained = history[-1] - history[-1 - _PATIENCE]
+    return gained < 0.01 * (target - history[-1 - _PATIENCE])
+
+
+def _lowered(value: float) -> float:
+    return value - _ROUNDING * abs(value)
+
+
+class _Chains:
+    """The network as padded arrays; rows are nodes in an order of levels without edges inside a level.
+
+    Messages stand in one array: row e is the message of edge e to its later node, row m + e that to its earlier node.
+    They are never normalised, so that at any time costs = reparametrised nodes + reparametrised edges exactly.
+    """
+
+    def __init__(self, core: Network, linked: list[int], widest: int) -> None:
+        self.core = core
+        self.nodes, levels = _levelled(core, linked)
+        self.row = {node: row for row, node in enumerate(self.nodes)}
+        self.sizes = [len(core.vectors[node]) for node in self.nodes]
+        self.unary = np.full((len(self.nodes), widest), np.inf)
+        for row, node in enumerate(self.nodes):
+            self.unary[row, : self.sizes[row]] = core.vectors[node]
+        self.isolated = sum(float(v.min()) for node, v in core.vectors.items() if node not in self.row)
+        self._collect_edges(widest)
+        into = np.bincount(self.later, minlength=len(self.nodes))
+        out = np.bincount(self.earlier, minlength=len(self.nodes))
+        self.share = 1.0 / np.maximum(np.maximum(into, out), 1)
+        self.ends_after = 1.0 - out * self.share
+        self.ends_before = 1.0 - into * self.share
+        self.messages = np.zeros((2 * len(self.earlier), widest))
+        self.belief = self.unary.copy()
+        self.forward_minimum = np.zeros(len(self.nodes))
+        self.no_choice = np.zeros(len(self.nodes), dtype=np.int64)
+        self._plan_levels(levels)
+
+    def _collect_edges(self, widest: int) -> None:
+        found: list[tuple[int, int, int]] = []
+        stack: list[Array] = []
+        index: dict[int, int] = {}
+        for node in self.nodes:
+            for other, table in self.core.edges[node].items():
+                if self.row[node] < self.row[other]:
+                    if id(table) not in index:
+                        index[id(table)] = len(stack)
+                        stack.append(table)
+                    found.append((self.row[node], self.row[other], index[id(table)]))
+        self.earlier, self.later, self.table = np.array(found, dtype=np.int64).reshape(-1, 3).T.copy()
+        self.stack = np.zeros((len(stack), widest, widest))
+        for place, table in enumerate(stack):
+            self.stack[place, : table.shape[0], : table.shape[1]] = table
+
+    def _plan_levels(self, levels: list[slice]) -> None:
+        """Per level: its rows, the messages into it grouped by row, the edges that leave it either way."""
+        count = len(self.earlier)
+        receivers = np.concatenate([self.later, self.earlier])
+        order = np.argsort(receivers, kind="stable")
+        starts = np.searchsorted(receivers[order], np.arange(len(self.nodes) + 1))
+        self.levels = []
+        for rows in levels:
+            incoming = order[starts[rows.start] : starts[rows.stop]]
+            groups = starts[rows.start : rows.stop] - starts[rows.start]
+            up = incoming[incoming >= count] - count
+            down = incoming[incoming < count]
+            self.levels.append((rows, incoming, groups, up, down))
+
+    def forward(self) -> None:
+        """Messages to later nodes; afterwards the chains' optima stand where chains end."""
+        for rows, incoming, groups, up, _ in self.levels:
+            self._gather(rows, incoming, groups)
+            if len(up):
+                self._send(up, self.earlier[up], len(self.earlier) + up, up, 1)
+        self.forward_minimum = self.belief.min(1)
+
+    def backward(self) -> None:
+        """Messages to earlier nodes; afterwards the chains' optima stand where chains begin."""
+        for rows, incoming, groups, _, down in reversed(self.levels):
+            self._gather(rows, incoming, groups)
+            if len(down):
+                self._send(down, self.later[down], down, len(self.earlier) + down, 2)
+
+    def _gather(self, rows: slice, incoming: IntArray, groups: IntArray) -> None:
+        self.belief[rows] = self.unary[rows] + np.add.reduceat(self.messages[incoming], groups, axis=0)
+
+    def _send(self, edges: IntArray, sender: IntArray, received: IntArray, target: IntArray, axis: int) -> None:
+        """Messages along edges from `sender`, whose own message back stands at `received`."""
+        share = self.share[sender][:, None] * self.belief[sender] - self.messages[received]
+        spread = share[:, :, None] if axis == 1 else share[:, None, :]
+        self.messages[target] = (spread + self.stack[self.table[edges]]).min(axis)
+
+    def value(self) -> float:
+        """Sum of the chains' optima after a backward pass."""
+        return float(self.ends_before @ self.belief.min(1))
+
+    def floors(self, value: float) -> Array:
+        """Per row and strategy: the sum of the chains' optima when the chains through the row take that strategy.
+
+        Valid after a forward and a backward pass. Chains that pass by: those that end before the row stand in the
+        forward minima, those that begin after it in the backward minima, those that an edge carries past it in the
+        backward minimum of the edge's later node.
+        """
+        minimum = self.belief.min(1)
+        ended = np.cumsum(self.ends_after * self.forward_minimum) - self.ends_after * self.forward_minimum
+        begun = self.ends_before * minimum
+        begun = np.cumsum(begun[::-1])[::-1] - begun
+        crossing = np.zeros(len(self.nodes) + 1)
+        carried = self.share[self.later] * minimum[self.later]
+        np.add.at(crossing, self.earlier + 1, carried)
+        np.subtract.at(crossing, self.later, carried)
+        passed: Array = self.belief + (ended + begun + np.cumsum(crossing)[:-1])[:, None]
+        return np.maximum(passed, value)
+
+    def rounded(self) -> tuple[IntArray, float]:
+        """An assignment by rows: each node, in order, the best for its earlier neighbours and the later messages."""
+        count = len(self.earlier)
+        choice = self.no_choice.copy()
+        total = 0.0
+        for rows, incoming, groups, _, _ in self.levels:
+            costs = self.messages[incoming]
+            known = np.flatnonzero(incoming < count)
+            edges = incoming[known]
+            pairs = self.stack[self.table[edges], choice[self.earlier[edges]]]
+            costs[known] = pairs
+            choice[rows] = (self.unary[rows] + np.add.reduceat(costs, groups, axis=0)).argmin(1)
+            if len(known):
+                owner = self.later[edges]
+                total += float(pairs[np.arange(len(edges)), choice[owner]].sum())
+        total += float(self.unary[np.arange(len(choice)), choice].sum())
+        return choice, total
+
+    def bound(self, best: float, floors: Array, choice: IntArray, cost: float, iterations: int) -> Bound:
+        """The result in the network's terms: isolated nodes and the offset added."""
+        constant = self.core.offset + self.isolated
+        total = best + constant
+        by_node = {node: floors[row, : self.sizes[row]] + constant for row, node in enumerate(self.nodes)}
+        choices = {node: int(self.core.labels[node][choice[row]]) for row, node in enumerate(self.nodes)}
+        for node, vector in self.core.vectors.items():
+            if node not in self.row:
+                by_node[node] = total + vector - vector.min()
+                choices[node] = int(self.core.labels[node][vector.argmin()])
+        found = self.core.expand(choices) if np.isfinite(cost) else {}
+        return Bound(_lowered(total), by_node, found, cost + constant, iterations)
+
+
+def _levelled(core: Network, linked: list[int]) -> tuple[list[int], list[slice]]:
+    """Nodes sorted into levels: a node's level is one more than the highest of its neighbours before it."""
+    level: dict[int, int] = {}
+    for node in sorted(linked):
+        level[node] = 1 + max((level[other] for other in core.edges[node] if other in level), default=-1)
+    nodes = sorted(linked, key=lambda node: (level[node], node))
+    slices = []
+    start = 0
+    for stop in range(1, len(nodes) + 1):
+        if stop == len(nodes) or level[nodes[stop]] != level[nodes[start]]:
+            slices.append(slice(start, stop))
+            start = stop
+    return nodes, slices

@@ -1,0 +1,148 @@
+"""Exact bucket elimination: min-plus dynamic programming over an elimination order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.solver.network import Network
+from autoshard.solver.order import DEFAULT_CAP, Order, find_order
+from autoshard.solver.problem import Array, SolverError
+from autoshard.solver.reduce import reduce
+
+_SMALL = 1 << 16
+"""Joint tables up to here are built at once, and their parts kept to find the node's choice; larger ones are swept one
+strategy at a time, and the choice is stored."""
+
+Scope = tuple[int, ...]
+Factor = tuple[Scope, Array]
+Choose = Callable[[dict[int, int]], int]
+
+
+class WidthError(SolverError):
+    """Elimination would need a table larger than the cap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """An optimum: node -> strategy of the problem, and its cost; no choices and `inf` where there is none."""
+
+    choices: dict[int, int]
+    cost: float
+
+
+def eliminate(network: Network, *, cap: float = DEFAULT_CAP, order: Order | None = None) -> Exact:
+    """Solves a network exactly; memory plays no part.
+
+    The network is reduced, then nodes are eliminated one after another: the tables of a node are added up, and the
+    minimum over its strategies is a table over its neighbours. Order: least fill, weighted by the number of strategies.
+
+    Args:
+        network: left as it is.
+        cap: entries of the largest table allowed, checked before any table is built.
+        order: an order for the reduced network, if known. Nodes it leaves out must not be there.
+
+    Raises:
+        WidthError: the order found needs a larger table.
+    """
+    core = reduce(network.copy())
+    if not core.feasible:
+        return Exact({}, float("inf"))
+    if order is None:
+        order = find_order({node: len(vector) for node, vector in core.vectors.items()}, core.edges, cap)
+    if not order.fits:
+        raise WidthError(
+            f"elimination needs a table of {order.largest:.3g} entries over {order.width + 1} nodes, more than the "
+            f'{cap:.3g} allowed: the problem is too entangled for one exact pass. Use method="auto", which bounds and '
+            "searches, or give fewer strategies per node"
+        )
+    choices, cost = run_order(core, order)
+    if not np.isfinite(cost):
+        return Exact({}, float("inf"))
+    return Exact(core.expand(choices), cost + core.offset)
+
+
+def run_order(core: Network, order: Order) -> tuple[dict[int, int], float]:
+    """Eliminates every node of a network in a given order.
+
+    Returns:
+        The choices (node -> strategy of the problem), empty where no assignment is finite; the cost without the offset.
+    """
+    rank = {node: position for position, (node, _) in enumerate(order.steps)}
+    buckets = _buckets(core, rank)
+    constant = 0.0
+    choosers: list[tuple[int, Choose]] = []
+    for node, _ in order.steps:
+        factors = buckets.pop(node)
+        scope = tuple(sorted(set().union(*(part for part, _ in factors)), key=rank.__getitem__))[1:]
+        result, choose = _minimum_over(node, scope, factors, core)
+        choosers.append((node, choose))
+        if scope:
+            buckets[scope[0]].append((scope, result))
+        else:
+            constant += float(result)
+    if not np.isfinite(constant):
+        return {}, float("inf")
+    places: dict[int, int] = {}
+    for node, choose in reversed(choosers):
+        places[node] = choose(places)
+    return {node: int(core.labels[node][place]) for node, place in places.items()}, constant
+
+
+def _buckets(core: Network, rank: dict[int, int]) -> dict[int, list[Factor]]:
+    """Every table in the bucket of the node that is eliminated first, that node as its first axis."""
+    buckets: dict[int, list[Factor]] = {node: [((node,), core.vectors[node])] for node in rank}
+    for node, neighbours in core.edges.items():
+        for other, table in neighbours.items():
+            if rank[node] < rank[other]:
+                buckets[node].append(((node, other), table))
+    return buckets
+
+
+def _minimum_over(node: int, scope: Scope, factors: list[Factor], core: Network) -> tuple[Array, Choose]:
+    """Sum of the factors, minimised over `node`: a table over `scope`; and how to choose the node given the scope."""
+    joint = (node, *scope)
+    shape = tuple(len(core.vectors[other]) for other in joint)
+    # Narrow factors first: their sum stays small for long.
+    factors = sorted(factors, key=lambda factor: (factor[1].size, factor[0]))
+    spread = [_spread(part, table, joint) for part, table in factors]
+    if np.prod(shape, dtype=float) > _SMALL:
+        return _swept(scope, shape, spread)
+    total = spread[0]
+    for table in spread[1:]:
+        total = total + table
+    return np.broadcast_to(total, shape).min(0), _recompute(factors)
+
+
+def _spread(part: Scope, table: Array, joint: Scope) -> Array:
+    """The table with axes of size 1 for what it does not depend on."""
+    sizes = dict(zip(part, table.shape, strict=True))
+    return table.reshape(tuple(sizes.get(node, 1) for node in joint))
+
+
+def _recompute(factors: list[Factor]) -> Choose:
+    """Chooses by adding up the factors at the neighbours' values."""
+
+    def choose(places: dict[int, int]) -> int:
+        total: Array | float = 0.0
+        for part, table in factors:
+            total = total + table[(slice(None), *(places[other] for other in part[1:]))]
+        return int(np.argmin(total))
+
+    return choose
+
+
+def _swept(scope: Scope, shape: tuple[int, ...], spread: list[Array]) -> tuple[Array, Choose]:
+    """As `_minimum_over` for large tables: one strategy at a time, remembering which one won where."""
+    result = np.full(shape[1:], np.inf)
+    winner = np.zeros(shape[1:], dtype=np.uint8 if shape[0] <= 256 else np.uint32)
+    for strategy in range(shape[0]):
+        total = np.zeros(())
+        for table in spread:
+            total = total + (table[strategy] if table.shape[0] > 1 else table[0])
+        better = np.broadcast_to(total < result, shape[1:])
+        winner[better] = strategy
+        np.minimum(result, total, out=result)
+    return result, lambda places: int(winner[tuple(places[other] for other in scope)])

@@ -1,0 +1,146 @@
+"""Linear and integer programs through OR-Tools, given as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from autoshard.solver.problem import Array, SolverError
+
+_GAP = 1e-9
+"""Relative gap at which an integer program counts as solved."""
+
+
+@dataclass(slots=True)
+class Program:
+    """Minimise costs · x over bounds and rows; built row by row.
+
+    Attributes:
+        costs, lower, upper, integer: one entry per variable.
+        rows: (variables, coefficients, least, most) of each row.
+    """
+
+    costs: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    rows: list[tuple[Any, Any, float, float]] = field(default_factory=list)
+
+    def add_variables(self, costs: Array, *, lower: float = 0.0, upper: float = 1.0, integer: bool = False) -> range:
+        """Adds variables, and returns their numbers."""
+        start = len(self.costs)
+        self.costs += costs.tolist()
+        self.lower += [lower] * len(costs)
+        self.upper += [upper] * len(costs)
+        self.integer += [integer] * len(costs)
+        return range(start, start + len(costs))
+
+    def add_row(self, variables: Any, coefficients: Any, least: float, most: float) -> None:
+        """Adds least <= coefficients · variables <= most."""
+        self.rows.append((variables, coefficients, least, most))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the backend found.
+
+    Attributes:
+        values: of the variables; None where nothing was found.
+        bound: no solution costs less.
+        optimal: whether the values are proved best.
+        infeasible: whether it is proved that there is no solution.
+    """
+
+    values: Array | None
+    bound: float
+    optimal: bool
+    infeasible: bool
+
+
+def minimise(
+    program: Program,
+    *,
+    time_limit: float,
+    seed: int = 0,
+    hint: Array | None = None,
+    verbose: bool = False,
+) -> Answer:
+    """Solves a program: HiGHS where there are integers, GLOP otherwise.
+
+    Args:
+        program: the program.
+        time_limit: seconds.
+        seed: of the backend; one worker and one seed give one answer, unless the time ends first.
+        hint: values of all variables of a known solution.
+        verbose: whether the backend writes its log to standard output.
+
+    Raises:
+        SolverError: OR-Tools is not installed, or the backend failed.
+    """
+    try:
+        from ortools.math_opt.python import mathopt
+    except ImportError as error:
+        raise SolverError(
+            f"OR-Tools can't be imported ({error}); install ortools, or use a method that does without"
+        ) from error
+    model = mathopt.Model.from_model_proto(_proto(program))
+    mixed = any(program.integer)
+    parameters = mathopt.SolveParameters(
+        time_limit=timedelta(seconds=max(time_limit, 0.01)), enable_output=verbose
+    )
+    settings = mathopt.ModelSolveParameters()
+    if mixed:
+        parameters.random_seed = seed
+        # One thread: the same input gives the same output.
+        parameters.highs.string_options["parallel"] = "off"
+        parameters.relative_gap_tolerance = _GAP
+        if hint is not None:
+            values = {model.get_variable(index): float(value) for index, value in enumerate(hint)}
+            settings.solution_hints = [mathopt.SolutionHint(variable_values=values)]
+    backend = mathopt.SolverType.HIGHS if mixed else mathopt.SolverType.GLOP
+    try:
+        result = mathopt.solve(model, backend, params=parameters, model_params=settings)
+    except (RuntimeError, ValueError, AttributeError) as error:
+        # An AttributeError is what some versions of OR-Tools raise while they translate a backend's failure.
+        raise SolverError(f"OR-Tools could not solve the program: {error}") from error
+    return _answer(mathopt, model, result)
+
+
+def _answer(mathopt: Any, model: Any, result: Any) -> Answer:
+    reason = result.termination.reason
+    values = None
+    if result.has_primal_feasible_solution():
+        values = np.array(result.variable_values(list(model.variables())))
+    return Answer(
+        values=values,
+        bound=float(result.termination.objective_bounds.dual_bound),
+        optimal=reason == mathopt.TerminationReason.OPTIMAL,
+        infeasible=reason == mathopt.TerminationReason.INFEASIBLE,
+    )
+
+
+def _proto(program: Program) -> Any:
+    """The program in OR-Tools' own format: much faster than adding terms one by one."""
+    from ortools.math_opt import model_pb2
+
+    proto = model_pb2.ModelProto()
+    proto.variables.ids.extend(range(len(program.costs)))
+    proto.variables.lower_bounds.extend(program.lower)
+    proto.variables.upper_bounds.extend(program.upper)
+    proto.variables.integers.extend(program.integer)
+    used = np.flatnonzero(program.costs)
+    proto.objective.linear_coefficients.ids.extend(used.tolist())
+    proto.objective.linear_coefficients.values.extend(np.asarray(program.costs)[used].tolist())
+    matrix = proto.linear_constraint_matrix
+    for index, (variables, coefficients, least, most) in enumerate(program.rows):
+        proto.linear_constraints.ids.append(index)
+        proto.linear_constraints.lower_bounds.append(least)
+        proto.linear_constraints.upper_bounds.append(most)
+        order = np.argsort(variables)
+        matrix.row_ids.extend([index] * len(order))
+        matrix.column_ids.extend(np.asarray(variables)[order].tolist())
+        matrix.coefficients.extend(np.asarray(coefficients, dtype=float)[order].tolist())
+    return proto

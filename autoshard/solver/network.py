@@ -1,0 +1,186 @@
+"""The problem while it is being solved: a simple graph that shrinks and remembers how to undo each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.solver.problem import Array, IntArray, Problem
+from autoshard.solver.tables import Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A node that was eliminated, and what its best strategy depends on.
+
+    Attributes:
+        node: the node.
+        labels: its strategies at that time, in the problem's numbering.
+        vector: their costs.
+        neighbours: per neighbour its index, its labels at that time, and the table [node, neighbour].
+    """
+
+    node: int
+    labels: IntArray
+    vector: Array
+    neighbours: tuple[tuple[int, IntArray, Array], ...]
+
+
+@dataclass(slots=True)
+class Network:
+    """Nodes, merged edges, and the steps taken so far; node and strategy numbers are those of the problem.
+
+    Attributes:
+        tables: the shared memory of table arithmetic.
+        vectors: node -> costs of its remaining strategies.
+        labels: node -> the problem's numbers of its remaining strategies, ascending.
+        edges: node -> neighbour -> table [node, neighbour]; every edge stands at both ends.
+        offset: cost already decided.
+        removals: eliminated nodes, in order.
+        usages: node -> bytes of its remaining strategies; empty where memory plays no part. A node that was
+            eliminated with one usage for all its strategies keeps it in `held`.
+        held: node -> bytes that eliminated nodes use whatever they choose.
+        feasible: False once a node has no strategy left.
+    """
+
+    tables: Tables
+    vectors: dict[int, Array] = field(default_factory=dict)
+    labels: dict[int, IntArray] = field(default_factory=dict)
+    edges: dict[int, dict[int, Array]] = field(default_factory=dict)
+    offset: float = 0.0
+    removals: list[Removal] = field(default_factory=list)
+    usages: dict[int, Array] = field(default_factory=dict)
+    held: dict[int, float] = field(default_factory=dict)
+    feasible: bool = True
+
+    @classmethod
+    def of(cls, problem: Problem, tables: Tables, *, memory: bool = False) -> Network:
+        """The problem as a network: parallel edges merged, nothing removed; usages kept if `memory` matters."""
+        network = cls(tables)
+        for node, vector in enumerate(problem.costs):
+            network.vectors[node] = tables.intern(vector)
+            network.labels[node] = tables.intern(np.arange(len(vector)))
+            network.edges[node] = {}
+        for edge in problem.edges:
+            network.add_edge(edge.source, edge.target, tables.intern(edge.costs))
+        if memory and problem.usages is not None:
+            network.usages = {node: tables.intern(usage) for node, usage in enumerate(problem.usages)}
+        return network
+
+    def copy(self) -> Network:
+        """An independent copy (tables are shared: they are never changed in place)."""
+        return Network(
+            self.tables,
+            dict(self.vectors),
+            dict(self.labels),
+            {node: dict(neighbours) for node, neighbours in self.edges.items()},
+            self.offset,
+            list(self.removals),
+            dict(self.usages),
+            dict(self.held),
+            self.feasible,
+        )
+
+    def add_edge(self, source: int, target: int, table: Array) -> None:
+        """Adds a table [source, target], to the edge that is there already if there is one."""
+        present = self.edges[source].get(target)
+        if present is not None:
+            table = self.tables.add(present, table)
+        self.edges[source][target] = table
+        self.edges[target][source] = self.tables.transpose(table)
+
+    def add_costs(self, node: int, vector: Array) -> None:
+        """Adds to the costs of a node."""
+        self.vectors[node] = self.tables.add(self.vectors[node], self.tables.intern(vector))
+
+    def drop_edge(self, source: int, target: int) -> None:
+        """Forgets an edge."""
+        del self.edges[source][target]
+        del self.edges[target][source]
+
+    def keep(self, node: int, rows: IntArray) -> None:
+        """Restricts a node to some of its remaining strategies (positions, ascending)."""
+        rows = self.tables.intern(rows)
+        every = self.tables.intern(np.arange(len(self.vectors[node])))
+        if rows is every:
+            return
+        self.vectors[node] = self.tables.take_entries(self.vectors[node], rows)
+        self.labels[node] = self.tables.take_entries(self.labels[node], rows)
+        if self.usages:
+            self.usages[node] = self.tables.take_entries(self.usages[node], rows)
+        for neighbour, table in self.edges[node].items():
+            columns = self.tables.intern(np.arange(table.shape[1]))
+            restricted = self.tables.take(table, rows, columns)
+            self.edges[node][neighbour] = restricted
+            self.edges[neighbour][node] = self.tables.transpose(restricted)
+        if not len(rows):
+            self.feasible = False
+
+    def remove(self, node: int) -> None:
+        """Takes a node out and records it; the caller has handed its costs on to its neighbours."""
+        neighbours = tuple((other, self.labels[other], table) for other, table in self.edges[node].items())
+        self.removals.append(Removal(node, self.labels[node], self.vectors[node], neighbours))
+        for other in self.edges.pop(node):
+            del self.edges[other][node]
+        if self.usages:
+            self.held[node] = float(self.usages.pop(node)[0])
+        del self.vectors[node], self.labels[node]
+
+    def restricted(self, rows: dict[int, IntArray]) -> Network:
+        """A copy where each node named keeps only the given remaining strategies (positions, ascending).
+
+        Faster than `keep` on every node: each edge is cut once.
+        """
+        tables = self.tables
+        kept = {node: tables.intern(rows[node]) for node in rows}
+        for node, vector in self.vectors.items():
+            if node not in kept:
+                kept[node] = tables.intern(np.arange(len(vector)))
+        network = Network(tables, offset=self.offset, removals=list(self.removals), held=dict(self.held))
+        network.vectors = {node: tables.take_entries(vector, kept[node]) for node, vector in self.vectors.items()}
+        network.labels = {node: tables.take_entries(labels, kept[node]) for node, labels in self.labels.items()}
+        network.usages = {node: tables.take_entries(usage, kept[node]) for node, usage in self.usages.items()}
+        network.edges = {node: {} for node in self.vectors}
+        for node, neighbours in self.edges.items():
+            for other, table in neighbours.items():
+                if node < other:
+                    cut = tables.take(table, kept[node], kept[other])
+                    network.edges[node][other] = cut
+                    network.edges[other][node] = tables.transpose(cut)
+        network.feasible = self.feasible and all(map(len, kept.values()))
+        return network
+
+    def expand(self, choices: dict[int, int]) -> dict[int, int]:
+        """Completes an assignment of the remaining nodes (node -> strategy of the problem) with the removed ones."""
+        choices = dict(choices)
+        for removal in reversed(self.removals):
+            costs = removal.vector
+            for other, labels, table in removal.neighbours:
+                costs = costs + table[:, labels.searchsorted(choices[other])]
+            choices[removal.node] = int(removal.labels[costs.argmin()])
+        return choices
+
+    def positions(self, choices: dict[int, int]) -> dict[int, int] | None:
+        """An assignment in positions among the remaining strategies; None where a choice is not among them."""
+        result = {}
+        for node, labels in self.labels.items():
+            position = int(labels.searchsorted(choices[node]))
+            if position == len(labels) or labels[position] != choices[node]:
+                return None
+            result[node] = position
+        return result
+
+    def value(self, choices: dict[int, int]) -> float:
+        """Cost of an assignment of the remaining nodes (strategies of the problem), with what was decided before."""
+        places = self.positions(choices)
+        if places is None:
+            return float("inf")
+        total = self.offset
+        for node, vector in self.vectors.items():
+            place = places[node]
+            total += vector[place]
+            for other, table in self.edges[node].items():
+                if node < other:
+                    total += table[place, places[other]]
+        return float(total)

@@ -1,0 +1,200 @@
+"""Exact reductions: what can be decided, or handed on to a neighbour, without changing the optimum."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from autoshard.solver.network import Network
+from autoshard.solver.problem import Array, IntArray
+
+_LARGEST_EDGE = 1_000_000
+"""Entries of an edge table that eliminating a node of degree two may create."""
+
+_DOMINANCE_DOMAIN = 48
+"""Strategies up to which a node is searched for dominated ones: the work is cubic."""
+
+
+def reduce(network: Network, *, dominance: bool = True) -> Network:
+    """Reduces a network in place until nothing more can be done, and returns it.
+
+    Forbidden and unsupported strategies are dropped, nodes of one strategy folded into their neighbours, edges
+    normalised (minima into the nodes, separable tables dropped), nodes of degree two and less eliminated, and
+    dominated strategies dropped. Where the network carries usages, a node is eliminated only if its remaining
+    strategies use the same memory, and a strategy dominates only if it uses no more.
+
+    Args:
+        network: changed in place; `feasible` becomes False where some node loses every strategy.
+        dominance: whether to look for dominated strategies (which keeps one optimum, not all of them).
+    """
+    queue = _Queue(network.vectors)
+    for node in list(network.vectors):
+        for other in list(network.edges[node]):
+            if node < other:
+                _normalise(network, node, other, queue)
+    while queue and network.feasible:
+        _settle(network, queue)
+        if dominance and network.feasible:
+            for node in list(network.vectors):
+                if _drop_dominated(network, node):
+                    _normalise_all(network, node, queue)
+    return network
+
+
+class _Queue:
+    """Nodes to look at, each at most once, first in first out."""
+
+    def __init__(self, nodes: Iterable[int]) -> None:
+        self._waiting: deque[int] = deque()
+        self._members: set[int] = set()
+        self.update(nodes)
+
+    def add(self, node: int) -> None:
+        if node not in self._members:
+            self._members.add(node)
+            self._waiting.append(node)
+
+    def update(self, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            self.add(node)
+
+    def pop(self) -> int:
+        node = self._waiting.popleft()
+        self._members.discard(node)
+        return node
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+
+def _settle(network: Network, queue: _Queue) -> None:
+    """Empties the queue, following what each step makes possible."""
+    while queue and network.feasible:
+        node = queue.pop()
+        if node not in network.vectors:
+            continue
+        if _drop_forbidden(network, node):
+            _normalise_all(network, node, queue)
+        elif len(network.vectors[node]) == 1:
+            _fold(network, node, queue)
+        elif len(network.edges[node]) <= 2 and _memory_settled(network, node):
+            _eliminate(network, node, queue)
+
+
+def _memory_settled(network: Network, node: int) -> bool:
+    if not network.usages:
+        return True
+    usage = network.usages[node]
+    return bool(usage.min() == usage.max())
+
+
+def _drop_forbidden(network: Network, node: int) -> bool:
+    """Drops strategies of infinite cost, or that some neighbour supports with none of its own."""
+    tables = network.tables
+    vector = network.vectors[node]
+    finite = tables.once("finite", (vector,), lambda: bool(np.isfinite(vector).all()))
+    unsupported = [t for t in network.edges[node].values() if len(tables.usable_rows(t)) < len(vector)]
+    if finite and not unsupported:
+        return False
+    mask = np.isfinite(vector)
+    for table in unsupported:
+        supported = np.zeros(len(vector), dtype=bool)
+        supported[tables.usable_rows(table)] = True
+        mask &= supported
+    network.keep(node, np.flatnonzero(mask))
+    return True
+
+
+def _normalise_all(network: Network, node: int, queue: _Queue) -> None:
+    """Looks at a node whose strategies became fewer, and at its edges."""
+    queue.add(node)
+    for other in list(network.edges[node]):
+        _normalise(network, node, other, queue)
+
+
+def _normalise(network: Network, node: int, other: int, queue: _Queue) -> None:
+    """Moves the minima of an edge's rows and columns into its nodes; drops the edge if nothing is left of it."""
+    table = network.edges[node][other]
+    tables = network.tables
+    queue.add(node)
+    queue.add(other)
+    if len(tables.usable_rows(table)) < table.shape[0]:
+        return
+    if len(tables.usable_rows(tables.transpose(table))) < table.shape[1]:
+        return
+    rows, columns, rest = tables.normalised(table)
+    network.add_costs(node, rows)
+    network.add_costs(other, columns)
+    network.drop_edge(node, other)
+    if rest is not None:
+        network.add_edge(node, other, rest)
+
+
+def _fold(network: Network, node: int, queue: _Queue) -> None:
+    """Takes out a node of one strategy: its row of each edge is a cost of the neighbour."""
+    network.offset += float(network.vectors[node][0])
+    neighbours = dict(network.edges[node])
+    network.remove(node)
+    for other, table in neighbours.items():
+        network.add_costs(other, network.tables.once("row", (table,), lambda t=table: network.tables.intern(t[0])))  # type: ignore[misc]
+        queue.add(other)
+
+
+def _eliminate(network: Network, node: int, queue: _Queue) -> None:
+    """Takes out a node of degree two or less: its best strategy follows from its neighbours'."""
+    tables = network.tables
+    vector = network.vectors[node]
+    neighbours = list(network.edges[node].items())
+    if len(neighbours) == 2 and neighbours[0][1].shape[1] * neighbours[1][1].shape[1] > _LARGEST_EDGE:
+        return
+    network.remove(node)
+    if not neighbours:
+        network.offset += float(vector.min())
+        return
+    if len(neighbours) == 1:
+        [(other, table)] = neighbours
+        network.add_costs(other, tables.message(vector, table))
+        queue.add(other)
+        return
+    (left, first), (right, second) = neighbours
+    network.add_edge(left, right, tables.series(vector, first, second))
+    _normalise(network, left, right, queue)
+
+
+def _drop_dominated(network: Network, node: int) -> bool:
+    """Drops strategies that another one beats whatever the neighbours choose (Goldstein's criterion)."""
+    vector = network.vectors[node]
+    size = len(vector)
+    if not 1 < size <= _DOMINANCE_DOMAIN:
+        return False
+    edges = list(network.edges[node].values())
+    if any(table.size * size > _LARGEST_EDGE for table in edges):
+        return False
+    usages = (network.usages[node],) if network.usages else ()
+    keep = network.tables.once(
+        "undominated", (vector, *usages, *edges), lambda: _undominated(network, vector, usages, edges)
+    )
+    if len(keep) == size:
+        return False
+    network.keep(node, keep)
+    return True
+
+
+def _undominated(network: Network, vector: Array, usages: tuple[Array, ...], edges: list[Array]) -> IntArray:
+    """Positions of the strategies that remain; among equals the first stays."""
+    size = len(vector)
+    keep = np.ones(size, dtype=bool)
+    if np.isfinite(vector).all():
+        loss = vector[None, :] - vector[:, None]
+        for table in edges:
+            loss = loss + network.tables.advantage(table)
+        better = loss <= 0
+        for usage in usages:
+            better &= usage[None, :] <= usage[:, None]
+        np.fill_diagonal(better, False)
+        # One after another, and only by a strategy that is still there: rounding must not drop a whole circle.
+        for strategy in reversed(range(size)):
+            keep[strategy] = not (better[strategy] & keep).any()
+    return network.tables.intern(np.flatnonzero(keep))  # type: ignore[no-any-return]

@@ -1,0 +1,116 @@
+"""Arithmetic on cost tables that does equal work once.
+
+Identical layers bring the same tables again and again. Every table is interned by its content, so that one object stands
+for one content, and the result of an operation is remembered by the identities of its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from autoshard.solver.problem import Array, IntArray
+
+T = TypeVar("T")
+
+_NEGLIGIBLE = 1e-14
+"""A normalised table this small against the original is what rounding leaves of zero."""
+
+
+class Tables:
+    """A memory of tables and of the results of operations on them. It keeps its operands alive, so ids stay unique."""
+
+    def __init__(self) -> None:
+        self._content: dict[tuple[Any, ...], Any] = {}
+        self._known: dict[int, Any] = {}
+        self._results: dict[Hashable, Any] = {}
+
+    def intern(self, array: Any) -> Any:
+        """The one object that stands for the content of `array` (a float table or an index vector)."""
+        if id(array) in self._known:
+            return array
+        array = np.ascontiguousarray(array)
+        array = self._content.setdefault((array.shape, array.dtype.str, array.tobytes()), array)
+        self._known[id(array)] = array
+        return array
+
+    def once(self, operation: str, operands: tuple[Any, ...], compute: Callable[[], T]) -> T:
+        """The result of `compute` for these interned operands, computed at their first meeting."""
+        key = (operation, *map(id, operands))
+        if key not in self._results:
+            self._results[key] = compute()
+        return self._results[key]
+
+    def transpose(self, table: Array) -> Array:
+        """The table of the same edge seen from its other end; transposing twice gives the same object back."""
+
+        def compute() -> Array:
+            other = table.T
+            self._known[id(other)] = other
+            self._results["transpose", id(other)] = table
+            return other
+
+        return self.once("transpose", (table,), compute)
+
+    def add(self, first: Array, second: Array) -> Array:
+        """Sum of two vectors or of two tables of the same edge."""
+        return self.once("add", (first, second), lambda: self.intern(first + second))
+
+    def take(self, table: Array, rows: IntArray, columns: IntArray) -> Array:
+        """The table restricted to some strategies of both ends."""
+        return self.once("take", (table, rows, columns), lambda: self.intern(table[np.ix_(rows, columns)]))
+
+    def take_entries(self, vector: Any, rows: IntArray) -> Any:
+        """A vector restricted to some strategies."""
+        return self.once("entries", (vector, rows), lambda: self.intern(vector[rows]))
+
+    def message(self, vector: Array, table: Array) -> Array:
+        """Cheapest vector + table [s, t] over s: what eliminating a node of degree one leaves on its neighbour."""
+        return self.once("message", (vector, table), lambda: self.intern((vector[:, None] + table).min(0)))
+
+    def series(self, vector: Array, first: Array, second: Array) -> Array:
+        """Cheapest vector + first [s, a] + second [s, b] over s: the edge that eliminating a node of degree two leaves."""
+
+        def compute() -> Array:
+            left = vector[:, None] + first
+            result = np.full((first.shape[1], second.shape[1]), np.inf)
+            for row, other in zip(left, second, strict=True):
+                np.minimum(result, row[:, None] + other[None, :], out=result)
+            return self.intern(result)
+
+        return self.once("series", (vector, first, second), compute)
+
+    def usable_rows(self, table: Array) -> IntArray:
+        """Rows with a finite entry: the strategies that some strategy of the other end supports."""
+        return self.once("usable", (table,), lambda: self.intern(np.flatnonzero(np.isfinite(table).any(1))))
+
+    def normalised(self, table: Array) -> tuple[Array, Array, Array | None]:
+        """A table as row part + column part + rest, all rest's minima 0; None for a rest of zeros.
+
+        Every row and column must have a finite entry.
+        """
+
+        def compute() -> tuple[Array, Array, Array | None]:
+            rows = table.min(1)
+            rest = table - rows[:, None]
+            columns = rest.min(0)
+            rest = rest - columns[None, :]
+            scale = np.abs(table[np.isfinite(table)]).max()
+            negligible = rest.max() <= _NEGLIGIBLE * scale
+            return self.intern(rows), self.intern(columns), None if negligible else self.intern(rest)
+
+        return self.once("normalised", (table,), compute)
+
+    def advantage(self, table: Array) -> Array:
+        """[s, t]: the most that choosing t instead of s can add on this edge, over the choices of the other end."""
+
+        def compute() -> Array:
+            with np.errstate(invalid="ignore"):
+                difference = table[None, :, :] - table[:, None, :]
+            # Where s is forbidden, t loses nothing, whether it is forbidden too or not.
+            difference[np.broadcast_to(np.isinf(table)[:, None, :], difference.shape)] = -np.inf
+            return self.intern(difference.max(2))
+
+        return self.once("advantage", (table,), compute)

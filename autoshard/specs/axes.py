@@ -1,0 +1,88 @@
+"""Mesh axes: the dimensions of a device mesh, known by name and size alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
+
+from autoshard.errors import MeshError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """One dimension of the device mesh."""
+
+    name: str
+    size: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
+            raise MeshError(f"mesh axis {self.name!r} has size {self.size!r}: a size is a whole number of at least 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """The axes of a mesh without its devices: all that planning needs to know of it."""
+
+    axes: tuple[MeshAxis, ...]
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            raise MeshError("a mesh needs at least one axis; got none.")
+        if len(set(self.names)) != len(self.axes):
+            raise MeshError(f"mesh axes must have different names; got {', '.join(self.names)}.")
+
+    @staticmethod
+    def of(mesh: Union[DeviceMesh, Mapping[str, int], MeshShape]) -> MeshShape:
+        """The shape of a `DeviceMesh`, or of a mapping such as `{"dp": 8, "tp": 8}`.
+
+        Raises:
+            MeshError: it is none of these, or has no axis, or an axis of size below 1.
+        """
+        if isinstance(mesh, MeshShape):
+            return mesh
+        if isinstance(mesh, Mapping):
+            return MeshShape(tuple(MeshAxis(str(name), size) for name, size in mesh.items()))
+        if hasattr(mesh, "mesh_dim_names"):
+            sizes = tuple(mesh.shape)
+            names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(len(sizes)))
+            return MeshShape(tuple(MeshAxis(name, size) for name, size in zip(names, sizes, strict=True)))
+        raise MeshError(
+            f'mesh is {type(mesh).__name__}: pass a DeviceMesh or a mapping of axis sizes such as {{"dp": 8, "tp": 8}}.'
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.sizes)
+
+    def index(self, name: str) -> int:
+        """Position of the axis called `name`; `MeshError` if there is none."""
+        if name not in self.names:
+            raise MeshError(f"the mesh has no axis {name!r}; its axes are {self}.")
+        return self.names.index(name)
+
+    def coordinates(self) -> Iterator[tuple[int, ...]]:
+        """Coordinates of all devices, in the order of their ranks (row-major)."""
+        return itertools.product(*(range(size) for size in self.sizes))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis.name}={axis.size}" for axis in self.axes)

@@ -1,0 +1,130 @@
+"""`Spec`: where one tensor lies, as one torch placement for every mesh axis."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from autoshard.specs._torch import StridedShard
+
+
+def shard_placement(dim: int, split_factor: int = 1) -> Placement:
+    """`Shard(dim)`, or `_StridedShard(dim, split_factor=...)` where an outer factor stays whole (Rhino 4.1)."""
+    return Shard(dim) if split_factor == 1 else StridedShard(dim, split_factor=split_factor)
+
+
+def is_shard(placement: Placement) -> bool:
+    """Whether the placement is `Shard` or `_StridedShard`."""
+    return isinstance(placement, (Shard, StridedShard))
+
+
+def split_factor_of(placement: Placement) -> int:
+    """Size of the outer factor that a shard placement leaves whole; 1 for `Shard`."""
+    return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+
+
+def placement_text(placement: Placement) -> str:
+    """Short text of a placement: `R`, `S(0)`, `S(0,f=3)`, `P(sum)`."""
+    if is_shard(placement):
+        factor = split_factor_of(placement)
+        dim = placement.dim  # type: ignore[attr-defined]
+        return f"S({dim})" if factor == 1 else f"S({dim},f={factor})"
+    if isinstance(placement, Partial):
+        return f"P({placement.reduce_op})"
+    if isinstance(placement, Replicate):
+        return "R"
+    raise ValueError(f"unknown placement {placement!r}: autoshard knows Replicate, Shard, _StridedShard and Partial.")
+
+
+_PLACEMENT = re.compile(r"R|S\((?P<dim>-?\d+)(?:,f=(?P<factor>\d+))?\)|P\((?P<op>\w+)\)")
+
+
+def parse_placement(text: str) -> Placement:
+    """The placement that `placement_text` wrote; `ValueError` when it is not one."""
+    match = _PLACEMENT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a placement: expected R, S(dim), S(dim,f=factor) or P(operation).")
+    if match["dim"] is not None:
+        return shard_placement(int(match["dim"]), int(match["factor"] or 1))
+    return Partial(match["op"]) if match["op"] is not None else Replicate()
+
+
+class Spec:
+    """The placements of one tensor over all mesh axes: immutable, hashable, interned (equal specs are one object)."""
+
+    __slots__ = ("__weakref__", "_text", "placements")
+    _text: str
+    placements: tuple[Placement, ...]
+
+    def __new__(cls, placements: tuple[Placement, ...]) -> Spec:
+        return _interned(tuple(placement_text(placement) for placement in placements))
+
+    @staticmethod
+    def of(*placements: Placement) -> Spec:
+        """The spec with these placements, one per mesh axis."""
+        return _interned(tuple(placement_text(placement) for placement in placements))
+
+    @staticmethod
+    def replicated(ndim: int) -> Spec:
+        """Replicated over every one of `ndim` mesh axes."""
+        return _interned(("R",) * ndim)
+
+    @staticmethod
+    def parse(text: str) -> Spec:
+        """The spec that `str` wrote, such as `"S(0) R P(sum)"`."""
+        return _interned(tuple(text.split()))
+
+    def replace(self, axis: int, placement: Placement) -> Spec:
+        """This spec with another placement on one axis."""
+        return Spec.of(*self.placements[:axis], placement, *self.placements[axis + 1 :])
+
+    @property
+    def is_replicated(self) -> bool:
+        return all(isinstance(placement, Replicate) for placement in self.placements)
+
+    @property
+    def partial_axes(self) -> tuple[int, ...]:
+        """Axes over which the tensor is still to be reduced."""
+        return tuple(axis for axis, placement in enumerate(self.placements) if isinstance(placement, Partial))
+
+    @property
+    def shard_axes(self) -> tuple[int, ...]:
+        """Axes over which the tensor is sharded."""
+        return tuple(axis for axis, placement in enumerate(self.placements) if is_shard(placement))
+
+    def __len__(self) -> int:
+        return len(self.placements)
+
+    def __iter__(self) -> Iterator[Placement]:
+        return iter(self.placements)
+
+    def __getitem__(self, axis: int) -> Placement:
+        return self.placements[axis]
+
+    # Equality and hash are identity: equal specs are one object.
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Spec.parse, (self._text,)
+
+    def __copy__(self) -> Spec:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Spec:
+        return self
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"Spec({self})"
+
+
+@lru_cache(maxsize=None)
+def _interned(texts: tuple[str, ...]) -> Spec:
+    spec = object.__new__(Spec)
+    spec.placements = tuple(parse_placement(text) for text in texts)
+    spec._text = " ".join(texts)
+    return spec

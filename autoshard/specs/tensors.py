@@ -1,0 +1,140 @@
+"""What a spec means, executably: `shard` cuts a tensor for one rank, `unshard` puts the ranks' tensors together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial
+
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import local_indices, local_shape
+from autoshard.specs.spec import Spec, is_shard
+
+Coordinate = tuple[int, ...]
+
+
+def shard(tensor: Tensor, spec: Spec, mesh: MeshShape, coordinate: Sequence[int], *, padded: bool = False) -> Tensor:
+    """The local tensor of the rank at `coordinate` when `tensor` is placed by `spec`.
+
+    Of a partial sum, the first rank of the axis holds the value and the others zeros; of a product, the others hold
+    ones; of an average, maximum or minimum all hold the value.
+
+    Args:
+        tensor: the global tensor.
+        spec: where it shall lie.
+        mesh: the mesh; one coordinate for each of its axes.
+        coordinate: the rank's place on the mesh.
+        padded: fill uneven shards up with zeros to `local_shape`, the shape that programs work with.
+
+    Returns:
+        A contiguous copy of the part, of shape `true_local_shape` (or `local_shape` where padded); the tensor itself
+        where the rank holds all of it.
+
+    Raises:
+        ValueError: the spec does not fit the tensor, or reduces by an operation other than sum, avg, product, max, min.
+    """
+    local = _select(tensor, local_indices(tensor.shape, spec, mesh, coordinate))
+    for axis in spec.partial_axes:
+        neutral = _NEUTRAL[_operation(spec, axis)]
+        if coordinate[axis] > 0 and neutral is not None:
+            local = torch.full_like(local, neutral)
+    return pad_to(local, local_shape(tensor.shape, spec, mesh)) if padded else local
+
+
+def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, shape: Sequence[int]) -> Tensor:
+    """The global tensor of which `shards` are the local ones: the inverse of `shard`.
+
+    Args:
+        shards: local tensor of every coordinate of the mesh, padded or not. Of replicas the one at coordinate 0 counts.
+        spec: how the tensor lies.
+        mesh: the mesh.
+        shape: shape of the global tensor.
+
+    Raises:
+        ValueError: a coordinate is missing, or the spec does not fit the shape.
+    """
+    missing = [coordinate for coordinate in mesh.coordinates() if coordinate not in shards]
+    if missing:
+        raise ValueError(f"no shard for coordinate {missing[0]} of mesh {mesh}: every rank's local tensor is needed.")
+    values = {place: shards[place] for place in itertools.product(*_places(spec, mesh))}
+    for axis in reversed(spec.partial_axes):
+        values = _reduced(values, axis, _REDUCTIONS[_operation(spec, axis)])
+    if not spec.shard_axes:
+        return values[(0,) * mesh.ndim]
+    whole = next(iter(values.values())).new_empty(tuple(shape))
+    for coordinate, value in values.items():
+        indices = local_indices(shape, spec, mesh, coordinate)
+        real = value[tuple(slice(len(index)) for index in indices)]
+        whole[_open_grid(indices, value.device)] = real
+    return whole
+
+
+def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """`tensor` with zeros behind its last elements up to `shape`; the tensor itself where it has that shape."""
+    missing = [size - own for size, own in zip(shape, tensor.shape, strict=True)]
+    if not any(missing):
+        return tensor
+    return torch.nn.functional.pad(tensor, [size for extra in reversed(missing) for size in (0, extra)])
+
+
+def _select(tensor: Tensor, indices: Sequence[range | tuple[int, ...]]) -> Tensor:
+    """The elements at `indices`, in memory of their own unless they are all."""
+    local = tensor
+    for dim, index in enumerate(indices):
+        if isinstance(index, range):
+            local = local.narrow(dim, index.start if len(index) else 0, len(index))
+        else:
+            local = local.index_select(dim, torch.tensor(index, dtype=torch.int64, device=tensor.device))
+    return tensor if local.shape == tensor.shape else local.clone(memory_format=torch.contiguous_format)
+
+
+def _places(spec: Spec, mesh: MeshShape) -> list[range]:
+    """The coordinates that matter on every axis: all of them, or the first one where ranks are replicas."""
+    return [
+        range(size if is_shard(placement) or isinstance(placement, Partial) else 1)
+        for placement, size in zip(spec, mesh.sizes, strict=True)
+    ]
+
+
+def _reduced(
+    values: Mapping[Coordinate, Tensor], axis: int, reduction: Callable[[Sequence[Tensor]], Tensor]
+) -> dict[Coordinate, Tensor]:
+    """The values with `axis` reduced away; its coordinate becomes 0."""
+    groups: dict[Coordinate, list[Tensor]] = {}
+    for coordinate, value in values.items():
+        groups.setdefault((*coordinate[:axis], 0, *coordinate[axis + 1 :]), []).append(value)
+    return {coordinate: reduction(group) for coordinate, group in groups.items()}
+
+
+def _open_grid(indices: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
+    """Index tensors that address the product of `indices`, one per dim."""
+    return tuple(
+        torch.tensor(list(index), dtype=torch.int64, device=device).view([-1] + [1] * (len(indices) - dim - 1))
+        for dim, index in enumerate(indices)
+    )
+
+
+def _operation(spec: Spec, axis: int) -> str:
+    placement = spec[axis]
+    assert isinstance(placement, Partial)
+    if placement.reduce_op not in _REDUCTIONS:
+        raise ValueError(
+            f"{spec} reduces by {placement.reduce_op!r}; a tensor can be partial in {', '.join(_REDUCTIONS)}."
+        )
+    return str(placement.reduce_op)
+
+
+_REDUCTIONS: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
+    "sum": lambda values: reduce(torch.add, values),
+    "avg": lambda values: reduce(torch.add, values) / len(values),
+    "product": lambda values: reduce(torch.mul, values),
+    "max": lambda values: reduce(torch.maximum, values),
+    "min": lambda values: reduce(torch.minimum, values),
+}
+
+# What the ranks behind the first hold: None where they hold the value itself.
+_NEUTRAL: dict[str, float | None] = {"sum": 0, "product": 1, "avg": None, "max": None, "min": None}

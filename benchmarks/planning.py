@@ -1,0 +1,117 @@
+"""Planning time of Llama-3-8B for H100s: python benchmarks/planning.py
+
+Meshes (8,) and (8, 8), from a module on the meta device, each in a process of its own so that its peak memory is its
+own. Prints the seconds of capture and of each later phase, their ratio, the peak resident memory, the cost of the plan
+and the lower bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autoshard
+
+MESHES = {"8": {"x": 8}, "8x8": {"dp": 8, "tp": 8}}
+
+
+def llama(layers: int) -> LlamaForCausalLM:
+    """Llama-3-8B's shape on the meta device, bfloat16."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def measure(mesh: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Plan once in this process."""
+    with torch.device("meta"):
+        tokens = torch.empty(args.batch, args.sequence, dtype=torch.long)
+    plan = autoshard.plan(
+        llama(args.layers),
+        MESHES[mesh],
+        example_kwargs={"input_ids": tokens, "labels": tokens},
+        cluster="h100",
+        memory_limit=args.memory,
+        method=args.method,
+        time_limit=args.time_limit,
+    )
+    if args.save:
+        plan.save(f"{args.save}-{mesh}.json")
+    return {
+        "timings": dict(plan.timings),
+        "cost": plan.cost,
+        "lower_bound": plan.lower_bound,
+        "gap": plan.gap,
+        "peak_device_bytes": plan.memory.peak,
+        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def in_own_process(mesh: str, arguments: list[str]) -> dict[str, Any]:
+    command = [sys.executable, __file__, *arguments, "--measure", mesh]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return dict(json.loads(output.splitlines()[-1]))
+
+
+def table(results: dict[str, dict[str, Any]]) -> Table:
+    phases = list(dict.fromkeys(phase for result in results.values() for phase in result["timings"]))
+    result = Table("", *(f"mesh ({mesh.replace('x', ', ')}{',' if 'x' not in mesh else ''})" for mesh in results))
+    for phase in phases:
+        result.add_row(f"{phase}, s", *(f"{r['timings'].get(phase, 0.0):.1f}" for r in results.values()))
+    result.add_section()
+    result.add_row("after capture / capture", *(f"{ratio(r['timings']):.2f}" for r in results.values()))
+    result.add_row("cost, s per step", *(f"{r['cost']:.4f}" for r in results.values()))
+    result.add_row("lower bound", *(f"{r['lower_bound']:.4f}" for r in results.values()))
+    result.add_row("gap", *(f"{r['gap']:.2%}" for r in results.values()))
+    result.add_row("plan's peak per device, GiB", *(f"{r['peak_device_bytes'] / 2**30:.1f}" for r in results.values()))
+    result.add_row("planner's own peak, GiB", *(f"{r['resident_bytes'] / 2**30:.2f}" for r in results.values()))
+    return result
+
+
+def ratio(timings: dict[str, float]) -> float:
+    """Seconds of everything after capture over the seconds of capture."""
+    capture = timings["capture"]
+    return sum(seconds for phase, seconds in timings.items() if phase not in ("capture", "total")) / capture
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mesh", choices=MESHES, action="append", help="default: both")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=8, help="sequences in the global batch")
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--memory", default="70GiB", help="budget per device")
+    parser.add_argument("--method", default="auto")
+    parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for the solver")
+    parser.add_argument("--save", metavar="PREFIX", help="save each plan as PREFIX-<mesh>.json")
+    parser.add_argument("--measure", choices=MESHES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
+    if args.measure:
+        print(json.dumps(measure(args.measure, args)))
+        return
+    results = {mesh: in_own_process(mesh, sys.argv[1:]) for mesh in args.mesh or MESHES}
+    Console(width=100).print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Write docs/compatibility.md from the adapters: python docs/compatibility.py [--check]
+
+Every room keeps the torch names that torch does not promise to keep in one module, `_torch.py`. This reads those
+modules and lists the names, each with the comment that says what it is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "compatibility.md"
+HEAD = """\
+# Compatibility
+
+autoshard supports Python 3.11 and later, and torch 2.11 to 2.13; its tests run on the versions in `constraints.txt`,
+on CPU devices over gloo.
+
+Some of what autoshard stands on has no public name in torch yet. Each room keeps such names in one module, `_torch.py`,
+so that a new release of torch is met in these places alone. A name that a supported release lacks is guarded there,
+with an error that says which release has it. The list below is written by `python docs/compatibility.py`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A name of torch that an adapter uses, and the comment beside it."""
+
+    name: str
+    purpose: str
+
+
+def uses(source: str) -> Iterator[Use]:
+    """The torch names that stand in a module, in order: imported from torch, or private attributes of it."""
+    comments = _comments(source)
+    seen: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        for name, line in _names(node):
+            if name not in seen and not any(other.startswith(f"{name}.") for other in seen):
+                seen.add(name)
+                yield Use(name, comments.get(line) or comments.get(line - 1, ""))
+
+
+def _comments(source: str) -> dict[int, str]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+
+
+def _names(node: ast.AST) -> Iterator[tuple[str, int]]:
+    if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+        for alias in node.names:
+            name = f"{node.module}.{alias.name}"
+            if _is_private(name):
+                yield name, alias.lineno
+    elif isinstance(node, ast.Attribute):
+        name = ast.unparse(node)
+        if name.startswith("torch.") and _is_private(name):
+            yield name, node.lineno
+
+
+def _is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def page() -> str:
+    """The text of docs/compatibility.md."""
+    lines = [HEAD]
+    for adapter in sorted((ROOT / "autoshard").rglob("_torch.py")):
+        rows = [f"| `{use.name}` | {use.purpose} |" for use in uses(adapter.read_text(encoding="utf-8"))]
+        if rows:
+            lines += [f"## `{adapter.relative_to(ROOT)}`\n", "| name | what it is for |", "|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    if parser.parse_args().check:
+        if PAGE.read_text(encoding="utf-8") != page():
+            print(f"{PAGE.relative_to(ROOT)} is out of date: run python docs/compatibility.py")
+            return 1
+        return 0
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

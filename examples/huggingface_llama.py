@@ -1,0 +1,98 @@
+"""Llama, saved on a (2, 2) mesh, resumed on (4,): torchrun --nproc-per-node 4 examples/huggingface_llama.py
+
+The model comes from a configuration, so nothing is downloaded. Its checkpoint is an ordinary
+`torch.distributed.checkpoint`: it may be read on any other mesh, under any other plan, or on one device.
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autoshard
+
+CONFIG = LlamaConfig(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=64,
+    use_cache=False,
+)
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """The same batch in every process: sequences that count upwards, so that there is something to learn."""
+    starts = torch.randint(CONFIG.vocab_size, (8, 1), generator=torch.Generator().manual_seed(step))
+    tokens = (starts + torch.arange(64)) % CONFIG.vocab_size
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def make(mesh: DeviceMesh) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = autoshard.parallelize(LlamaForCausalLM(CONFIG), mesh, example_kwargs=batch(0))
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(**batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save(path: str, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> None:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+
+
+def load(path: str, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> None:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    first = dist.get_rank() == 0
+    folder = [tempfile.mkdtemp(prefix="autoshard-llama-") if first else None]
+    dist.broadcast_object_list(folder)
+    (path,) = folder
+    assert path is not None
+
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, optimizer = make(square)
+    if first:
+        print(model.sharding_plan)
+    before = train(model, optimizer, range(10))
+    save(path, model, optimizer)
+    expected = train(model, optimizer, range(10, 15))
+
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model, optimizer = make(line)
+    load(path, model, optimizer)
+    resumed = train(model, optimizer, range(10, 15))
+
+    if first:
+        print("(2, 2), steps  0-9: ", *(f"{loss:.4f}" for loss in before))
+        print("(2, 2), steps 10-14:", *(f"{loss:.4f}" for loss in expected))
+        print("(4,),   steps 10-14:", *(f"{loss:.4f}" for loss in resumed), f"   resumed from {path}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from autoshard.cluster import Cluster, Link
+from autoshard.errors import MeshError
+
+
+@pytest.mark.parametrize("name", ["v100", "a100", "h100", "cpu"])
+def test_presets_are_sane_and_cite_their_source(name: str) -> None:
+    cluster = Cluster.preset(name)
+    assert cluster.name == name
+    assert len(cluster.source) > 40
+    assert cluster.inside.bandwidth >= cluster.between.bandwidth
+    assert cluster.inside.latency <= cluster.between.latency
+    assert cluster.device.peak(torch.float64) <= cluster.device.peak(torch.float32)
+
+
+def test_the_presets_are_listed() -> None:
+    assert Cluster.presets() == ("a100", "cpu", "h100", "v100")
+
+
+def test_an_unknown_preset_lists_the_known() -> None:
+    with pytest.raises(MeshError, match=r"no cluster preset 'b300'; the presets are a100, cpu, h100, v100"):
+        Cluster.preset("b300")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate"),
+    [
+        (torch.bfloat16, 989e12),
+        (torch.float32, 67e12),
+        (torch.int64, 67e12),
+        (torch.float8_e4m3fn, 1979e12),
+        (torch.complex128, 67e12),
+    ],
+)
+def test_every_dtype_has_a_rate(dtype: torch.dtype, rate: float) -> None:
+    assert Cluster.preset("h100").device.peak(dtype) == rate
+
+
+def test_a_cluster_is_equal_after_a_file_and_a_hash_key(tmp_path) -> None:
+    cluster = Cluster.preset("a100")
+    cluster.save(tmp_path / "mine.json")
+    loaded = Cluster.load(tmp_path / "mine.json")
+    assert loaded == cluster
+    assert {loaded: 1}[cluster] == 1
+
+
+def test_of_takes_a_cluster_a_name_or_a_path(tmp_path) -> None:
+    cluster = Cluster.preset("cpu")
+    cluster.save(tmp_path / "mine.json")
+    assert Cluster.of(cluster) is cluster
+    assert Cluster.of("CPU") == cluster
+    assert Cluster.of(tmp_path / "mine.json") == cluster
+    assert Cluster.of(str(tmp_path / "mine.json")) == cluster
+
+
+def test_a_missing_file_is_said_to_be_missing(tmp_path) -> None:
+    with pytest.raises(MeshError, match=r"nowhere\.json' cannot be read"):
+        Cluster.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"devices_per_host": 0}, r"at devices_per_host, 0 is less than the minimum"),
+        ({"inside": {"bandwidth": -1.0, "latency": 0.0}}, r"at inside\.bandwidth"),
+        ({"inside": {"bandwidth": 1.0}}, r"at inside, 'latency' is a required property"),
+        ({"speed": 1}, r"at the top level, .*'speed' was unexpected"),
+        ({"version": 2}, r"at version"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(change: dict, said: str) -> None:
+    data = json.loads(Cluster.preset("cpu").to_json()) | change
+    with pytest.raises(MeshError, match=said):
+        Cluster.from_json(json.dumps(data))
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(MeshError, match=r"cluster is not JSON"):
+        Cluster.from_json("{")
+
+
+def test_links_compare_by_value() -> None:
+    assert Link(1.0, 2.0) == Link(1.0, 2.0)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.cluster import Cluster, CostModel, Device, Link
+from autoshard.specs.axes import MeshShape
+
+KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast", "slice", "make_partial", "copy")
+DEVICE = Device("unit", 1, {"float32": 100.0, "bfloat16": 200.0, "float64": 50.0}, 10.0, 0.5)
+
+
+def model(mesh: dict[str, int], devices_per_host: int = 8) -> CostModel:
+    cluster = Cluster("unit", DEVICE, devices_per_host, inside=Link(100.0, 1.0), between=Link(10.0, 3.0))
+    return CostModel(cluster, MeshShape.of(mesh))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices_per_host", "spans"),
+    [
+        ({"dp": 8, "tp": 8}, 8, [True, False]),
+        ({"dp": 4, "tp": 2}, 8, [False, False]),
+        ({"pp": 2, "dp": 4, "tp": 2}, 8, [True, False, False]),
+        ({"x": 64}, 8, [True]),
+        ({"x": 3, "y": 3}, 8, [True, True]),  # the middle group of y holds ranks 6, 7 and 8
+        ({"x": 3, "y": 2}, 4, [True, False]),
+        ({"x": 1, "y": 16}, 8, [False, True]),
+    ],
+)
+def test_an_axis_pays_the_network_if_any_group_spans_hosts(
+    mesh: dict[str, int], devices_per_host: int, spans: list[bool]
+) -> None:
+    costs = model(mesh, devices_per_host)
+    assert [costs.axis_link(axis) is costs.cluster.between for axis in range(len(mesh))] == spans
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        ("all_gather", 1 * 3 + 200 * 3 / 100),
+        ("all_reduce", 2 * 1 * 3 + 2 * 200 * 3 / 4 / 100),
+        ("reduce_scatter", 1 * 3 + 200 * 3 / 4 / 100),
+        ("all_to_all", 1 * 3 + 200 * 3 / 4 / 100),
+        ("broadcast", 1 * 3 + 200 / 100),
+        ("slice", 2 * 200 / 4 / 10),
+        ("make_partial", 2 * 200 / 10),
+        ("copy", 2 * 200 / 10),
+    ],
+)
+def test_collectives_by_hand(kind: str, seconds: float) -> None:
+    assert model({"tp": 4}).collective(kind, 200, 0) == pytest.approx(seconds)
+
+
+def test_an_unknown_collective_is_refused() -> None:
+    with pytest.raises(ValueError, match="'gossip'"):
+        model({"tp": 4}).collective("gossip", 1, 0)
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 10**12), st.integers(0, 10**12), st.integers(1, 8))
+def test_collectives_are_monotone_in_bytes_and_free_on_one_device(kind: str, small: int, more: int, size: int) -> None:
+    costs = model({"x": size})
+    assert 0 <= costs.collective(kind, small, 0) <= costs.collective(kind, small + more, 0)
+    assert size > 1 or costs.collective(kind, small, 0) == 0
+
+
+@given(st.integers(1, 10**9), st.integers(2, 8))
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(part: int, size: int) -> None:
+    costs = model({"x": size})
+    halves = costs.collective("reduce_scatter", part * size, 0) + costs.collective("all_gather", part, 0)
+    assert costs.collective("all_reduce", part * size, 0) == pytest.approx(halves)
+
+
+def test_compute_is_a_roofline_over_the_overhead() -> None:
+    costs = model({"x": 1})
+    assert costs.compute(1000.0, 10.0, torch.float32) == pytest.approx(10.5)
+    assert costs.compute(1000.0, 10.0, torch.bfloat16) == pytest.approx(5.5)
+    assert costs.compute(1000.0, 300.0, torch.float32) == pytest.approx(30.5)
+    assert costs.compute(0.0, 0.0, torch.float32) == 0.5

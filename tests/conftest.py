@@ -1,0 +1,31 @@
+"""Settings that every test shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+
+hypothesis.settings.register_profile(
+    "autoshard",
+    deadline=None,  # the first example of a test often pays for an import
+    derandomize=True,  # a failure is seen by everybody or by nobody
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("autoshard")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Every test begins with the same random state and default dtype, and leaves no process group behind."""
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+    if dist.is_initialized():
+        dist.destroy_process_group()

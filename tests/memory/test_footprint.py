@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.memory import KINDS, Allocation, Memory, components, peak
+
+ALLOCATIONS = st.lists(
+    st.builds(
+        lambda size, start, length, kind: Allocation("t", size, start, start + length, kind),
+        st.integers(0, 100),
+        st.integers(0, 12),
+        st.integers(0, 12),
+        st.sampled_from(KINDS),
+    ),
+    max_size=12,
+)
+
+
+def test_a_step_by_hand() -> None:
+    step = [
+        Allocation("w", 10, 0, 6, "parameter"),
+        Allocation("state", 20, 0, 6, "optimizer"),
+        Allocation("x", 7, 1, 4, "activation"),
+        Allocation("w, whole", 30, 2, 3, "gathered"),
+        Allocation("scratch", 5, 3, 4, "temporary"),
+        Allocation("w'", 10, 4, 6, "gradient"),
+    ]
+    assert peak(step) == (67, 2)
+    held = components(step, 2)
+    assert {kind: held[kind] for kind in KINDS if held[kind]} == {
+        "parameter": 10,
+        "optimizer": 20,
+        "activation": 7,
+        "gathered": 30,
+    }
+    assert Memory.of(step) == Memory(10, 10, 20, 0, activations=37, peak=67)
+
+
+def test_what_ends_makes_room_for_what_starts() -> None:
+    assert peak([Allocation("a", 8, 0, 2, "activation"), Allocation("b", 8, 2, 4, "activation")]) == (8, 0)
+
+
+def test_nothing_takes_nothing() -> None:
+    assert peak([]) == (0, 0)
+    assert Memory.of([]) == Memory()
+
+
+@given(ALLOCATIONS)
+def test_the_peak_is_the_largest_sum_over_all_moments(allocations: list[Allocation]) -> None:
+    most, moment = peak(allocations)
+    assert most == max(sum(components(allocations, at).values()) for at in range(30))
+    assert sum(components(allocations, moment).values()) == most
+
+
+@given(ALLOCATIONS)
+def test_the_account_bounds_the_peak(allocations: list[Allocation]) -> None:
+    account = Memory.of(allocations)
+    parts = account.parameters + account.gradients + account.optimizer + account.buffers + account.activations
+    assert account.activations <= account.peak <= parts

@@ -1,0 +1,204 @@
+"""Prices and shortest paths."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from torch.distributed.tensor import Placement, Replicate
+
+from autoshard.reshard import Path, Resharder
+from autoshard.reshard.states import state_of
+from autoshard.specs import MeshShape, Spec, canonical, local_shape
+from autoshard.specs.spec import is_shard
+from tests.reshard._torch import redistribution
+from tests.reshard.prices import ring_price, wire_price
+from tests.reshard.ranks import ranks
+from tests.specs.strategies import placed, specs
+
+CUBE = MeshShape.of({"a": 2, "b": 2, "c": 2})
+GRID = MeshShape.of({"dp": 2, "tp": 4})
+
+
+def every_spec(axes: int, texts: Sequence[str]) -> list[Spec]:
+    return [Spec.parse(" ".join(choice)) for choice in itertools.product(texts, repeat=axes)]
+
+
+def kinds(path: Path) -> list[tuple[str, int, str]]:
+    return [(step.kind, step.axis, str(step.target)) for step in path.steps]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps"),
+    [
+        ("S(0) R", "S(0) R", []),
+        ("S(0) R", "R R", [("all_gather", 0, "R R")]),
+        ("R P(sum)", "R R", [("all_reduce", 1, "R R")]),
+        ("R P(sum)", "R S(1)", [("reduce_scatter", 1, "R S(1)")]),
+        ("R S(0)", "R S(1)", [("all_to_all", 1, "R S(1)")]),
+        ("R R", "R S(0,f=3)", [("slice", 1, "R S(0,f=3)")]),
+        ("R R", "P(sum) R", [("make_partial", 0, "P(sum) R")]),
+        ("R S(0,f=3)", "R S(0)", [("all_to_all", 1, "R S(0)")]),
+        ("S(0) S(0)", "R S(0,f=2)", [("all_gather", 0, "R S(0,f=2)")]),
+        ("S(0) S(0)", "S(1) S(0)", [("all_to_all", 0, "S(1) S(0,f=2)"), ("all_to_all", 1, "S(1) S(0)")]),
+    ],
+)
+def test_known_paths(source: str, target: str, steps: list[tuple[str, int, str]]) -> None:
+    resharder = Resharder(GRID, ring_price(GRID))
+    path = resharder.path((96, 64), 4, Spec.parse(source), Spec.parse(target))
+    assert kinds(path) == steps
+    assert path.seconds == sum(step.seconds for step in path.steps)
+
+
+def test_bytes_are_what_a_rank_holds_before() -> None:
+    resharder = Resharder(GRID, ring_price(GRID))
+    gather = resharder.path((96, 64), 4, Spec.parse("S(0) S(1)"), Spec.parse("S(0) R")).steps[0]
+    assert gather.bytes == 48 * 16 * 4
+    reduce = resharder.path((96, 64), 4, Spec.parse("S(0) P(sum)"), Spec.parse("S(0) R")).steps[0]
+    assert reduce.bytes == 48 * 64 * 4
+    padded = resharder.path((7, 64), 2, Spec.parse("S(0) R"), Spec.parse("R R")).steps[0]
+    assert padded.bytes == 4 * 64 * 2
+
+
+def test_copies_are_priced_where_blocks_do_not_lie_one_behind_the_other() -> None:
+    asked: list[str] = []
+
+    def price(kind: str, amount: int, axis: int) -> float:
+        asked.append(kind)
+        return 1.0 if kind == "copy" else 8.0
+
+    resharder = Resharder(GRID, price)
+    assert resharder.path((8, 8), 4, Spec.parse("S(0) R"), Spec.parse("R R")).seconds == 8
+    assert resharder.path((8, 8), 4, Spec.parse("S(1) R"), Spec.parse("R R")).seconds == 9
+    assert resharder.path((1, 8, 8), 4, Spec.parse("S(1) R"), Spec.parse("R R")).seconds == 8
+    assert resharder.path((8, 8), 4, Spec.parse("R P(sum)"), Spec.parse("R S(1)")).seconds == 9
+    assert resharder.path((8, 8), 4, Spec.parse("R S(0,f=2)"), Spec.parse("R S(1)")).seconds == 10
+    assert "copy" in asked
+
+
+def test_size_one_axes_take_no_step() -> None:
+    mesh = MeshShape.of({"a": 1, "b": 2})
+    resharder = Resharder(mesh, ring_price(mesh))
+    path = resharder.path((4, 4), 4, Spec.parse("S(0) S(-1)"), Spec.parse("P(sum) S(1)"))
+    assert path.steps == ()
+    assert path.source is path.target is Spec.parse("R S(1)")
+
+
+def test_no_path_leads_from_a_shard_to_a_partial_alone() -> None:
+    resharder = Resharder(
+        MeshShape.of({"a": 2}), lambda kind, amount, axis: float("inf") if kind == "make_partial" else 1
+    )
+    shard, partial = Spec.parse("S(0)"), Spec.parse("P(sum)")
+    assert np.isinf(resharder.seconds((4,), 4, [shard], [partial])).all()
+    with pytest.raises(ValueError, match=r"from S\(0\) to P\(sum\)"):
+        resharder.path((4,), 4, shard, partial)
+
+
+def test_what_no_program_can_hold_has_no_price() -> None:
+    resharder = Resharder(GRID, ring_price(GRID))
+    odd, whole = Spec.parse("S(0) S(0)"), Spec.replicated(2)
+    assert np.isinf(resharder.seconds((7,), 4, [odd, whole], [whole])).tolist() == [[True], [False]]
+    with pytest.raises(ValueError, match=r"can not lie as S\(0\) S\(0\)"):
+        resharder.path((7,), 4, whole, odd)
+
+
+def test_tables_are_remembered_and_read_only() -> None:
+    resharder = Resharder(GRID, ring_price(GRID))
+    specs_ = every_spec(2, ("R", "S(0)"))
+    table = resharder.seconds((8, 8), 4, specs_, specs_)
+    assert table is resharder.seconds((8, 8), 4, list(specs_), tuple(specs_))
+    assert not table.flags.writeable
+    assert (np.diag(table) == 0).all()
+
+
+@settings(max_examples=40)
+@given(placed())
+def test_steps_lead_from_source_to_target(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
+    mesh, shape, spec = case
+    assume(state_of(shape, spec, mesh) is not None)
+    resharder = Resharder(mesh, ring_price(mesh))
+    whole = Spec.replicated(mesh.ndim)
+    for source, target in ((spec, whole), (whole, spec)):
+        path = resharder.path(shape, 8, source, target)
+        ends = [path.source, *(step.target for step in path.steps)]
+        assert [step.source for step in path.steps] == ends[:-1]
+        assert ends[0] is canonical(shape, source, mesh)
+        assert ends[-1] is path.target is canonical(shape, target, mesh)
+        for step in path.steps:
+            before, after = step.source, step.target
+            assert [axis for axis in range(mesh.ndim) if type(before[axis]) is not type(after[axis])] in (
+                [],
+                [step.axis],
+            )
+            local_shape(shape, step.target, mesh)
+
+
+def test_a_path_costs_what_its_pair_is_priced_at() -> None:
+    """Whatever else is priced in the same table, so that ranks asked differently find the same path."""
+    shape, texts = (12, 8, 24), ("R", "P(sum)", "S(0)", "S(1)", "S(2)", "S(0,f=3)", "S(2,f=3)")
+    chosen = random.Random(0).sample(every_spec(3, texts), 60)
+    chosen = [spec for spec in chosen if state_of(shape, spec, CUBE) is not None]
+    table = Resharder(CUBE, ring_price(CUBE)).seconds(shape, 4, chosen, chosen)
+    alone = Resharder(CUBE, ring_price(CUBE))
+    for row, column in random.Random(1).sample(list(np.ndindex(table.shape)), 150):
+        path = alone.path(shape, 4, chosen[row], chosen[column])
+        assert table[row, column] == pytest.approx(path.seconds, rel=1e-12)
+
+
+@settings(max_examples=30)
+@given(specs(2, 2, (1, 2)), specs(2, 2, (1, 2)), specs(2, 2, (1, 2)))
+def test_a_detour_is_never_shorter(source: Spec, middle: Spec, target: Spec) -> None:
+    """Among specs that all paths may pass."""
+    shape = (64, 64)
+    assume(all(state_of(shape, spec, GRID) is not None for spec in (source, middle, target)))
+    assume(len({placement for spec in (source, middle, target) for placement in spec if not _plain(placement)}) < 2)
+    resharder = Resharder(GRID, ring_price(GRID))
+    table = resharder.seconds(shape, 4, [source, middle], [middle, target])
+    assert table[0, 1] <= (table[0, 0] + table[1, 1]) * (1 + 1e-12)
+
+
+def _plain(placement: Placement) -> bool:
+    return is_shard(placement) or isinstance(placement, Replicate)
+
+
+def _priced_as_torch_does(steps: Sequence[tuple[int, Placement, Placement]], held: float, mesh: MeshShape) -> float:
+    """Price of DTensor's steps for a rank that holds `held` bytes before them."""
+    price, total = wire_price(mesh), 0.0
+    for axis, before, after in steps:
+        size = mesh.sizes[axis]
+        if is_shard(before):
+            total += price("all_to_all" if is_shard(after) else "all_gather", int(held), axis)
+            held *= 1 if is_shard(after) else size
+        elif not isinstance(before, Replicate):
+            total += price("reduce_scatter" if is_shard(after) else "all_reduce", int(held), axis)
+            held /= size if is_shard(after) else 1
+        else:
+            held /= size if is_shard(after) else 1
+    return total
+
+
+@pytest.mark.parametrize("amount", [4, 4 << 16])
+def test_never_dearer_than_torch(amount: int) -> None:
+    """All pairs of specs of a 3-d tensor on a (2, 2, 2) mesh; torch's greedy steps, and its own graph on a sample."""
+    shape = (8, 16, 24)
+    chosen = every_spec(3, ("R", "P(sum)", "S(0)", "S(1)", "S(2)"))
+    held = {spec: np.prod(local_shape(shape, spec, CUBE)) * amount for spec in chosen}
+    with ranks(a=2, b=2, c=2) as world:
+        table = Resharder(CUBE, wire_price(CUBE)).seconds(shape, amount, chosen, chosen)
+        assert np.isfinite(table).all()
+        sample = set(random.Random(0).sample(range(len(chosen) ** 2), 150))
+        cheaper = 0
+        for number, (row, column) in enumerate(np.ndindex(table.shape)):
+            source, target = chosen[row], chosen[column]
+            if any(is_shard(a) and not _plain(b) for a, b in zip(source, target, strict=True)):
+                continue
+            for graph in (False, True) if number in sample else (False,):
+                steps = redistribution(world.device_mesh, shape, source, target, graph=graph)
+                torchs = _priced_as_torch_does(steps, held[source], CUBE)
+                assert table[row, column] <= torchs * (1 + 1e-12), (source, target, steps)
+                cheaper += table[row, column] < torchs * (1 - 1e-9)
+        assert cheaper > 0

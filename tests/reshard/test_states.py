@@ -1,0 +1,76 @@
+"""The state graph."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import assume, given
+
+from autoshard.reshard.states import closure, plain_nests, spec_of_state, state_graph, state_of, without
+from autoshard.specs import MeshShape, Spec, canonical, is_even
+from tests.specs.strategies import placed
+
+MESH = MeshShape.of({"a": 2, "b": 4})
+
+
+@given(placed())
+def test_state_and_spec_are_inverse(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
+    mesh, shape, spec = case
+    state = state_of(shape, spec, mesh)
+    assume(state is not None)
+    assert state is not None
+    assert spec_of_state(state, shape, mesh) is canonical(shape, spec, mesh)
+
+
+@given(placed())
+def test_every_even_spec_is_a_state(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
+    mesh, shape, spec = case
+    assume(is_even(shape, spec, mesh))
+    assert state_of(shape, spec, mesh) is not None
+
+
+@pytest.mark.parametrize("text", ["P(sum) P(max)", "P(product) P(sum)", "P(bxor) R"])
+def test_reductions_whose_order_matters_are_no_state(text: str) -> None:
+    assert state_of((8,), Spec.parse(text), MESH) is None
+
+
+def test_an_all_gather_leaves_the_loops_below_where_they_are() -> None:
+    assert without(((0, 1), (1, 3)), 0, MESH) == ((1, 6),)
+    assert without(((0, 1), (1, 3)), 1, MESH) == ((0, 1),)
+    assert closure([((0, 1), (1, 1))], MESH) == {(), ((0, 1),), ((1, 1),), ((1, 2),), ((0, 1), (1, 1))}
+
+
+def test_plain_nests_divide_the_dim() -> None:
+    assert plain_nests(3, MESH) == {()}
+    assert plain_nests(6, MESH) == {(), ((0, 1),)}
+    assert plain_nests(4, MESH) == {(), ((0, 1),), ((1, 1),)}
+    assert {((0, 1), (1, 1)), ((1, 1), (0, 1)), ((0, 4),), ((1, 2),)} < plain_nests(24, MESH)
+
+
+def test_every_edge_is_one_collective_over_one_axis() -> None:
+    nests = (plain_nests(16, MESH), plain_nests(8, MESH))
+    graph = state_graph(nests, frozenset({"sum"}), MESH)
+    assert len(graph.index) == len(graph.states)
+    specs = [spec_of_state(state, (16, 8), MESH) for state in graph.states]
+    assert len(set(specs)) == len(specs)
+    pairs = set(zip(graph.source.tolist(), graph.target.tolist(), strict=True))
+    assert len(pairs) == len(graph.source)
+    for source, target, axis in zip(graph.source, graph.target, graph.axis, strict=True):
+        before, after = graph.states[source], graph.states[target]
+        for state, other in itertools.product((before, after), range(MESH.ndim)):
+            assert state.place(other) is None or state.partial[other] is None
+        gathered = [tuple(without(nest, int(axis), MESH) for nest in state.nests) for state in (before, after)]
+        assert gathered[0] == gathered[1]
+
+
+def test_a_shard_never_becomes_partial() -> None:
+    graph = state_graph((plain_nests(8, MESH),), frozenset({"sum"}), MESH)
+    for source, target, axis in zip(graph.source, graph.target, graph.axis, strict=True):
+        assert not (graph.states[source].place(int(axis)) and graph.states[target].partial[axis])
+
+
+def test_meshes_of_many_axes_have_few_states() -> None:
+    mesh = MeshShape.of({"a": 2, "b": 2, "c": 2, "d": 2})
+    graph = state_graph((plain_nests(64, mesh),) * 3, frozenset({"sum"}), mesh)
+    assert len(graph.states) < 2000

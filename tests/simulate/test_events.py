@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.simulate import Operation, replay
+
+
+def compute(seconds: float, *needs: int) -> Operation:
+    return Operation("compute", "compute", seconds, needs)
+
+
+def send(seconds: float, *needs: int) -> Operation:
+    return Operation("send", "communication", seconds, needs)
+
+
+def test_nothing_takes_no_time() -> None:
+    assert replay([]).seconds == 0.0
+
+
+def test_communication_hides_behind_compute_that_does_not_need_it() -> None:
+    timeline = replay([compute(2), send(3, 0), compute(4, 0), compute(1, 1, 2)])
+    assert timeline.starts == (0, 2, 2, 6)
+    assert timeline.ends == (2, 5, 6, 7)
+    assert timeline.seconds == 7
+    assert timeline.exposed == 0
+
+
+def test_communication_that_is_waited_for_is_exposed() -> None:
+    timeline = replay([compute(2), send(3, 0), compute(1, 1)])
+    assert timeline.seconds == 6
+    assert timeline.exposed == 3
+
+
+def test_communication_is_exposed_for_the_part_that_is_not_hidden() -> None:
+    timeline = replay([compute(1), send(5, 0), compute(2, 0), compute(1, 1)])
+    assert timeline.ends == (1, 6, 3, 7)
+    assert timeline.exposed == 3
+
+
+def test_a_stream_does_not_overtake_itself() -> None:
+    timeline = replay([send(4), compute(1, 0), compute(1), send(1)])
+    assert timeline.starts == (0, 4, 5, 4)
+
+
+def test_an_operation_needs_only_earlier_ones() -> None:
+    with pytest.raises(AssertionError, match="needs what is issued after it"):
+        replay([compute(1, 1), compute(1)])
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[Operation]:
+    operations: list[Operation] = []
+    for index in range(draw(st.integers(0, 12))):
+        needs = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
+        stream = draw(st.sampled_from(["compute", "communication"]))
+        operations.append(Operation(f"o{index}", stream, draw(st.integers(0, 20)), tuple(sorted(needs))))
+    return operations
+
+
+@given(programs())
+def test_a_replay_lies_between_its_bounds(operations: list[Operation]) -> None:
+    timeline = replay(operations)
+    sums = {"compute": 0.0, "communication": 0.0}
+    chains: list[float] = []
+    for operation in operations:
+        sums[operation.stream] += operation.seconds
+        chains.append(operation.seconds + max((chains[need] for need in operation.needs), default=0.0))
+    assert max(*sums.values(), *chains, 0.0) <= timeline.seconds <= sum(sums.values())
+    assert 0 <= timeline.exposed <= sums["communication"]
+    assert timeline.exposed <= timeline.seconds - sums["compute"]
+
+
+@given(programs())
+def test_needs_and_order_are_kept(operations: list[Operation]) -> None:
+    timeline = replay(operations)
+    for index, operation in enumerate(operations):
+        assert all(timeline.ends[need] <= timeline.starts[index] for need in operation.needs)
+        before = [i for i in range(index) if operations[i].stream == operation.stream]
+        assert all(timeline.ends[i] <= timeline.starts[index] for i in before)

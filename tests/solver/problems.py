@@ -1,0 +1,67 @@
+"""Problems for the tests: random small ones, layered ones, and ones with two mesh axes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+
+from autoshard.solver import Edge, Problem
+
+
+def brute_force(problem: Problem) -> float:
+    """The optimum, by trying everything; `inf` where nothing is feasible."""
+    every = product(*(range(len(vector)) for vector in problem.costs))
+    return min((problem.cost(choice) for choice in every if problem.feasible(choice)), default=float("inf"))
+
+
+def layered(layers: int, *, per_layer: int = 110, strategies: int = 6, seed: int = 0) -> Problem:
+    """A long and thin problem of identical layers: chains with short cuts, two edges from layer to layer."""
+    random = np.random.default_rng(seed)
+    costs = [random.random(strategies) for _ in range(per_layer)]
+    inner = [(node - 1, node, random.random((strategies, strategies))) for node in range(1, per_layer)]
+    for node in range(4, per_layer):
+        if random.random() < 0.35:
+            inner.append((int(random.integers(max(0, node - 12), node - 1)), node, random.random((strategies,) * 2)))
+    outer = [(per_layer - 1, 0, random.random((strategies,) * 2)), (per_layer // 2, 3, random.random((strategies,) * 2))]
+    edges = []
+    for layer in range(layers):
+        base = layer * per_layer
+        edges += [Edge(base + source, base + target, table) for source, target, table in inner]
+        if layer:
+            edges += [Edge(base - per_layer + source, base + target, table) for source, target, table in outer]
+    return Problem(tuple(costs) * layers, tuple(edges))
+
+
+def two_axes(nodes: int, *, labels: int = 5, seed: int = 0, density: float = 0.5, usage: bool = False) -> Problem:
+    """Strategies are pairs of labels; changing a label costs, the less the more the other axis is sharded."""
+    random = np.random.default_rng(seed)
+    shards = np.array([1, *[8] * (labels - 1)])
+    pairs = np.array(list(product(range(labels), repeat=2)))
+    split = 1.0 / (shards[pairs[:, 0]] * shards[pairs[:, 1]])
+    costs, edges = [], []
+    for node in range(nodes):
+        work = random.random((labels, labels)) ** 3
+        costs.append(10 * split * random.random() + work[pairs[:, 0], pairs[:, 1]])
+        if node:
+            edges.append(Edge(node - 1, node, _resharding(random, pairs, labels)))
+        if node > 3 and random.random() < density:
+            edges.append(Edge(int(random.integers(max(0, node - 8), node - 1)), node, _resharding(random, pairs, labels)))
+    memory = {}
+    if usage:
+        weight = random.integers(1, 100, nodes)
+        memory = {
+            "usages": tuple(weight[node] * split * 64 for node in range(nodes)),
+            "intervals": tuple((0, nodes) if node % 2 else (node, min(nodes, node + 6)) for node in range(nodes)),
+        }
+        memory["limit"] = 0.3 * float(weight.sum()) * 64 / 2
+    return Problem(tuple(costs), tuple(edges), components=tuple([pairs] * nodes), **memory)
+
+
+def _resharding(random: np.random.Generator, pairs: np.ndarray, labels: int) -> np.ndarray:
+    size = random.random() + 0.1
+    kinds = [random.random((labels, labels)) * (1 - np.eye(labels)) for _ in range(2)]
+    first, second = pairs[:, 0], pairs[:, 1]
+    cost = kinds[0][first[:, None], first] * np.where(second == 0, 1, 0.125)[:, None]
+    cost = cost + 4 * kinds[1][second[:, None], second] * np.where(first == 0, 1, 0.125)[None, :]
+    return size * cost

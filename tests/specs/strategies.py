@@ -1,0 +1,44 @@
+"""Random meshes, shapes and specs."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Placement, Replicate
+
+from autoshard.specs import MeshShape, Spec
+from autoshard.specs.spec import shard_placement
+
+REDUCTIONS = ("sum", "avg", "product", "max", "min")
+
+
+def meshes(most_axes: int = 3, most_size: int = 4) -> st.SearchStrategy[MeshShape]:
+    """Meshes of one to `most_axes` axes, each of 1 to `most_size` devices."""
+    sizes = st.lists(st.integers(1, most_size), min_size=1, max_size=most_axes)
+    return sizes.map(lambda sizes: MeshShape.of({f"a{axis}": size for axis, size in enumerate(sizes)}))
+
+
+def shapes(ndim: int, sizes: st.SearchStrategy[int] | None = None) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of `ndim` dims; by default of sizes that divide now and then."""
+    sizes = sizes or st.sampled_from((1, 4, 5, 6, 12, 24, 48))
+    return st.tuples(*[sizes] * ndim)
+
+
+def placements(ndim: int, factors: tuple[int, ...] = (1, 2, 3, 4)) -> st.SearchStrategy[Placement]:
+    """Any placement of a tensor of `ndim` dims."""
+    shards = st.builds(shard_placement, st.integers(0, ndim - 1), st.sampled_from(factors))
+    return st.one_of(st.just(Replicate()), st.sampled_from(REDUCTIONS).map(Partial), shards, shards)
+
+
+@st.composite
+def specs(draw: st.DrawFn, axes: int, ndim: int, factors: tuple[int, ...] = (1, 2, 3, 4)) -> Spec:
+    """Any spec on `axes` mesh axes of a tensor of `ndim` dims, with reductions of one kind."""
+    drawn = [draw(placements(ndim, factors)) for _ in range(axes)]
+    kind = draw(st.sampled_from(REDUCTIONS))
+    return Spec.of(*(Partial(kind) if isinstance(placement, Partial) else placement for placement in drawn))
+
+
+@st.composite
+def placed(draw: st.DrawFn, ndim: int = 2) -> tuple[MeshShape, tuple[int, ...], Spec]:
+    """A mesh, a shape, and any spec on them, even or not."""
+    mesh = draw(meshes())
+    return mesh, draw(shapes(ndim)), draw(specs(mesh.ndim, ndim))

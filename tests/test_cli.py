@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoshard.cli import main
+from tests.sample_plan import sample_plan
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "plan.json"
+    sample_plan().save(path)
+    return str(path)
+
+
+def test_show_prints_the_plan(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", file]) == 0
+    assert capsys.readouterr().out.split() == str(sample_plan()).split()
+
+
+def test_explain_prints_one_part(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", file, "h.*.mlp"]) == 0
+    assert capsys.readouterr().out.split() == sample_plan().explain("h.*.mlp").split()
+
+
+def test_html_writes_a_page(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.html"
+    assert main(["html", file, str(output)]) == 0
+    assert output.read_text("utf-8").startswith("<!doctype html>")
+    assert "plan.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["show", "no_such_plan.json"], "cannot be read"),
+        (["explain", "FILE", "nowhere"], "nothing in the plan is at 'nowhere'"),
+        (["html", "FILE", "/no/such/folder/plan.html"], "No such file"),
+    ],
+)
+def test_a_fault_of_the_user_is_one_line_and_status_1(
+    arguments: list[str], said: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([file if word == "FILE" else word for word in arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert said in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    assert "usage: autoshard" in capsys.readouterr().err
