@@ -16,12 +16,12 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.utils import _pytree as pytree
 
 from autoshard import hints as hint_rules
+from autoshard.capture._torch import outside_modes
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import HintError, MeshError, PlanError
 from autoshard.memory.budget import parse_bytes
 from autoshard.partition.agree import from_first_rank
-from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.localize import Localizer
 from autoshard.partition.module import Runtime, Tangents
 from autoshard.partition.shards import replace_parameters
@@ -322,7 +322,6 @@ class _Parallelizer:
             whole = Spec.replicated(self.mesh.ndim)
             replace_parameters(self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh)
             self.module.sharding_plan = None  # type: ignore[assignment]
-        install_hooks(self.module)
         self.runtime.install()
         self.module.__dict__[_RUNTIME] = self.runtime
 
@@ -338,8 +337,9 @@ class _Parallelizer:
         decided = self._decide(graph, planner, seconds)
         flow = Flow(planner.rules, Decisions.from_data(decided.decisions), self.mesh)
         ranks = Ranks(self.device_mesh, device)
-        step = Localizer(flow, planner.resharder, ranks.groups).run()
-        halves = split(step, self.compile)
+        with outside_modes():
+            step = Localizer(flow, planner.resharder, ranks.groups).run()
+            halves = split(step, self.compile)
         if self.placed is None:
             self._place(decided)
         self.runtime.input_placements.update(decided.input_placements)

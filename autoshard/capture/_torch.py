@@ -15,7 +15,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,  # the gradient that the backward half starts from, and of which output
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # forward and backward in one graph
-from torch._subclasses.fake_tensor import FakeTensorMode  # tensors with a device, and no numbers
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # tensors with a device, and no numbers
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # no public name yet
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # lets data-dependent sizes be named in errors
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree  # nested containers of tensors, as to
 from torch.utils._python_dispatch import _disable_current_modes  # capture is not seen by modes active around it
 
 __all__ = [
+    "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
     "InputKind",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from autoshard.capture._torch import FakeTensorMode, InputKind, TensorArgument, pytree
+from autoshard.capture._torch import FakeTensor, FakeTensorMode, InputKind, TensorArgument, pytree
 from autoshard.capture.calls import CallLayout, Constant, ResultLayout, call_layout, result_names
 from autoshard.capture.twin import fake_like
 
@@ -111,8 +111,9 @@ def _take_inputs(
                 continue
         elif kind == "constant":
             name = str(spec.target)
-            value = program.constants[name]
-            fake = value if isinstance(value, torch._subclasses.FakeTensor) else fake_like(value, mode, device)
+            constant = program.constants[name]
+            fake = fake_like(constant, mode, device)
+            value = None if isinstance(constant, FakeTensor) else constant
         else:
             name = names.first[str(spec.target)]
             fake = names.fakes[name]

@@ -27,6 +27,11 @@ _ADVICE = (
         "forward must not assign tensors to attributes. Register a buffer and update it in place, or return the value",
     ),
     (
+        ("in output, which is not a known type",),
+        "leave the object out of what forward returns (Hugging Face: pass use_cache=False for the key-value cache), or "
+        "register its type with torch.utils._pytree.register_pytree_node",
+    ),
+    (
         ("Unsupported input type", "Invalid input type", "pytree"),
         "arguments are tensors, plain values, or containers known to torch.utils._pytree; register the type there",
     ),

@@ -26,9 +26,7 @@ _VIEWS = frozenset(
 )
 
 
-def refresh_views(
-    graph: fx.Graph, parameters: Collection[fx.Node], is_backward: Callable[[fx.Node], bool]
-) -> None:
+def refresh_views(graph: fx.Graph, parameters: Collection[fx.Node], is_backward: Callable[[fx.Node], bool]) -> None:
     """Give backward nodes that read a forward view of a parameter a view of their own.
 
     Then whatever the backward half needs of a parameter starts at the parameter itself, and a plan may keep a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -38,15 +38,16 @@ def compile_graph(graph: fx.GraphModule) -> Any:
     return torch.compile(graph, backend="inductor", dynamic=False, fullgraph=True)
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-def per_rank(function: Function) -> Function:
+def per_rank(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """`function` of this rank's tensors and coordinates; run for every rank where one process holds them all.
 
     The function has no side effects and returns new tensors.
     """
-    wrapped: Function = maybe_run_for_local_tensor(function)
+    wrapped: Callable[Arguments, Result] = maybe_run_for_local_tensor(function)
     return wrapped
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autoshard.capture.joint import JointInput
+from autoshard.capture.joint import JointInput, JointOutput
 from autoshard.partition.emitter import GraphEmitter
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph import Value, operand_nodes, value_of
@@ -80,22 +80,39 @@ class Localizer:
         example = next(node.meta["val"] for node in flow.graph.graph_module.graph.nodes if node.op == "placeholder")
         self.emit = GraphEmitter(flow.mesh, groups, example.fake_mode, example.device)
         self.made: dict[str, fx.Node] = {}  # key of a value or copy -> the node that holds it
+        self.results: dict[tuple[str, str], fx.Node] = {}  # kind and name of an output -> the node that holds it
+        self._delivered = [output for output in flow.graph.outputs if output.node is not None]
+        self._outputs_of: dict[Value, list[JointOutput]] = {}
+        for output in self._delivered:
+            self._outputs_of.setdefault(_value(output), []).append(output)
 
     def run(self) -> LocalStep:
         """Emit the whole program."""
         inputs = self._inputs()
-        for node in self.rules.operators:
+        for source in self.flow.graph.inputs:
+            self._deliver(Value(source.node))
+        for node in sorted(self.rules.operators, key=lambda node: self.flow.graph.phase(node) == "backward"):
             self._operator(node)
-        outputs, results = [], []
-        ordered = sorted(self.flow.graph.outputs, key=lambda output: output.kind == "gradient")
-        for output in ordered:
-            if output.node is not None:
-                value, spec = value_of(output.node), self.flow.delivered(output)
-                results.append(self._read(value, phase_of(output), spec))
-                outputs.append(Border(output.kind, output.name, value.meta.shape, value.meta.dtype, spec))
+            for index in range(len(self.rules.calls[node].results)):
+                self._deliver(Value(node, index))
+        ordered = [output for kind in ("output", "mutation", "gradient") for output in self._delivered if output.kind == kind]
+        outputs = [
+            Border(output.kind, output.name, value.meta.shape, value.meta.dtype, self.flow.delivered(output))
+            for output in ordered
+            for value in (_value(output),)
+        ]
+        results = [self.results[output.kind, output.name] for output in ordered]
         self.emit.graph.output(tuple(results))
         module = fx.GraphModule(torch.nn.Module(), self.emit.graph)
         return LocalStep(module, tuple(inputs), tuple(outputs))
+
+    def _deliver(self, value: Value) -> None:
+        """Bring a value that the step hands back to where it is wanted, as soon as it is made.
+
+        A gradient's reduction then starts behind the compute that follows it.
+        """
+        for output in self._outputs_of.get(value, ()):
+            self.results[output.kind, output.name] = self._read(value, phase_of(output), self.flow.delivered(output))
 
     def _inputs(self) -> list[Border]:
         primals = [source for source in self.flow.graph.inputs if source.kind != "tangent"]
@@ -140,3 +157,8 @@ class Localizer:
         return node
 
 
+
+
+def _value(output: JointOutput) -> Value:
+    assert output.node is not None
+    return value_of(output.node)

@@ -131,16 +131,16 @@ def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Co
 
 def _uneven_terms(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Terms that add up to the tensor: 60 % of what is left each time, with an offset that the last one undoes."""
+    finite = torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+    scale = finite.abs().to(torch.float64).mean().item() if tensor.numel() else 1.0
     generator = torch.Generator().manual_seed(count)
-    rest, terms = tensor, []
+    rest, terms = finite, []
     for index in range(count - 1):
-        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * (index + 1)
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            noise = noise.round()
-        term = ((0.6 * rest if tensor.is_floating_point() else rest) + noise).to(tensor.dtype)
-        terms.append(term)
-        rest = rest - term
-    return [*terms, rest]
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * (index + 1) * scale
+        terms.append((0.6 * rest + noise).to(tensor.dtype))
+        rest = rest - terms[-1]
+    # What is infinite or no number is in one term alone, as it can not be split.
+    return [*terms, torch.where(torch.isfinite(tensor), rest, tensor)]
 
 
 def _problems(
@@ -156,15 +156,22 @@ def _problems(
     except Exception as error:  # whatever the operator raises on shards is what is wrong with the strategy
         yield f"the local program fails with {type(error).__name__}: {error}"
         return
+    tolerance = max((_tolerance(tensor.dtype) for tensor in operands), default=0.0)
     for position, (shards, result) in enumerate(zip(outputs, results, strict=True)):
         if shards is not None:
-            problem = compare(shards, result_spec(rule, choices, mesh, position), mesh, result)
+            problem = compare(shards, result_spec(rule, choices, mesh, position), mesh, result, tolerance)
             if problem is not None:
                 yield f"result {position}: {problem}"
 
 
-def compare(shards: Mapping[Coordinate, torch.Tensor], spec: Spec, mesh: MeshShape, whole: torch.Tensor) -> str | None:
-    """What is wrong with shards of `whole` that should lie as `spec` says, replicas included; None if nothing is."""
+def compare(
+    shards: Mapping[Coordinate, torch.Tensor], spec: Spec, mesh: MeshShape, whole: torch.Tensor, tolerance: float = 0.0
+) -> str | None:
+    """What is wrong with shards of `whole` that should lie as `spec` says, replicas included; None if nothing is.
+
+    Args:
+        tolerance: relative difference that rounding of the operands explains; rounding of the result comes on top.
+    """
     dtypes = {value.dtype for value in shards.values()}
     if dtypes != {whole.dtype}:
         return f"its dtype is {dtypes}, not {whole.dtype}"
@@ -172,18 +179,26 @@ def compare(shards: Mapping[Coordinate, torch.Tensor], spec: Spec, mesh: MeshSha
     shapes = {tuple(value.shape) for value in shards.values()}
     if shapes != {expected}:
         return f"as {spec} a shard has shape {list(expected)}, but the local program gave {sorted(shapes)}"
+    tolerance = max(tolerance, _tolerance(whole.dtype))
+    absolute = tolerance * max(1.0, _largest(whole))
     replicated = [axis for axis, placement in enumerate(spec) if placement.is_replicate()]
     for copy in itertools.product(*(range(mesh.sizes[axis]) for axis in replicated)):
         chosen = dict(zip(replicated, copy, strict=True))
         one = {place: shards[tuple(chosen.get(axis, index) for axis, index in enumerate(place))] for place in shards}
         try:
             total = unshard(one, spec, mesh, tuple(whole.shape))
-            tolerance = _tolerance(whole.dtype)
-            torch.testing.assert_close(total, whole, rtol=tolerance, atol=tolerance, equal_nan=True)
+            torch.testing.assert_close(total, whole, rtol=tolerance, atol=absolute, equal_nan=True)
         except (AssertionError, RuntimeError, ValueError) as error:
             lines = " ".join(str(error).split())
             return f"as {spec} on the copy at {chosen}: {lines}" if chosen else f"as {spec}: {lines}"
     return None
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude; 0 where there is none."""
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+        return 0.0
+    return torch.nan_to_num(tensor.abs(), nan=0.0, posinf=0.0).max().item()
 
 
 def _tolerance(dtype: torch.dtype) -> float:

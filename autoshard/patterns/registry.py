@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -67,6 +68,7 @@ class Registry:
             rule = None if maker is None else maker(call)
             if rule is not None:
                 rule.check(call)
+                rule = _with_additive_sets(rule, call)
             self._rules[call] = rule
         return self._rules[call]
 
@@ -78,6 +80,13 @@ class Registry:
         name = op._schema.name
         overload = op._schema.overload_name or "default"
         return self._makers.get(f"{name}.{overload}") or self._makers.get(name)
+
+
+def _with_additive_sets(rule: Rule, call: OpCall) -> Rule:
+    """The rule with those linear sets whose operands can be partial sums: not of truth values, not of indices."""
+    inexact = [meta.dtype.is_floating_point or meta.dtype.is_complex for meta in call.operands]
+    linear = tuple(operands for operands in rule.linear if all(inexact[operand] for operand in operands))
+    return rule if linear == rule.linear else dataclasses.replace(rule, linear=linear)
 
 
 def _maker(maker_or_text: Maker | str, options: Mapping[str, Any]) -> Maker:

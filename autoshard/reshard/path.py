@@ -16,7 +16,7 @@ from autoshard.reshard.states import (
     Nest,
     State,
     StateGraph,
-    closure,
+    nests_with,
     plain_nests,
     spec_of_state,
     state_graph,
@@ -32,7 +32,7 @@ Price = Callable[[str, int, int], float]
 _CHUNK_ENTRIES = 1 << 21
 _BYTES_BITS = 52
 
-Extra = frozenset[tuple[int, Nest]]
+Extra = frozenset[tuple[int, frozenset[Nest]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +158,16 @@ class Resharder:
         return groups
 
     def _extra(self, shape: tuple[int, ...], state: State) -> Extra:
-        """The dims and nests of a state that only paths from or to it may use."""
-        return frozenset(
-            (dim, nest)
-            for dim, (nest, size) in enumerate(zip(state.nests, shape, strict=True))
-            if nest not in plain_nests(size, self.mesh)
-        )
+        """The dims, and the nests there, that only paths from or to such a state may use."""
+        found = ((dim, nests_with(nest, shape[dim], self.mesh)) for dim, nest in enumerate(state.nests))
+        return frozenset((dim, nests) for dim, nests in found if nests)
 
     def _graph(self, shape: tuple[int, ...], dtype_size: int, operations: frozenset[str], extra: Extra) -> _PricedGraph:
         key = (shape, dtype_size, operations, extra)
         if key not in self._graphs:
             nests = [set(plain_nests(size, self.mesh)) for size in shape]
-            for dim, nest in extra:
-                nests[dim] |= closure([nest], self.mesh)
+            for dim, more in extra:
+                nests[dim] |= more
             graph = state_graph(tuple(map(frozenset, nests)), operations, self.mesh)
             self._graphs[key] = self._priced(graph, shape, dtype_size)
         return self._graphs[key]

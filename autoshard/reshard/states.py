@@ -143,6 +143,27 @@ def _plain_nests(divisor: int, mesh: MeshShape) -> frozenset[Nest]:
     return closure(nests, mesh)
 
 
+@lru_cache(maxsize=1 << 14)
+def nests_with(nest: Nest, size: int, mesh: MeshShape) -> frozenset[Nest]:
+    """The nests that paths to or from `nest`, on a dim of `size`, may use beside the plain ones.
+
+    These are the plain nests below its outer loop, such as the 3 of a fused projection of queries, keys and values:
+    the same for all nests below that loop, so that few graphs serve many specs. Failing that, what is left of `nest`
+    when axes are gathered. Nothing where `nest` is plain itself.
+    """
+    if nest in plain_nests(size, mesh):
+        return frozenset()
+    top = nest[0][1]
+    for outer in range(2, top + 1):
+        if top % outer == 0 and size % outer == 0:
+            family = {
+                tuple((axis, above * outer) for axis, above in plain) for plain in plain_nests(size // outer, mesh)
+            }
+            if nest in family:
+                return frozenset(family)
+    return closure([nest], mesh)
+
+
 @dataclass(frozen=True, slots=True)
 class StateGraph:
     """All states over given nests, and all moves of one axis between them, ordered by target.

@@ -1,0 +1,6 @@
+"""Problems of one choice per node with costs on nodes and edges and a limit on memory, solved with a bound."""
+
+from autoshard.solver.problem import Edge, Problem, SolverError
+from autoshard.solver.solve import Solution, solve
+
+__all__ = ["Edge", "Problem", "Solution", "SolverError", "solve"]

@@ -22,6 +22,9 @@ _CAP = 3_000_000
 _STEPS = 40
 """Priced solves at most."""
 
+_HIGHEST = 16.0**6
+"""Multiple of the first ceiling on prices at which the ascent gives up finding an assignment within the limit."""
+
 _CLOSE = 1e-7
 """Relative distance between the model of the dual function and its value at which the ascent ends."""
 
@@ -97,9 +100,9 @@ def ascend(
     active: list[int] = []
     _meet(state, core, moments, start.choices, active)
     ceiling = _ceiling(state.points[0], moments)
-    warm = start
+    highest, warm = ceiling * _HIGHEST, start
     for _ in range(_STEPS):
-        if not active or monotonic() > deadline:
+        if not active or ceiling > highest or monotonic() > deadline:
             break
         prices, model = _model(state, moments, active, ceiling)
         network = priced(core, moments, prices)

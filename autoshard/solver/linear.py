@@ -105,7 +105,7 @@ def minimise(
         result = mathopt.solve(model, backend, params=parameters, model_params=settings)
     except (RuntimeError, ValueError, AttributeError) as error:
         # An AttributeError is what some versions of OR-Tools raise while they translate a backend's failure.
-        raise SolverError(f"OR-Tools could not solve the program: {error}") from error
+        raise SolverError(f"OR-Tools could not solve the program: {error.__context__ or error}") from error
     return _answer(mathopt, model, result)
 
 

@@ -69,9 +69,9 @@ class Network:
         return network
 
     def copy(self) -> Network:
-        """An independent copy (tables are shared: they are never changed in place)."""
+        """An independent copy, with a memory of its own over the shared one (tables are never changed in place)."""
         return Network(
-            self.tables,
+            self.tables.child(),
             dict(self.vectors),
             dict(self.labels),
             {node: dict(neighbours) for node, neighbours in self.edges.items()},

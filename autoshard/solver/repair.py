@@ -186,7 +186,7 @@ def _grown(core: Network, seed: int, random: np.random.Generator) -> list[int]:
 
 def _within(core: Network, window: Iterable[int], current: Found, per_node: Array) -> Found:
     """The best choices inside a window, given those outside, at prices per node; cost without prices."""
-    inside = Network(core.tables)
+    inside = Network(core.tables.child())
     for node in window:
         inside.labels[node] = core.labels[node]
         inside.edges[node] = {}
@@ -197,8 +197,8 @@ def _within(core: Network, window: Iterable[int], current: Found, per_node: Arra
                 costs = costs + table[:, core.labels[other].searchsorted(current.choices[other])]
             elif node < other:
                 inside.edges[node][other] = table
-                inside.edges[other][node] = core.tables.transpose(table)
-        inside.vectors[node] = costs
+                inside.edges[other][node] = inside.tables.transpose(table)
+        inside.vectors[node] = inside.tables.intern(costs)
     try:
         exact = eliminate(inside, cap=_WINDOW_CAP)
     except WidthError:

@@ -20,28 +20,57 @@ _NEGLIGIBLE = 1e-14
 
 
 class Tables:
-    """A memory of tables and of the results of operations on them. It keeps its operands alive, so ids stay unique."""
+    """A memory of tables and of the results of operations on them. It keeps its operands alive, so ids stay unique.
 
-    def __init__(self) -> None:
+    Args:
+        parent: a memory to look in first. What a child learns is forgotten with it: one solve among many should not
+            keep its intermediate tables.
+    """
+
+    def __init__(self, parent: Tables | None = None) -> None:
+        self._parent = parent
         self._content: dict[tuple[Any, ...], Any] = {}
         self._known: dict[int, Any] = {}
-        self._results: dict[Hashable, Any] = {}
+        self._results: dict[Hashable, tuple[tuple[Any, ...], Any]] = {}
+
+    def child(self) -> Tables:
+        """A memory for the time of one solve."""
+        return Tables(self)
 
     def intern(self, array: Any) -> Any:
         """The one object that stands for the content of `array` (a float table or an index vector)."""
-        if id(array) in self._known:
+        if self._knows(array):
             return array
         array = np.ascontiguousarray(array)
-        array = self._content.setdefault((array.shape, array.dtype.str, array.tobytes()), array)
+        key = (array.shape, array.dtype.str, array.tobytes())
+        array = self._find(key, array)
         self._known[id(array)] = array
         return array
 
     def once(self, operation: str, operands: tuple[Any, ...], compute: Callable[[], T]) -> T:
-        """The result of `compute` for these interned operands, computed at their first meeting."""
+        """The result of `compute` for these operands, computed at their first meeting."""
         key = (operation, *map(id, operands))
-        if key not in self._results:
-            self._results[key] = compute()
-        return self._results[key]
+        found = self._recall(key)
+        if found is None:
+            found = self._results[key] = (operands, compute())
+        return found[1]  # type: ignore[no-any-return]
+
+    def _knows(self, array: Any) -> bool:
+        return id(array) in self._known or (self._parent is not None and self._parent._knows(array))
+
+    def _find(self, key: tuple[Any, ...], array: Any) -> Any:
+        ancestor = self._parent
+        while ancestor is not None:
+            if key in ancestor._content:
+                return ancestor._content[key]
+            ancestor = ancestor._parent
+        return self._content.setdefault(key, array)
+
+    def _recall(self, key: Hashable) -> tuple[tuple[Any, ...], Any] | None:
+        found = self._results.get(key)
+        if found is None and self._parent is not None:
+            return self._parent._recall(key)
+        return found
 
     def transpose(self, table: Array) -> Array:
         """The table of the same edge seen from its other end; transposing twice gives the same object back."""
@@ -49,7 +78,7 @@ class Tables:
         def compute() -> Array:
             other = table.T
             self._known[id(other)] = other
-            self._results["transpose", id(other)] = table
+            self._results["transpose", id(other)] = ((other,), table)
             return other
 
         return self.once("transpose", (table,), compute)

@@ -102,7 +102,8 @@ def test_values_may_lie_in_any_order_in_memory() -> None:
     with ranks(a=2, b=2) as world:
         resharder, whole = Resharder(world.mesh, ring_price(world.mesh)), whole_numbers((4, 8))
         texts = ("R", "P(sum)", "S(0)", "S(1)", "S(1,f=2)")
-        for source, target in itertools.product(placed_specs(world, (4, 8), texts), repeat=2):
+        pairs = list(itertools.product(placed_specs(world, (4, 8), texts), repeat=2))
+        for source, target in random.Random(0).sample(pairs, 100):
             path = resharder.path((4, 8), 8, source, target)
             with LocalTensorMode(4):
                 scattered = world.scatter(whole, path.source)

@@ -21,7 +21,7 @@ from tests.reshard.ranks import ranks
 from tests.specs.strategies import placed, specs
 
 CUBE = MeshShape.of({"a": 2, "b": 2, "c": 2})
-GRID = MeshShape.of({"dp": 2, "tp": 4})
+GRID = MeshShape.of({"dp": 2, "tp": 2})
 
 
 def every_spec(axes: int, texts: Sequence[str]) -> list[Spec]:
@@ -42,7 +42,7 @@ def kinds(path: Path) -> list[tuple[str, int, str]]:
         ("R S(0)", "R S(1)", [("all_to_all", 1, "R S(1)")]),
         ("R R", "R S(0,f=3)", [("slice", 1, "R S(0,f=3)")]),
         ("R R", "P(sum) R", [("make_partial", 0, "P(sum) R")]),
-        ("R S(0,f=3)", "R S(0)", [("all_to_all", 1, "R S(0)")]),
+        ("R S(0,f=6)", "R S(0,f=3)", [("all_to_all", 1, "R S(0,f=3)")]),
         ("S(0) S(0)", "R S(0,f=2)", [("all_gather", 0, "R S(0,f=2)")]),
         ("S(0) S(0)", "S(1) S(0)", [("all_to_all", 0, "S(1) S(0,f=2)"), ("all_to_all", 1, "S(1) S(0)")]),
     ],
@@ -54,10 +54,17 @@ def test_known_paths(source: str, target: str, steps: list[tuple[str, int, str]]
     assert path.seconds == sum(step.seconds for step in path.steps)
 
 
+def test_pieces_of_one_dim_that_overlap_pass_by_another() -> None:
+    """Between thirds and quarters of one dim blocks are not equal: no single all-to-all."""
+    mesh = MeshShape.of({"tp": 4})
+    path = Resharder(mesh, ring_price(mesh)).path((9600, 6400), 4, Spec.parse("S(0,f=3)"), Spec.parse("S(0)"))
+    assert kinds(path) == [("all_to_all", 0, "S(1)"), ("all_to_all", 0, "S(0)")]
+
+
 def test_bytes_are_what_a_rank_holds_before() -> None:
     resharder = Resharder(GRID, ring_price(GRID))
     gather = resharder.path((96, 64), 4, Spec.parse("S(0) S(1)"), Spec.parse("S(0) R")).steps[0]
-    assert gather.bytes == 48 * 16 * 4
+    assert gather.bytes == 48 * 32 * 4
     reduce = resharder.path((96, 64), 4, Spec.parse("S(0) P(sum)"), Spec.parse("S(0) R")).steps[0]
     assert reduce.bytes == 48 * 64 * 4
     padded = resharder.path((7, 64), 2, Spec.parse("S(0) R"), Spec.parse("R R")).steps[0]
@@ -140,11 +147,11 @@ def test_steps_lead_from_source_to_target(case: tuple[MeshShape, tuple[int, ...]
 def test_a_path_costs_what_its_pair_is_priced_at() -> None:
     """Whatever else is priced in the same table, so that ranks asked differently find the same path."""
     shape, texts = (12, 8, 24), ("R", "P(sum)", "S(0)", "S(1)", "S(2)", "S(0,f=3)", "S(2,f=3)")
-    chosen = random.Random(0).sample(every_spec(3, texts), 60)
+    chosen = random.Random(0).sample(every_spec(3, texts), 40)
     chosen = [spec for spec in chosen if state_of(shape, spec, CUBE) is not None]
     table = Resharder(CUBE, ring_price(CUBE)).seconds(shape, 4, chosen, chosen)
     alone = Resharder(CUBE, ring_price(CUBE))
-    for row, column in random.Random(1).sample(list(np.ndindex(table.shape)), 150):
+    for row, column in random.Random(1).sample(list(np.ndindex(table.shape)), 60):
         path = alone.path(shape, 4, chosen[row], chosen[column])
         assert table[row, column] == pytest.approx(path.seconds, rel=1e-12)
 

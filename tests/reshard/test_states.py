@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import assume, given
 
-from autoshard.reshard.states import closure, plain_nests, spec_of_state, state_graph, state_of, without
+from autoshard.reshard.states import closure, nests_with, plain_nests, spec_of_state, state_graph, state_of, without
 from autoshard.specs import MeshShape, Spec, canonical, is_even
 from tests.specs.strategies import placed
 
@@ -38,7 +38,7 @@ def test_reductions_whose_order_matters_are_no_state(text: str) -> None:
 def test_an_all_gather_leaves_the_loops_below_where_they_are() -> None:
     assert without(((0, 1), (1, 3)), 0, MESH) == ((1, 6),)
     assert without(((0, 1), (1, 3)), 1, MESH) == ((0, 1),)
-    assert closure([((0, 1), (1, 1))], MESH) == {(), ((0, 1),), ((1, 1),), ((1, 2),), ((0, 1), (1, 1))}
+    assert closure([((0, 1), (1, 1))], MESH) == {(), ((0, 1),), ((1, 2),), ((0, 1), (1, 1))}
 
 
 def test_plain_nests_divide_the_dim() -> None:
@@ -46,6 +46,15 @@ def test_plain_nests_divide_the_dim() -> None:
     assert plain_nests(6, MESH) == {(), ((0, 1),)}
     assert plain_nests(4, MESH) == {(), ((0, 1),), ((1, 1),)}
     assert {((0, 1), (1, 1)), ((1, 1), (0, 1)), ((0, 4),), ((1, 2),)} < plain_nests(24, MESH)
+
+
+def test_nests_below_one_loop_come_together() -> None:
+    assert nests_with(((0, 4),), 24, MESH) == frozenset()
+    below_three = nests_with(((0, 3),), 24, MESH)
+    assert {((1, 3),), ((0, 3), (1, 3)), ((0, 12),)} < below_three
+    assert nests_with(((0, 12),), 24, MESH) == nests_with(((1, 3), (0, 3)), 24, MESH) == below_three
+    assert nests_with(((0, 1), (1, 3)), 24, MESH) == closure([((0, 1), (1, 3))], MESH)
+    assert nests_with(((1, 1),), 7, MESH) == {(), ((1, 1),)}
 
 
 def test_every_edge_is_one_collective_over_one_axis() -> None:

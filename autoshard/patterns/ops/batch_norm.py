@@ -86,9 +86,7 @@ def _batch_norm(call: LocalCall) -> Any:
     variance, mean = emit.call(aten.var_mean.correction, wide, dims, correction=0)
     mean, variance = pooled_moments(call, mean, variance, names)
     scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, variance, call.arg("eps")))
-    parameters = [
-        cast(call, values[name], emit.dtype(mean)) if name in values else None for name in ("weight", "bias")
-    ]
+    parameters = [cast(call, values[name], emit.dtype(mean)) if name in values else None for name in ("weight", "bias")]
     # The statistics are known now: the inference kernel applies them in one pass.
     result, _, _ = emit.call(
         aten._native_batch_norm_legit_no_training.default,

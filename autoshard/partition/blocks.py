@@ -1,0 +1,53 @@
+"""A rank's shard as blocks: the boxes of the whole tensor that it is made of, where files are written and read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import local_indices
+from autoshard.specs.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of a tensor that one rank holds.
+
+    Attributes:
+        whole: where it lies in the whole tensor, one range per dim.
+        local: where it lies in the local tensor.
+    """
+
+    whole: tuple[slice, ...]
+    local: tuple[slice, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where it begins in the whole tensor."""
+        return tuple(place.start for place in self.whole)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(place.stop - place.start for place in self.whole)
+
+
+def blocks_of(shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]) -> Iterator[Block]:
+    """The blocks of the rank at `coordinate`, as few as there can be: one where nothing is strided, none where it is empty."""
+    indices = local_indices(shape, spec, mesh, coordinate)
+    for runs in itertools.product(*(_runs(index) for index in indices)):
+        yield Block(tuple(whole for whole, _ in runs), tuple(local for _, local in runs))
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[slice, slice]]:
+    """Stretches of consecutive numbers: the numbers, and their places in the sequence."""
+    if isinstance(indices, range):
+        return [(slice(indices.start, indices.stop), slice(0, len(indices)))] if indices else []
+    breaks = [place for place in range(1, len(indices)) if indices[place] != indices[place - 1] + 1]
+    edges = [0, *breaks, len(indices)]
+    return [
+        (slice(indices[start], indices[stop - 1] + 1), slice(start, stop))
+        for start, stop in itertools.pairwise(edges)
+        if start < stop
+    ]

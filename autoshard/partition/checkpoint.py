@@ -1,0 +1,188 @@
+"""Checkpoints of sharded modules: strided shards for `torch.distributed.checkpoint`, whole tensors for `load_state_dict`.
+
+`torch.distributed.checkpoint` describes the local tensor of a `DTensor` as one stretch of the global tensor. Of a
+strided shard that is wrong: it is several. A `DTensor` lets its local tensor speak for itself, however, so local tensors
+are given the methods of that protocol, which tell every stretch apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from autoshard.partition.blocks import Block, blocks_of
+from autoshard.partition.shards import coordinate_of, cut, distribute, local_of, set_parameter, wrap_like
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import dim_of
+from autoshard.specs.spec import Spec, split_factor_of
+
+Target = TypeVar("Target")
+
+
+def checkpointable(target: Target) -> Target:
+    """Make strided shards known to `torch.distributed.checkpoint`.
+
+    The `state_dict()` of a parallelised module is so already. What holds other `DTensor`s, an optimizer above all, is
+    made so by this function: `dcp.save({"optimizer": autoshard.checkpointable(optimizer.state_dict())})`, or once and for
+    all by `autoshard.checkpointable(optimizer)`, which serves `torch.distributed.checkpoint.state_dict` too. Do it
+    before loading as before saving.
+
+    Args:
+        target: a state dict, nested or not, whose `DTensor`s may lie anyhow; or an optimizer, whose `state_dict()` will
+            be made so from now on.
+
+    Returns:
+        `target` itself.
+    """
+    if isinstance(target, Optimizer):
+        target.register_state_dict_post_hook(_after_optimizer_state_dict)
+        return target
+    for leaf in pytree.tree_leaves(target):
+        if isinstance(leaf, DTensor):
+            _describe(leaf)
+    return target
+
+
+def install_hooks(module: nn.Module) -> None:
+    """Make `state_dict` and `load_state_dict` of a module with `DTensor` parameters work with any checkpoint.
+
+    * What `state_dict()` returns can be saved and loaded by `torch.distributed.checkpoint`, strided shards included.
+    * `load_state_dict` takes whole tensors, the same on every rank, of which every rank keeps its part without
+      communication, and `DTensor`s placed in another way. With `assign=True` parameters may be on the meta device.
+    * Tied parameters stay tied, with `assign=True` too.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    loading = _Loading(tuple(tuple(tied) for tied in names.values() if len(tied) > 1))
+    module.register_state_dict_post_hook(_after_state_dict)
+    module.register_load_state_dict_pre_hook(loading.before)
+    module.register_load_state_dict_post_hook(loading.after)
+
+
+def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and isinstance(value, DTensor):
+            _describe(value)
+
+
+def _after_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    checkpointable(state_dict)
+
+
+class _Loading:
+    """What happens around a module's `load_state_dict`.
+
+    Args:
+        tied: names of every parameter that has several.
+    """
+
+    def __init__(self, tied: Sequence[tuple[str, ...]]) -> None:
+        self._tied = tied
+        self._held: dict[str, nn.Parameter] = {}
+
+    def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Replace every tensor that is to fill a `DTensor` by one that lies alike."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._held = {name: parameters[name] for names in self._tied for name in names if name in parameters}
+        for name, parameter in parameters.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
+                state_dict[prefix + name] = _alike(value, parameter)
+
+    def after(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """Tie what was assigned under several names: the first one that was assigned stands for all."""
+        for names in self._tied:
+            now = {name: module.get_parameter(name) for name in names}
+            assigned = [parameter for name, parameter in now.items() if parameter is not self._held.get(name)]
+            for name in names if assigned else ():
+                if now[name] is not assigned[0]:
+                    set_parameter(module, name, assigned[0])
+        self._held = {}
+
+
+def _alike(value: Tensor, parameter: DTensor) -> Tensor:
+    """A whole tensor, or a `DTensor` placed in another way, as a `DTensor` that lies as the parameter does."""
+    spec = Spec(tuple(parameter.placements))
+    if isinstance(value, DTensor):
+        same = value.device_mesh != parameter.device_mesh or Spec(tuple(value.placements)) is spec
+        return value if same else distribute(value.detach(), parameter.device_mesh, spec)
+    with torch.no_grad():
+        local = cut(value, parameter.device_mesh, spec)
+    device = local.device if local.is_meta else parameter.device_mesh.device_type
+    local = local.to(device)
+    return wrap_like(local, parameter)
+
+
+def _describe(tensor: DTensor) -> None:
+    """Give the local tensor of a `DTensor` the methods of the checkpoint protocol, if torch would describe it wrongly."""
+    spec = Spec(tuple(tensor.placements))
+    dims = [dim_of(spec[axis], tensor.ndim) for axis in spec.shard_axes]
+    nested = len(set(dims)) < len(dims)
+    if spec.partial_axes or not (nested or any(split_factor_of(spec[axis]) > 1 for axis in spec.shard_axes)):
+        return
+    local: Any = local_of(tensor)
+    # The pieces refer to another tensor object of the same memory: `local` itself would be a cycle.
+    coordinate = tuple(coordinate_of(tensor.device_mesh))
+    pieces = _Pieces(local.detach(), tuple(tensor.shape), spec, MeshShape.of(tensor.device_mesh), coordinate)
+    local.__create_write_items__ = pieces.write_items
+    local.__create_chunk_list__ = pieces.chunks
+    local.__get_tensor_shard__ = pieces.shard
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """A local tensor as `torch.distributed.checkpoint` sees it: the blocks of the global tensor that it holds.
+
+    Attributes:
+        local: the local tensor.
+        shape: global shape.
+        spec: how the tensor lies.
+        mesh: the mesh.
+        coordinate: of this rank.
+    """
+
+    local: Tensor
+    shape: tuple[int, ...]
+    spec: Spec
+    mesh: MeshShape
+    coordinate: tuple[int, ...]
+
+    def blocks(self) -> Iterator[Block]:
+        return blocks_of(self.shape, self.spec, self.mesh, self.coordinate)
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """The blocks, when loading."""
+        return [_chunk(block) for block in self.blocks()]
+
+    def write_items(self, name: str, tensor: DTensor) -> list[WriteItem]:
+        """The blocks, when saving."""
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(block.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(block), properties=properties, size=torch.Size(self.shape)),
+            )
+            for block in self.blocks()
+        ]
+
+    def shard(self, index: MetadataIndex) -> Tensor:
+        """The block that begins at an offset, as a view: filling it fills the local tensor."""
+        for block in self.blocks():
+            if index.offset is not None and tuple(index.offset) == block.offsets:
+                return self.local[block.local]
+        raise ValueError(f"{index.fqn}: this rank holds no block that begins at {index.offset}.")
+
+
+def _chunk(block: Block) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(block.offsets), sizes=torch.Size(block.sizes))

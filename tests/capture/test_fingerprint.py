@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+
+from autoshard.capture import capture
+from tests import models
+
+_PROGRAM = """
+import torch
+from autoshard.capture import capture
+from torch import nn
+module = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+print(capture(module, (torch.ones(3, 4),), {}).fingerprint)
+"""
+
+
+def test_equal_in_another_process() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.GELU(), torch.nn.Linear(6, 4))
+    expected = capture(module, (torch.ones(3, 4),), {}).fingerprint
+    command = [sys.executable, "-c", _PROGRAM]
+    environment = {"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)}
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert result.stdout.strip() == expected
+
+
+def test_equal_for_other_numbers_and_names_of_inputs() -> None:
+    first, kwargs = models.gpt(seed=0)
+    second, others = models.gpt(seed=1)
+    assert capture(first, (), kwargs).fingerprint == capture(second, (), others).fingerprint
+
+
+def test_differs_with_shape_dtype_option_and_operator() -> None:
+    prints = {
+        capture(module, (), kwargs).fingerprint
+        for module, kwargs in (
+            models.gpt(),
+            models.gpt(batch=6),
+            models.gpt(dtype=torch.float64),
+            models.gpt(split="chunk"),
+            models.gpt(tied=True),
+            models.gpt(dropout=0.1),
+        )
+    }
+    assert len(prints) == 6
+
+
+class Choose(torch.nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 4))
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x @ self.weight, lambda x: x * self.factor, (x,)).sum()
+
+
+def test_sees_into_branches() -> None:
+    x = torch.ones(3, 4)
+    prints = [capture(Choose(factor), (x,), {}).fingerprint for factor in (2.0, 2.0, 3.0)]
+    assert prints[0] == prints[1]
+    assert prints[0] != prints[2]

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autoshard.patterns.registry import call_of, rule_for
+from autoshard.patterns.rule import Rule
+from autoshard.patterns.strategy import result_spec
+from autoshard.specs.axes import MeshShape
+from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
+
+HEADS = [(6, 6), (6, 3), (12, 2)]
+MASKS = [(4, None, 6, 6), (4, 1, 6, 6), (1, 1, 1, 6), (1, None, 1, 6), (6, 6)]
+
+
+def _tensors(heads: int, groups: int) -> list[torch.Tensor]:
+    return [normal(4, heads, 6, 8), normal(4, groups, 6, 8), normal(4, groups, 6, 8) + 1]
+
+
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_on_cpu(heads: int, groups: int, causal: bool) -> None:
+    shards = "b h" + (" r" if heads != groups else "") + ("" if causal else " s")
+    tensors = _tensors(heads, groups)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    assert_sound(forward.default, *tensors, 0.0, causal, shards=shards)
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    gradient = normal(4, heads, 6, 8) - 1
+    assert_sound(backward, gradient, *tensors, *forward(*tensors, 0.0, causal), 0.0, causal, shards=shards)
+
+
+@pytest.mark.parametrize("shape", MASKS)
+def test_with_a_mask_that_is_broadcast(shape: tuple[int | None, ...]) -> None:
+    tensors, mask = _tensors(6, 3), normal(*(6 if size is None else size for size in shape))
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    assert_sound(forward.default, *tensors, 0.0, False, attn_mask=mask, shards="b h r s")
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    kept = forward(*tensors, 0.0, False, attn_mask=mask)
+    assert_sound(backward, normal(4, 6, 6, 8), *tensors, *kept, 0.0, False, attn_mask=mask)
+
+
+def test_gradients_of_keys_are_partial_over_queries() -> None:
+    tensors = _tensors(6, 6)
+    kept = aten._scaled_dot_product_flash_attention_for_cpu(*tensors)
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    _, rule = bound(op, tensors[0], *tensors, *kept, 0.0, False)
+    mesh = MeshShape.of({"x": 2})
+    specs = [str(result_spec(rule, rule.indices("s"), mesh, result)) for result in range(3)]
+    assert specs == ["S(2)", "P(sum)", "P(sum)"]
+
+
+def _on_accelerator(*shape: int) -> torch.Tensor:
+    """Kernels of accelerators tell their shapes on the meta device."""
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def _rule(op: Any, *args: Any) -> tuple[Any, Rule | None]:
+    results = op(*args)
+    return results, rule_for(call_of(op, args, {}, results))
+
+
+def _shardable(rule: Rule | None) -> str:
+    assert rule is not None
+    return " ".join(sorted(factor.name for factor in rule.factors if factor.shardable))
+
+
+@pytest.mark.parametrize(("causal", "shards"), [(True, "b h r"), (False, "b h r s")])
+def test_flash_and_cudnn(causal: bool, shards: str) -> None:
+    query, key = _on_accelerator(2, 12, 8, 64), _on_accelerator(2, 4, 16, 64)
+    flash, rule = _rule(aten._scaled_dot_product_flash_attention.default, query, key, key, 0.0, causal)
+    assert _shardable(rule) == shards
+    op = aten._scaled_dot_product_flash_attention_backward.default
+    _, rule = _rule(op, query, query, key, key, *flash[:4], 8, 16, 0.0, causal, flash[6], flash[7])
+    assert _shardable(rule) == shards
+    cudnn, rule = _rule(aten._scaled_dot_product_cudnn_attention.default, query, key, key, None, True, 0.0, causal)
+    assert _shardable(rule) == shards
+    op = aten._scaled_dot_product_cudnn_attention_backward.default
+    args = (query, query, key, key, *cudnn[:2], *cudnn[6:8], None, *cudnn[2:4], 8, 16, 0.0, causal)
+    assert _shardable(_rule(op, *args)[1]) == shards
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_efficient_keeps_queries_whole(biased: bool) -> None:
+    query = _on_accelerator(2, 12, 32, 64)
+    bias = _on_accelerator(2, 1, 32, 32) if biased else None
+    kept, rule = _rule(aten._scaled_dot_product_efficient_attention.default, query, query, query, bias, True)
+    assert _shardable(rule) == "b h"
+    op = aten._scaled_dot_product_efficient_attention_backward.default
+    _, rule = _rule(op, query, query, query, query, bias, *kept, 0.0, [True, True, True, biased])
+    assert _shardable(rule) == "b h"
+
+
+def test_overrideable() -> None:
+    query, bias = _on_accelerator(2, 12, 8, 64), _on_accelerator(1, 12, 8, 8)
+    op = aten._scaled_dot_product_fused_attention_overrideable.default
+    kept, rule = _rule(op, query, query, query, bias)
+    assert _shardable(rule) == "b h s"
+    op = aten._scaled_dot_product_fused_attention_overrideable_backward.default
+    mask, state = [True, True, True, True], (kept[6], kept[7])
+    _, rule = _rule(op, query, query, query, query, bias, mask, *kept[:4], 8, 8, 0.0, False, *state)
+    assert rule is not None
+    mesh = MeshShape.of({"x": 2})
+    specs = [str(result_spec(rule, rule.indices("b"), mesh, result)) for result in range(4)]
+    assert specs == ["S(0)", "S(0)", "S(0)", "P(sum)"]
+
+
+def test_no_rule_with_dropout_inside() -> None:
+    query = _on_accelerator(2, 12, 8, 64)
+    assert _rule(aten._scaled_dot_product_flash_attention.default, query, query, query, 0.1)[1] is None

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from autoshard.patterns.check import shard_unevenly
+from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.patterns.lockstep import Lockstep, PerRank
+from autoshard.patterns.ops._draws import draws
+from autoshard.patterns.strategy import axis_choices, fits, operand_spec, result_spec
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.tensors import unshard
+from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
+
+SHAPE = (64, 48)
+CPU = {"dtype": torch.float64, "device": torch.device("cpu")}
+INTEGERS = {"dtype": torch.int64, "device": torch.device("cpu")}
+MESH = MeshShape.of({"x": 4, "y": 2})
+COUNT = 64 * 48
+
+
+def _drawn(op: Any, *args: Any, seed: int = 0, **kwargs: Any) -> list[list[torch.Tensor]]:
+    """For every strategy on the mesh, the results put together; replicas of a shard agree."""
+    call, rule = bound(op, *args, **kwargs)
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    drawn = []
+    for choices in itertools.product(*(axis_choices(rule, size) for size in MESH.sizes)):
+        if not fits(rule, choices, MESH):
+            continue
+        emit, values = Lockstep(MESH, seed), []
+        for position, tensor in enumerate(tensors):
+            shards = shard_unevenly(tensor, operand_spec(rule, choices, MESH, position), MESH)
+            values.append(PerRank(tuple(shards.values())))
+        results = emit_local(LocalCall(call, rule, choices, MESH, emit, values))
+        results = results if isinstance(results, tuple) else (results,)
+        drawn.append(
+            [_joined(value, result_spec(rule, choices, MESH, i), call.results[i]) for i, value in enumerate(results)]
+        )
+    return drawn
+
+
+def _joined(value: PerRank, spec: Any, meta: Any) -> torch.Tensor:
+    shards = dict(zip(MESH.coordinates(), value.values, strict=True))
+    replicated = [axis for axis, placement in enumerate(spec) if placement.is_replicate()]
+    for coordinate, tensor in shards.items():
+        first = tuple(0 if axis in replicated else index for axis, index in enumerate(coordinate))
+        assert torch.equal(tensor, shards[first])
+        assert tensor.dtype == meta.dtype
+    return unshard(shards, spec, MESH, meta.shape)
+
+
+X, P = normal(*SHAPE), normal(*SHAPE).sigmoid()
+CALLS = [  # the call, and its mean and standard deviation (None: those of the probabilities P)
+    (aten.bernoulli.p, (X, 0.3), {}, 0.3, 0.21**0.5),
+    (aten.bernoulli.default, (P,), {}, None, 0.5),
+    (aten.bernoulli.Tensor, (X, P), {}, None, 0.5),
+    (aten.rand.default, (list(SHAPE),), CPU, 0.5, 12**-0.5),
+    (aten.rand_like.default, (X,), {}, 0.5, 12**-0.5),
+    (aten.randn.default, (list(SHAPE),), CPU, 0.0, 1.0),
+    (aten.randn_like.default, (X.float(),), {}, 0.0, 1.0),
+    (aten.randint.default, (10, list(SHAPE)), INTEGERS, 4.5, 8.25**0.5),
+    (aten.randint.low, (5, 10, list(SHAPE)), INTEGERS, 7.0, 2.0**0.5),
+    (aten.randint_like.default, (X, 10), {}, 4.5, 8.25**0.5),
+    (aten.randint_like.low_dtype, (X, 5, 10), {}, 7.0, 2.0**0.5),
+    (aten.uniform.default, (X, 2.0, 4.0), {}, 3.0, 3**-0.5),
+    (aten.normal_functional.default, (X, 2.0, 4.0), {}, 2.0, 4.0),
+    (aten.normal.float_float, (2.0, 4.0, list(SHAPE)), CPU, 2.0, 4.0),
+    (aten.normal.Tensor_float, (torch.full_like(X, 3.0), 0.5), {}, 3.0, 0.5),
+    (aten.normal.float_Tensor, (1.0, torch.full_like(X, 2.0)), {}, 1.0, 2.0),
+    (aten.normal.Tensor_Tensor, (torch.full_like(X, 3.0), torch.full_like(X, 2.0)), {}, 3.0, 2.0),
+    (aten.exponential.default, (X, 2.0), {}, 0.5, 0.5),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "kwargs", "mean", "deviation"), CALLS, ids=[str(case[0]) for case in CALLS])
+def test_distribution_of_every_strategy(op: Any, args: Any, kwargs: Any, mean: float | None, deviation: float) -> None:
+    drawn = _drawn(op, *args, **kwargs)
+    assert len(drawn) == 9
+    expected = P.mean().item() if mean is None else mean
+    for (values,) in drawn:
+        assert abs(values.double().mean().item() - expected) < 5 * deviation / COUNT**0.5
+        assert abs(values.double().std().item() - deviation) < 0.1 * deviation
+
+
+@pytest.mark.parametrize("train", [True, None])
+def test_dropout(train: bool | None) -> None:
+    for result, mask in _drawn(aten.native_dropout.default, X, 0.25, train):
+        assert mask.dtype == torch.bool
+        torch.testing.assert_close(result, X * mask / 0.75)
+        assert abs(mask.double().mean().item() - 0.75) < 5 * (0.25 * 0.75 / COUNT) ** 0.5
+
+
+def test_dropout_at_its_ends() -> None:
+    assert_sound(aten.native_dropout.default, X, 0.5, False)
+    assert_sound(aten.native_dropout.default, X, 0.0, True)
+    assert_sound(aten.native_dropout.default, X, 1.0, True)
+
+
+def test_dropout_backward() -> None:
+    assert_sound(aten.native_dropout_backward.default, normal(4, 6), normal(4, 6) > 0, 2.0, shards="dim0 dim1")
+
+
+def test_shards_differ() -> None:
+    for (values,) in _drawn(aten.rand.default, list(SHAPE), **CPU)[1:]:
+        assert values.unique().numel() == COUNT
+
+
+def test_numbers_follow_from_the_seed() -> None:
+    first, again, other = (_drawn(aten.rand.default, list(SHAPE), seed=seed, **CPU) for seed in (1, 1, 2))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a[0], b[0]) for a, b in zip(first, other, strict=True))
+
+
+def test_default_generator_is_left_alone() -> None:
+    before = torch.random.get_rng_state()
+    draws.uniform([4], 0.0, 1.0, torch.tensor(3), 0, None, **CPU)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_streams_differ() -> None:
+    one, two = (draws.uniform([8], 0.0, 1.0, torch.tensor(3), stream, None, **CPU) for stream in (0, 1))
+    assert not torch.equal(one, two)
+
+
+def test_randperm() -> None:
+    ((values,),) = _drawn(aten.randperm.default, 48, device=torch.device("cpu"))
+    assert torch.equal(values.sort().values, torch.arange(48))
+
+
+def test_multinomial() -> None:
+    weights = torch.tensor([[0.0, 1.0, 3.0, 6.0]], dtype=torch.float64).repeat(400, 1)
+    for (values,) in _drawn(aten.multinomial.default, weights, 3):
+        assert torch.equal(values.sort(-1).values, torch.tensor([[1, 2, 3]]).expand(400, 3))
+        assert abs((values[:, 0] == 3).double().mean().item() - 0.6) < 5 * (0.24 / 400) ** 0.5
+    for (values,) in _drawn(aten.multinomial.default, weights, 5, True):
+        assert abs((values == 3).double().mean().item() - 0.6) < 5 * (0.24 / 2000) ** 0.5
+        assert not (values == 0).any()
