@@ -347,8 +347,12 @@ class _Parallelizer:
 
     def _decide(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
         """The plan given by the user for the first call; else the first rank's."""
-        shapes = {source.name: tuple(source.node.meta["val"].shape) for source in graph.inputs}
-        held = {s.name: shapes[s.name] for s in graph.inputs if s.kind in ("parameter", "buffer")}
+        held = {
+            name: tuple(source.node.meta["val"].shape)
+            for source in graph.inputs
+            if source.kind in ("parameter", "buffer")
+            for name in graph.aliases[source.name]
+        }
         decided = self.plan if self.placed is None else None
         if decided is None:
             text = from_first_rank(self.device_mesh, lambda: _planned(planner, seconds, self.options).to_json())

@@ -1,6 +1,6 @@
-"""Small models built from configurations, shared by all tests: each function returns a module and keyword arguments to call it with.
+"""Small models built from configurations, shared by all tests: each returns a module and its keyword arguments.
 
-Batch 12, sequences of 12, hidden sizes divisible by 2, 3 and 4, two layers; seeded, so that two calls build the same numbers.
+Batch 12, sequences of 12, hidden sizes divisible by 2, 3 and 4, two layers; seeded: two calls build the same numbers.
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 def _leaf(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return (value.shape, value.dtype, value.requires_grad)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, float):
+        return (type(value), repr(value))  # nan is equal to nan here, and 0.0 is not -0.0
+    if value is None or isinstance(value, (bool, int, str)):
         return (type(value), value)
     leaves, structure = pytree.tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
@@ -109,7 +111,7 @@ class CallLayout:
                 if not isinstance(leaf, torch.Tensor):
                     raise InputError(f"{expected} was a tensor when captured, and is {leaf!r} in this call.")
                 tensors.append(leaf)
-            elif isinstance(leaf, torch.Tensor) or type(leaf) is not type(expected.value) or leaf != expected.value:
+            elif isinstance(leaf, torch.Tensor) or _leaf(leaf) != _leaf(expected.value):
                 kind = "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
                 raise InputError(
                     f"an argument was {expected.value!r} when captured, and is {kind} in this call: capture it again."

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 # Runs a function once per rank where one process holds all ranks, and plainly elsewhere.
-from torch.distributed._local_tensor import maybe_run_for_local_tensor
+from torch.distributed._local_tensor import LocalTensor, maybe_run_for_local_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -93,3 +93,10 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
 def accumulated_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     """The hooks that `register_post_accumulate_grad_hook` put on a tensor."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())
+
+
+def has_views(tensor: Tensor) -> bool:
+    """Whether another tensor uses the same memory, for any of the ranks that this process holds."""
+    shards = tensor._local_tensors.values() if isinstance(tensor, LocalTensor) else [tensor]
+    # One user is the tensor, one the storage object made here. A plain count of tensors is not to be had otherwise.
+    return any(torch._C._storage_Use_Count(shard.untyped_storage()._cdata) > 2 for shard in shards)

@@ -34,7 +34,7 @@ class Block:
 
 
 def blocks_of(shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]) -> Iterator[Block]:
-    """The blocks of the rank at `coordinate`, as few as there can be: one where nothing is strided, none where it is empty."""
+    """The blocks of the rank at `coordinate`: one where nothing is strided, none where the shard is empty."""
     indices = local_indices(shape, spec, mesh, coordinate)
     for runs in itertools.product(*(_runs(index) for index in indices)):
         yield Block(tuple(whole for whole, _ in runs), tuple(local for _, local in runs))

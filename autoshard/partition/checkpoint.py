@@ -1,8 +1,8 @@
-"""Checkpoints of sharded modules: strided shards for `torch.distributed.checkpoint`, whole tensors for `load_state_dict`.
+"""Checkpoints of sharded modules: strided shards in `torch.distributed.checkpoint`, whole tensors in `load_state_dict`.
 
 `torch.distributed.checkpoint` describes the local tensor of a `DTensor` as one stretch of the global tensor. Of a
-strided shard that is wrong: it is several. A `DTensor` lets its local tensor speak for itself, however, so local tensors
-are given the methods of that protocol, which tell every stretch apart.
+strided shard that is wrong: it is several. A `DTensor` lets its local tensor speak for itself, however, so local
+tensors are given the methods of that protocol, which tell every stretch apart.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def checkpointable(target: Target) -> Target:
     """Make strided shards known to `torch.distributed.checkpoint`.
 
     The `state_dict()` of a parallelised module is so already. What holds other `DTensor`s, an optimizer above all, is
-    made so by this function: `dcp.save({"optimizer": autoshard.checkpointable(optimizer.state_dict())})`, or once and for
-    all by `autoshard.checkpointable(optimizer)`, which serves `torch.distributed.checkpoint.state_dict` too. Do it
-    before loading as before saving.
+    made so by this function: `dcp.save({"optimizer": autoshard.checkpointable(optimizer.state_dict())})`, or once and
+    for all by `autoshard.checkpointable(optimizer)`, which serves `torch.distributed.checkpoint.state_dict` too. Do it
+    before loading as before saving: without it torch refuses to save a strided shard, and loads wrong numbers into it.
 
     Args:
         target: a state dict, nested or not, whose `DTensor`s may lie anyhow; or an optimizer, whose `state_dict()` will
@@ -124,7 +124,7 @@ def _alike(value: Tensor, parameter: DTensor) -> Tensor:
 
 
 def _describe(tensor: DTensor) -> None:
-    """Give the local tensor of a `DTensor` the methods of the checkpoint protocol, if torch would describe it wrongly."""
+    """Give the local tensor of a `DTensor` the methods of the checkpoint protocol, where it is not one stretch."""
     spec = Spec(tuple(tensor.placements))
     dims = [dim_of(spec[axis], tensor.ndim) for axis in spec.shard_axes]
     nested = len(set(dims)) < len(dims)

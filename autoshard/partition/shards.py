@@ -14,7 +14,7 @@ from autoshard.errors import MeshError, PlanError
 from autoshard.names import suggestion
 from autoshard.partition import _torch
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import dim_of, local_indices
+from autoshard.specs.layout import dim_of, is_even, local_indices, true_local_shape
 from autoshard.specs.spec import Spec, shard_placement, split_factor_of
 from autoshard.specs.tensors import pad_to, shard
 
@@ -109,11 +109,17 @@ def _joined(
 ) -> Tensor:
     """`value`, which lies by `spec`, with the last axis that shards it joined."""
     axis = spec.shard_axes[-1]
-    largest = tuple(len(indices) for indices in local_indices(shape, spec, mesh, (0,) * mesh.ndim))
-    value = _padded(value, largest)
-    gathered = value.new_empty((mesh.sizes[axis] * largest[0], *largest[1:]))
-    dist.all_gather_into_tensor(gathered, value, group=device_mesh.get_group(axis))
+    value = _padded(value, _largest_shape(shape, spec, mesh))
+    gathered = [torch.empty_like(value) for _ in range(mesh.sizes[axis])]
+    dist.all_gather(gathered, value, group=device_mesh.get_group(axis))
     return _assembled(gathered, tuple(shape), spec, mesh, coordinate)
+
+
+def _largest_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
+    """The least shape that holds the shard of any rank."""
+    coordinates = [(0,) * mesh.ndim] if is_even(shape, spec, mesh) else mesh.coordinates()
+    shapes = [true_local_shape(shape, spec, mesh, coordinate) for coordinate in coordinates]
+    return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
 
 
 @_torch.per_rank
@@ -122,14 +128,16 @@ def _padded(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 @_torch.per_rank
-def _assembled(gathered: Tensor, shape: tuple[int, ...], spec: Spec, mesh: MeshShape, coordinate: Coordinate) -> Tensor:
-    """The parts of all ranks along the last shard axis, stacked in `gathered`, each at its place."""
+def _assembled(
+    parts: list[Tensor], shape: tuple[int, ...], spec: Spec, mesh: MeshShape, coordinate: Coordinate
+) -> Tensor:
+    """The padded parts of all ranks along the last shard axis, each at its place."""
     axis = spec.shard_axes[-1]
     dim = dim_of(spec[axis], len(shape))
     before = local_indices(shape, _upto(spec, axis), mesh, coordinate)
     position = {index: place for place, index in enumerate(before[dim])}
-    result = gathered.new_empty([len(indices) for indices in before])
-    for place, part in enumerate(gathered.chunk(mesh.sizes[axis]) if gathered.numel() else ()):
+    result = parts[0].new_empty([len(indices) for indices in before])
+    for place, part in enumerate(parts):
         own = local_indices(shape, spec, mesh, (*coordinate[:axis], place, *coordinate[axis + 1 :]))
         part = part[tuple(slice(len(indices)) for indices in own)]
         where = torch.tensor([position[index] for index in own[dim]], dtype=torch.int64, device=part.device)
@@ -244,10 +252,16 @@ def _spec_of(
 
 def _placed(parameter: nn.Parameter, device_mesh: DeviceMesh, spec: Spec) -> nn.Parameter:
     """A parameter like a plain one, with its attributes, gradient and hooks, that is a `DTensor`."""
-    placed = nn.Parameter(distribute(parameter, device_mesh, spec), parameter.requires_grad)
-    placed.__dict__.update(parameter.__dict__)
+    placed = placed_like(distribute(parameter, device_mesh, spec), parameter)
     if parameter.grad is not None:
         placed.grad = distribute(parameter.grad, device_mesh, spec)
+    return placed
+
+
+def placed_like(tensor: DTensor, parameter: nn.Parameter) -> nn.Parameter:
+    """`tensor` as a parameter with the attributes and hooks of another, and frozen if that is."""
+    placed = nn.Parameter(tensor, parameter.requires_grad)
+    placed.__dict__.update(parameter.__dict__)
     for hook in _torch.gradient_hooks(parameter):
         placed.register_hook(hook)
     for hook in _torch.accumulated_hooks(parameter):

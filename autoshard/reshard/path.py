@@ -29,7 +29,7 @@ from autoshard.specs.spec import Spec
 Price = Callable[[str, int, int], float]
 """Seconds of a collective: kind, bytes that a rank holds before it, mesh axis."""
 
-_CHUNK_ENTRIES = 1 << 21
+_CHUNK_ENTRIES = 1 << 19
 _BYTES_BITS = 52
 
 Extra = frozenset[tuple[int, frozenset[Nest]]]
@@ -76,8 +76,6 @@ class _PricedGraph:
     graph: StateGraph
     bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
-    starts: NDArray[np.int64]
-    reached: NDArray[np.int32]
     rows: dict[State, NDArray[np.float64]]
 
 
@@ -189,8 +187,7 @@ class Resharder:
         for chosen, amount in ((unpacked, held[graph.target]), (packed, before)):
             kinds = np.full(int(chosen.sum()), copies, dtype=np.int8)
             seconds[chosen] += self._prices_of(kinds, amount[chosen], graph.axis[chosen])
-        reached, starts = np.unique(graph.target, return_index=True)
-        return _PricedGraph(graph, before, seconds, starts, reached, {})
+        return _PricedGraph(graph, before, seconds, {})
 
     def _prices_of(
         self, kinds: NDArray[np.int8], amounts: NDArray[np.int64], axes: NDArray[np.int8]
@@ -255,7 +252,7 @@ def _distances(priced: _PricedGraph, sources: Sequence[State]) -> NDArray[np.flo
     Bellman-Ford over all sources at once: paths have few steps, so that a few sweeps over the edges suffice.
     """
     wanted = sorted({priced.graph.index[state] for state in sources if state not in priced.rows})
-    step = max(1, _CHUNK_ENTRIES // max(1, len(priced.seconds)))
+    step = max(1, _CHUNK_ENTRIES // len(priced.graph.states))
     for first in range(0, len(wanted), step):
         chunk = wanted[first : first + step]
         for position, row in zip(chunk, _sweeps(priced, chunk)[-1].T, strict=True):
@@ -269,16 +266,19 @@ def _sweeps(priced: _PricedGraph, sources: Sequence[int]) -> list[NDArray[np.flo
     distance = np.full((len(graph.states), len(sources)), np.inf)
     distance[list(sources), range(len(sources))] = 0.0
     rounds = [distance]
-    while len(priced.reached):
-        through = distance[graph.source] + priced.seconds[:, None]
-        closer = distance.copy()
-        best = np.minimum.reduceat(through, priced.starts, axis=0)
-        closer[priced.reached] = np.minimum(distance[priced.reached], best)
+    order = np.argsort(graph.by_degree)
+    while True:
+        closer = distance[graph.by_degree]
+        for edges in graph.incoming:
+            through = distance[graph.source[edges]]
+            through += priced.seconds[edges, None]
+            reached = closer[: len(edges)]
+            np.minimum(reached, through, out=reached)
+        closer = closer[order]
         if np.array_equal(closer, distance):
-            break
+            return rounds
         distance = closer
         rounds.append(distance)
-    return rounds
 
 
 def _edges_between(priced: _PricedGraph, start: State, end: State) -> list[int] | None:

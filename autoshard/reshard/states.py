@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,6 +176,8 @@ class StateGraph:
         source_place, target_place: `[edges, 2]`: dim, and undistributed steps above, of the axis's shard at either
             end; dim -1 where the axis does not shard there.
         parts: `[states, dims]`: into how many parts every dim is split.
+        by_degree: positions of all states, those with most incoming edges first.
+        incoming: the k-th incoming edge of every state that has so many, in the order of `by_degree`.
     """
 
     states: tuple[State, ...]
@@ -187,6 +189,8 @@ class StateGraph:
     source_place: NDArray[np.int32]
     target_place: NDArray[np.int32]
     parts: NDArray[np.int64]
+    by_degree: NDArray[np.int64]
+    incoming: tuple[NDArray[np.int64], ...]
 
 
 @lru_cache(maxsize=128)
@@ -200,9 +204,14 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
     """
     states = tuple(_states(nests, operations, mesh))
     index = {state: position for position, state in enumerate(states)}
-    edges = sorted(edge for axis, size in enumerate(mesh.sizes) if size > 1 for edge in _moves(index, axis, mesh))
+    edges = [edge for axis, size in enumerate(mesh.sizes) if size > 1 for edge in _moves(index, axis, mesh)]
     table = np.array(edges, dtype=np.int64).reshape(-1, 8)
-    parts = [[math.prod(mesh.sizes[axis] for axis, _ in nest) for nest in state.nests] for state in states]
+    table = table[np.lexsort((table[:, 1], table[:, 0]))]
+    degree = np.bincount(table[:, 0], minlength=len(states))
+    first = np.cumsum(degree) - degree
+    by_degree = np.argsort(-degree, kind="stable")
+    sizes = mesh.sizes
+    parts = [[math.prod(sizes[axis] for axis, _ in nest) for nest in state.nests] for state in states]
     return StateGraph(
         states=states,
         index=index,
@@ -213,6 +222,10 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
         source_place=table[:, 4:6].astype(np.int32),
         target_place=table[:, 6:8].astype(np.int32),
         parts=np.array(parts, dtype=np.int64).reshape(len(states), len(nests)),
+        by_degree=by_degree,
+        incoming=tuple(
+            first[by_degree[: np.count_nonzero(degree > number)]] + number for number in range(int(degree.max()))
+        ),
     )
 
 
@@ -224,10 +237,10 @@ def _states(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], mesh
         combinations = [
             ((*chosen, nest), used | axes) for chosen, used in combinations for nest, axes in listed if not used & axes
         ]
+    sizes = mesh.sizes
     for chosen, used in combinations:
         open_choices = [
-            (None, *sorted(operations)) if axis not in used and size > 1 else (None,)
-            for axis, size in enumerate(mesh.sizes)
+            (None, *sorted(operations)) if axis not in used and size > 1 else (None,) for axis, size in enumerate(sizes)
         ]
         for partial in itertools.product(*open_choices):
             if _reducible(partial):
@@ -236,15 +249,16 @@ def _states(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], mesh
 
 def _moves(index: dict[State, int], axis: int, mesh: MeshShape) -> Iterator[tuple[int, ...]]:
     """All edges that change the placement on `axis`: between states that an all-gather over it makes equal."""
-    families: dict[State, list[tuple[int, str | None, tuple[int, int]]]] = {}
+    families: dict[object, list[tuple[int, str | None, tuple[int, int]]]] = {}
+    gathered = cache(lambda nest: without(nest, axis, mesh))
+    size = mesh.sizes[axis]
     for state, position in index.items():
-        partial = (*state.partial[:axis], None, *state.partial[axis + 1 :])
-        core = State(tuple(without(nest, axis, mesh) for nest in state.nests), partial)
+        core = (tuple(map(gathered, state.nests)), state.partial[:axis], state.partial[axis + 1 :])
         member = (position, state.partial[axis], state.place(axis) or (-1, 1))
         families.setdefault(core, []).append(member)
     for family in families.values():
         for (source, before, left), (target, after, right) in itertools.permutations(family, 2):
-            kind = _kind(before, left, after, right, mesh.sizes[axis])
+            kind = _kind(before, left, after, right, size)
             if kind is not None:
                 yield target, source, kind, axis, *left, *right
 

@@ -38,7 +38,6 @@ def solve_integer(
     hint: Found = NOTHING,
     deadline: float = float("inf"),
     seed: int = 0,
-    verbose: bool = False,
 ) -> IntegerResult:
     """Solves a reduced network by mixed integer programming.
 
@@ -53,7 +52,6 @@ def solve_integer(
         hint: a known assignment.
         deadline: `time.monotonic()` seconds.
         seed: of the backend.
-        verbose: whether the backend logs.
 
     Source: Rhino 4.2 and 4.4.
     """
@@ -67,7 +65,6 @@ def solve_integer(
         time_limit=min(deadline - monotonic(), 1e6),
         seed=seed,
         hint=None if places is None else _values(program, nodes, pairs, places),
-        verbose=verbose,
     )
     if answer.infeasible:
         return IntegerResult(NOTHING, float("inf"), True)

@@ -66,7 +66,6 @@ def minimise(
     time_limit: float,
     seed: int = 0,
     hint: Array | None = None,
-    verbose: bool = False,
 ) -> Answer:
     """Solves a program: HiGHS where there are integers, GLOP otherwise.
 
@@ -75,7 +74,6 @@ def minimise(
         time_limit: seconds.
         seed: of the backend; one worker and one seed give one answer, unless the time ends first.
         hint: values of all variables of a known solution.
-        verbose: whether the backend writes its log to standard output.
 
     Raises:
         SolverError: OR-Tools is not installed, or the backend failed.
@@ -88,9 +86,7 @@ def minimise(
         ) from error
     model = mathopt.Model.from_model_proto(_proto(program))
     mixed = any(program.integer)
-    parameters = mathopt.SolveParameters(
-        time_limit=timedelta(seconds=max(time_limit, 0.01)), enable_output=verbose
-    )
+    parameters = mathopt.SolveParameters(time_limit=timedelta(seconds=max(time_limit, 0.01)))
     settings = mathopt.ModelSolveParameters()
     if mixed:
         parameters.random_seed = seed

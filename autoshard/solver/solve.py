@@ -198,7 +198,7 @@ def _descent(network: Network) -> Found:
 def _ilp(task: _Task) -> _Outcome:
     core = task.core(dominance=True)
     result = solve_integer(
-        core, moments=task.moments, deadline=task.deadline, seed=task.seed, verbose=task.verbose
+        core, moments=task.moments, deadline=task.deadline, seed=task.seed
     )
     return _Outcome(result.found, result.bound, result.proved, "ilp")
 
@@ -238,7 +238,7 @@ def _closed(task: _Task, rest: Network, moments: Moments | None, best: Found, bo
         return _Outcome(best, bound, False, "ilp")
     hint = best if best.choices and rest.positions(best.choices) is not None else NOTHING
     result = solve_integer(
-        rest, moments=moments, hint=hint, deadline=task.deadline, seed=task.seed, verbose=task.verbose
+        rest, moments=moments, hint=hint, deadline=task.deadline, seed=task.seed
     )
     best = better(best, result.found)
     return _Outcome(best, max(bound, min(result.bound, best.cost)), result.proved, "ilp")

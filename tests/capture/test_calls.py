@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from autoshard.capture import signature_of
-from autoshard.capture.calls import Constant, ResultLayout, result_names
 from autoshard.capture._torch import pytree
+from autoshard.capture.calls import Constant, ResultLayout, result_names
 from autoshard.errors import InputError
 from tests import models
 
@@ -23,6 +23,7 @@ def test_equal_calls_have_equal_keys() -> None:
     x = torch.ones(2, 3)
     assert key(x, scale=2, flag=None) == key(torch.zeros(2, 3), flag=None, scale=2)
     assert key(x.to("meta")) == key(x)
+    assert key(x, float("nan")) == key(x, float("nan"))
     assert hash(key([x, {"a": x}])) == hash(key([x, {"a": x + 1}]))
 
 
@@ -33,6 +34,7 @@ def test_equal_calls_have_equal_keys() -> None:
         (((torch.ones(2),), {}), ((torch.ones(2, dtype=torch.float64),), {})),
         (((torch.ones(2),), {}), ((torch.ones(2, requires_grad=True),), {})),
         (((1,), {}), ((1.0,), {})),
+        (((0.0,), {}), ((-0.0,), {})),
         (((1,), {}), ((True,), {})),
         (((1,), {}), (((1,),), {})),
         ((([1],), {}), (((1,),), {})),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
 from autoshard.capture import capture
@@ -9,12 +8,12 @@ from tests import models
 
 
 def test_layers_repeat_and_correspond() -> None:
-    module, kwargs = models.gpt(layers=4)
+    module, kwargs = models.gpt(layers=3)
     graph = capture(module, (), kwargs)
     found = repeats(graph)
     layers = found.modules[0]
     assert layers.pattern == "layers.*"
-    assert layers.paths == ("layers.0", "layers.1", "layers.2", "layers.3")
+    assert layers.paths == ("layers.0", "layers.1", "layers.2")
     for nodes in zip(*layers.nodes, strict=True):
         assert len({(found.key[node], node.target, graph.phase(node)) for node in nodes}) == 1
     assert {graph.phase(node) for node in layers.nodes[0]} == {"forward", "backward"}
@@ -38,10 +37,9 @@ def test_keys_are_equal_between_captures() -> None:
     assert list(first.key.values()) == list(second.key.values())
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_other_shapes_are_other_work(layers: int) -> None:
-    module, kwargs = models.gpt(layers=layers)
-    other, others = models.gpt(layers=layers, batch=6)
+def test_other_shapes_are_other_work() -> None:
+    module, kwargs = models.mlp()
+    other, others = models.mlp(batch=6)
     keys = {
         key
         for node, key in repeats(capture(module, (), kwargs)).key.items()

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def simplified(function: Callable[[torch.Tensor], object], phases: dict[str, str] | None = None) -> fx.GraphModule:
-    """The simplified graph of a function of one tensor of shape (2, 3, 4); `phases` names nodes of the backward half."""
+    """The simplified graph of a function of a (2, 3, 4) tensor; `phases` names nodes of the backward half."""
     module = make_fx(function)(torch.randn(2, 3, 4))
     for node in module.graph.nodes:
         node.meta["partitioner_tag"] = (phases or {}).get(node.name, "is_forward")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoshard.reshard import EagerEmitter, Resharder, lower
+from autoshard.reshard import EagerEmitter, Path, Resharder, lower
 from autoshard.reshard.states import state_of
 from autoshard.specs import MeshShape, Spec
 from tests.reshard._torch import LocalTensor, LocalTensorMode
@@ -47,9 +47,16 @@ def test_a_sample_of_pairs_on_three_axes() -> None:
 
 
 @pytest.mark.slow
-def test_all_pairs_on_three_axes() -> None:
+def test_every_step_of_all_pairs_on_three_axes() -> None:
+    """Paths are chains of steps: where every step is right, every path is."""
+    shape = (8, 16, 24)
     with ranks(a=2, b=2, c=2) as world:
-        check(world, (8, 16, 24), list(itertools.product(placed_specs(world, (8, 16, 24), PLAIN), repeat=2)))
+        chosen = placed_specs(world, shape, PLAIN)
+        resharder = Resharder(world.mesh, ring_price(world.mesh))
+        paths = [resharder.path(shape, 8, *pair) for pair in itertools.product(chosen, repeat=2)]
+        whole = whole_numbers(shape)
+        for step in dict.fromkeys(step for path in paths for step in path.steps):
+            assert torch.equal(world.run(Path(shape, step.source, step.target, (step,)), whole), whole), step
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
-from autoshard.solver import Edge, Problem
+from autoshard.solver import Edge, Problem, solve
 
 
 def brute_force(problem: Problem) -> float:
@@ -33,7 +34,7 @@ def layered(layers: int, *, per_layer: int = 110, strategies: int = 6, seed: int
     return Problem(tuple(costs) * layers, tuple(edges))
 
 
-def two_axes(nodes: int, *, labels: int = 5, seed: int = 0, density: float = 0.5, usage: bool = False) -> Problem:
+def two_axes(nodes: int, *, labels: int = 5, seed: int = 0, density: float = 0.5) -> Problem:
     """Strategies are pairs of labels; changing a label costs, the less the more the other axis is sharded."""
     random = np.random.default_rng(seed)
     shards = np.array([1, *[8] * (labels - 1)])
@@ -46,16 +47,26 @@ def two_axes(nodes: int, *, labels: int = 5, seed: int = 0, density: float = 0.5
         if node:
             edges.append(Edge(node - 1, node, _resharding(random, pairs, labels)))
         if node > 3 and random.random() < density:
-            edges.append(Edge(int(random.integers(max(0, node - 8), node - 1)), node, _resharding(random, pairs, labels)))
-    memory = {}
-    if usage:
-        weight = random.integers(1, 100, nodes)
-        memory = {
-            "usages": tuple(weight[node] * split * 64 for node in range(nodes)),
-            "intervals": tuple((0, nodes) if node % 2 else (node, min(nodes, node + 6)) for node in range(nodes)),
-        }
-        memory["limit"] = 0.3 * float(weight.sum()) * 64 / 2
-    return Problem(tuple(costs), tuple(edges), components=tuple([pairs] * nodes), **memory)
+            source = int(random.integers(max(0, node - 8), node - 1))
+            edges.append(Edge(source, node, _resharding(random, pairs, labels)))
+    return Problem(tuple(costs), tuple(edges), components=tuple([pairs] * nodes))
+
+
+def with_memory(problem: Problem, fraction: float, *, seed: int = 0) -> Problem:
+    """The problem with random usages, half of them held all the time.
+
+    Args:
+        fraction: where the limit lies between the smallest sum of usages (0) and the peak of the optimum without
+            a limit (1), which elimination must be able to find.
+    """
+    random = np.random.default_rng(seed)
+    usages = tuple(np.round(random.integers(1, 100) * random.random(len(vector)) * 100) for vector in problem.costs)
+    count = problem.size
+    intervals = tuple((0, 2 * count) if node % 2 else (node, 2 * count - node) for node in range(count))
+    free = replace(problem, usages=usages, intervals=intervals)
+    least = free.peak([int(usage.argmin()) for usage in usages])
+    peak = free.peak(solve(problem).assignment)
+    return replace(free, limit=least + fraction * (peak - least))
 
 
 def _resharding(random: np.random.Generator, pairs: np.ndarray, labels: int) -> np.ndarray:

@@ -67,9 +67,7 @@ LINEAR: dict[str, tuple[Any, tuple[Any, ...], list[set[int]]]] = {
 
 
 @pytest.mark.parametrize(("op", "args", "linear"), LINEAR.values(), ids=LINEAR)
-def test_rule_is_sound_and_linear_where_it_should_be(
-    op: Any, args: tuple[Any, ...], linear: list[set[int]]
-) -> None:
+def test_rule_is_sound_and_linear_where_it_should_be(op: Any, args: tuple[Any, ...], linear: list[set[int]]) -> None:
     rule = rule_for(call_of(op, args, {}, op(*args)))
     assert rule is not None
     assert [set(operands) for operands in rule.linear] == linear

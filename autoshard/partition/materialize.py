@@ -1,0 +1,284 @@
+"""Meta parameters become real: local shards are allocated and initialised as one device would initialise them.
+
+An initialiser runs on a whole tensor, of one parameter at a time: a temporary, of which this rank's part is kept. So it
+draws the random numbers that one device draws, whatever operators it is made of, and no whole model is ever there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import InputError
+from autoshard.partition import _torch
+from autoshard.partition.shards import cut, from_first_rank, local_of, placed_like, set_parameter, whole, wrap_like
+from autoshard.specs.spec import Spec
+
+Model = TypeVar("Model", bound=nn.Module)
+Initializer = Callable[[nn.Module], object]
+
+
+def materialize(model: Model, device: torch.device | str | None = None, init: Initializer | None = None) -> Model:
+    """Allocate and initialise what a parallelised module has on the meta device, in place.
+
+    Every rank holds its shards, and at most one whole parameter besides. Parameters stay the same objects. They are
+    initialised by `init`, called for every submodule, children first; else by the model's own `init_weights()`
+    (Hugging Face, torchtitan); else by `reset_parameters()` of every submodule that has it and holds something on the
+    meta device. The numbers are those that one device draws, from the random state of rank 0.
+
+    Args:
+        model: the module; its parameters are `DTensor`s.
+        device: where to; by default the mesh's device type.
+        init: initialises the parameters and buffers of one submodule in place, as if they were whole.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: the model is not parallelised; the device is of another type than the mesh; or something has not
+            been initialised.
+    """
+    mesh = _mesh_of(model)
+    device = torch.device(mesh.device_type if device is None else device)
+    if device.type != mesh.device_type:
+        raise InputError(
+            f"materialize(device={str(device)!r}), but the model lies on a mesh of {mesh.device_type!r} devices: "
+            f"materialize it there, or make the mesh of {device.type!r} devices."
+        )
+    work = _Work.of(model)
+    with torch.no_grad():
+        work.allocate(model, device)
+        _synchronize_random_state(mesh, device)
+        with _Whole() as mode:
+            _initialize(model, init, work)
+        work.finish(model, mode.touched, device)
+    return model
+
+
+def allocate(model: nn.Module, device: torch.device, names: Container[str]) -> None:
+    """Memory on `device`, without numbers, for those named parameters and buffers that are on the meta device."""
+    with torch.no_grad():
+        _Work.of(model, names).allocate(model, device)
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh:
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise InputError(f"parameter {name!r} is no DTensor: call autoshard.parallelize(model, mesh) first.")
+    for parameter in model.parameters():
+        return parameter.device_mesh  # type: ignore[attr-defined]
+    raise InputError("the model has no parameters, so there is nothing to materialize.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What was on the meta device when the work began.
+
+    Attributes:
+        parameters: by their names, aliases included.
+        buffers: by their names; filled by `allocate` with what stands there instead.
+        modules: the submodules that hold any of these.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    modules: frozenset[nn.Module]
+
+    @staticmethod
+    def of(model: nn.Module, names: Container[str] | None = None) -> _Work:
+        """The work on a model, or on what has one of these names."""
+
+        def wanted(name: str, value: Tensor) -> bool:
+            return _is_meta(value) and (names is None or name in names)
+
+        parameters = {n: value for n, value in model.named_parameters(remove_duplicate=False) if wanted(n, value)}
+        buffers = {n: value for n, value in model.named_buffers(remove_duplicate=False) if wanted(n, value)}
+        owners = {name.rpartition(".")[0] for name in (*parameters, *buffers)}
+        return _Work(parameters, buffers, frozenset(model.get_submodule(owner) for owner in owners))
+
+    def allocate(self, model: nn.Module, device: torch.device) -> None:
+        for parameter in dict.fromkeys(self.parameters.values()):
+            _allocate(parameter, device)
+        made: dict[Tensor, Tensor] = {}
+        for name, buffer in self.buffers.items():
+            made.setdefault(buffer, torch.empty_like(buffer, device=device))
+            self.buffers[name] = made[buffer]
+            set_buffer(model, name, made[buffer])
+
+    def finish(self, model: nn.Module, touched: frozenset[Tensor], device: torch.device) -> None:
+        """Bring home what initialisers put in the place of parameters and buffers; check that nothing was left out."""
+        left = [*self._finish_parameters(model, touched), *self._finish_buffers(model, touched, device)]
+        if left:
+            raise InputError(
+                f"{left[0]!r}{f' and {len(left) - 1} more' if len(left) > 1 else ''} got memory, but no numbers: no "
+                f"initialiser of the model wrote to it. Give its module a reset_parameters() that does, pass "
+                f"init=function of a module, or load a checkpoint instead. (A Hugging Face model has to be built under "
+                f'`with torch.device("meta")`: built elsewhere, it holds itself for initialised.)'
+            )
+
+    def _finish_parameters(self, model: nn.Module, touched: frozenset[Tensor]) -> Iterator[str]:
+        for name, parameter in self.parameters.items():
+            now = model.get_parameter(name)
+            if now is not parameter:
+                _fill(parameter, now)
+                set_parameter(model, name, parameter)
+            elif parameter not in touched:
+                yield name
+
+    def _finish_buffers(self, model: nn.Module, touched: frozenset[Tensor], device: torch.device) -> Iterator[str]:
+        for name, buffer in self.buffers.items():
+            now = model.get_buffer(name)
+            if now is not buffer:
+                set_buffer(model, name, now.to(device))
+            if now.is_meta or (now is buffer and buffer not in touched and buffer.numel()):
+                yield name
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
+
+
+def _allocate(parameter: nn.Parameter, device: torch.device) -> None:
+    """Give a `DTensor` parameter on the meta device memory on another one; it stays the same object."""
+    assert isinstance(parameter, DTensor)
+    real = wrap_like(torch.empty_like(local_of(parameter), device=device), parameter)
+    try:
+        torch.utils.swap_tensors(parameter, placed_like(real, parameter))
+    except RuntimeError as error:
+        raise InputError(
+            f"a parameter of shape {tuple(parameter.shape)} can't be materialized in place, because something still "
+            f"refers to its meta tensor, such as the graph of a forward pass or a weak reference: {error} Materialize "
+            f"before the first call."
+        ) from error
+
+
+def set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    """Put a tensor in the place of the buffer under a qualified name; it stays persistent or not."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, value)
+
+
+def _initialize(model: nn.Module, init: Initializer | None, work: _Work) -> None:
+    own = getattr(model, "init_weights", None)
+    if init is None and callable(own):
+        own()
+        return
+    for module in _children_first(model, set()):
+        if init is not None:
+            init(module)
+        elif module in work.modules:
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                reset()
+
+
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Every submodule once, in the order in which constructors finish."""
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from _children_first(child, seen)
+    yield module
+
+
+def _synchronize_random_state(mesh: DeviceMesh, device: torch.device) -> None:
+    """Give every rank the random state of rank 0, on the processor and on the device."""
+    states = [(torch.get_rng_state, torch.set_rng_state)]
+    if device.type != "cpu":
+        accelerator = torch.get_device_module(device)
+        states.append((accelerator.get_rng_state, accelerator.set_rng_state))
+    for get, set_ in states:
+        set_(from_first_rank(get().to(device), mesh).cpu())
+
+
+def _fill(parameter: nn.Parameter, value: Tensor) -> None:
+    """Fill a `DTensor` parameter with this rank's part of a whole tensor."""
+    assert isinstance(parameter, DTensor)
+    local_of(parameter).copy_(cut(value, parameter.device_mesh, Spec(tuple(parameter.placements))))
+
+
+class _Whole(TorchFunctionMode):
+    """While active, functions of `DTensor`s get whole plain tensors, and what they write there is kept as shards.
+
+    The whole tensor of a parameter is there as long as a function or a view needs it. All ranks call the same functions
+    in the same order, as they do when initialising.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[DTensor, Tensor] = {}
+        self._touched: set[Tensor] = set()
+
+    @property
+    def touched(self) -> frozenset[Tensor]:
+        """The tensors that were given to a function that may have written to them."""
+        return frozenset(self._touched)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if _describes(function):
+            return function(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._close(keep=tensors)
+        opened = {tensor: self._opened(tensor) for tensor in tensors if isinstance(tensor, DTensor)}
+        leaves = [opened.get(leaf, leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+        self._touched.update(tensors)
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        result = function(*args, **kwargs)
+        return next((tensor for tensor, stand_in in opened.items() if stand_in is result), result)
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        if failure[0] is None:
+            self._close(keep=(), views=False)
+
+    def _opened(self, tensor: DTensor) -> Tensor:
+        """The whole tensor that stands in for a `DTensor`: with its numbers, if it has any yet."""
+        if tensor not in self._open:
+            replicated = Spec(tuple(tensor.placements)).is_replicated
+            if replicated:
+                self._open[tensor] = local_of(tensor)
+            elif tensor in self._touched:
+                self._open[tensor] = whole(tensor)
+            else:
+                self._open[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device=local_of(tensor).device)
+        return self._open[tensor]
+
+    def _close(self, keep: Sequence[Tensor], views: bool = True) -> None:
+        """Keep the shards of all whole tensors that nobody needs any more."""
+        kept = {id(tensor) for tensor in keep}
+        for tensor, stand_in in list(self._open.items()):
+            if id(tensor) in kept or (views and _torch.has_views(stand_in)):
+                continue
+            if stand_in is not local_of(tensor):
+                local_of(tensor).copy_(cut(stand_in, tensor.device_mesh, Spec(tuple(tensor.placements))))
+            del self._open[tensor]
+
+
+# What only tells of a tensor, so that no whole tensor need be made for it.
+_READERS = frozenset(
+    {
+        *("dim", "ndimension", "size", "numel", "nelement", "stride", "element_size"),
+        *("is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "__len__", "__hash__", "__repr__"),
+    }
+)
+_CONTENTS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+
+
+def _describes(function: Any) -> bool:
+    """Whether a function tells or sets what a tensor is, rather than what is in it."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(getattr(function, "__self__", None), "__name__", "") not in _CONTENTS
+    return name in _READERS

@@ -1,0 +1,42 @@
+"""Meshes whose ranks all live in one process, and what the ranks hold there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from autoshard.partition.shards import local_of
+from autoshard.specs import MeshShape, Spec
+
+
+@contextmanager
+def simulated(**sizes: int) -> Iterator[DeviceMesh]:
+    """A mesh with these axes; every tensor made inside is one per rank."""
+    mesh = MeshShape.of(sizes)
+    dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
+    try:
+        with LocalTensorMode(mesh.size):
+            yield init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+    finally:
+        dist.destroy_process_group()
+
+
+def per_rank(tensor: Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], Tensor]:
+    """What every rank holds of a tensor: local tensors of a `DTensor`, values of a plain one."""
+    value = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    coordinates = list(MeshShape.of(mesh).coordinates())
+    if isinstance(value, LocalTensor):
+        return {place: value._local_tensors[rank] for rank, place in enumerate(coordinates)}
+    return dict.fromkeys(coordinates, value)
+
+
+PLACEMENTS = ("R", "S(0)", "S(1)", "S(0,f=2)", "S(0,f=3)", "S(1,f=2)")
+SPECS = [Spec.parse(f"{first} {second}") for first, second in itertools.product(PLACEMENTS, PLACEMENTS)]

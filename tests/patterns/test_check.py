@@ -1,0 +1,126 @@
+"""The checker finds rules that are wrong, and passes those that are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from autoshard.errors import RuleError
+from autoshard.patterns.check import Finding, check, compare, shard_unevenly, strategies
+from autoshard.patterns.notation import bind
+from autoshard.patterns.registry import call_of, register_rule
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
+from autoshard.specs.tensors import unshard
+
+X = torch.randn(4, 6, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def ops() -> Iterator[Any]:
+    """Operators with rules that are right and wrong in different ways."""
+    with torch.library._scoped_library("autoshard_test_check", "DEF") as library:
+        rules: dict[str, tuple[Any, dict[str, Any]]] = {
+            "square": (torch.square, {"text": "... -> ..."}),
+            "square_linear": (torch.square, {"text": "... -> ...", "linear": "0"}),
+            "plus_one_linear": (lambda x: x + 1, {"text": "... -> ...", "linear": "0"}),
+            "softmax": (lambda x: x.softmax(-1), {"text": "... -> ..."}),
+            "softmax_whole": (lambda x: x.softmax(-1), {"text": "... d! -> ... d!"}),
+            "mean": (lambda x: x.mean(-1), {"text": "... d -> ..."}),
+            "total": (lambda x: x.sum(-1), {"text": "... d -> ..."}),
+            "total_reduced": (lambda x: x.sum(-1), {"text": "... d -> ...", "reduce": {"d": None}}),
+            "swap_halves": (lambda x: torch.cat(x.chunk(2, -1)[::-1], -1), {"text": "... (h d) -> ... (h d)"}),
+            "rows": (lambda x: x + torch.arange(x.shape[0]).reshape(-1, 1), {"text": "i j -> i j"}),
+            "failing": (lambda x: x.view(4, 6) + 0, {"text": "i j -> i j"}),
+            "nothing": (torch.clone, {}),
+        }
+        for name, (function, options) in rules.items():
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, function, "CPU")
+            if name == "swap_halves":
+                register_rule(
+                    f"autoshard_test_check::{name}",
+                    lambda call: bind("... (h! d) -> ... (h! d)", call, sizes={"h": 2}),
+                    replace=True,
+                )
+            elif options:
+                text = options.pop("text")
+                register_rule(f"autoshard_test_check::{name}", text, replace=True, **options)
+        yield torch.ops.autoshard_test_check
+
+
+@pytest.mark.parametrize("name", ["square", "softmax_whole", "total", "swap_halves"])
+def test_sound_rules_pass(ops: Any, name: str) -> None:
+    assert check(getattr(ops, name).default, (X,)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("square_linear", "not close"),
+        ("plus_one_linear", "not close"),
+        ("softmax", "not close"),
+        ("mean", "not close"),
+        ("total_reduced", "not close"),
+        ("rows", "not close"),
+        ("failing", "fails with RuntimeError"),
+    ],
+)
+def test_unsound_rules_are_found(ops: Any, name: str, problem: str) -> None:
+    findings = check(getattr(ops, name).default, (X,))
+    assert findings
+    assert any(problem in str(finding) for finding in findings)
+    assert all(name in finding.op for finding in findings)
+
+
+def test_a_finding_names_operator_strategy_and_mesh(ops: Any) -> None:
+    finding = check(ops.softmax.default, (X,), sizes=(2,))[0]
+    assert str(finding).startswith("autoshard_test_check.softmax.default with dim1 on x on mesh x=2: result 0: as S(1)")
+    assert isinstance(finding, Finding)
+
+
+def test_an_operator_without_a_rule(ops: Any) -> None:
+    with pytest.raises(RuleError, match="has no rule"):
+        check(ops.nothing.default, (X,))
+
+
+def test_strategies_include_inner_parts_and_two_axes() -> None:
+    rule = bind("i j -> i j", call_of(torch.ops.aten.clone.default, (X,), {}, X))
+    one = list(strategies(rule, MeshShape.of({"x": 2})))
+    assert [choices for plain, choices in one if plain is rule] == [(-1,), (0,), (1,)]
+    assert [refined.factors[choices[0]].name for refined, choices in one if refined is not rule] == ["i.1", "j.1"]
+    two = [choices for _, choices in strategies(rule, MeshShape.of({"x": 2, "y": 2}))]
+    assert (0, 0) in two
+    assert (1, 1) not in two  # six is no multiple of four
+
+
+@pytest.mark.parametrize("text", ["P(sum)", "P(sum) P(sum)", "P(sum) S(0)", "S(1) P(sum)", "S(0) R"])
+def test_uneven_terms_add_up(text: str) -> None:
+    spec = Spec.parse(text)
+    mesh = MeshShape.of(dict(zip("xy", (2, 2), strict=False))) if len(spec) == 2 else MeshShape.of({"x": 3})
+    shards = shard_unevenly(X, spec, mesh)
+    torch.testing.assert_close(unshard(shards, spec, mesh, X.shape), X, rtol=1e-12, atol=1e-12)
+    if spec.partial_axes:
+        assert all(shard.abs().max() > 0 for shard in shards.values())
+
+
+def test_infinite_numbers_survive_being_split() -> None:
+    spec, mesh = Spec.parse("P(sum)"), MeshShape.of({"x": 3})
+    x = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan], dtype=torch.float64)
+    torch.testing.assert_close(unshard(shard_unevenly(x, spec, mesh), spec, mesh, x.shape), x, equal_nan=True)
+
+
+def test_replicas_that_differ_are_found() -> None:
+    mesh, spec = MeshShape.of({"x": 2}), Spec.parse("R")
+    problem = compare({(0,): X, (1,): X + 1}, spec, mesh, X)
+    assert problem is not None
+    assert "on the copy at {0: 1}" in problem
+
+
+def test_a_wrong_local_shape_or_dtype_is_found() -> None:
+    mesh, spec = MeshShape.of({"x": 2}), Spec.parse("S(0)")
+    assert "has shape [2, 6]" in str(compare({(0,): X, (1,): X}, spec, mesh, X))
+    assert "dtype" in str(compare({(0,): X.float(), (1,): X.float()}, spec, mesh, X))

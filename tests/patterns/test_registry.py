@@ -1,0 +1,142 @@
+"""The registry: names, overloads, the user's own rules, and calls from FX nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from autoshard.errors import RuleError
+from autoshard.patterns.registry import Registry, call_of, knows, op_call, register_rule, rule_for
+from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+
+aten = torch.ops.aten
+F32 = torch.float32
+
+
+def _call(op: Any, *args: Any) -> OpCall:
+    return call_of(op, args, {}, op(*args))
+
+
+MM = _call(aten.mm.default, torch.randn(2, 3), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("name", ["aten.mm", "aten.mm.default", "aten::mm", "aten::mm.default"])
+def test_every_spelling_of_a_name(name: str) -> None:
+    registry = Registry()
+    registry.register(name, "i k, k j -> i j", linear="0, 1")
+    assert registry.knows(aten.mm.default)
+    rule = registry.rule_for(MM)
+    assert rule is not None
+    assert rule.linear == (frozenset({0}), frozenset({1}))
+
+
+def test_an_overload_wins_over_all_overloads() -> None:
+    registry = Registry()
+    registry.register("aten.add", "... , ... -> ...")
+    registry.register("aten.add.Tensor", lambda call: None)
+    x = torch.randn(2)
+    assert registry.rule_for(_call(aten.add.Tensor, x, x)) is None
+    assert registry.knows(aten.add.Scalar)
+    assert not registry.knows(aten.mul.Tensor)
+
+
+def test_a_rule_is_made_once_per_call() -> None:
+    made = []
+
+    def maker(call: OpCall) -> Rule | None:
+        made.append(call)
+        return None
+
+    registry = Registry()
+    registry.register("aten.mm", maker)
+    registry.rule_for(MM)
+    registry.rule_for(_call(aten.mm.default, torch.randn(2, 3), torch.randn(3, 4)))
+    assert len(made) == 1
+
+
+def test_replacing_a_rule_takes_effect_at_once() -> None:
+    registry = Registry()
+    registry.register("aten.mm", "i k, k j -> i j")
+    assert registry.rule_for(MM) is not None
+    with pytest.raises(RuleError, match="replace=True"):
+        registry.register("aten::mm", lambda call: None)
+    assert registry.rule_for(MM) is not None
+    registry.register("aten::mm", lambda call: None, replace=True)
+    assert registry.rule_for(MM) is None
+
+
+@pytest.mark.parametrize("name", ["mm", "", "aten mm", "aten.mm.default.more"])
+def test_bad_names(name: str) -> None:
+    with pytest.raises(RuleError, match="is not the name of an operator"):
+        Registry().register(name, "i -> i")
+
+
+def test_nothing_is_registered_by_a_rule_that_does_not_parse() -> None:
+    registry = Registry()
+    for options in ({}, {"linear": "7"}):
+        with pytest.raises(RuleError):
+            registry.register("aten.mm", "i k, k$ -> i" if not options else "i k, k j -> i j", **options)
+    assert not registry.knows(aten.mm.default)
+
+
+def test_a_rule_whose_factors_do_not_make_the_shapes_is_refused() -> None:
+    registry = Registry()
+    registry.register("aten.mm", lambda call: Rule((), (((), ()),), (((), ()),)))
+    with pytest.raises(RuleError, match="the rule has 1 operands, the call 2"):
+        registry.rule_for(MM)
+
+
+def test_truth_values_and_indices_are_no_partial_sums() -> None:
+    x = torch.randn(4)
+    for other in (x > 0, torch.arange(4)):
+        rule = rule_for(_call(aten.mul.Tensor, x, other))
+        assert rule is not None
+        assert rule.linear == (frozenset({0}),)
+
+
+def test_register_rule_for_an_operator_of_ones_own() -> None:
+    with torch.library._scoped_library("autoshard_test_registry", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: 2 * x, "CPU")
+        op = torch.ops.autoshard_test_registry.twice.default
+        assert not knows(op)
+        with pytest.raises(RuleError, match="unexpected"):
+            register_rule("autoshard_test_registry::twice", "... -> ??")
+        with pytest.raises(RuleError, match="go with a rule in text"):
+            register_rule("autoshard_test_registry::twice", lambda call: None, linear="0")
+        assert not knows(op)
+        register_rule("autoshard_test_registry::twice", "... -> ...", linear="0")
+        assert rule_for(_call(op, torch.randn(4))) is not None
+        with pytest.raises(RuleError, match="has a rule already"):
+            register_rule("autoshard_test_registry::twice", "... -> ...")
+
+
+def test_the_library_has_rules_for_both_halves_of_a_training_step() -> None:
+    assert all(knows(op) for op in (aten.mm.default, aten.gelu_backward.default, aten.native_layer_norm.default))
+
+
+def test_op_call_describes_a_node() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"] = torch.empty(2, 3, device="meta")
+    y.meta["val"] = torch.empty(4, 3, device="meta", dtype=torch.float64)
+    cat = graph.call_function(aten.cat.default, ([x, y],), {"dim": 0})
+    cat.meta["val"] = torch.empty(6, 3, device="meta")
+    call = op_call(cat)
+    left, right = TensorMeta((2, 3), F32), TensorMeta((4, 3), torch.float64)
+    assert call == OpCall(aten.cat.default, ((left, right),), (("dim", 0),), (TensorMeta((6, 3), F32),))
+    assert call.operands == (left, right)
+    assert call.arg("dim") == 0
+    assert hash(call) == hash(op_call(cat))
+
+
+def test_op_call_keeps_results_that_are_missing() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2, device="meta")
+    node = graph.call_function(aten.native_layer_norm_backward.default, (x,))
+    node.meta["val"] = (x.meta["val"], None, 3)
+    assert op_call(node).results == (TensorMeta((2,), F32), None, None)

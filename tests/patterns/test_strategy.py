@@ -1,0 +1,109 @@
+"""Strategies: the choices that a rule offers, and the specs that follow from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoshard.patterns.notation import bind
+from autoshard.patterns.registry import call_of
+from autoshard.patterns.rule import Rule, refine
+from autoshard.patterns.strategy import (
+    WHOLE,
+    axis_choices,
+    describe,
+    fits,
+    linear_choice,
+    local_shape,
+    operand_spec,
+    partial_kind,
+    result_spec,
+    share,
+)
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import local_shape as layout_shape
+
+aten = torch.ops.aten
+LEFT, RIGHT = torch.randn(4, 12), torch.randn(12, 24)
+MM = bind("i k, k j -> i j", call_of(aten.mm.default, (LEFT, RIGHT), {}, LEFT @ RIGHT), linear="0, 1")
+ONE = MeshShape.of({"x": 2})
+TWO = MeshShape.of({"x": 2, "y": 3})
+ROW, INNER, COLUMN = 0, 1, 2
+
+
+def _specs(rule: Rule, choices: tuple[int, ...], mesh: MeshShape) -> list[str]:
+    operands = [str(operand_spec(rule, choices, mesh, index)) for index in range(len(rule.operands))]
+    return operands + [str(result_spec(rule, choices, mesh, index)) for index in range(len(rule.results))]
+
+
+@pytest.mark.parametrize(
+    ("choice", "specs"),
+    [
+        (WHOLE, ["R", "R", "R"]),
+        (ROW, ["S(0)", "R", "S(0)"]),
+        (INNER, ["S(1)", "S(0)", "P(sum)"]),
+        (COLUMN, ["R", "S(1)", "S(1)"]),
+        (linear_choice(0), ["P(sum)", "R", "P(sum)"]),
+        (linear_choice(1), ["R", "P(sum)", "P(sum)"]),
+    ],
+)
+def test_choices_of_one_axis(choice: int, specs: list[str]) -> None:
+    assert choice in axis_choices(MM, 2)
+    assert _specs(MM, (choice,), ONE) == specs
+
+
+def test_an_axis_that_does_not_divide_a_factor_does_not_shard_it() -> None:
+    assert axis_choices(MM, 3) == (WHOLE, INNER, COLUMN, linear_choice(0), linear_choice(1))
+    assert axis_choices(MM, 1) == (WHOLE,)
+    assert fits(MM, (INNER, INNER), TWO)
+    assert not fits(MM, (ROW, ROW), TWO)
+
+
+def test_two_axes_on_one_factor_split_in_mesh_order() -> None:
+    assert _specs(MM, (COLUMN, COLUMN), TWO) == ["R R", "S(1) S(1)", "S(1) S(1)"]
+    assert share((COLUMN, COLUMN), TWO) == 6
+    assert share((COLUMN, linear_choice(0)), TWO) == 2
+
+
+def test_an_inner_part_is_a_strided_shard() -> None:
+    refined = refine(MM, {COLUMN: (4,)})
+    outer, inner = refined.indices("j")
+    assert _specs(refined, (inner, WHOLE), TWO)[1] == "S(1,f=4) R"
+    # The outer part belongs to a later axis, so it still stands whole when the earlier axis splits.
+    assert _specs(refined, (inner, WHOLE), MeshShape.of({"x": 3, "y": 2}))[1] == "S(1,f=4) R"
+    mesh = MeshShape.of({"x": 3, "y": 2})
+    assert str(operand_spec(refined, (inner, outer), mesh, 1)) == "S(1,f=4) S(1)"
+    assert str(operand_spec(refined, (outer, inner), MeshShape.of({"x": 2, "y": 3}), 1)) == "S(1) S(1,f=2)"
+
+
+def test_local_shapes_agree_with_the_specs() -> None:
+    refined = refine(MM, {COLUMN: (4,)})
+    for first in axis_choices(refined, 2):
+        for second in axis_choices(refined, 3):
+            choices = (first, second)
+            if fits(refined, choices, TWO):
+                spec = operand_spec(refined, choices, TWO, 1)
+                own = local_shape(refined, refined.operands[1], choices, TWO, (12, 24))
+                assert own == layout_shape((12, 24), spec, TWO)
+
+
+def test_a_factor_that_only_the_result_has_leaves_nothing_partial() -> None:
+    row = torch.randn(6)
+    expanded = bind("j -> i j", call_of(aten.expand.default, (row, [4, 6]), {}, row.expand(4, 6)))
+    assert partial_kind(expanded, expanded.indices("i")[0], 0) is None
+    assert _specs(expanded, (expanded.indices("i")[0],), ONE) == ["R", "S(0)"]
+
+
+def test_a_result_is_not_partial_in_two_ways() -> None:
+    largest = bind(
+        "i k -> i", call_of(aten.amax.default, (LEFT, [1]), {}, LEFT.amax(1)), linear="0", reduce={"k": "max"}
+    )
+    mesh = MeshShape.of({"x": 2, "y": 2})
+    assert fits(largest, (1, 1), mesh)
+    assert not fits(largest, (1, linear_choice(0)), mesh)
+
+
+def test_describe() -> None:
+    assert describe(MM, (ROW, INNER), TWO) == "i on x, k on y"
+    assert describe(MM, (WHOLE, WHOLE), TWO) == "whole"
+    assert describe(MM, (linear_choice(0), WHOLE), TWO) == "partial sum passes on x"

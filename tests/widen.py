@@ -1,0 +1,23 @@
+"""Double precision all through: models that ask for float32 inside get float64, so that only sharding can differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class Widened(TorchFunctionMode):
+    """While active, every request for float32 is one for float64.
+
+    Hugging Face models compute norms, rotary tables and losses in float32 whatever their dtype is. Summing in another
+    order, as shards do, then differs by float32 rounding, which says nothing about the sharding.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        wide = torch.utils._pytree.tree_map(lambda leaf: torch.float64 if leaf is torch.float32 else leaf, (args, kwargs or {}))
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*wide[0], **wide[1])
