@@ -13,6 +13,9 @@ from autoshard.errors import (
     PlanError,
     RuleError,
 )
+from autoshard.partition.checkpoint import checkpointable
+from autoshard.partition.materialize import materialize
+from autoshard.partition.safetensors import load_safetensors
 from autoshard.patterns.registry import register_rule
 from autoshard.plan import ShardingPlan
 from autoshard.version import __version__
@@ -29,6 +32,9 @@ __all__ = [
     "RuleError",
     "ShardingPlan",
     "__version__",
+    "checkpointable",
+    "load_safetensors",
+    "materialize",
     "parallelize",
     "plan",
     "register_rule",

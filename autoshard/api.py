@@ -22,6 +22,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.errors import HintError, MeshError, PlanError
 from autoshard.memory.budget import parse_bytes
 from autoshard.partition.agree import from_first_rank
+from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.localize import Localizer
 from autoshard.partition.module import Runtime, Tangents
 from autoshard.partition.shards import replace_parameters
@@ -322,6 +323,7 @@ class _Parallelizer:
             whole = Spec.replicated(self.mesh.ndim)
             replace_parameters(self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh)
             self.module.sharding_plan = None  # type: ignore[assignment]
+        install_hooks(self.module)
         self.runtime.install()
         self.module.__dict__[_RUNTIME] = self.runtime
 

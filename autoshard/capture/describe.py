@@ -19,6 +19,7 @@ from autoshard.capture.checks import check_gradients
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.fingerprint import fingerprint
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
+from autoshard.capture.refresh import refresh_views
 from autoshard.capture.simplify import simplify
 from autoshard.errors import CaptureError
 
@@ -40,6 +41,8 @@ def describe(traced: fx.GraphModule, exported: Exported, signature: Hashable) ->
     graph.set_codegen(fx.graph.CodeGen())  # flat, as it is called; tracing left a nested one
     graph.output(tuple(output.node for output in outputs))
     simplify(graph)
+    parameters = {item.node for item in inputs if item.kind == "parameter"}
+    refresh_views(graph, parameters, lambda node: "backward" in node.meta["partitioner_tag"])
     final = next(reversed(graph.nodes)).args[0]
     outputs = [replace(output, node=value) for output, value in zip(outputs, final, strict=True)]
     check_gradients(exported, outputs, tangents)

@@ -1,4 +1,4 @@
-"""Views of parameters are taken anew in the backward half, so that a gathered parameter need not outlive the forward."""
+"""Views of parameters are taken anew in the backward half: a gathered parameter need not outlive the forward."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -55,13 +56,17 @@ def dtensor_spec(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
     """How a contiguous global tensor lies on a mesh, in torch's words."""
+    return DTensorSpec(device_mesh, tuple(placements), tensor_meta=_contiguous(tuple(shape), dtype))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
     strides: list[int] = []
     stride = 1
     for size in reversed(shape):
         strides.insert(0, stride)
         stride *= max(size, 1)
-    meta = TensorMeta(torch.Size(shape), tuple(strides), dtype)
-    return DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta)
+    return TensorMeta(torch.Size(shape), tuple(strides), dtype)
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:

@@ -134,7 +134,7 @@ class Runtime:
         """An input as the program takes it: this rank's local tensor."""
         if isinstance(tensor, DTensor):
             return tensor.redistribute(self.device_mesh, border.spec.placements).to_local()
-        return tensor
+        return tensor.contiguous()  # the layout that was captured
 
     def _output(self, local: torch.Tensor, border: Border) -> torch.Tensor:
         """An output as the user gets it: plain where it is whole, a DTensor where it was left sharded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import MeshError, PlanError
 from autoshard.names import suggestion
 from autoshard.partition import _torch
+from autoshard.patterns.local import collectives
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import dim_of, is_even, local_indices, true_local_shape
 from autoshard.specs.spec import Spec, shard_placement, split_factor_of
@@ -110,8 +112,8 @@ def _joined(
     """`value`, which lies by `spec`, with the last axis that shards it joined."""
     axis = spec.shard_axes[-1]
     value = _padded(value, _largest_shape(shape, spec, mesh))
-    gathered = [torch.empty_like(value) for _ in range(mesh.sizes[axis])]
-    dist.all_gather(gathered, value, group=device_mesh.get_group(axis))
+    group = device_mesh.get_group(axis).group_name
+    gathered = collectives.wait_tensor(collectives.all_gather_into_tensor(value, mesh.sizes[axis], group))
     return _assembled(gathered, tuple(shape), spec, mesh, coordinate)
 
 
@@ -128,16 +130,14 @@ def _padded(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 @_torch.per_rank
-def _assembled(
-    parts: list[Tensor], shape: tuple[int, ...], spec: Spec, mesh: MeshShape, coordinate: Coordinate
-) -> Tensor:
-    """The padded parts of all ranks along the last shard axis, each at its place."""
+def _assembled(gathered: Tensor, shape: tuple[int, ...], spec: Spec, mesh: MeshShape, coordinate: Coordinate) -> Tensor:
+    """The padded parts of all ranks along the last shard axis, which `gathered` stacks, each at its place."""
     axis = spec.shard_axes[-1]
     dim = dim_of(spec[axis], len(shape))
     before = local_indices(shape, _upto(spec, axis), mesh, coordinate)
     position = {index: place for place, index in enumerate(before[dim])}
-    result = parts[0].new_empty([len(indices) for indices in before])
-    for place, part in enumerate(parts):
+    result = gathered.new_empty([len(indices) for indices in before])
+    for place, part in enumerate(gathered.chunk(mesh.sizes[axis]) if gathered.numel() else ()):
         own = local_indices(shape, spec, mesh, (*coordinate[:axis], place, *coordinate[axis + 1 :]))
         part = part[tuple(slice(len(indices)) for indices in own)]
         where = torch.tensor([position[index] for index in own[dim]], dtype=torch.int64, device=part.device)
@@ -160,6 +160,7 @@ def wrap_like(local: Tensor, model: DTensor) -> DTensor:
     return _torch.dtensor(local, _torch.dtensor_spec_of(model))
 
 
+@lru_cache(maxsize=1 << 14)
 def _normal(spec: Spec, ndim: int) -> Spec:
     """The spec with dims counted from 0, as torch's operators expect them."""
     for axis in spec.shard_axes:

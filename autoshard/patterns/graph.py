@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from collections import defaultdict
@@ -103,7 +104,7 @@ class GraphRules:
         dims: for every placeholder, its dims as products of the factors in `rest_rule`.
     """
 
-    def __init__(self, graph: JointGraph) -> None:
+    def __init__(self, graph: JointGraph, mesh: MeshShape) -> None:
         self.graph = graph
         self.operators: tuple[fx.Node, ...] = tuple(
             node
@@ -117,7 +118,7 @@ class GraphRules:
         plain = {node: self._plain_rule(node) for node in self.operators}
         for source in graph.inputs:
             plain[source.node] = _rest_rule(Value(source.node).meta)
-        cuts = _Cuts(self._links(plain), plain).solve()
+        cuts = _useful(_Cuts(self._links(plain), plain).solve(), plain, mesh)
         refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
         self.rules: dict[fx.Node, Rule] = {}
         for node, rule in plain.items():
@@ -205,6 +206,27 @@ def pinned_spec(placements: Sequence[Placement], shape: tuple[int, ...], mesh: M
             "the axis divides."
         )
     return spec
+
+
+def _useful(
+    cuts: dict[fx.Node, dict[int, tuple[int, ...]]], rules: dict[fx.Node, Rule], mesh: MeshShape
+) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
+    """The cuts without those that leave an axis no part to divide, where it divides the whole factor.
+
+    A dim of 8 cut into 2 x 4 for the sake of a view is of no use to an axis of 8, and whole it is.
+    """
+    sizes = sorted({size for size in mesh.sizes if size > 1}, reverse=True)
+
+    def kept(size: int, chain: tuple[int, ...]) -> tuple[int, ...]:
+        bounds = (1, *chain, size)
+        parts = [outer // inner for inner, outer in itertools.pairwise(bounds)]
+        blocked = any(size % axis == 0 and all(part % axis for part in parts) for axis in sizes[:1])
+        return () if blocked else chain
+
+    return {
+        node: {factor: chain for factor, cut in own.items() if (chain := kept(rules[node].factors[factor].size, cut))}
+        for node, own in cuts.items()
+    }
 
 
 def _rest_rule(meta: TensorMeta) -> Rule:

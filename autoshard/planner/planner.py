@@ -34,7 +34,7 @@ from autoshard.version import __version__
 logger = logging.getLogger(__name__)
 
 METHODS = ("auto", "eliminate", "alternate", "ilp")
-_ROUNDS = 4  # passes over the pairs of axes of a mesh with three or more
+_ROUNDS = 4  # passes over the axes, and over the pairs of axes, of a mesh with three or more
 _CORRECTIONS = 4  # times that the memory rows are tightened by what the account finds
 
 
@@ -91,20 +91,19 @@ class Planner:
         self.resharder = Resharder(mesh, self.cost.collective)
         self.tables = OptionTables(self.cost)
         with self._timed("patterns"):
-            self.rules = GraphRules(graph)
-        for name, count in self.rules.unknown.items():
-            warnings.warn(
-                f"no sharding rule for {name} ({count} calls): it is replicated on every device. Register one with "
-                f'autoshard.register_rule("{name}", "..."), see docs/rules.md.',
-                stacklevel=2,
-            )
-
+            self.rules = GraphRules(graph, mesh)
     def plan(self) -> ShardingPlan:
         """Solve and account.
 
         Raises:
             BudgetError: no plan that was found fits the memory limit; the message names the smallest that does.
         """
+        for name, count in self.rules.unknown.items():
+            warnings.warn(
+                f"no sharding rule for {name} ({count} calls): it is replicated on every device. Register one with "
+                f'autoshard.register_rule("{name}", "..."), see docs/rules.md.',
+                stacklevel=2,
+            )
         limit = self.settings.memory_limit
         found = self._solve(self.wishes)
         if limit is not None and found.memory.peak > limit:
@@ -122,7 +121,7 @@ class Planner:
             decisions, solution = self._solve_block(builder, frozenset(axes), None, limit)
             bound = solution.lower_bound
         else:
-            decisions, solution = self._solve_pairs(builder, axes, limit)
+            decisions, solution = self._solve_in_turn(builder, axes, limit)
             bound = self._floor()
         return Found(decisions, solution.cost, bound, solution.method, self._account(decisions).memory())
 
@@ -134,27 +133,34 @@ class Planner:
         with self._timed("solve"):
             remaining = max(1.0, self.deadline - time.monotonic())
             problem = built.problem if limit is None else replace(built.problem, limit=limit)
-            solution = solve(problem, method=self.settings.method, time_limit=remaining)
+            method = self.settings.method
+            if method == "auto" and len(free) < sum(size > 1 for size in self.mesh.sizes):
+                method = "alternate"  # a proof for some of the axes would prove nothing of all
+            solution = solve(problem, method=method, time_limit=remaining)
         if not solution.assignment:
             raise BudgetError(f"no assignment found ({solution.status}) in {self.settings.time_limit} seconds.")
         return built.decode(solution.assignment), solution
 
-    def _solve_pairs(self, builder: ProblemBuilder, axes: list[int], limit: float | None) -> tuple[Decisions, Solution]:
-        """Three axes and more: two are open at a time and the others stay, until nothing improves.
+    def _solve_in_turn(
+        self, builder: ProblemBuilder, axes: list[int], limit: float | None
+    ) -> tuple[Decisions, Solution]:
+        """Three axes and more: some are open while the others stay, until nothing improves.
 
-        Strategies of all axes at once are too many to list, and what one axis should do depends mostly on one other.
+        Strategies of all axes at once are too many to list. One axis after the other, each solved exactly, is quick and
+        near; then two at a time mend what only two axes can change together.
         """
-        pairs = list(itertools.combinations(sorted(axes, key=lambda axis: -self.mesh.sizes[axis]), 2))
-        decisions, best = self._solve_block(builder, frozenset(pairs[0]), None, limit)
-        idle = 0
-        for pair in itertools.islice(itertools.cycle(pairs), 1, _ROUNDS * len(pairs)):
-            if idle >= len(pairs) - 1 or time.monotonic() > self.deadline:
-                break
-            better, solution = self._solve_block(builder, frozenset(pair), decisions, limit)
-            if solution.cost < best.cost * (1 - 1e-9):
-                decisions, best, idle = better, solution, 0
-            else:
+        order = sorted(axes, key=lambda axis: -self.mesh.sizes[axis])
+        decisions, best = self._solve_block(builder, frozenset(order[:1]), None, limit)
+        for width in (1, 2):
+            blocks = [frozenset(block) for block in itertools.combinations(order, width)]
+            idle = 0
+            for block in itertools.islice(itertools.cycle(blocks), 2 - width, _ROUNDS * len(blocks)):
+                if idle == len(blocks) or time.monotonic() > self.deadline:
+                    break
+                better, solution = self._solve_block(builder, block, decisions, limit)
                 idle += 1
+                if solution.cost < best.cost * (1 - 1e-9):
+                    decisions, best, idle = better, solution, 1
         return decisions, best
 
     def _floor(self) -> float:

@@ -10,11 +10,14 @@ import numpy as np
 from autoshard.solver.network import Network
 from autoshard.solver.order import DEFAULT_CAP, Order, find_order
 from autoshard.solver.problem import Array, SolverError
-from autoshard.solver.reduce import reduce
+from autoshard.solver.reduce import fold, reduce
 
 _SMALL = 1 << 16
 """Joint tables up to here are built at once, and their parts kept to find the node's choice; larger ones are swept one
 strategy at a time, and the choice is stored."""
+
+_CHEAP = 4e6
+"""Entries of all tables up to which elimination starts at once, without a thorough reduction first."""
 
 Scope = tuple[int, ...]
 Factor = tuple[Scope, Array]
@@ -33,7 +36,7 @@ class Exact:
     cost: float
 
 
-def eliminate(network: Network, *, cap: float = DEFAULT_CAP, order: Order | None = None) -> Exact:
+def eliminate(network: Network, *, cap: float = DEFAULT_CAP) -> Exact:
     """Solves a network exactly; memory plays no part.
 
     The network is reduced, then nodes are eliminated one after another: the tables of a node are added up, and the
@@ -42,26 +45,42 @@ def eliminate(network: Network, *, cap: float = DEFAULT_CAP, order: Order | None
     Args:
         network: left as it is.
         cap: entries of the largest table allowed, checked before any table is built.
-        order: an order for the reduced network, if known. Nodes it leaves out must not be there.
 
     Raises:
         WidthError: the order found needs a larger table.
     """
-    core = reduce(network.copy())
-    if not core.feasible:
-        return Exact({}, float("inf"))
+    core, order = narrowed(network, cap)
     if order is None:
-        order = find_order({node: len(vector) for node, vector in core.vectors.items()}, core.edges, cap)
+        return Exact({}, float("inf"))
     if not order.fits:
         raise WidthError(
-            f"elimination needs a table of {order.largest:.3g} entries over {order.width + 1} nodes, more than the "
-            f'{cap:.3g} allowed: the problem is too entangled for one exact pass. Use method="auto", which bounds and '
-            "searches, or give fewer strategies per node"
+            f"elimination needs more than the {cap:.3g} table entries allowed (it came to a table of "
+            f"{order.largest:.3g} over {order.width + 1} nodes): the problem is too entangled for one exact pass. Use "
+            'method="auto", which bounds and searches, or give fewer strategies per node'
         )
     choices, cost = run_order(core, order)
     if not np.isfinite(cost):
         return Exact({}, float("inf"))
     return Exact(core.expand(choices), cost + core.offset)
+
+
+def narrowed(network: Network, cap: float) -> tuple[Network, Order | None]:
+    """A reduced copy of the network with its elimination order; no order where nothing is feasible.
+
+    Thorough reduction takes longer than most eliminations: it is done only where the tables would be large.
+    """
+    core = fold(network.copy())
+    if not core.feasible:
+        return core, None
+    order = _order(core, min(cap, _CHEAP))
+    if order.fits and order.entries <= _CHEAP:
+        return core, order
+    core = reduce(core)
+    return core, _order(core, cap) if core.feasible else None
+
+
+def _order(core: Network, cap: float) -> Order:
+    return find_order({node: len(vector) for node, vector in core.vectors.items()}, core.edges, cap)
 
 
 def run_order(core: Network, order: Order) -> tuple[dict[int, int], float]:
@@ -126,10 +145,8 @@ def _recompute(factors: list[Factor]) -> Choose:
     """Chooses by adding up the factors at the neighbours' values."""
 
     def choose(places: dict[int, int]) -> int:
-        total: Array | float = 0.0
-        for part, table in factors:
-            total = total + table[(slice(None), *(places[other] for other in part[1:]))]
-        return int(np.argmin(total))
+        rows = [table[:, *(places[other] for other in part[1:])] for part, table in factors]
+        return int(np.argmin(sum(rows)))
 
     return choose
 

@@ -44,12 +44,13 @@ def load_problem(path: str | Path) -> Problem:
 def save_problem(problem: Problem, path: str | Path) -> None:
     """Writes a problem; `load_problem` reads the same problem back, shared tables included."""
     path = Path(path)
+    usages = problem.usages or tuple(np.zeros(len(vector)) for vector in problem.costs)
     body: dict[str, Any] = {
         "name": path.name.split(".")[0],
         "nodes": {
             "intervals": [list(map(int, life)) for life in problem.intervals or ((0, 0),) * problem.size],
             "costs": [_numbers(vector) for vector in problem.costs],
-            "usages": [_numbers(usage) for usage in problem.usages or tuple(np.zeros(len(vector)) for vector in problem.costs)],
+            "usages": [_numbers(usage) for usage in usages],
         },
         "edges": {
             "nodes": [[edge.source, edge.target] for edge in problem.edges],

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 import numpy as np
 
 from autoshard.solver.linear import Program, minimise
 from autoshard.solver.moments import Moments
 from autoshard.solver.network import Network
-from autoshard.solver.problem import Array
+from autoshard.solver.problem import Array, IntArray
 from autoshard.solver.search import NOTHING, Found
 
 _MAGNITUDE = 1e5
-"""Costs are scaled to sums of about this size, which puts the backend's absolute tolerances far below a real difference."""
+"""Costs are scaled to sums of about this size: the backend's absolute tolerances are then below any real difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,11 @@ def _scale(core: Network) -> float:
 
 def _program(
     core: Network, moments: Moments | None, scale: float
-) -> tuple[Program, dict[int, range], dict[tuple[int, int], tuple[range, Array]]]:
+) -> tuple[Program, dict[int, range], dict[tuple[int, int], tuple[range, IntArray]]]:
     """The program; the variables of each node, and of each edge with the (row, column) of each."""
     program = Program()
     nodes = {node: program.add_variables(scale * vector, integer=True) for node, vector in core.vectors.items()}
-    pairs: dict[tuple[int, int], tuple[range, Array]] = {}
+    pairs: dict[tuple[int, int], tuple[range, IntArray]] = {}
     for names in nodes.values():
         program.add_row(names, np.ones(len(names)), 1.0, 1.0)
     for node, around in core.edges.items():
@@ -111,7 +113,7 @@ def _program(
     return program, nodes, pairs
 
 
-def _sums(program: Program, names: range, products: range, places: Array) -> None:
+def _sums(program: Program, names: range, products: range, places: IntArray) -> None:
     """The products of each strategy of one end sum to its variable."""
     for strategy, name in enumerate(names):
         mine = np.flatnonzero(places == strategy) + products.start
@@ -137,10 +139,10 @@ def _held(core: Network, moments: Moments) -> Array:
     return moments.spread(held)
 
 
-def _per_node(core: Network, moments: Moments, pick: object) -> Array:
+def _per_node(core: Network, moments: Moments, pick: Callable[[Array], Any]) -> Array:
     usages = np.zeros(len(moments.usages))
     for node, usage in core.usages.items():
-        usages[node] = pick(usage)  # type: ignore[operator]
+        usages[node] = pick(usage)
     return usages
 
 
@@ -152,7 +154,7 @@ def _fits_at_all(core: Network, moments: Moments) -> bool:
 def _values(
     program: Program,
     nodes: dict[int, range],
-    pairs: dict[tuple[int, int], tuple[range, Array]],
+    pairs: dict[tuple[int, int], tuple[range, IntArray]],
     places: dict[int, int],
 ) -> Array:
     """All variables at a known assignment."""

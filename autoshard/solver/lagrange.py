@@ -164,9 +164,7 @@ def _model(state: Ascent, moments: Moments, active: list[int], ceiling: float) -
     return prices, float(answer.values[-1]) * magnitude
 
 
-def _solve(
-    network: Network, warm: Found, components: Sequence[IntArray] | None, deadline: float
-) -> tuple[Found, bool]:
+def _solve(network: Network, warm: Found, components: Sequence[IntArray] | None, deadline: float) -> tuple[Found, bool]:
     """The cheapest assignment of a priced network, exact where it is narrow enough."""
     try:
         exact = eliminate(network, cap=_CAP)

@@ -13,6 +13,9 @@ DEFAULT_CAP = 50_000_000
 _WORK = 20
 """All tables together may have this many times the entries of the largest one allowed."""
 
+_CHEAP = 1e6
+"""Entries of all tables up to which one order is good enough."""
+
 Score = tuple[float, float]
 
 
@@ -38,19 +41,25 @@ class Order:
 
 
 def find_order(sizes: Mapping[int, int], neighbours: Mapping[int, Mapping[int, object]], cap: float) -> Order:
-    """The better of two greedy orders: least weighted fill, and least table.
+    """A greedy order by least weighted fill or, where that one is dear, the better of it and least table.
 
     Args:
         sizes: strategies of each node.
         neighbours: the graph.
         cap: entries that no table may pass.
     """
-    orders = [greedy_order(sizes, neighbours, cap, score) for score in (weighted_fill, table_size)]
-    return min(orders, key=lambda order: (not order.fits, order.entries))
+    first = greedy_order(sizes, neighbours, cap, weighted_fill)
+    if first.fits and first.entries <= _CHEAP:
+        return first
+    second = greedy_order(sizes, neighbours, cap, table_size)
+    return min(first, second, key=lambda order: (not order.fits, order.entries))
 
 
 def conditioned_order(
-    sizes: Mapping[int, int], neighbours: Mapping[int, Mapping[int, object]], cap: float, reluctance: Mapping[int, float]
+    sizes: Mapping[int, int],
+    neighbours: Mapping[int, Mapping[int, object]],
+    cap: float,
+    reluctance: Mapping[int, float],
 ) -> Order:
     """An order within the cap, made possible by holding some nodes.
 

@@ -132,11 +132,13 @@ class Problem:
     def _check(self, assignment: Sequence[int]) -> None:
         if len(assignment) != self.size:
             raise SolverError(
-                f"assignment has {len(assignment)} entries, the problem has {self.size} nodes: give one strategy per node"
+                f"assignment has {len(assignment)} entries, the problem has {self.size} nodes: give a strategy per node"
             )
         for node, (choice, vector) in enumerate(zip(assignment, self.costs, strict=True)):
             if not 0 <= choice < len(vector):
-                raise SolverError(f"assignment[{node}] = {choice}, but node {node} has strategies 0 to {len(vector) - 1}")
+                raise SolverError(
+                    f"assignment[{node}] = {choice}, but node {node} has strategies 0 to {len(vector) - 1}"
+                )
 
 
 def _converted(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:

@@ -35,11 +35,17 @@ def reduce(network: Network, *, dominance: bool = True) -> Network:
             if node < other:
                 _normalise(network, node, other, queue)
     while queue and network.feasible:
-        _settle(network, queue)
+        _settle(network, queue, tidy=True)
         if dominance and network.feasible:
             for node in list(network.vectors):
                 if _drop_dominated(network, node):
                     _normalise_all(network, node, queue)
+    return network
+
+
+def fold(network: Network) -> Network:
+    """The cheap part of `reduce`, in place: nodes of one strategy folded, nodes of degree two and less eliminated."""
+    _settle(network, _Queue(network.vectors), tidy=False)
     return network
 
 
@@ -69,18 +75,20 @@ class _Queue:
         return bool(self._waiting)
 
 
-def _settle(network: Network, queue: _Queue) -> None:
-    """Empties the queue, following what each step makes possible."""
+def _settle(network: Network, queue: _Queue, *, tidy: bool) -> None:
+    """Empties the queue, following what each step makes possible; tables are looked into only if `tidy`."""
     while queue and network.feasible:
         node = queue.pop()
         if node not in network.vectors:
             continue
-        if _drop_forbidden(network, node):
-            _normalise_all(network, node, queue)
+        if _drop_forbidden(network, node, tidy):
+            if tidy:
+                _normalise_all(network, node, queue)
+            queue.add(node)
         elif len(network.vectors[node]) == 1:
             _fold(network, node, queue)
         elif len(network.edges[node]) <= 2 and _memory_settled(network, node):
-            _eliminate(network, node, queue)
+            _eliminate(network, node, queue, tidy)
 
 
 def _memory_settled(network: Network, node: int) -> bool:
@@ -90,12 +98,14 @@ def _memory_settled(network: Network, node: int) -> bool:
     return bool(usage.min() == usage.max())
 
 
-def _drop_forbidden(network: Network, node: int) -> bool:
-    """Drops strategies of infinite cost, or that some neighbour supports with none of its own."""
+def _drop_forbidden(network: Network, node: int, tidy: bool) -> bool:
+    """Drops strategies of infinite cost, and with `tidy` those that some neighbour supports with none of its own."""
     tables = network.tables
     vector = network.vectors[node]
     finite = tables.once("finite", (vector,), lambda: bool(np.isfinite(vector).all()))
-    unsupported = [t for t in network.edges[node].values() if len(tables.usable_rows(t)) < len(vector)]
+    unsupported = []
+    if tidy:
+        unsupported = [t for t in network.edges[node].values() if len(tables.usable_rows(t)) < len(vector)]
     if finite and not unsupported:
         return False
     mask = np.isfinite(vector)
@@ -142,7 +152,7 @@ def _fold(network: Network, node: int, queue: _Queue) -> None:
         queue.add(other)
 
 
-def _eliminate(network: Network, node: int, queue: _Queue) -> None:
+def _eliminate(network: Network, node: int, queue: _Queue, tidy: bool) -> None:
     """Takes out a node of degree two or less: its best strategy follows from its neighbours'."""
     tables = network.tables
     vector = network.vectors[node]
@@ -160,7 +170,10 @@ def _eliminate(network: Network, node: int, queue: _Queue) -> None:
         return
     (left, first), (right, second) = neighbours
     network.add_edge(left, right, tables.series(vector, first, second))
-    _normalise(network, left, right, queue)
+    if tidy:
+        _normalise(network, left, right, queue)
+    queue.add(left)
+    queue.add(right)
 
 
 def _drop_dominated(network: Network, node: int) -> bool:
@@ -197,4 +210,4 @@ def _undominated(network: Network, vector: Array, usages: tuple[Array, ...], edg
         # One after another, and only by a strategy that is still there: rounding must not drop a whole circle.
         for strategy in reversed(range(size)):
             keep[strategy] = not (better[strategy] & keep).any()
-    return network.tables.intern(np.flatnonzero(keep))  # type: ignore[no-any-return]
+    return network.tables.intern(np.flatnonzero(keep))

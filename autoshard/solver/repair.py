@@ -8,7 +8,7 @@ from time import monotonic
 import numpy as np
 
 from autoshard.solver.eliminate import WidthError, eliminate
-from autoshard.solver.lagrange import Ascent, Point, priced
+from autoshard.solver.lagrange import Ascent, Point
 from autoshard.solver.moments import Moments
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array
@@ -152,16 +152,19 @@ def windows(
     start: Found,
     *,
     seed: int = 0,
-    patience: int = 60,
+    count: int = 60,
+    patience: int = 12,
     deadline: float = float("inf"),
 ) -> Found:
     """Solves connected windows exactly at several multiples of the prices, all else held, and keeps what is
-    cheaper within the limit. Ends after `patience` windows in a row brought nothing."""
+    cheaper within the limit. Ends after `count` windows, or after `patience` of them in a row brought nothing."""
     random = np.random.default_rng(seed)
     nodes = sorted(core.vectors)
     per_node = moments.prices(prices)
     best, failures = start, 0
-    while nodes and failures < patience and monotonic() < deadline:
+    for _ in range(count if nodes else 0):
+        if failures >= patience or monotonic() > deadline:
+            break
         window = _grown(core, nodes[int(random.integers(len(nodes)))], random)
         failures += 1
         for factor in _PRICE_FACTORS:

@@ -1,4 +1,4 @@
-"""Good assignments for problems too wide for one exact pass: one mesh axis at a time, then large exact neighbourhoods."""
+"""Good assignments for problems too wide for one exact pass: axis by axis, then large exact neighbourhoods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.solver.eliminate import WidthError, eliminate, run_order
 from autoshard.solver.network import Network
 from autoshard.solver.order import conditioned_order
 from autoshard.solver.problem import Array, IntArray
-from autoshard.solver.reduce import reduce
+from autoshard.solver.reduce import fold
 
 _ORDERS = 6
 """Axis orders tried as starts: all of them up to three mesh axes."""
@@ -134,7 +134,7 @@ def _projected_table(
 ) -> Array:
     def compute() -> Array:
         least = np.minimum.reduceat(table[rows[0]], rows[1], axis=0)
-        return network.tables.intern(np.minimum.reduceat(least[:, columns[0]], columns[1], axis=1))  # type: ignore[no-any-return]
+        return network.tables.intern(np.minimum.reduceat(least[:, columns[0]], columns[1], axis=1))
 
     return network.tables.once("project table", (table, rows[0], columns[0]), compute)
 
@@ -204,8 +204,8 @@ def improve(
         cap: entries of a table.
         deadline: `time.monotonic()` seconds after which no further round starts.
     """
-    # Dominated strategies stay: the start may use one.
-    core = reduce(network.copy(), dominance=False)
+    # No more than folding: the start may use a dominated strategy.
+    core = fold(network.copy())
     sizes = {node: len(vector) for node, vector in core.vectors.items()}
     reluctance: Counter[int] = Counter()
     best, failures = start, 0

@@ -15,7 +15,6 @@ from autoshard.solver.ilp import cells, solve_integer
 from autoshard.solver.lagrange import Ascent, ascend, priced_bound
 from autoshard.solver.moments import Moments
 from autoshard.solver.network import Network
-from autoshard.solver.order import DEFAULT_CAP
 from autoshard.solver.problem import Array, Problem, SolverError
 from autoshard.solver.reduce import reduce
 from autoshard.solver.repair import cross, settle, windows
@@ -197,9 +196,7 @@ def _descent(network: Network) -> Found:
 
 def _ilp(task: _Task) -> _Outcome:
     core = task.core(dominance=True)
-    result = solve_integer(
-        core, moments=task.moments, deadline=task.deadline, seed=task.seed
-    )
+    result = solve_integer(core, moments=task.moments, deadline=task.deadline, seed=task.seed)
     return _Outcome(result.found, result.bound, result.proved, "ilp")
 
 
@@ -225,8 +222,10 @@ def _unlimited(task: _Task) -> _Outcome:
     if result.rest is None:
         return _Outcome(result.found, result.bound, True, "alternate")
     if cells(result.rest) > _INTEGER_CELLS:
-        found = improve(task.network, result.found, cap=2e6, deadline=task.deadline) if result.found.choices else NOTHING
-        return _Outcome(better(result.found, found), result.bound, False, "alternate")
+        found = result.found
+        if found.choices:
+            found = improve(task.network, found, cap=1e6, deadline=task.deadline)
+        return _Outcome(found, result.bound, False, "alternate")
     return _closed(task, reduce(result.rest), None, result.found, result.bound)
 
 
@@ -237,9 +236,7 @@ def _closed(task: _Task, rest: Network, moments: Moments | None, best: Found, bo
     if monotonic() > task.deadline:
         return _Outcome(best, bound, False, "ilp")
     hint = best if best.choices and rest.positions(best.choices) is not None else NOTHING
-    result = solve_integer(
-        rest, moments=moments, hint=hint, deadline=task.deadline, seed=task.seed
-    )
+    result = solve_integer(rest, moments=moments, hint=hint, deadline=task.deadline, seed=task.seed)
     best = better(best, result.found)
     return _Outcome(best, max(bound, min(result.bound, best.cost)), result.proved, "ilp")
 
@@ -253,16 +250,19 @@ def _limited(task: _Task, free: Found, bound: float, *, finish: bool) -> _Outcom
     if not core.feasible or not moments.respected(moments.least()):
         return _Outcome(NOTHING, float("inf"), True, "lagrange")
     ascent = ascend(core, moments, free, components=task.problem.components, deadline=task.share(0.5))
-    best = _repaired(task, core, moments, ascent)
+    best = _crossed(task, core, moments, ascent)
     if ascent.exact:
         bound = max(bound, ascent.value)
     task.log("prices", best, bound)
-    relaxed = priced_bound(core, moments, ascent.prices, best.cost, task.share(0.5))
+    relaxed = priced_bound(core, moments, ascent.prices, best.cost, task.share(0.3))
     bound = max(bound, min(relaxed.value, best.cost))
-    if bound >= best.cost - TOLERANCE * abs(best.cost):
+    if bound >= _below(best):
         return _Outcome(best, best.cost, bool(best.choices), "lagrange")
-    rest = fix(core, relaxed, _below(best))
-    rest = reduce(rest)
+    if best.choices:
+        best = windows(core, moments, ascent.prices, best, seed=task.seed, deadline=task.share(0.4))
+        best = settle(core, moments, best, deadline=task.deadline)
+    task.log("windows", best, bound)
+    rest = reduce(fix(core, relaxed, _below(best)))
     if finish and cells(rest) <= _INTEGER_CELLS:
         return _closed(task, rest, moments, best, bound)
     return _Outcome(best, bound, not rest.feasible and bool(best.choices), "lagrange")
@@ -274,16 +274,12 @@ def _without_memory(core: Network) -> Network:
     return network
 
 
-def _repaired(task: _Task, core: Network, moments: Moments, ascent: Ascent) -> Found:
-    """The best assignment within the limit that prices and local changes find."""
+def _crossed(task: _Task, core: Network, moments: Moments, ascent: Ascent) -> Found:
+    """The best assignment within the limit that the prices lead to, or one that uses little; `NOTHING` if neither."""
     best = cross(core, moments, ascent, deadline=task.share(0.4))
     if not best.choices:
         best = _smallest(core, moments)
-    if not best.choices:
-        return NOTHING
-    best = settle(core, moments, best, deadline=task.deadline)
-    best = windows(core, moments, ascent.prices, best, seed=task.seed, deadline=task.share(0.4))
-    return settle(core, moments, best, deadline=task.deadline)
+    return settle(core, moments, best, deadline=task.deadline) if best.choices else NOTHING
 
 
 def _smallest(core: Network, moments: Moments) -> Found:
@@ -291,7 +287,8 @@ def _smallest(core: Network, moments: Moments) -> Found:
     span = moments.prices(np.ones(moments.count))
     network = _without_memory(core)
     for node, usage in core.usages.items():
-        network.vectors[node] = network.tables.intern(np.where(np.isfinite(core.vectors[node]), usage * span[node], np.inf))
+        held = np.where(np.isfinite(core.vectors[node]), usage * span[node], np.inf)
+        network.vectors[node] = network.tables.intern(held)
         for other, table in core.edges[node].items():
             if node < other:
                 allowed = network.tables.intern(_support(table))

@@ -1,7 +1,7 @@
 """Arithmetic on cost tables that does equal work once.
 
-Identical layers bring the same tables again and again. Every table is interned by its content, so that one object stands
-for one content, and the result of an operation is remembered by the identities of its operands.
+Identical layers bring the same tables again and again. Every table is interned by its content, so that one object
+stands for one content, and the result of an operation is remembered by the identities of its operands.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tables:
         found = self._recall(key)
         if found is None:
             found = self._results[key] = (operands, compute())
-        return found[1]  # type: ignore[no-any-return]
+        return found[1]
 
     def _knows(self, array: Any) -> bool:
         return id(array) in self._known or (self._parent is not None and self._parent._knows(array))
@@ -100,7 +100,7 @@ class Tables:
         return self.once("message", (vector, table), lambda: self.intern((vector[:, None] + table).min(0)))
 
     def series(self, vector: Array, first: Array, second: Array) -> Array:
-        """Cheapest vector + first [s, a] + second [s, b] over s: the edge that eliminating a node of degree two leaves."""
+        """Cheapest vector + first [s, a] + second [s, b] over s: the edge left by eliminating a node of degree two."""
 
         def compute() -> Array:
             left = vector[:, None] + first

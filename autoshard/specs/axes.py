@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
 from autoshard.errors import MeshError
@@ -31,8 +31,12 @@ class MeshShape:
     """The axes of a mesh without its devices: all that planning needs to know of it."""
 
     axes: tuple[MeshAxis, ...]
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(axis.name for axis in self.axes))
+        object.__setattr__(self, "sizes", tuple(axis.size for axis in self.axes))
         if not self.axes:
             raise MeshError("a mesh needs at least one axis; got none.")
         if len(set(self.names)) != len(self.axes):
@@ -56,14 +60,6 @@ class MeshShape:
         raise MeshError(
             f'mesh is {type(mesh).__name__}: pass a DeviceMesh or a mapping of axis sizes such as {{"dp": 8, "tp": 8}}.'
         )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(axis.name for axis in self.axes)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(axis.size for axis in self.axes)
 
     @property
     def ndim(self) -> int:

@@ -65,7 +65,7 @@ def _segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
         if not is_shard(placement) or mesh.sizes[axis] == 1:
             continue
         dim = dim_of(placement, len(shape))
-        carved = carve(dims[dim], axis, mesh.sizes[axis], split_factor_of(placement))
+        carved = _carve(dims[dim], axis, mesh.sizes[axis], split_factor_of(placement))
         if carved is None:
             raise ValueError(
                 f"{spec} does not divide dim {dim} of a tensor of shape {shape} evenly on mesh {mesh}: axis "
@@ -76,7 +76,7 @@ def _segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
     return tuple(dims)
 
 
-def carve(segments: DimLayout, axis: int, size: int, outer: int) -> DimLayout | None:
+def _carve(segments: DimLayout, axis: int, size: int, outer: int) -> DimLayout | None:
     """`segments` with `size` steps given to `axis`, below `outer` steps of the undistributed loops.
 
     Returns None where the piece would not lie inside one undistributed loop.
@@ -94,11 +94,6 @@ def carve(segments: DimLayout, axis: int, size: int, outer: int) -> DimLayout | 
         else:
             return None
     return None
-
-
-def remove(segments: DimLayout, axis: int) -> DimLayout:
-    """`segments` with the loop of `axis` whole on every rank: what an all-gather over the axis leaves."""
-    return merged([Segment(segment.size) if segment.axis == axis else segment for segment in segments])
 
 
 def spec_of(layout: Layout, partial: Mapping[int, str], mesh: MeshShape) -> Spec:

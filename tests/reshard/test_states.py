@@ -7,8 +7,18 @@ import itertools
 import pytest
 from hypothesis import assume, given
 
-from autoshard.reshard.states import closure, nests_with, plain_nests, spec_of_state, state_graph, state_of, without
+from autoshard.reshard.states import (
+    State,
+    closure,
+    nests_with,
+    plain_nests,
+    spec_of_state,
+    state_graph,
+    state_of,
+    without,
+)
 from autoshard.specs import MeshShape, Spec, canonical, is_even
+from autoshard.specs.layout import local_indices
 from tests.specs.strategies import placed
 
 MESH = MeshShape.of({"a": 2, "b": 4})
@@ -33,6 +43,21 @@ def test_every_even_spec_is_a_state(case: tuple[MeshShape, tuple[int, ...], Spec
 @pytest.mark.parametrize("text", ["P(sum) P(max)", "P(product) P(sum)", "P(bxor) R"])
 def test_reductions_whose_order_matters_are_no_state(text: str) -> None:
     assert state_of((8,), Spec.parse(text), MESH) is None
+
+
+@given(placed())
+def test_an_all_gather_puts_a_line_of_ranks_together(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
+    mesh, shape, spec = case
+    state = state_of(shape, spec, mesh)
+    assume(state is not None and is_even(shape, spec, mesh))
+    assert state is not None
+    for axis in spec.shard_axes:
+        nests = tuple(without(nest, axis, mesh) for nest in state.nests)
+        gathered = spec_of_state(State(nests, state.partial), shape, mesh)
+        for coordinate, dim in itertools.product(mesh.coordinates(), range(len(shape))):
+            line = [(*coordinate[:axis], place, *coordinate[axis + 1 :]) for place in range(mesh.sizes[axis])]
+            parts = set().union(*(local_indices(shape, spec, mesh, place)[dim] for place in line))
+            assert list(local_indices(shape, gathered, mesh, coordinate)[dim]) == sorted(parts)
 
 
 def test_an_all_gather_leaves_the_loops_below_where_they_are() -> None:

@@ -19,12 +19,12 @@ def brute_force(problem: Problem) -> float:
 def layered(layers: int, *, per_layer: int = 110, strategies: int = 6, seed: int = 0) -> Problem:
     """A long and thin problem of identical layers: chains with short cuts, two edges from layer to layer."""
     random = np.random.default_rng(seed)
+    shape = (strategies, strategies)
     costs = [random.random(strategies) for _ in range(per_layer)]
-    inner = [(node - 1, node, random.random((strategies, strategies))) for node in range(1, per_layer)]
-    for node in range(4, per_layer):
-        if random.random() < 0.35:
-            inner.append((int(random.integers(max(0, node - 12), node - 1)), node, random.random((strategies,) * 2)))
-    outer = [(per_layer - 1, 0, random.random((strategies,) * 2)), (per_layer // 2, 3, random.random((strategies,) * 2))]
+    inner = [(node - 1, node, random.random(shape)) for node in range(1, per_layer)]
+    joined = [node for node in range(4, per_layer) if random.random() < 0.35]
+    inner += [(int(random.integers(max(0, node - 12), node - 1)), node, random.random(shape)) for node in joined]
+    outer = [(per_layer - 1, 0, random.random(shape)), (per_layer // 2, 3, random.random(shape))]
     edges = []
     for layer in range(layers):
         base = layer * per_layer

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autoshard.specs import MeshShape, Spec, canonical, is_even, local_shape, segments_of, spec_of, true_local_shape
-from autoshard.specs.layout import Layout, Segment, local_indices, merged, remove
+from autoshard.specs.layout import Layout, Segment, local_indices, merged
 from tests.specs.strategies import placed
 
 MESH = MeshShape.of({"dp": 2, "tp": 4})
@@ -63,19 +63,6 @@ def test_every_nest_has_a_spec(case: tuple[MeshShape, Layout]) -> None:
     mesh, layout = case
     shape = tuple(math.prod(loop.size for loop in loops) for loops in layout)
     assert segments_of(shape, spec_of(layout, {}, mesh), mesh) == layout
-
-
-@given(layouts(), st.integers(0, 2))
-def test_removing_an_axis_gathers_it(case: tuple[MeshShape, Layout], axis: int) -> None:
-    mesh, layout = case
-    shape = tuple(math.prod(loop.size for loop in loops) for loops in layout)
-    gathered = spec_of(tuple(remove(loops, axis) for loops in layout), {}, mesh)
-    whole = spec_of(layout, {}, mesh)
-    for coordinate in mesh.coordinates():
-        line = [(*coordinate[:axis], place, *coordinate[axis + 1 :]) for place in range(mesh.sizes[axis])]
-        for dim in range(len(shape)):
-            parts = set().union(*(local_indices(shape, whole, mesh, place)[dim] for place in line))
-            assert list(local_indices(shape, gathered, mesh, coordinate)[dim]) == sorted(parts)
 
 
 @given(placed())

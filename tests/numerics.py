@@ -1,0 +1,181 @@
+"""Numerics: training on a mesh against training on one device, in float64; `python -m tests.numerics` writes the table."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._local_tensor import LocalTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard.capture.joint import capture
+from autoshard.cluster.cluster import Cluster, Link
+from autoshard.partition.shards import whole
+from autoshard.plan import ShardingPlan
+from autoshard.specs.axes import MeshShape
+from tests import models
+from tests.partition.meshes import simulated
+from tests.random_plans import random_plan
+from tests.widen import Widened
+
+TOLERANCE = 1e-9
+STEPS = 3
+LEARNING_RATE = 0.1
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What training left behind, as whole tensors: for every name, the tensors that the ranks hold.
+
+    `losses` are those of all steps; outputs and gradients are those of the last, parameters and buffers after it.
+    """
+
+    losses: dict[str, list[torch.Tensor]]
+    outputs: dict[str, list[torch.Tensor]]
+    gradients: dict[str, list[torch.Tensor]]
+    parameters: dict[str, list[torch.Tensor]]
+    buffers: dict[str, list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """The largest relative difference to one device, of each kind of tensor."""
+
+    losses: float
+    outputs: float
+    gradients: float
+    parameters: float
+    buffers: float
+
+    @property
+    def worst(self) -> float:
+        return max(dataclasses.astuple(self))
+
+
+def fast_links() -> Cluster:
+    """CPUs with links so fast that the planner shards even the tiny models of the tests."""
+    cluster = Cluster.preset("cpu")
+    link = Link(bandwidth=1e12, latency=1e-9)
+    device = dataclasses.replace(cluster.device, kernel_overhead=1e-9)
+    return dataclasses.replace(cluster, inside=link, between=link, device=device)
+
+
+def outputs_of(result: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a model returned, by name; its loss, if it returned one, as `loss`."""
+    if isinstance(result, torch.Tensor):
+        return {"loss" if result.ndim == 0 else "output": result}
+    if isinstance(result, Mapping):
+        return {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
+    return {"loss" if value.ndim == 0 else f"output[{place}]": value for place, value in enumerate(result)}
+
+
+def loss_of(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The model's own loss, or a mean square of its first output."""
+    return outputs["loss"] if "loss" in outputs else next(iter(outputs.values())).square().mean()
+
+
+def train(module: nn.Module, inputs: Mapping[str, Any], steps: int = STEPS) -> Trace:
+    """Train with SGD and momentum on the same batch.
+
+    Adam would divide the rounding of gradients that are exactly zero, such as those of key biases, by itself.
+    """
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    losses = {}
+    outputs: dict[str, torch.Tensor] = {}
+    for step in range(steps):
+        outputs = outputs_of(module(**inputs))
+        loss = loss_of(outputs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses[f"step {step}"] = loss.detach()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    return Trace(*map(_per_rank, (losses, outputs, gradients, dict(module.named_parameters()), dict(module.named_buffers()))))
+
+
+def _per_rank(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    return {name: held_by_ranks(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def held_by_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The whole tensor as every rank in this process has it, in float64."""
+    value = whole(tensor) if isinstance(tensor, DTensor) else tensor
+    values = list(value._local_tensors.values()) if isinstance(value, LocalTensor) else [value]
+    return [value.double().clone() for value in values]
+
+
+@functools.cache
+def one_device(name: str) -> Trace:
+    """The trace of a model of `tests.models` on one device."""
+    with Widened():
+        module, inputs = models.ALL[name](dtype=torch.float64)
+        return train(module, inputs)
+
+
+def on_mesh(
+    name: str, mesh: Mapping[str, int], seed: int | None = None, **random_options: Any
+) -> tuple[ShardingPlan, Trace]:
+    """Train a model on all ranks of a mesh in this process.
+
+    Args:
+        name: of a model of `tests.models`.
+        mesh: axis sizes.
+        seed: of a random plan; None for the planner's plan.
+        random_options: of `random_plan`.
+    """
+    with Widened():
+        module, inputs = models.ALL[name](dtype=torch.float64)
+        plan = None if seed is None else random_plan(capture(module, (), inputs), MeshShape.of(mesh), seed, **random_options)
+        with simulated(**mesh) as device_mesh:
+            return _train_on(module, inputs, device_mesh, plan)
+
+
+def _train_on(
+    module: nn.Module, inputs: dict[str, Any], device_mesh: DeviceMesh, plan: ShardingPlan | None
+) -> tuple[ShardingPlan, Trace]:
+    autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links(), plan=plan)
+    return module.sharding_plan, train(module, inputs)
+
+
+def compare(trace: Trace, reference: Trace) -> Errors:
+    """How far all ranks are from one device.
+
+    The difference of two tensors is measured relative to the largest element of the reference, but not to less than
+    a thousandth of the largest element among all tensors of its kind: a gradient that is exactly zero in theory is
+    rounding on both sides.
+    """
+    return Errors(
+        *(
+            relative_difference(getattr(trace, kind.name), getattr(reference, kind.name))
+            for kind in dataclasses.fields(Errors)
+        )
+    )
+
+
+def relative_difference(ours: Mapping[str, list[torch.Tensor]], theirs: Mapping[str, list[torch.Tensor]]) -> float:
+    """The largest relative difference over names and ranks; infinite where tensors are missing or of other shapes."""
+    if ours.keys() != theirs.keys():
+        return float("inf")
+    largest = max((float(values[0].abs().max()) for values in theirs.values()), default=0.0)
+    return max((_difference(ours[name], values[0], 1e-3 * largest) for name, values in theirs.items()), default=0.0)
+
+
+def _difference(ranks: list[torch.Tensor], reference: torch.Tensor, floor: float) -> float:
+    scale = max(float(reference.abs().max()), floor)
+    worst = 0.0
+    for value in ranks:
+        if value.shape != reference.shape or not bool(value.isfinite().all()):
+            return float("inf")
+        distance = float((value - reference).abs().max())
+        worst = max(worst, distance / scale if scale else distance)
+    return worst

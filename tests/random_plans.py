@@ -1,0 +1,117 @@
+"""Plans chosen at random: any assignment without an infinite edge must compute what one device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch.distributed.tensor import Placement
+
+from autoshard.capture.joint import JointGraph
+from autoshard.cluster.cluster import Cluster
+from autoshard.patterns.decisions import Decisions
+from autoshard.patterns.graph import Value
+from autoshard.plan import ShardingPlan
+from autoshard.planner.planner import Planner, Settings
+from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.solver import Problem
+from autoshard.specs.axes import MeshShape
+
+Neighbours = list[list[tuple[int, np.ndarray]]]
+"""For every variable: the other end of each of its edges, and which pairs of options are finite."""
+
+
+def random_plan(
+    graph: JointGraph,
+    mesh: MeshShape,
+    seed: int,
+    *,
+    forced: float = 0.0,
+    pinned: Mapping[str, tuple[Placement | None, ...]] | None = None,
+    planned_outputs: bool = False,
+) -> ShardingPlan:
+    """A plan with a random feasible strategy for every operator.
+
+    Args:
+        graph: the captured step.
+        mesh: the mesh axes.
+        seed: of the choices.
+        forced: share of the parameters that may not be replicated and are gathered once per phase.
+        pinned: placements of parameters, possibly uneven.
+        planned_outputs: outputs may stay sharded.
+    """
+    generator = np.random.default_rng(seed)
+    names = [source.name for source in graph.inputs if source.kind == "parameter"]
+    wishes = Wishes(
+        pinned=dict(pinned or {}),
+        forced=frozenset(name for name in names if generator.random() < forced),
+        planned_outputs=planned_outputs,
+    )
+    planner = Planner(graph, mesh, Cluster.preset("cpu"), wishes, Settings())
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes)
+    axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
+    decisions: Decisions | None = None
+    for block in [axes[:2], *([axis] for axis in axes[2:])]:
+        built = builder.build(frozenset(block), decisions)
+        decisions = built.decode(random_assignment(built.problem, generator))
+    assert decisions is not None
+    return _plan(graph, mesh, decisions)
+
+
+def _plan(graph: JointGraph, mesh: MeshShape, decisions: Decisions) -> ShardingPlan:
+    """The part of a plan that the runtime needs."""
+    held = [source for source in graph.inputs if source.kind in ("parameter", "buffer")]
+    names = {name: source for source in held for name in graph.aliases[source.name]}
+    return ShardingPlan(
+        mesh=mesh,
+        placements={name: decisions.rest[source.node.name].placements for name, source in names.items()},
+        output_placements={name: spec.placements for name, spec in decisions.outputs.items()},
+        shapes={name: Value(source.node).meta.shape for name, source in names.items()},
+        fingerprint=graph.fingerprint,
+        decisions=decisions.to_data(),
+        method="random",
+    )
+
+
+def random_assignment(problem: Problem, generator: np.random.Generator) -> list[int]:
+    """An assignment of finite cost: options drawn one variable after another, the others' options kept consistent.
+
+    A dead end, which consistency along edges does not exclude, starts the drawing again.
+    """
+    neighbours: Neighbours = [[] for _ in problem.costs]
+    for edge in problem.edges:
+        finite = np.isfinite(edge.costs)
+        neighbours[edge.source].append((edge.target, finite))
+        neighbours[edge.target].append((edge.source, finite.T))
+    for _ in range(100):
+        domains = [np.isfinite(costs) for costs in problem.costs]
+        if _draw(domains, neighbours, generator):
+            return [int(np.flatnonzero(domain)[0]) for domain in domains]
+    raise AssertionError("no feasible assignment was drawn in 100 attempts")
+
+
+def _draw(domains: list[np.ndarray], neighbours: Neighbours, generator: np.random.Generator) -> bool:
+    """Reduce every domain to one option at random; whether that succeeded."""
+    if not _propagate(domains, neighbours, list(range(len(domains)))):
+        return False
+    for variable in generator.permutation(len(domains)):
+        options = np.flatnonzero(domains[variable])
+        domains[variable] = np.zeros_like(domains[variable])
+        domains[variable][generator.choice(options)] = True
+        if not _propagate(domains, neighbours, [variable]):
+            return False
+    return True
+
+
+def _propagate(domains: list[np.ndarray], neighbours: Neighbours, pending: list[int]) -> bool:
+    """Take options without a partner out of the domains of neighbours, until nothing changes."""
+    while pending:
+        variable = pending.pop()
+        for other, finite in neighbours[variable]:
+            kept = domains[other] & finite[domains[variable]].any(axis=0)
+            if not kept.any():
+                return False
+            if kept.sum() < domains[other].sum():
+                domains[other] = kept
+                pending.append(other)
+    return True
