@@ -25,7 +25,7 @@ from autoshard.partition.agree import from_first_rank
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.localize import Localizer
 from autoshard.partition.module import Runtime, Tangents
-from autoshard.partition.shards import replace_parameters
+from autoshard.partition.shards import replace_parameters, synchronize_buffers
 from autoshard.partition.split import split
 from autoshard.partition.step import Program, Ranks
 from autoshard.patterns.decisions import Decisions, Flow
@@ -323,6 +323,7 @@ class _Parallelizer:
             whole = Spec.replicated(self.mesh.ndim)
             replace_parameters(self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh)
             self.module.sharding_plan = None  # type: ignore[assignment]
+        synchronize_buffers(self.module, self.device_mesh)
         install_hooks(self.module)
         self.runtime.install()
         self.module.__dict__[_RUNTIME] = self.runtime

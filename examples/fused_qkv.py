@@ -79,10 +79,11 @@ def show(split: str, mesh: DeviceMesh) -> None:
 
     if dist.get_rank() == 0:
         plan = model.sharding_plan
+        weight = plan.placements["qkv.weight"][0]
         inside = sum(collective.count for collective in plan.collectives if collective.module == "heads")
         print(f"\n{split}")
-        print(f"  fused weight: {plan.placements['qkv.weight'][0]}, output weight: {plan.placements['out.weight'][0]}")
-        print(f"  rows of the fused weight on this rank: {model.qkv.weight.to_local().shape[0]} of {3 * WIDTH}")
+        print(f"  fused weight: {type(weight).__name__}({weight.dim}, split_factor={weight.split_factor})")
+        print(f"  rows of it on this rank: {model.qkv.weight.to_local().shape[0]} of {3 * WIDTH}")
         print(f"  collectives between the projection and the output of the attention: {inside}")
         print(f"  loss {loss.item():.6f}, on one device {expected:.6f}; checkpoint equal bit for bit: {equal}")
         if split == SPLITS[-1]:

@@ -48,20 +48,22 @@ def show(title: str, hints: dict[str, object] | None) -> None:
         print(f"  HintError: {error}")
         return
     for name, placements in plan.placements.items():
-        print(f"  {name:24} {placements}")
+        if name.endswith(".weight") and "norm" not in name:
+            over = zip(MESH, placements, strict=True)
+            print(f"  {name:21}", ", ".join(f"{axis}: {placement!r}" for axis, placement in over))
 
 
 def main() -> None:
     show("Nothing pinned", None)
     show(
-        "The head by classes over tp; both blocks as the expert would",
+        "The head by classes over tp; both blocks as an expert would",
         {
             "head.weight": {"tp": Shard(0)},
             "blocks.*.up.weight": {"dp": Replicate(), "tp": Shard(0)},
             "blocks.*.down.weight": (Replicate(), Shard(1)),
         },
     )
-    show("A whole module: every parameter below it", {"blocks.0": {"dp": Replicate(), "tp": Replicate()}})
+    show("A whole module, that is, every parameter below it", {"blocks.0": {"dp": Replicate(), "tp": Replicate()}})
     show("Matches nothing", {"block.*.up.weight": {"tp": Shard(0)}})
     show("No such axis", {"head.weight": {"model": Shard(0)}})
     show("No such dim", {"head.weight": {"tp": Shard(2)}})

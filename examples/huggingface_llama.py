@@ -40,7 +40,8 @@ def batch(step: int) -> dict[str, Tensor]:
 def make(mesh: DeviceMesh) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = autoshard.parallelize(LlamaForCausalLM(CONFIG), mesh, example_kwargs=batch(0))
-    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return model, autoshard.checkpointable(optimizer)  # its state may be saved however the parameters lie
 
 
 def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -88,9 +89,10 @@ def main() -> None:
     resumed = train(model, optimizer, range(10, 15))
 
     if first:
-        print("(2, 2), steps  0-9: ", *(f"{loss:.4f}" for loss in before))
-        print("(2, 2), steps 10-14:", *(f"{loss:.4f}" for loss in expected))
-        print("(4,),   steps 10-14:", *(f"{loss:.4f}" for loss in resumed), f"   resumed from {path}")
+        print("\nloss on (2, 2), steps  0-9: ", *(f"{loss:.5f}" for loss in before))
+        print(f"checkpoint of model and optimizer in {path}")
+        print("loss on (2, 2), steps 10-14:", *(f"{loss:.5f}" for loss in expected), "  going on")
+        print("loss on (4,),   steps 10-14:", *(f"{loss:.5f}" for loss in resumed), "  resumed from the checkpoint")
     dist.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
 """Plan Llama-3-8B for 64 H100s on a laptop: python examples/plan_llama_8b.py
 
 Nothing is allocated and no process group is needed: the model lies on the meta device, the mesh is a description, and
-the cluster is known by its data sheet. The plan is saved; `autoshard.parallelize(..., plan=plan)` applies it there.
+the cluster is known by its data sheet. It takes a few minutes. The plan is saved; on the cluster,
+`autoshard.parallelize(..., plan=autoshard.ShardingPlan.load(path))` applies it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=8, help="size of the tensor axis, inside one host")
     parser.add_argument("--batch", type=int, default=16, help="sequences of 4096 tokens in the global batch")
     parser.add_argument("--memory", default="60GiB", help="budget per device")
+    parser.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers, help="fewer give a quicker look")
     parser.add_argument("--output", default="llama-3-8b.plan.json")
     args = parser.parse_args()
 
+    LLAMA_3_8B.num_hidden_layers = args.layers
     with torch.device("meta"):
         model = LlamaForCausalLM(LLAMA_3_8B).to(torch.bfloat16)
         tokens = torch.empty(args.batch, 4096, dtype=torch.long)
@@ -45,12 +48,13 @@ def main() -> None:
         example_kwargs={"input_ids": tokens, "labels": tokens},
         cluster="h100",
         memory_limit=args.memory,
+        output_placements="planned",  # the logits stay where they are computed; whole, they are 17 GB
         time_limit=240.0,
     )
     print(plan)
-    print(plan.explain("model.layers.0.self_attn*"))
+    print(f"\nOne module in detail:\n\n{plan.explain('model.layers.0.mlp.down_proj')}\n")
     plan.save(args.output)
-    print(f"saved to {args.output}")
+    print(f"Saved. Look at it with `autoshard show {args.output}`, or in a browser with `autoshard html`.")
 
 
 if __name__ == "__main__":

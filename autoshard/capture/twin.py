@@ -34,9 +34,9 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode, device: torch.device, tra
         memo[id(parameter)] = nn.Parameter(fake_like(parameter.detach(), mode, device), parameter.requires_grad)
     for tensor in _plain_tensors(module):
         memo.setdefault(id(tensor), fake_like(tensor, mode, device))
-    forward = module.__dict__.get("forward")
-    if forward is not None:
-        memo[id(forward)] = forward
+    for value in vars(module).values():
+        if _is_ours(value):
+            memo[id(value)] = value  # what runs a parallelised module: graphs, plan and groups are not for copying
     try:
         twin = copy.deepcopy(module, memo)
     except Exception as error:
@@ -63,11 +63,13 @@ def _plain_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 def _restore_forward(twin: nn.Module) -> None:
     """Undo an instance attribute `forward` set by autoshard; one set by the user is part of the model."""
     forward = twin.__dict__.get("forward")
-    if forward is None:
-        return
-    owner = getattr(forward, "__module__", None) or type(forward).__module__
-    if owner.split(".")[0] == "autoshard":
+    if forward is not None and _is_ours(forward):
         del twin.__dict__["forward"]
+
+
+def _is_ours(value: object) -> bool:
+    owner = getattr(value, "__module__", None) or type(value).__module__
+    return isinstance(owner, str) and owner.split(".")[0] == "autoshard"
 
 
 def _check_parameters(module: nn.Module) -> None:

@@ -61,6 +61,12 @@ class Runtime:
         self._served: dict[Hashable, Served] = {}
         self._constants: dict[int, torch.Tensor] = {}
 
+    def __deepcopy__(self, memo: object) -> Runtime:
+        raise InputError(
+            "a parallelised module cannot be deep-copied: its programs and process groups are bound to this object. "
+            "Copy the module before parallelize and parallelize the copy with the same plan."
+        )
+
     def install(self) -> None:
         """Put this runtime in the place of the module's `forward`."""
         original = self.module.forward
@@ -69,6 +75,7 @@ class Runtime:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
+        forward.__module__ = __name__  # by which the capture knows it from a forward of the user's
         self.module.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_even, local_shape
-from autoshard.specs.spec import Spec
+from autoshard.specs.spec import Spec, is_shard, split_factor_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class _Build:
         if source.kind == "input" and wishes.local_inputs:
             candidates = self._leading_specs(value)
         else:
-            candidates = self._open_specs(rule, source.kind == "parameter")
+            candidates = [s for s in self._open_specs(rule, source.kind == "parameter") if _plain_nest(s)]
         allowed = [spec for spec in candidates if _agrees(spec, pinned)]
         if not allowed:
             allowed = [Spec.of(*(placement or Replicate() for placement in pinned))]
@@ -371,6 +371,13 @@ class _Build:
                 same = [[0.0 if a is b else np.inf for b in self.variables[tangent].options] for a in self.variables[output].options]
                 if np.any(same):
                     self.edges.append(Edge(output, tangent, np.array(same)))
+
+
+def _plain_nest(spec: Spec) -> bool:
+    """Whether no dim is split by several axes one of which is strided: `DTensor.full_tensor` gathers such wrongly."""
+    splits = [(placement.dim, split_factor_of(placement)) for placement in spec if is_shard(placement)]  # type: ignore[attr-defined]
+    dims = [dim for dim, _ in splits]
+    return all(factor == 1 or dims.count(dim) == 1 for dim, factor in splits)
 
 
 def _agrees(spec: Spec, pinned: Sequence[Placement | None]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -145,8 +146,11 @@ def _recompute(factors: list[Factor]) -> Choose:
     """Chooses by adding up the factors at the neighbours' values."""
 
     def choose(places: dict[int, int]) -> int:
-        rows = [table[:, *(places[other] for other in part[1:])] for part, table in factors]
-        return int(np.argmin(sum(rows)))
+        total: Array = np.zeros(())
+        for part, table in factors:
+            index: tuple[Any, ...] = (slice(None), *(places[other] for other in part[1:]))
+            total = total + table[index]
+        return int(np.argmin(total))
 
     return choose
 

@@ -14,13 +14,20 @@ from autoshard.solver.linear import Program, minimise
 from autoshard.solver.moments import Moments
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array, IntArray
-from autoshard.solver.search import NOTHING, Found, alternate, better, improve
+from autoshard.solver.reduce import reduce
+from autoshard.solver.search import NOTHING, Found, axis_by_axis, better, improve
 
 _CAP = 3_000_000
 """Entries of a table in one priced solve: there are many of them."""
 
 _STEPS = 40
 """Priced solves at most."""
+
+_RELAXED = 25
+"""Iterations of the relaxation in one priced solve."""
+
+_PARTS = 3
+"""Parts of the time line of which each may contribute a moment per assignment met."""
 
 _HIGHEST = 16.0**6
 """Multiple of the first ceiling on prices at which the ascent gives up finding an assignment within the limit."""
@@ -106,12 +113,12 @@ def ascend(
             break
         prices, model = _model(state, moments, active, ceiling)
         network = priced(core, moments, prices)
-        found, exact = _solve(network, warm, components, deadline)
+        found, floor, exact = _solve(network, warm, components, deadline)
         if not found.choices:
             break
         warm = found
         state.exact &= exact
-        value = found.cost - float(prices.sum()) * moments.limit
+        value = floor - float(prices.sum()) * moments.limit
         if value > state.value:
             state.value, state.prices = value, prices
         new = _meet(state, core, moments, found.choices, active)
@@ -124,7 +131,7 @@ def ascend(
 
 
 def _meet(state: Ascent, core: Network, moments: Moments, choices: dict[int, int], active: list[int]) -> bool:
-    """Notes an assignment, and the worst moment where it passes the limit; False if nothing about it is new."""
+    """Notes an assignment, and the worst moments where it passes the limit; False if nothing about it is new."""
     if any(point.choices == choices for point in state.points):
         return False
     point = Point(choices, core.value(choices), moments.loads(choices))
@@ -132,9 +139,10 @@ def _meet(state: Ascent, core: Network, moments: Moments, choices: dict[int, int
     if moments.respected(point.loads):
         state.best = better(state.best, Found(choices, point.cost))
         return True
-    worst = int(point.loads.argmax())
-    if worst not in active:
-        active.append(worst)
+    for part in np.array_split(np.arange(moments.count), min(_PARTS, moments.count)):
+        worst = int(part[point.loads[part].argmax()])
+        if point.loads[worst] > moments.limit and worst not in active:
+            active.append(worst)
     return True
 
 
@@ -164,16 +172,22 @@ def _model(state: Ascent, moments: Moments, active: list[int], ceiling: float) -
     return prices, float(answer.values[-1]) * magnitude
 
 
-def _solve(network: Network, warm: Found, components: Sequence[IntArray] | None, deadline: float) -> tuple[Found, bool]:
-    """The cheapest assignment of a priced network, exact where it is narrow enough."""
+def _solve(
+    network: Network, warm: Found, components: Sequence[IntArray] | None, deadline: float
+) -> tuple[Found, float, bool]:
+    """The cheapest assignment of a priced network and a bound on it: exact where it is narrow enough, else searched
+    from the last one met and from the relaxation."""
     try:
         exact = eliminate(network, cap=_CAP)
+        return Found(exact.choices, exact.cost), exact.cost, True
     except WidthError:
-        start = Found(warm.choices, network.value(warm.choices))
-        if components is not None and not np.isfinite(start.cost):
-            start = alternate(network, components, deadline=deadline)
-        return (improve(network, start, deadline=deadline) if start.choices else start), False
-    return Found(exact.choices, exact.cost), True
+        relaxed = lower_bound(reduce(network.copy()), iterations=_RELAXED, deadline=deadline)
+    found = Found(warm.choices, network.value(warm.choices))
+    if relaxed.choices and relaxed.cost < found.cost:
+        found = Found(relaxed.choices, relaxed.cost)
+    if components is not None and monotonic() < deadline:
+        found = axis_by_axis(network, components, found, deadline=deadline)
+    return improve(network, found, rounds=8, patience=2, deadline=deadline), relaxed.value, False
 
 
 def priced_bound(core: Network, moments: Moments, prices: Array, upper: float, deadline: float) -> Bound:

@@ -152,8 +152,8 @@ def windows(
     start: Found,
     *,
     seed: int = 0,
-    count: int = 60,
-    patience: int = 12,
+    count: int = 2000,
+    patience: int = 16,
     deadline: float = float("inf"),
 ) -> Found:
     """Solves connected windows exactly at several multiples of the prices, all else held, and keeps what is

@@ -68,19 +68,26 @@ def alternate(
     """
     labels = [network.tables.intern(array) for array in components]
     axes = labels[0].shape[1] if labels else 0
-    best = start
-    if np.isfinite(start.cost):
-        best = _descend(network, labels, start, tuple(range(axes)), deadline)
+    best = axis_by_axis(network, components, start, deadline=deadline) if start.choices else start
     for sequence in islice(permutations(range(axes)), _ORDERS):
         if monotonic() > deadline:
             break
-        found = _axis_by_axis(network, labels, sequence)
+        found = _first_labels(network, labels, sequence)
         if np.isfinite(found.cost):
             best = better(best, _descend(network, labels, found, sequence, deadline))
     return best
 
 
-def _axis_by_axis(network: Network, labels: list[IntArray], sequence: tuple[int, ...]) -> Found:
+def axis_by_axis(
+    network: Network, components: Sequence[IntArray], start: Found, *, deadline: float = float("inf")
+) -> Found:
+    """One mesh axis after another from a known assignment only, until no axis improves it; see `alternate`."""
+    labels = [network.tables.intern(array) for array in components]
+    axes = labels[0].shape[1] if labels else 0
+    return _descend(network, labels, start, tuple(range(axes)), deadline)
+
+
+def _first_labels(network: Network, labels: list[IntArray], sequence: tuple[int, ...]) -> Found:
     """A start: axes solved in sequence, each under the labels chosen before, the later ones assumed free."""
     remaining = network
     for axis in sequence:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
+from hypothesis import strategies as st
 
 from autoshard.solver import Edge, Problem, solve
 
@@ -76,3 +77,29 @@ def _resharding(random: np.random.Generator, pairs: np.ndarray, labels: int) -> 
     cost = kinds[0][first[:, None], first] * np.where(second == 0, 1, 0.125)[:, None]
     cost = cost + 4 * kinds[1][second[:, None], second] * np.where(first == 0, 1, 0.125)[None, :]
     return size * cost
+
+
+@st.composite
+def small_problems(draw: st.DrawFn, *, memory: bool = True) -> Problem:
+    """At most six nodes of at most four strategies: parallel edges, forbidden entries, lives, limits, labels."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    forbidden = draw(st.sampled_from([0.0, 0.1, 0.3]))
+
+    def table(*shape: int) -> np.ndarray:
+        values = random.integers(-3, 10, shape).astype(float)
+        values[random.random(shape) < forbidden] = np.inf
+        return values
+
+    ends = [random.choice(len(sizes), 2, replace=False) for _ in range(draw(st.integers(0, 12))) if len(sizes) > 1]
+    fields = {}
+    if memory:
+        fields["usages"] = tuple(random.integers(0, 10, size).astype(float) for size in sizes)
+        fields["intervals"] = tuple(tuple(int(end) for end in random.integers(0, 8, 2)) for _ in sizes)
+        fields["limit"] = draw(st.one_of(st.none(), st.integers(0, 30).map(float)))
+    return Problem(
+        tuple(table(size) for size in sizes),
+        tuple(Edge(int(a), int(b), table(sizes[a], sizes[b])) for a, b in ends),
+        components=tuple(np.stack([np.arange(size) // 2, np.arange(size) % 2], 1) for size in sizes),
+        **fields,
+    )

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from autoshard.solver import Edge, Problem
+from autoshard.solver.eliminate import WidthError, eliminate, run_order
+from autoshard.solver.network import Network
+from autoshard.solver.order import conditioned_order, find_order, greedy_order, table_size, weighted_fill
+from autoshard.solver.tables import Tables
+from tests.solver.problems import brute_force, layered, small_problems
+
+
+@given(problem=small_problems(memory=False))
+@settings(max_examples=150, deadline=None)
+def test_elimination_is_exact(problem: Problem) -> None:
+    exact = eliminate(Network.of(problem, Tables()))
+    assert exact.cost == brute_force(problem)
+    if exact.choices:
+        assert problem.cost([exact.choices[node] for node in range(problem.size)]) == exact.cost
+
+
+@given(problem=small_problems(memory=False))
+@settings(max_examples=50, deadline=None)
+def test_any_order_is_exact(problem: Problem) -> None:
+    network = Network.of(problem, Tables())
+    sizes = {node: len(vector) for node, vector in network.vectors.items()}
+    for score in (weighted_fill, table_size):
+        _, cost = run_order(network, greedy_order(sizes, network.edges, 1e9, score))
+        assert cost == brute_force(problem)
+
+
+def clique(nodes: int, strategies: int) -> Problem:
+    random = np.random.default_rng(0)
+    pairs = [(a, b) for a in range(nodes) for b in range(a)]
+    edges = tuple(Edge(a, b, random.random((strategies, strategies))) for a, b in pairs)
+    return Problem(tuple(random.random((nodes, strategies))), edges)
+
+
+def test_large_tables_are_swept_to_the_same_optimum() -> None:
+    """Seven nodes of six strategies: the first tables are too large to be built at once."""
+    problem = clique(7, 6)
+    exact = eliminate(Network.of(problem, Tables()))
+    assert np.isclose(problem.cost([exact.choices[node] for node in range(7)]), exact.cost)
+    assert np.isclose(exact.cost, brute_force_clique(problem))
+
+
+def brute_force_clique(problem: Problem) -> float:
+    """All assignments at once, by broadcasting."""
+    count = problem.size
+    total = np.zeros((1,) * count)
+    for node, vector in enumerate(problem.costs):
+        total = total + vector.reshape([-1 if axis == node else 1 for axis in range(count)])
+    for edge in problem.edges:
+        table = edge.costs if edge.source < edge.target else edge.costs.T
+        low, high = sorted((edge.source, edge.target))
+        total = total + table.reshape([len(problem.costs[axis]) if axis in (low, high) else 1 for axis in range(count)])
+    return float(total.min())
+
+
+def test_a_wide_problem_is_refused_before_any_work() -> None:
+    with pytest.raises(WidthError, match="too entangled"):
+        eliminate(Network.of(clique(12, 6), Tables()))
+
+
+def test_the_order_of_a_long_problem_stays_narrow() -> None:
+    for layers in (2, 20):
+        network = Network.of(layered(layers), Tables())
+        sizes = {node: len(vector) for node, vector in network.vectors.items()}
+        order = find_order(sizes, network.edges, 1e9)
+        assert len(order.steps) == layers * 110
+        assert order.largest <= 6**7
+
+
+def test_holding_nodes_keeps_every_table_within_the_cap() -> None:
+    network = Network.of(clique(12, 6), Tables())
+    sizes = {node: len(vector) for node, vector in network.vectors.items()}
+    order = conditioned_order(sizes, network.edges, 1000, {})
+    assert order.largest <= 1000
+    assert sorted([*order.conditioned, *(node for node, _ in order.steps)]) == list(range(12))
+    shy = conditioned_order(sizes, network.edges, 1000, dict.fromkeys(order.conditioned, 1))
+    assert shy.conditioned != order.conditioned
+    assert set(shy.conditioned[:3]) == set(range(12)) - set(order.conditioned)

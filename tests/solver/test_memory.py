@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from autoshard.solver import Edge, Problem, solve
+from autoshard.solver.lagrange import ascend
+from autoshard.solver.moments import Moments
+from autoshard.solver.network import Network
+from autoshard.solver.reduce import reduce
+from autoshard.solver.search import Found
+from autoshard.solver.tables import Tables
+from tests.solver.problems import small_problems, two_axes, with_memory
+
+
+@given(problem=small_problems())
+@settings(max_examples=100, deadline=None)
+def test_moments_see_every_peak(problem: Problem) -> None:
+    moments = Moments.of(replace(problem, limit=10.0))
+    choice = [len(vector) - 1 for vector in problem.costs]
+    loads = moments.loads(dict(enumerate(choice)))
+    assert np.isclose(max(0.0, loads.max(initial=0.0)), problem.peak(choice))
+    assert (moments.least() <= loads).all()
+    assert (loads <= moments.most()).all()
+
+
+@given(problem=small_problems())
+@settings(max_examples=100, deadline=None)
+def test_prices_sum_over_lives(problem: Problem) -> None:
+    moments = Moments.of(replace(problem, limit=10.0))
+    prices = np.arange(1.0, moments.count + 1)
+    choice = dict.fromkeys(range(problem.size), 0)
+    held = np.array([usage[0] for usage in problem.usages])
+    assert np.isclose(prices @ moments.loads(choice), moments.prices(prices) @ held)
+
+
+def layers_that_flip_together(count: int, limit: float) -> Problem:
+    """Every layer: replicated costs 1 and holds 8, sharded costs 2 and holds 1; neighbours like to agree."""
+    costs = (np.array([1.0, 2.0]),) * count
+    agree = np.array([[0.0, 0.001], [0.001, 0.0]])
+    edges = tuple(Edge(node - 1, node, agree) for node in range(1, count))
+    return Problem(costs, edges, (np.array([8.0, 1.0]),) * count, ((0, 10),) * count, limit)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 20, 39])
+def test_identical_layers_flip_one_at_a_time(kept: int) -> None:
+    """Room for `kept` replicated layers: exactly that many are replicated, side by side."""
+    problem = layers_that_flip_together(40, limit=40 + 7 * kept + 3)
+    solution = solve(problem)
+    assert solution.assignment.count(0) == kept
+    assert solution.peak == 40 + 7 * kept
+    assert solution.status == "optimal"
+    assert np.isclose(solution.cost, kept + 2 * (40 - kept) + (0.001 if kept else 0.0))
+
+
+def test_prices_give_a_true_bound() -> None:
+    problem = layers_that_flip_together(30, limit=100.0)
+    core = reduce(Network.of(problem, Tables(), memory=True), dominance=False)
+    ascent = ascend(core, Moments.of(problem), Found(dict.fromkeys(range(30), 0), 30.0))
+    best = solve(problem, method="ilp")
+    assert ascent.exact
+    assert 30.0 < ascent.value <= best.cost + 1e-9
+    assert ascent.best.cost >= best.cost - 1e-9
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.8])
+def test_a_binding_limit_is_kept_and_the_optimum_found(fraction: float) -> None:
+    problem = with_memory(two_axes(24, labels=3), fraction)
+    oracle = solve(problem, method="ilp")
+    assert oracle.status == "optimal"
+    solution = solve(problem)
+    assert problem.feasible(solution.assignment)
+    assert np.isclose(solution.cost, oracle.cost, rtol=1e-7)
+    axis_by_axis = solve(problem, method="alternate")
+    assert problem.feasible(axis_by_axis.assignment)
+    assert axis_by_axis.lower_bound <= oracle.cost * (1 + 1e-9)
+    assert oracle.cost * (1 - 1e-9) <= axis_by_axis.cost <= 1.2 * oracle.cost
+
+
+def test_several_moments_bind_at_once() -> None:
+    """Two groups of layers that never live together, each with a limit of its own to keep."""
+    base = layers_that_flip_together(20, limit=40.0)
+    lives = tuple((0, 5) if node < 10 else (5, 9) for node in range(20))
+    problem = replace(base, intervals=lives, limit=31.0)
+    solution = solve(problem)
+    assert solution.status == "optimal"
+    assert solution.assignment[:10].count(0) == 3
+    assert solution.assignment[10:].count(0) == 3
+
+
+def test_a_limit_below_the_smallest_use_is_proved_infeasible() -> None:
+    solution = solve(layers_that_flip_together(10, limit=9.0))
+    assert solution.status == "infeasible"
+    assert solution.assignment == ()
+    assert solution.lower_bound == np.inf
+    assert solution.gap == np.inf

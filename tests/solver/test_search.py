@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autoshard.solver import solve
+from autoshard.solver.certify import certify
+from autoshard.solver.network import Network
+from autoshard.solver.search import NOTHING, Found, alternate, better, improve
+from autoshard.solver.tables import Tables
+from tests.solver.problems import layered, two_axes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_alternation_comes_near_the_optimum(seed: int) -> None:
+    problem = two_axes(40, seed=seed)
+    network = Network.of(problem, Tables())
+    found = alternate(network, problem.components)
+    best = solve(problem).cost
+    assert np.isclose(found.cost, problem.cost([found.choices[node] for node in range(40)]))
+    assert best <= found.cost * (1 + 1e-12)
+    assert found.cost <= best * 1.1
+
+
+def test_alternation_never_worsens_its_start() -> None:
+    problem = two_axes(30)
+    network = Network.of(problem, Tables())
+    optimum = solve(problem)
+    start = Found(dict(enumerate(optimum.assignment)), optimum.cost)
+    assert np.isclose(alternate(network, problem.components, start=start).cost, optimum.cost)
+
+
+def test_improvement_is_monotone_and_deterministic() -> None:
+    problem = two_axes(60, density=0.9)
+    network = Network.of(problem, Tables())
+    start = dict.fromkeys(range(60), 0)
+    first = Found(start, network.value(start))
+    costs = [improve(network, first, rounds=rounds, cap=2000).cost for rounds in (0, 1, 2, 8)]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] == first.cost
+    assert costs[-1] < 0.9 * first.cost
+    assert improve(network, first, rounds=8, cap=2000).choices == improve(network, first, rounds=8, cap=2000).choices
+
+
+def test_a_wide_enough_cap_solves_at_once() -> None:
+    problem = layered(2)
+    network = Network.of(problem, Tables())
+    start = dict.fromkeys(range(problem.size), 0)
+    found = improve(network, Found(start, network.value(start)), rounds=1, cap=1e7)
+    assert np.isclose(found.cost, solve(problem).cost)
+
+
+def test_a_proof_without_elimination_of_the_whole() -> None:
+    """The whole is too wide for the cap; dropping strategies by their floors makes it narrow enough."""
+    problem = two_axes(100)
+    network = Network.of(problem, Tables())
+    found = improve(network, alternate(network, problem.components))
+    result = certify(network, found, cap=1e5)
+    assert result.rest is None
+    assert np.isclose(result.found.cost, solve(problem).cost, rtol=1e-8)
+    assert result.bound == result.found.cost
+
+
+def test_the_cheaper_is_kept_and_the_first_of_equals() -> None:
+    first, second = Found({0: 1}, 2.0), Found({0: 0}, 2.0)
+    assert better(first, second) is first
+    assert better(NOTHING, first) is first
+    assert better(first, Found({0: 2}, 1.0)).cost == 1.0
