@@ -18,6 +18,7 @@ from autoshard.partition.materialize import materialize
 from autoshard.partition.safetensors import load_safetensors
 from autoshard.patterns.registry import register_rule
 from autoshard.plan import ShardingPlan
+from autoshard.use_mesh import use_mesh
 from autoshard.version import __version__
 
 __all__ = [
@@ -39,4 +40,5 @@ __all__ = [
     "plan",
     "register_rule",
     "shard",
+    "use_mesh",
 ]

@@ -9,17 +9,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 from torch.utils import _pytree as pytree
 
 from autoshard import hints as hint_rules
+from autoshard.arguments import check_examples, check_mesh, check_module, check_plain, check_plan
 from autoshard.capture._torch import outside_modes
 from autoshard.capture.joint import JointGraph, capture
+from autoshard.capture.twin import check_parameters
 from autoshard.cluster.cluster import Cluster
-from autoshard.errors import HintError, MeshError, PlanError
+from autoshard.errors import HintError, PlanError
 from autoshard.memory.budget import parse_bytes
 from autoshard.partition.agree import from_first_rank
 from autoshard.partition.checkpoint import install_hooks
@@ -76,13 +77,20 @@ def _options(
     time_limit: float,
 ) -> Options:
     if inputs not in ("global", "local"):
-        raise PlanError(f'inputs={inputs!r}: choose "global" (every rank passes whole tensors) or "local" (its shards).')
+        raise PlanError(
+            f'inputs={inputs!r}: choose "global" (every rank passes whole tensors) or "local" (its shards).'
+        )
     if method not in METHODS:
         raise PlanError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}.")
     if isinstance(output_placements, str) and output_placements != "planned":
         raise PlanError(f'output_placements={output_placements!r}: pass "planned" or a mapping of output names.')
     if not time_limit > 0:
         raise PlanError(f"time_limit={time_limit!r}: it must be above zero seconds.")
+    if not optimizer_bytes_per_element >= 0:
+        raise PlanError(
+            f"optimizer_bytes_per_element={optimizer_bytes_per_element!r}: it is what the optimizer keeps for every "
+            "element of a trained parameter, such as 8 for Adam in float32, 4 for momentum, 0 for plain SGD."
+        )
     default = "cpu" if device_type == "cpu" else "h100"
     return Options(
         hints=hints,
@@ -143,6 +151,8 @@ def plan(
         BudgetError: no plan fits `memory_limit`.
         MeshError: the mesh is none.
     """
+    check_module(module)
+    args, kwargs = check_examples(example_args, example_kwargs)
     shape = MeshShape.of(mesh)
     device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else None
     options = _options(
@@ -150,7 +160,7 @@ def plan(
         output_placements, method, time_limit,
     )  # fmt: skip
     start = time.perf_counter()
-    graph = capture(module, tuple(example_args), dict(example_kwargs or {}), grad=torch.is_grad_enabled())
+    graph = capture(module, args, kwargs, grad=torch.is_grad_enabled())
     seconds = time.perf_counter() - start
     planner = _planner(module, graph, shape, options)
     return _planned(planner, seconds, options)
@@ -204,7 +214,9 @@ def _input_pins(graph: JointGraph, mesh: MeshShape, options: Options) -> dict[st
 
 
 def _output_specs(graph: JointGraph, mesh: MeshShape, wanted: Placements) -> dict[str, Spec]:
-    shapes = {o.name: tuple(o.node.meta["val"].shape) for o in graph.outputs if o.kind == "output" and o.node is not None}
+    shapes = {
+        o.name: tuple(o.node.meta["val"].shape) for o in graph.outputs if o.kind == "output" and o.node is not None
+    }
     if wanted is None or isinstance(wanted, str):
         return {}
     return {
@@ -272,30 +284,30 @@ def parallelize(
         CaptureError, HintError, BudgetError: as for `autoshard.plan`. Nothing was changed then.
     """
     _check(module, mesh)
+    args, kwargs = check_examples(example_args, example_kwargs)
     shape = MeshShape.of(mesh)
+    if plan is not None:
+        check_plan(plan, module, shape)
     options = _options(
         shape, mesh.device_type, hints, memory_limit, optimizer_bytes_per_element, cluster, inputs, input_placements,
         output_placements, method, time_limit,
     )  # fmt: skip
     parallelizer = _Parallelizer(module, mesh, options, compile, plan)
-    parallelizer.start(tuple(example_args), dict(example_kwargs or {}))
+    parallelizer.start(args, kwargs)
     return module
 
 
-def _check(module: nn.Module, mesh: object) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise MeshError(
-            f"parallelize needs a DeviceMesh (torch.distributed.device_mesh.init_device_mesh), got "
-            f"{type(mesh).__name__}. To decide without devices, call autoshard.plan."
-        )
-    if mesh.size() > dist.get_world_size():
-        raise MeshError(f"the mesh has {mesh.size()} devices, the world {dist.get_world_size()} ranks.")
+def _check(module: object, mesh: object) -> None:
+    check_module(module)
+    check_mesh(mesh)
+    assert isinstance(module, nn.Module)
     for name, part in module.named_modules():
         if _RUNTIME in part.__dict__:
             raise PlanError(
                 f"{name or 'the module'} is parallelised already: parallelize works in place, once. Build the module "
                 "anew to place it differently."
             )
+    check_plain(module)
 
 
 class _Parallelizer:
@@ -320,8 +332,11 @@ class _Parallelizer:
             grad = any(parameter.requires_grad for parameter in self.module.parameters())
             self.runtime.prepare(args, kwargs, grad and torch.is_grad_enabled())
         else:
+            check_parameters(self.module)
             whole = Spec.replicated(self.mesh.ndim)
-            replace_parameters(self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh)
+            replace_parameters(
+                self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh
+            )
             self.module.sharding_plan = None  # type: ignore[assignment]
         synchronize_buffers(self.module, self.device_mesh)
         install_hooks(self.module)

@@ -44,6 +44,11 @@ def resolve(
         HintError: a glob matches nothing; a value is none of the above, or is `Partial`; an axis does not exist; a dim
             is out of range, or too small for the axes that shard it; or two hints contradict each other.
     """
+    if hints is not None and not isinstance(hints, Mapping):
+        raise HintError(
+            f"hints={hints!r}: hints are a mapping from globs over parameter and module names to placements, such as "
+            f"{{'layers.*.up.weight': {{{mesh.names[-1]!r}: Shard(0)}}}}."
+        )
     names = {alias: name for name in parameters for alias in (name, *aliases.get(name, ()))}
     pinned: dict[str, list[_Pin | None]] = {}
     for glob, value in (hints or {}).items():

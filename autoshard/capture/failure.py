@@ -42,7 +42,7 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
     """A `CaptureError` for an exception that came out of `torch.export` or of tracing the backward pass."""
     where = user_line(error.__traceback__)
     text = str(error).strip()
-    reason = text.splitlines()[0] if text else "no further message"
+    reason = text.splitlines()[0].split(" (unhinted:")[0] if text else "no further message"
     advice = next((advice for words, advice in _ADVICE if any(word in text for word in words)), None)
     return CaptureError(
         f"{model} could not be captured as one graph{where}: {type(error).__name__}: {reason.rstrip('.')}. "

@@ -28,7 +28,7 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode, device: torch.device, tra
     Raises:
         CaptureError: parameters are on different devices or have no shape yet, or the module cannot be copied.
     """
-    _check_parameters(module)
+    check_parameters(module)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(fake_like(parameter.detach(), mode, device), parameter.requires_grad)
@@ -72,7 +72,8 @@ def _is_ours(value: object) -> bool:
     return isinstance(owner, str) and owner.split(".")[0] == "autoshard"
 
 
-def _check_parameters(module: nn.Module) -> None:
+def check_parameters(module: nn.Module) -> None:
+    """`CaptureError` unless all parameters have a shape and are on one device."""
     where: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):

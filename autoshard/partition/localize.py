@@ -95,7 +95,9 @@ class Localizer:
             self._operator(node)
             for index in range(len(self.rules.calls[node].results)):
                 self._deliver(Value(node, index))
-        ordered = [output for kind in ("output", "mutation", "gradient") for output in self._delivered if output.kind == kind]
+        ordered = [
+            output for kind in ("output", "mutation", "gradient") for output in self._delivered if output.kind == kind
+        ]
         outputs = [
             Border(output.kind, output.name, value.meta.shape, value.meta.dtype, self.flow.delivered(output))
             for output in ordered
@@ -155,8 +157,6 @@ class Localizer:
                 self.made[key] = lower(path, node, self.emit, meta.dtype)
             node = self.made[key]
         return node
-
-
 
 
 def _value(output: JointOutput) -> Value:

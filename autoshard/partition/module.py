@@ -128,6 +128,8 @@ class Runtime:
                 tensors.append(place)
             elif border.kind == "input":
                 tensors.append(self._input(next(given), border))
+        if any(tensor.is_meta for tensor in tensors):
+            raise _no_numbers(step.inputs, tensors)
         results = program(tensors)
         outputs = []
         for border, result in zip(step.forward_outputs, results, strict=True):
@@ -149,7 +151,12 @@ class Runtime:
             return local
         stride = torch.empty(border.shape, device="meta").stride()
         return DTensor.from_local(
-            local, self.device_mesh, border.spec.placements, run_check=False, shape=torch.Size(border.shape), stride=stride
+            local,
+            self.device_mesh,
+            border.spec.placements,
+            run_check=False,
+            shape=torch.Size(border.shape),
+            stride=stride,
         )
 
     planned_outputs = False
@@ -184,6 +191,17 @@ class Runtime:
             return self.input_placements[name]
         default = Spec.replicated(self.mesh.ndim).placements
         return next(iter(self.input_placements.values()), default)
+
+
+def _no_numbers(borders: Sequence[Border], tensors: Sequence[torch.Tensor]) -> InputError:
+    """What to say of a call with tensors on the meta device."""
+    border = next(border for border, tensor in zip(borders, tensors, strict=False) if tensor.is_meta)
+    if border.kind == "input":
+        return InputError(f"the input {border.name} is on the meta device and has no numbers: pass a real tensor.")
+    return InputError(
+        f"the {border.kind} {border.name} is on the meta device and has no numbers: call autoshard.materialize(model), "
+        "or autoshard.load_safetensors, first."
+    )
 
 
 def _names(module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[str]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autoshard.partition._torch import compile_graph, split_joint
+from autoshard.partition.bucket import bucket_reductions
 from autoshard.partition.localize import LocalStep
-from autoshard.partition.overlap import await_late, bucket_reductions, gather_ahead
+from autoshard.partition.overlap import await_late, gather_ahead
 
 
 @dataclass(frozen=True, slots=True, eq=False)

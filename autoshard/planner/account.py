@@ -172,7 +172,9 @@ class Account:
         """What one device holds and when, in positions of the program."""
         end = len(self.rules.operators) + 1
         training = any(output.kind == "gradient" for output in self.flow.graph.outputs)
-        trained = {output.name for output in self.flow.graph.outputs if output.kind == "gradient" and output.node is not None}
+        trained = {
+            output.name for output in self.flow.graph.outputs if output.kind == "gradient" and output.node is not None
+        }
         for source in self.flow.graph.inputs:
             value = Value(source.node)
             held = self._bytes(value, self.flow.produced(value))
@@ -200,7 +202,11 @@ class Account:
                 value = Value(node, index)
                 spec, start = self.flow.produced(value), self.position[node]
                 output = handed.get(value)
-                if output is not None and self.flow.delivered(output) is spec and self.flow.hub(value, "backward") is None:
+                if (
+                    output is not None
+                    and self.flow.delivered(output) is spec
+                    and self.flow.hub(value, "backward") is None
+                ):
                     yield Allocation(value.name, self._bytes(value, spec), start, end, "gradient")
                 else:
                     last = self._last_read(value, value.name)

@@ -97,9 +97,7 @@ class OptionTables:
 
     def strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices) -> float:
         """Seconds of compute and of inner collectives of one strategy."""
-        inner = sum(
-            self.cost.collective(kind, bytes, axis) for kind, axis, bytes in self.exchanges(rule, choices)
-        )
+        inner = sum(self.cost.collective(kind, bytes, axis) for kind, axis, bytes in self.exchanges(rule, choices))
         return inner + self.compute_seconds(call, rule, choices)
 
     def compute_seconds(self, call: OpCall, rule: Rule, choices: Choices) -> float:
@@ -109,10 +107,15 @@ class OptionTables:
         results = [meta for meta in call.results if meta is not None]
         work = flops(call.op, [m.shape for m in call.operands], [m.shape for m in results], call.args)
         moved = 0
-        for dims, meta in (*zip(rule.operands, call.operands, strict=True), *zip(rule.results, call.results, strict=True)):
+        for dims, meta in (
+            *zip(rule.operands, call.operands, strict=True),
+            *zip(rule.results, call.results, strict=True),
+        ):
             if dims is not None and meta is not None:
                 moved += math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
-        return self.cost.compute(work / share(choices, self.mesh), moved, results[0].dtype if results else torch.float32)
+        return self.cost.compute(
+            work / share(choices, self.mesh), moved, results[0].dtype if results else torch.float32
+        )
 
     def exchanges(self, rule: Rule, choices: Choices) -> list[tuple[str, int, int]]:
         """Collectives inside the local program: (kind, axis, bytes a rank holds)."""

@@ -92,6 +92,7 @@ class Planner:
         self.tables = OptionTables(self.cost)
         with self._timed("patterns"):
             self.rules = GraphRules(graph, mesh)
+
     def plan(self) -> ShardingPlan:
         """Solve and account.
 

@@ -194,9 +194,7 @@ class _Build:
             options = (tuple([-1] * self.mesh.ndim),)
             return Variable("operator", node.name, options, np.zeros(1), (self.builder.listed((pinned,)),))
         chosen = tables.restricted(rule, self._choices(node), self.free)
-        variable = Variable(
-            "operator", node.name, chosen.choices, tables.seconds(call, rule, chosen), chosen.results
-        )
+        variable = Variable("operator", node.name, chosen.choices, tables.seconds(call, rule, chosen), chosen.results)
         if not rule.free:
             variable.usage = sum(
                 (
@@ -211,12 +209,18 @@ class _Build:
         return variable
 
     def _last_use(self, node: fx.Node) -> int:
-        uses = (use for index in range(len(self.rules.calls[node].results)) for use in self.rules.uses.get(Value(node, index), ()))
+        uses = (
+            use
+            for index in range(len(self.rules.calls[node].results))
+            for use in self.rules.uses.get(Value(node, index), ())
+        )
         return max((self.builder.position[use.node] for use in uses), default=self.builder.position[node])
 
     def _bytes(self, value: Value, specs: SpecList) -> np.ndarray:
         meta = value.meta
-        distinct = [math.prod(local_shape(meta.shape, spec, self.mesh)) * meta.dtype.itemsize for spec in specs.distinct]
+        distinct = [
+            math.prod(local_shape(meta.shape, spec, self.mesh)) * meta.dtype.itemsize for spec in specs.distinct
+        ]
         return np.array(distinct, dtype=np.float64)[specs.index]
 
     def _rest(self, source: JointInput) -> Variable:
@@ -368,7 +372,10 @@ class _Build:
         for source in self.rules.graph.inputs:
             if source.kind == "tangent" and source.name in self.of_output:
                 output, tangent = self.of_output[source.name], self.of_node[source.node]
-                same = [[0.0 if a is b else np.inf for b in self.variables[tangent].options] for a in self.variables[output].options]
+                same = [
+                    [0.0 if a is b else np.inf for b in self.variables[tangent].options]
+                    for a in self.variables[output].options
+                ]
                 if np.any(same):
                     self.edges.append(Edge(output, tangent, np.array(same)))
 

@@ -1,0 +1,109 @@
+"""The private torch names that the doors use, in one place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch import fx, nn
+from torch._dynamo import eval_frame  # its folder tells Dynamo's own frames from those of users
+from torch._dynamo.eval_frame import OptimizedModule  # what torch.compile makes of a module
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX  # names what follows a graph break
+from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export sees them
+
+__all__ = ["ModuleCall", "OptimizedModule", "break_reason", "module_call", "output_values", "pytree"]
+
+_DYNAMO = str(Path(eval_frame.__file__).parent)
+_MODULE = nn.Module._call_impl.__code__  # runs hooks and `forward`; its nested function is named after it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleCall:
+    """A call of a compiled module that is under way.
+
+    Attributes:
+        module: the module.
+        args: what its `forward` was called with.
+        kwargs: likewise.
+        wrapper: torch.compile's object, where Dynamo traces it and not the module's own `forward`.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wrapper: nn.Module | None
+
+
+def module_call() -> ModuleCall | None:
+    """The call whose `forward` is being run by the graph that calls this function; None if it is no such call.
+
+    Found on the stack: the function that Dynamo compiled must be the `forward` of the module that was compiled, from
+    its start, and neither a function around the module, nor one inside it, nor what follows a graph break.
+    """
+    frames = list(_outward(inspect.currentframe()))
+    users = [frame for frame in frames[1:] if not _is_dynamo(frame)]
+    while users and users[0].f_globals.get("__package__") == __package__:
+        users.pop(0)
+    if users and not _calls_forward(users[0]):
+        compiled = users.pop(0)
+        if compiled.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX):
+            return None
+        inlined = False
+    else:
+        inlined = True  # modules of torch itself are traced from Dynamo's own wrapper
+    if not users or not _calls_forward(users[0]):
+        return None
+    call = users[0].f_locals
+    if isinstance(call["self"], OptimizedModule) != inlined or not (inlined or _is_target(users[0])):
+        return None
+    module = call["self"]._orig_mod if inlined else call["self"]
+    return ModuleCall(module, tuple(call["args"]), dict(call["kwargs"]), call["self"] if inlined else None)
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_dynamo(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_DYNAMO)
+
+
+def _calls_forward(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_filename == _MODULE.co_filename and code.co_qualname.startswith(_MODULE.co_qualname)
+
+
+def _is_target(frame: FrameType) -> bool:
+    """Whether it is Dynamo that calls the module whose call this is."""
+    module = frame.f_locals["self"]
+    outer = next(
+        (
+            other
+            for other in _outward(frame)
+            if other.f_code.co_filename != _MODULE.co_filename or other.f_locals.get("self") is not module
+        ),
+        None,
+    )
+    return outer is not None and _is_dynamo(outer)
+
+
+def break_reason(graph: fx.GraphModule) -> tuple[str, str] | None:
+    """Why Dynamo ended this graph before its function returned, and where in the user's code; None if it did not."""
+    reason: Any = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    place = reason.user_stack[-1] if reason.user_stack else None
+    where = "" if place is None else f"{place.filename}:{place.lineno}, in {place.name}"
+    return str(reason.reason).strip(), where
+
+
+def output_values(graph: fx.GraphModule) -> list[Any]:
+    """Fake tensors, or other values, for what a graph of Dynamo returns."""
+    output = next(iter(graph.graph.find_nodes(op="output")))
+    return [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in output.args[0]]

@@ -1,0 +1,176 @@
+"""`torch.compile(model, backend="autoshard")`: the planner, reached through torch's own door.
+
+Dynamo calls the backend while it compiles the model's first call, and checks afterwards that nothing has changed. So
+nothing is done then: the graph that the backend hands back parallelizes the model when it is run, in the midst of that
+first call, and gives this call its results. From then on the model's `forward` is that of `autoshard.parallelize`,
+which Dynamo leaves alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard._torch import ModuleCall, break_reason, module_call, output_values, pytree
+from autoshard.api import parallelize
+from autoshard.errors import CaptureError, MeshError, PlanError
+from autoshard.names import suggestion
+from autoshard.optimizers import hand_over
+from autoshard.use_mesh import current_mesh
+
+OPTIONS = (
+    "mesh",
+    *(name for name, one in inspect.signature(parallelize).parameters.items() if one.kind is one.KEYWORD_ONLY),
+)
+"""What `torch.compile(..., options={...})` may hold: the mesh, and the keyword options of `parallelize`."""
+
+
+def autoshard(
+    graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **others: Any
+) -> Callable[..., Any]:
+    """The backend. Use it by name: `torch.compile(model, backend="autoshard", options={"mesh": mesh})`.
+
+    Args:
+        graph: Dynamo's graph of the model's `forward`.
+        example_inputs: Dynamo's, not needed.
+        options: `mesh`, and any keyword option of `autoshard.parallelize`. Without `mesh`, the mesh is that of
+            `autoshard.use_mesh` around the first call.
+        others: what else torch.compile was told, such as `mode`.
+
+    Returns:
+        A function of the graph's inputs. The first call of the compiled model runs it, and it may raise:
+        MeshError (there is no mesh), PlanError (an option that is unknown, or is refused by `parallelize`),
+        CaptureError (the graph is not the whole `forward` of the compiled module), and what `parallelize` raises.
+    """
+
+    def first_call(*inputs: Any) -> Sequence[Any]:
+        known = _checked({**(options or {}), **others})
+        mesh = known.pop("mesh", None) or current_mesh()
+        if mesh is None:
+            raise MeshError(
+                'torch.compile(..., backend="autoshard") needs a device mesh: pass options={"mesh": mesh}, or make the '
+                "compiled model's first call under `with autoshard.use_mesh(mesh):`."
+            )
+        return _parallelize(_whole_call(graph), graph, inputs, mesh, known)
+
+    return first_call
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    for name in options:
+        if name not in OPTIONS:
+            raise PlanError(
+                f"the backend autoshard has no option {name!r}. {suggestion(name, OPTIONS)} It knows "
+                f"{', '.join(OPTIONS)}."
+            )
+    return dict(options)
+
+
+def _whole_call(graph: fx.GraphModule) -> ModuleCall:
+    """The module call that this graph is the whole of."""
+    reason = break_reason(graph)
+    call = None if reason else module_call()
+    if call is not None:
+        return call
+    told = f" The first one ends at {reason[1]}: {reason[0]}" if reason else ""
+    raise CaptureError(
+        "the backend autoshard plans the whole forward of the module that is given to torch.compile, and Dynamo hands "
+        "it a part of that, or of a function around it. Compile the module itself, not a function that calls it. If "
+        "its forward breaks into several graphs, call autoshard.parallelize(module, mesh) in the place of "
+        "torch.compile (it captures through such places where it can), or mend what breaks the graph; "
+        f"torch.compile(..., fullgraph=True) shows it.{told}"
+    )
+
+
+def _parallelize(
+    call: ModuleCall, graph: fx.GraphModule, inputs: Sequence[Any], mesh: DeviceMesh, options: dict[str, Any]
+) -> Sequence[Any]:
+    """Parallelize the module in place; the graph's outputs for this call."""
+    module = call.module
+    before = {name: parameter for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
+    names = {id(tensor): name for name, tensor in (*before.items(), *module.named_buffers())}
+    parallelize(module, mesh, call.args, call.kwargs, **options)
+    hand_over({parameter: module.get_parameter(name) for name, parameter in before.items()})
+    _leave_to_itself(call)
+    results = _in_order(module.forward(*call.args, **call.kwargs), output_values(graph))
+    return _graph_alone(module, graph, inputs, names, mesh, options) if results is None else results
+
+
+def _leave_to_itself(call: ModuleCall) -> None:
+    """Keep Dynamo from tracing the module's new `forward`, here and in whatever is compiled around the module."""
+    leave = torch.compiler.disable(reason="autoshard runs this module")
+    call.module.forward = leave(call.module.forward)
+    if call.wrapper is not None:
+        call.wrapper.forward = leave(call.module.__call__)
+
+
+def _in_order(result: Any, wanted: Sequence[Any]) -> list[Tensor] | None:
+    """The tensors in the module's result in the order of the graph's outputs; None if they can't be told apart."""
+    tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}.values())
+    found = [[tensor for tensor in tensors if _alike(tensor, value)] for value in wanted]
+    if len(tensors) != len(wanted) or any(len(candidates) != 1 for candidates in found):
+        return None
+    ordered = [candidates[0] for candidates in found]
+    return ordered if len({id(tensor) for tensor in ordered}) == len(tensors) else None
+
+
+def _alike(tensor: Tensor, value: Any) -> bool:
+    """Whether a tensor may be what Dynamo describes; sizes are not compared, they may be symbols or a shard's."""
+    return isinstance(value, Tensor) and tensor.dtype == value.dtype and tensor.ndim == value.ndim
+
+
+class _GraphModule(nn.Module):
+    """Dynamo's graph as a module that owns some of the graph's inputs, and is called with the others."""
+
+    def __init__(self, graph: fx.GraphModule, held: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.places: list[str | None] = []
+        for index, tensor in enumerate(held):
+            place = f"held_{index}"
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(place, tensor)
+            elif tensor is not None:
+                self.register_buffer(place, tensor)
+            self.places.append(None if tensor is None else place)
+
+    def forward(self, *inputs: Any) -> Any:
+        given = iter(inputs)
+        return self.graph(*(next(given) if place is None else getattr(self, place) for place in self.places))
+
+
+def _graph_alone(
+    module: nn.Module,
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    names: Mapping[int, str],
+    mesh: DeviceMesh,
+    options: dict[str, Any],
+) -> Sequence[Any]:
+    """The graph's outputs, by a plan for the graph itself under the placements that the module's parameters have.
+
+    It serves this one call: which of the module's results is which output of the graph could not be told.
+    """
+    if options.get("inputs") == "local" or isinstance(options.get("output_placements"), Mapping):
+        raise CaptureError(
+            f"the results of {type(module).__name__} can't be told apart in Dynamo's graph, which inputs='local' and "
+            "named output_placements need. Call autoshard.parallelize(module, mesh, ...) in the place of torch.compile."
+        )
+    placed = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    held = [placed[names[id(value)]] if id(value) in names else None for value in inputs]
+    alone = _GraphModule(graph, held)
+    pins = {
+        place: tensor.placements
+        for place, tensor in zip(alone.places, held, strict=True)
+        if place is not None and isinstance(tensor, DTensor)
+    }
+    free = tuple(value for value, tensor in zip(inputs, held, strict=True) if tensor is None)
+    parallelize(alone, mesh, free, **{**options, "hints": pins, "plan": None})
+    results: Sequence[Any] = alone(*free)
+    return results

@@ -1,0 +1,101 @@
+"""Captured steps, planned without devices, and the programs that ranks would run."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoshard.capture.joint import JointGraph, capture
+from autoshard.cluster.cluster import Cluster
+from autoshard.partition._torch import split_joint
+from autoshard.partition.localize import Localizer, LocalStep
+from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.patterns.local import collectives
+from autoshard.plan import ShardingPlan
+from autoshard.planner.account import Account
+from autoshard.planner.planner import Planner, Settings
+from autoshard.planner.problem import Wishes
+from autoshard.specs.axes import MeshShape
+from tests import models
+from tests.numerics import fast_links
+
+KINDS = {
+    collectives.all_reduce.default: "all_reduce",
+    collectives.all_gather_into_tensor.default: "all_gather",
+    collectives.reduce_scatter_tensor.default: "reduce_scatter",
+    collectives.all_to_all_single.default: "all_to_all",
+}
+
+
+@functools.cache
+def captured(name: str, grad: bool = True, **options: Any) -> JointGraph:
+    """The joint graph of a model of `tests.models`."""
+    module, inputs = models.ALL[name](**options)
+    return capture(module, (), inputs, grad=grad)
+
+
+def planner_of(
+    graph: JointGraph,
+    mesh: Mapping[str, int],
+    wishes: Wishes | None = None,
+    cluster: Cluster | None = None,
+    **settings: Any,
+) -> Planner:
+    """A planner, on links so fast that tiny models are sharded unless a cluster is given."""
+    return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), wishes or Wishes(), Settings(**settings))
+
+
+def plan_of(graph: JointGraph | nn.Module, mesh: Mapping[str, int], *args: Any, **settings: Any) -> ShardingPlan:
+    """The plan of such a planner."""
+    return planner_of(graph, mesh, *args, **settings).plan()
+
+
+def flow_of(planner: Planner, plan: ShardingPlan) -> Flow:
+    """Where every tensor goes under a plan."""
+    return Flow(planner.rules, Decisions.from_data(plan.decisions), planner.mesh)
+
+
+def account_of(planner: Planner, plan: ShardingPlan) -> Account:
+    """The account of a plan."""
+    return Account(flow_of(planner, plan), planner.tables, planner.resharder, planner.wishes.state_bytes)
+
+
+def program_of(planner: Planner, plan: ShardingPlan) -> LocalStep:
+    """The program of a plan; its process groups are called after the mesh axes."""
+    return Localizer(flow_of(planner, plan), planner.resharder, planner.mesh.names).run()
+
+
+def halves_of(step: LocalStep) -> tuple[fx.GraphModule, ...]:
+    """Forward and backward before their collectives are scheduled."""
+    if not any(border.kind == "gradient" for border in step.outputs):
+        return (step.graph_module,)
+    return split_joint(step.graph_module, len(step.forward_outputs), recompute=False)
+
+
+def collectives_of(*graphs: fx.GraphModule) -> Counter[tuple[str, str, int]]:
+    """How many collectives of which kind, over which axis, of how many bytes before, the programs hold."""
+    counts: Counter[tuple[str, str, int]] = Counter()
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            if node.target in KINDS:
+                counts[KINDS[node.target], str(node.args[-1]), bytes_of(node.args[0])] += 1
+    return counts
+
+
+def bytes_of(node: Any) -> int:
+    """Bytes of the tensor that a node makes."""
+    val: torch.Tensor = node.meta["val"]
+    return val.numel() * val.element_size()
+
+
+def planned_collectives(plan: ShardingPlan) -> Counter[tuple[str, str, int]]:
+    """The same of a plan's records."""
+    counts: Counter[tuple[str, str, int]] = Counter()
+    for record in plan.collectives:
+        counts[record.kind, record.axis, record.bytes] += record.count
+    return counts

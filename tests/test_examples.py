@@ -1,0 +1,106 @@
+"""Every example runs as its first line says, and shows what it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autoshard
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+COMMAND = re.compile(r"^\"\"\".*: (?:torchrun --nproc-per-node (?P<processes>\d+)|python) examples/(?P<file>\w+\.py)")
+
+
+def run(name: str, folder: Path, *arguments: str) -> str:
+    """What an example prints, started with the command in its first line; temporary files go to `folder`."""
+    command = COMMAND.match((EXAMPLES / name).read_text(encoding="utf-8"))
+    assert command is not None, f"the first line of {name} does not say how to run it"
+    assert command["file"] == name
+    launcher: list[str] = []
+    if command["processes"]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", command["processes"]]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / name), *arguments],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "COLUMNS": "160", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, f"{name} failed:\n{done.stdout}\n{done.stderr}"
+    assert "has no rule" not in done.stderr
+    return done.stdout
+
+
+def losses(line: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.\d+", line)]
+
+
+def test_every_example_has_a_test() -> None:
+    tested = set(re.findall(r"run\(\"(\w+\.py)\"", Path(__file__).read_text(encoding="utf-8")))
+    assert tested == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.slow
+def test_train_gpt(tmp_path: Path) -> None:
+    text = run("train_gpt.py", tmp_path, "--steps", "5")
+    assert re.search(r"blocks\.\*\.qkv\.weight .*S\(0,f=3\)", text)
+    difference = re.search(r"difference in loss between four processes and one: (\S+)", text)
+    assert difference is not None
+    assert float(difference[1]) < 1e-5
+
+
+@pytest.mark.slow
+def test_fused_qkv(tmp_path: Path) -> None:
+    text = run("fused_qkv.py", tmp_path)
+    assert text.count("_StridedShard(0, split_factor=3)") == 3
+    assert text.count("rows of it on this rank: 384 of 1536") == 3
+    assert text.count("collectives between the projection and the output of the attention: 0\n") == 3
+    assert text.count("checkpoint equal bit for bit: True") == 3
+    assert len(set(re.findall(r"loss (\S+), on one device \1;", text))) == 1
+
+
+@pytest.mark.slow
+def test_huggingface_llama(tmp_path: Path) -> None:
+    text = run("huggingface_llama.py", tmp_path)
+    before, going_on, resumed = (losses(line.split(":")[1]) for line in text.splitlines() if line.startswith("loss on"))
+    assert len(before) == 10
+    assert len(going_on) == len(resumed) == 5
+    assert going_on == pytest.approx(resumed, rel=1e-4)
+    assert resumed[0] < before[0]
+
+
+@pytest.mark.slow
+def test_plan_llama_8b(tmp_path: Path) -> None:
+    text = run("plan_llama_8b.py", tmp_path, "--layers", "2", "--dp", "2", "--tp", "2", "--output", "plan.json")
+    plan = autoshard.ShardingPlan.load(tmp_path / "plan.json")
+    assert str(plan) in text
+    assert plan.mesh.size == 4
+    assert plan.memory.peak <= 60 * 2**30
+    assert plan.shapes["lm_head.weight"] == (128256, 4096)
+    assert not all(placement.is_replicate() for row in plan.placements.values() for placement in row)
+
+
+def test_hints(tmp_path: Path) -> None:
+    sections = dict(section.split("\n", 1) for section in run("hints.py", tmp_path).strip().split("\n\n"))
+    pinned = sections["The head by classes over tp; both blocks as an expert would"]
+    assert pinned.count("up.weight    dp: Replicate(), tp: Shard(dim=0)") == 2
+    assert pinned.count("down.weight  dp: Replicate(), tp: Shard(dim=1)") == 2
+    assert re.search(r"head\.weight .*tp: Shard\(dim=0\)", pinned)
+    assert sum("HintError: " in section for section in sections.values()) == 4
+
+
+@pytest.mark.slow
+def test_compile_backend(tmp_path: Path) -> None:
+    lines = dict(line.split(":", 1) for line in run("compile_backend.py", tmp_path).splitlines() if "[" in line[:24])
+    one_device, *others = (losses(line) for line in lines.values())
+    assert len(others) == 2
+    for other in others:
+        assert other == pytest.approx(one_device, rel=1e-4)
