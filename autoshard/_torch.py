@@ -9,13 +9,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch._dynamo import eval_frame  # its folder tells Dynamo's own frames from those of users
 from torch._dynamo.eval_frame import OptimizedModule  # what torch.compile makes of a module
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX  # names what follows a graph break
 from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export sees them
 
-__all__ = ["ModuleCall", "OptimizedModule", "break_reason", "module_call", "output_values", "pytree"]
+__all__ = ["ModuleCall", "break_reason", "leave_dynamo", "module_call", "output_values", "pytree"]
 
 _DYNAMO = str(Path(eval_frame.__file__).parent)
 _MODULE = nn.Module._call_impl.__code__  # runs hooks and `forward`; its nested function is named after it
@@ -29,7 +30,7 @@ class ModuleCall:
         module: the module.
         args: what its `forward` was called with.
         kwargs: likewise.
-        wrapper: torch.compile's object, where Dynamo traces it and not the module's own `forward`.
+        wrapper: torch.compile's object around the module; None after `module.compile(...)`.
     """
 
     module: nn.Module
@@ -61,7 +62,20 @@ def module_call() -> ModuleCall | None:
     if isinstance(call["self"], OptimizedModule) != inlined or not (inlined or _is_target(users[0])):
         return None
     module = call["self"]._orig_mod if inlined else call["self"]
-    return ModuleCall(module, tuple(call["args"]), dict(call["kwargs"]), call["self"] if inlined else None)
+    return ModuleCall(module, tuple(call["args"]), dict(call["kwargs"]), _wrapper(module, users))
+
+
+def _wrapper(module: nn.Module, frames: list[FrameType]) -> nn.Module | None:
+    callers = (frame.f_locals["self"] for frame in frames if _calls_forward(frame))
+    return next((one for one in callers if isinstance(one, OptimizedModule) and one._orig_mod is module), None)
+
+
+def leave_dynamo(call: ModuleCall) -> None:
+    """Call the module directly from now on, without Dynamo in between."""
+    call.module.forward = torch.compiler.disable(call.module.forward, reason="autoshard runs this module")
+    call.module._compiled_call_impl = None
+    if call.wrapper is not None:
+        call.wrapper.forward = call.module.__call__
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard._torch import ModuleCall, break_reason, module_call, output_values, pytree
+from autoshard._torch import ModuleCall, break_reason, leave_dynamo, module_call, output_values, pytree
 from autoshard.api import parallelize
 from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.names import suggestion
@@ -97,52 +97,60 @@ def _parallelize(
     names = {id(tensor): name for name, tensor in (*before.items(), *module.named_buffers())}
     parallelize(module, mesh, call.args, call.kwargs, **options)
     hand_over({parameter: module.get_parameter(name) for name, parameter in before.items()})
-    _leave_to_itself(call)
-    results = _in_order(module.forward(*call.args, **call.kwargs), output_values(graph))
-    return _graph_alone(module, graph, inputs, names, mesh, options) if results is None else results
+    leave_dynamo(call)
+    wanted = output_values(graph)
+    if _told_apart(wanted) and len(wanted) == len(module.sharding_plan.output_placements):
+        return _in_order(module.forward(*call.args, **call.kwargs), wanted)
+    return _graph_alone(module, graph, inputs, names, mesh, options)
 
 
-def _leave_to_itself(call: ModuleCall) -> None:
-    """Keep Dynamo from tracing the module's new `forward`, here and in whatever is compiled around the module."""
-    leave = torch.compiler.disable(reason="autoshard runs this module")
-    call.module.forward = leave(call.module.forward)
-    if call.wrapper is not None:
-        call.wrapper.forward = leave(call.module.__call__)
+def _told_apart(values: Sequence[Any]) -> bool:
+    """Whether no two of the graph's outputs look alike, so that each can be found among the module's results."""
+    looks = [_look(value) for value in values if isinstance(value, Tensor)]
+    return len(looks) == len(values) == len(set(looks))
 
 
-def _in_order(result: Any, wanted: Sequence[Any]) -> list[Tensor] | None:
-    """The tensors in the module's result in the order of the graph's outputs; None if they can't be told apart."""
-    tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}.values())
-    found = [[tensor for tensor in tensors if _alike(tensor, value)] for value in wanted]
-    if len(tensors) != len(wanted) or any(len(candidates) != 1 for candidates in found):
-        return None
-    ordered = [candidates[0] for candidates in found]
-    return ordered if len({id(tensor) for tensor in ordered}) == len(tensors) else None
+def _look(tensor: Tensor) -> tuple[torch.dtype, int]:
+    """What is known of a tensor on both sides; Dynamo's sizes may be symbols, or a shard's."""
+    return tensor.dtype, tensor.ndim
 
 
-def _alike(tensor: Tensor, value: Any) -> bool:
-    """Whether a tensor may be what Dynamo describes; sizes are not compared, they may be symbols or a shard's."""
-    return isinstance(value, Tensor) and tensor.dtype == value.dtype and tensor.ndim == value.ndim
+def _in_order(result: Any, wanted: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in the module's result in the order of the graph's outputs."""
+    tensors = {_look(leaf): leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
+    assert tensors.keys() == {_look(value) for value in wanted}, "Dynamo and torch.export give other results"
+    return [tensors[_look(value)] for value in wanted]
 
 
 class _GraphModule(nn.Module):
-    """Dynamo's graph as a module that owns some of the graph's inputs, and is called with the others."""
+    """Dynamo's graph as a module that owns some of the graph's inputs, and is called with the others.
 
-    def __init__(self, graph: fx.GraphModule, held: Sequence[Tensor | None]) -> None:
+    It is made without numbers, like a model on the meta device, and `hold` gives it the tensors.
+    """
+
+    def __init__(self, graph: fx.GraphModule, held: Mapping[int, Tensor]) -> None:
         super().__init__()
         self.graph = graph
-        self.places: list[str | None] = []
-        for index, tensor in enumerate(held):
-            place = f"held_{index}"
+        self.held = dict(held)
+        for index, tensor in held.items():
+            like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             if isinstance(tensor, nn.Parameter):
-                self.register_parameter(place, tensor)
-            elif tensor is not None:
-                self.register_buffer(place, tensor)
-            self.places.append(None if tensor is None else place)
+                self.register_parameter(_place(index), nn.Parameter(like, tensor.requires_grad))
+            else:
+                self.register_buffer(_place(index), like)
 
-    def forward(self, *inputs: Any) -> Any:
-        given = iter(inputs)
-        return self.graph(*(next(given) if place is None else getattr(self, place) for place in self.places))
+    def hold(self) -> None:
+        for index, tensor in self.held.items():
+            setattr(self, _place(index), tensor)
+
+    def forward(self, *others: Any) -> Any:
+        rest = iter(others)
+        count = len(self.held) + len(others)
+        return self.graph(*(getattr(self, _place(i)) if i in self.held else next(rest) for i in range(count)))
+
+
+def _place(index: int) -> str:
+    return f"input_{index}"
 
 
 def _graph_alone(
@@ -155,22 +163,19 @@ def _graph_alone(
 ) -> Sequence[Any]:
     """The graph's outputs, by a plan for the graph itself under the placements that the module's parameters have.
 
-    It serves this one call: which of the module's results is which output of the graph could not be told.
+    It serves this one call, where which of the module's results is which output of the graph can't be told.
     """
     if options.get("inputs") == "local" or isinstance(options.get("output_placements"), Mapping):
         raise CaptureError(
             f"the results of {type(module).__name__} can't be told apart in Dynamo's graph, which inputs='local' and "
             "named output_placements need. Call autoshard.parallelize(module, mesh, ...) in the place of torch.compile."
         )
-    placed = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    held = [placed[names[id(value)]] if id(value) in names else None for value in inputs]
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    held = {index: tensors[names[id(value)]] for index, value in enumerate(inputs) if id(value) in names}
     alone = _GraphModule(graph, held)
-    pins = {
-        place: tensor.placements
-        for place, tensor in zip(alone.places, held, strict=True)
-        if place is not None and isinstance(tensor, DTensor)
-    }
-    free = tuple(value for value, tensor in zip(inputs, held, strict=True) if tensor is None)
-    parallelize(alone, mesh, free, **{**options, "hints": pins, "plan": None})
-    results: Sequence[Any] = alone(*free)
+    pins = {_place(index): tensor.placements for index, tensor in held.items() if isinstance(tensor, DTensor)}
+    others = tuple(value for index, value in enumerate(inputs) if index not in held)
+    parallelize(alone, mesh, others, **{**options, "hints": pins, "plan": None})
+    alone.hold()
+    results: Sequence[Any] = alone(*others)
     return results

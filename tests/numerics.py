@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed._local_tensor import LocalTensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
@@ -28,6 +25,7 @@ from tests.random_plans import random_plan
 from tests.widen import Widened
 
 TOLERANCE = 1e-9
+ONE_LAYER = "gpt of one layer"
 STEPS = 3
 LEARNING_RATE = 0.1
 MOMENTUM = 0.9
@@ -100,7 +98,9 @@ def train(module: nn.Module, inputs: Mapping[str, Any], steps: int = STEPS) -> T
         optimizer.step()
         losses[f"step {step}"] = loss.detach()
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    return Trace(*map(_per_rank, (losses, outputs, gradients, dict(module.named_parameters()), dict(module.named_buffers()))))
+    return Trace(
+        *map(_per_rank, (losses, outputs, gradients, dict(module.named_parameters()), dict(module.named_buffers())))
+    )
 
 
 def _per_rank(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
@@ -114,37 +114,50 @@ def held_by_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [value.double().clone() for value in values]
 
 
+def build(name: str) -> models.Model:
+    """A model of `tests.models`, or the GPT of one layer, in float64."""
+    return models.gpt(dtype=torch.float64, layers=1) if name == ONE_LAYER else models.ALL[name](dtype=torch.float64)
+
+
 @functools.cache
-def one_device(name: str) -> Trace:
-    """The trace of a model of `tests.models` on one device."""
+def one_device(name: str, steps: int = STEPS) -> Trace:
+    """The trace of a model on one device."""
     with Widened():
-        module, inputs = models.ALL[name](dtype=torch.float64)
-        return train(module, inputs)
+        module, inputs = build(name)
+        return train(module, inputs, steps)
 
 
-def on_mesh(
-    name: str, mesh: Mapping[str, int], seed: int | None = None, **random_options: Any
+def on_mesh(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> tuple[ShardingPlan, Trace]:
+    """Train a model as planned on all ranks of a mesh in this process."""
+    module, inputs = build(name)
+    with simulated(**mesh) as device_mesh:
+        with Widened():
+            autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links())
+        return module.sharding_plan, train(module, inputs, steps)
+
+
+def on_mesh_at_random(
+    name: str, mesh: Mapping[str, int], seed: int, steps: int = 1, *, planned_outputs: bool = False, **options: Any
 ) -> tuple[ShardingPlan, Trace]:
-    """Train a model on all ranks of a mesh in this process.
+    """Train a model under a random plan on all ranks of a mesh in this process.
 
     Args:
-        name: of a model of `tests.models`.
+        name: of the model.
         mesh: axis sizes.
-        seed: of a random plan; None for the planner's plan.
-        random_options: of `random_plan`.
+        seed: of the plan.
+        steps: of the optimizer.
+        planned_outputs: leave outputs as they lie.
+        options: further options of `random_plan`.
     """
+    module, inputs = build(name)
     with Widened():
-        module, inputs = models.ALL[name](dtype=torch.float64)
-        plan = None if seed is None else random_plan(capture(module, (), inputs), MeshShape.of(mesh), seed, **random_options)
-        with simulated(**mesh) as device_mesh:
-            return _train_on(module, inputs, device_mesh, plan)
-
-
-def _train_on(
-    module: nn.Module, inputs: dict[str, Any], device_mesh: DeviceMesh, plan: ShardingPlan | None
-) -> tuple[ShardingPlan, Trace]:
-    autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links(), plan=plan)
-    return module.sharding_plan, train(module, inputs)
+        graph = capture(module, (), inputs)
+    plan = random_plan(graph, MeshShape.of(mesh), seed, planned_outputs=planned_outputs, **options)
+    with simulated(**mesh) as device_mesh:
+        with Widened():
+            outputs = "planned" if planned_outputs else None
+            autoshard.parallelize(module, device_mesh, (), inputs, plan=plan, output_placements=outputs)
+        return plan, train(module, inputs, steps)
 
 
 def compare(trace: Trace, reference: Trace) -> Errors:

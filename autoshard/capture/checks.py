@@ -38,6 +38,17 @@ def _has_symbols(value: object) -> bool:
     return any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in (*leaves, *sizes))
 
 
+def check_effects(graph: fx.Graph) -> None:
+    """Refuse a traced graph with operators that act beyond their results: torch threads tokens through those."""
+    names = {str(node.args[1]) for node in graph.nodes if getattr(node.target, "__name__", "") == "with_effects"}
+    if names:
+        raise CaptureError(
+            f"{', '.join(sorted(names))} has an effect besides its results, such as printing or raising an error that "
+            "depends on numbers, and cannot be planned. Use a form without it (torch.linalg.inv_ex in place of "
+            "torch.linalg.inv), or move it out of forward."
+        )
+
+
 def check_gradients(exported: Exported, outputs: list[JointOutput], tangents: set[str]) -> None:
     """Tracing must not have lost the backward half: what the differentiated outputs depend on has a gradient."""
     wanted = [node for node, name in zip(exported.outputs, exported.result.names, strict=True) if name in tangents]

@@ -15,7 +15,7 @@ from autoshard.capture._torch import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from autoshard.capture.checks import check_gradients
+from autoshard.capture.checks import check_effects, check_gradients
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.fingerprint import fingerprint
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
@@ -29,6 +29,7 @@ aten = torch.ops.aten
 def describe(traced: fx.GraphModule, exported: Exported, signature: Hashable) -> JointGraph:
     graph = traced.graph
     _complete_metadata(graph)
+    check_effects(graph)
     inputs = tuple(_joint_input(node, exported) for node in graph.find_nodes(op="placeholder"))
     tangents = {item.name for item in inputs if item.kind == "tangent"}
     node = next(reversed(graph.nodes))

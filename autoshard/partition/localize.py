@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-from autoshard.capture.joint import JointInput, JointOutput
+from autoshard.capture.joint import JointInput
 from autoshard.partition.emitter import GraphEmitter
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph import Value, operand_nodes, value_of
-from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.patterns.local import LocalCall, collectives, emit_local
 from autoshard.reshard.lower import lower
 from autoshard.reshard.path import Resharder
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
+
+_WAIT = collectives.wait_tensor.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,30 +85,25 @@ class Localizer:
         self.emit = GraphEmitter(flow.mesh, groups, example.fake_mode, example.device)
         self.made: dict[str, fx.Node] = {}  # key of a value or copy -> the node that holds it
         self.results: dict[tuple[str, str], fx.Node] = {}  # kind and name of an output -> the node that holds it
-        self._delivered = [output for output in flow.graph.outputs if output.node is not None]
-        self._outputs_of: dict[Value, list[JointOutput]] = {}
-        for output in self._delivered:
-            self._outputs_of.setdefault(_value(output), []).append(output)
+        self._taken: set[fx.Node] = set()  # nodes whose memory is a gradient
 
     def run(self) -> LocalStep:
         """Emit the whole program."""
         inputs = self._inputs()
         for source in self.flow.graph.inputs:
             self._deliver(Value(source.node))
-        for node in sorted(self.rules.operators, key=lambda node: self.flow.graph.phase(node) == "backward"):
+        for node in self.rules.operators:
             self._operator(node)
             for index in range(len(self.rules.calls[node].results)):
                 self._deliver(Value(node, index))
-        ordered = [
-            output for kind in ("output", "mutation", "gradient") for output in self._delivered if output.kind == kind
-        ]
         outputs = [
             Border(output.kind, output.name, value.meta.shape, value.meta.dtype, self.flow.delivered(output))
-            for output in ordered
-            for value in (_value(output),)
+            for kind in ("output", "mutation", "gradient")
+            for value, outputs in self.rules.outputs_of.items()
+            for output in outputs
+            if output.kind == kind
         ]
-        results = [self.results[output.kind, output.name] for output in ordered]
-        self.emit.graph.output(tuple(results))
+        self.emit.graph.output(tuple(self.results[border.kind, border.name] for border in outputs))
         module = fx.GraphModule(torch.nn.Module(), self.emit.graph)
         return LocalStep(module, tuple(inputs), tuple(outputs))
 
@@ -113,8 +112,18 @@ class Localizer:
 
         A gradient's reduction then starts behind the compute that follows it.
         """
-        for output in self._outputs_of.get(value, ()):
-            self.results[output.kind, output.name] = self._read(value, phase_of(output), self.flow.delivered(output))
+        for output in self.rules.outputs_of.get(value, ()):
+            result = self._read(value, phase_of(output), self.flow.delivered(output))
+            self.results[output.kind, output.name] = self._owned(result) if output.kind == "gradient" else result
+
+    def _owned(self, gradient: fx.Node) -> fx.Node:
+        """The gradient in contiguous memory of its own, which optimizers and clipping change in place."""
+        root = _memory_of(gradient)
+        fresh = root.op != "placeholder" and root not in self._taken
+        self._taken.add(root)
+        if fresh and (root.target is _WAIT or self.emit.is_contiguous(gradient)):
+            return gradient
+        return self.emit.call(torch.ops.aten.clone.default, gradient, memory_format=torch.contiguous_format)
 
     def _inputs(self) -> list[Border]:
         primals = [source for source in self.flow.graph.inputs if source.kind != "tangent"]
@@ -159,6 +168,12 @@ class Localizer:
         return node
 
 
-def _value(output: JointOutput) -> Value:
-    assert output.node is not None
-    return value_of(output.node)
+def _memory_of(node: fx.Node) -> fx.Node:
+    """The node whose result a node is a view of, or the node itself."""
+    while node.op == "call_function" and (node.target is operator.getitem or _is_view(node.target)):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(op: Any) -> bool:
+    return any(result.alias_info is not None for result in op._schema.returns)

@@ -73,6 +73,7 @@ class Flow:
         self.decisions = decisions
         self.mesh = mesh
         self._sources = {source.node: source for source in rules.graph.inputs}
+        self._held = {source.name: source.node.name for source in rules.graph.inputs if source.kind != "tangent"}
 
     @property
     def graph(self) -> JointGraph:
@@ -99,10 +100,7 @@ class Flow:
         """The spec in which the step hands an output back."""
         if output.kind == "output":
             return self.decisions.outputs[output.name]
-        name = output.name
-        return next(
-            self.decisions.rest[s.node.name] for s in self.graph.inputs if s.name == name and s.kind != "tangent"
-        )
+        return self.decisions.rest[self._held[output.name]]
 
     def hub(self, value: Value, phase: str) -> tuple[str, Spec] | None:
         """Key and spec of the copy that the uses of a value in a phase share, if there is one."""

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Placement, Replicate
 
-from autoshard.capture.joint import JointGraph
+from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.errors import HintError
 from autoshard.patterns.registry import op_call, rule_for
 from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
@@ -59,7 +59,8 @@ def value_of(node: fx.Node) -> Value:
     """The tensor that an FX node stands for: `getitem` names a result of its operand."""
     if node.op == "call_function" and node.target is operator.getitem:
         source, index = node.args
-        assert isinstance(source, fx.Node) and isinstance(index, int)
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
         return Value(source, index)
     return Value(node)
 
@@ -96,21 +97,24 @@ class GraphRules:
 
     Attributes:
         graph: the joint graph.
-        operators: the nodes that compute, in order; `getitem` is not among them.
+        operators: the nodes that compute, in the order in which they run: the forward ones first; `getitem` is not
+            among them.
         calls: the call that each operator makes.
         rules: its rule, refined by the cuts that travel through the graph.
         unknown: names of operators without a rule, which are replicated.
         uses: for every value, where it is used.
-        dims: for every placeholder, its dims as products of the factors in `rest_rule`.
+        outputs_of: for every value that the step hands back, the outputs that it is.
+
+    Args:
+        graph: the joint graph.
+        mesh: the mesh axes, whose sizes say which cuts are of use.
     """
 
     def __init__(self, graph: JointGraph, mesh: MeshShape) -> None:
         self.graph = graph
-        self.operators: tuple[fx.Node, ...] = tuple(
-            node
-            for node in graph.graph_module.graph.nodes
-            if node.op == "call_function" and node.target is not operator.getitem
-        )
+        calls = (node for node in graph.graph.nodes if node.op == "call_function")
+        computing = (node for node in calls if node.target is not operator.getitem)
+        self.operators: tuple[fx.Node, ...] = tuple(sorted(computing, key=lambda node: graph.phase(node) == "backward"))
         interned: dict[OpCall, OpCall] = {}  # equal calls are one object, so that work is done once for each
         self.calls = {node: interned.setdefault(call, call) for node in self.operators for call in (op_call(node),)}
         self.unknown: dict[str, int] = {}
@@ -161,6 +165,14 @@ class GraphRules:
             for operand, source in enumerate(operand_nodes(node)):
                 uses[value_of(source)].append(Use(node, operand))
         return dict(uses)
+
+    @cached_property
+    def outputs_of(self) -> dict[Value, list[JointOutput]]:
+        outputs: dict[Value, list[JointOutput]] = defaultdict(list)
+        for output in self.graph.outputs:
+            if output.node is not None:
+                outputs[value_of(output.node)].append(output)
+        return dict(outputs)
 
     def _links(self, plain: dict[fx.Node, Rule]) -> Iterator[list[tuple[fx.Node, tuple[int, ...]]]]:
         """For every dim of every tensor, the descriptions of it by the operators that touch it."""

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 METHODS = ("auto", "eliminate", "alternate", "ilp")
 _ROUNDS = 4  # passes over the axes, and over the pairs of axes, of a mesh with three or more
-_CORRECTIONS = 4  # times that the memory rows are tightened by what the account finds
+_CORRECTIONS = 7  # times that the memory rows are tightened by what the account finds
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,14 @@ class Planner:
     # Memory
 
     def _within(self, limit: int, unlimited: Found) -> Found:
-        """The fastest plan found whose peak is within the limit."""
+        """The fastest plan found whose peak is within the limit.
+
+        Forcing the largest parameters to be sharded comes first (Rhino 4.4). What then is still too much are
+        activations, which rows of memory in the problem itself bound (Rhino 4.2); `method="ilp"` starts with these.
+        """
+        tried = [unlimited]
         if self.settings.method == "ilp":
-            found = self._by_memory_rows(limit, unlimited)
+            found = self._by_memory_rows(limit, self.wishes, tried)
             if found is not None:
                 return found
         sizes = {
@@ -185,32 +190,41 @@ class Planner:
             for source in self.graph.inputs
             if source.kind == "parameter" and any(one is None for one in self.wishes.pinned.get(source.name, (None,)))
         }
-        tried = [unlimited]
 
         def fits(forced: frozenset[str]) -> Found | None:
-            if forced:
-                tried.append(self._solve(replace(self.wishes, forced=forced)))
-            return tried[-1] if tried[-1].memory.peak <= limit else None
+            found = self._solve(replace(self.wishes, forced=forced)) if forced else unlimited
+            tried.append(found)
+            return found if found.memory.peak <= limit else None
 
         answer = smallest_feasible_k(sizes, fits)
-        if answer is None:
-            raise self._over_budget(limit, min(tried, key=lambda found: found.memory.peak).memory)
-        forced_count, found = answer
-        return replace(found, method=f"{found.method}, the {forced_count} largest parameters forced to be sharded")
+        if answer is not None:
+            forced_count, found = answer
+            return replace(found, method=f"{found.method}, the {forced_count} largest parameters forced to be sharded")
+        everything = replace(self.wishes, forced=frozenset(sizes))
+        bounded = self._by_memory_rows(limit, everything, tried)
+        if bounded is None:
+            raise self._over_budget(limit, min(tried, key=lambda one: one.memory.peak).memory)
+        return replace(bounded, method=f"{bounded.method}, all parameters forced to be sharded, activations bounded")
 
-    def _by_memory_rows(self, limit: int, unlimited: Found) -> Found | None:
-        """Rhino 4.2 and 4.4: the ILP with memory rows; its estimate of the peak is corrected by the account."""
+    def _by_memory_rows(self, limit: int, wishes: Wishes, tried: list[Found]) -> Found | None:
+        """Rows of memory in the problem (Rhino 4.2).
+
+        The problem sees less than the account does (copies that a reshard makes), so that its limit is bisected until
+        the account agrees with the one asked for. Where none does, this finds the smallest peak to be had.
+        """
         rows = float(limit)
+        impossible, loose = 0.0, max(rows, float(min(found.memory.peak for found in tried)))
         for _ in range(_CORRECTIONS):
             try:
-                found = self._solve(self.wishes, rows)
+                found = self._solve(wishes, rows)
             except BudgetError:
-                return None
-            if found.memory.peak <= limit:
-                return found
-            rows -= found.memory.peak - limit
-            if rows <= 0:
-                return None
+                impossible = rows
+            else:
+                tried.append(found)
+                if found.memory.peak <= limit:
+                    return found
+                loose = rows
+            rows = (impossible + loose) / 2
         return None
 
     def _over_budget(self, limit: int, least: Memory) -> BudgetError:

@@ -13,7 +13,7 @@ from autoshard.solver.problem import Array, IntArray
 _ROUNDING = 1e-11
 """Relative slack taken off every bound: sums of many floats."""
 
-_BYTES = 1_500_000_000
+_BYTES = 500_000_000
 """Most bytes of padded edge tables that the bound may hold."""
 
 _PATIENCE = 8
@@ -166,33 +166,43 @@ class _Chains:
         for rows in levels:
             incoming = order[starts[rows.start] : starts[rows.stop]]
             groups = starts[rows.start : rows.stop] - starts[rows.start]
-            up = incoming[incoming >= count] - count
-            down = incoming[incoming < count]
+            up = self._by_width(incoming[incoming >= count] - count)
+            down = self._by_width(incoming[incoming < count])
             self.levels.append((rows, incoming, groups, up, down))
+
+    def _by_width(self, edges: IntArray) -> list[tuple[int, IntArray]]:
+        """Edges grouped by the number of strategies of their wider end, up to the next power of two: few nodes are
+        wide, and the others should not pay for their padding."""
+        sizes = np.array(self.sizes)
+        wider = np.maximum(sizes[self.earlier[edges]], sizes[self.later[edges]])
+        width = np.minimum(1 << np.ceil(np.log2(wider)).astype(np.int64), self.unary.shape[1])
+        return [(int(value), edges[width == value]) for value in np.unique(width)]
 
     def forward(self) -> None:
         """Messages to later nodes; afterwards the chains' optima stand where chains end."""
         for rows, incoming, groups, up, _ in self.levels:
             self._gather(rows, incoming, groups)
-            if len(up):
-                self._send(up, self.earlier[up], len(self.earlier) + up, up, 1)
+            for width, edges in up:
+                self._send(edges, width, self.earlier[edges], len(self.earlier) + edges, edges, 1)
         self.forward_minimum = self.belief.min(1)
 
     def backward(self) -> None:
         """Messages to earlier nodes; afterwards the chains' optima stand where chains begin."""
         for rows, incoming, groups, _, down in reversed(self.levels):
             self._gather(rows, incoming, groups)
-            if len(down):
-                self._send(down, self.later[down], down, len(self.earlier) + down, 2)
+            for width, edges in down:
+                self._send(edges, width, self.later[edges], edges, len(self.earlier) + edges, 2)
 
     def _gather(self, rows: slice, incoming: IntArray, groups: IntArray) -> None:
         self.belief[rows] = self.unary[rows] + np.add.reduceat(self.messages[incoming], groups, axis=0)
 
-    def _send(self, edges: IntArray, sender: IntArray, received: IntArray, target: IntArray, axis: int) -> None:
+    def _send(
+        self, edges: IntArray, width: int, sender: IntArray, received: IntArray, target: IntArray, axis: int
+    ) -> None:
         """Messages along edges from `sender`, whose own message back stands at `received`."""
-        share = self.share[sender][:, None] * self.belief[sender] - self.messages[received]
+        share = self.share[sender][:, None] * self.belief[sender, :width] - self.messages[received, :width]
         spread = share[:, :, None] if axis == 1 else share[:, None, :]
-        self.messages[target] = (spread + self.stack[self.table[edges]]).min(axis)
+        self.messages[target, :width] = (spread + self.stack[self.table[edges], :width, :width]).min(axis)
 
     def value(self) -> float:
         """Sum of the chains' optima after a backward pass."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from math import prod
 
 DEFAULT_CAP = 50_000_000
 """Entries of the largest table that elimination builds."""
@@ -71,15 +70,21 @@ def conditioned_order(
 
 
 class Graph:
-    """The graph that is left during elimination."""
+    """The graph that is left during elimination; `cap` is the largest table allowed."""
 
-    def __init__(self, sizes: Mapping[int, int], neighbours: Mapping[int, Mapping[int, object]]) -> None:
+    def __init__(self, sizes: Mapping[int, int], neighbours: Mapping[int, Mapping[int, object]], cap: float) -> None:
         self.sizes = sizes
+        self.cap = cap
         self.neighbours = {node: set(others) for node, others in neighbours.items()}
 
     def table(self, node: int) -> float:
-        """Entries of the table that eliminating the node would build."""
-        return float(self.sizes[node]) * prod(float(self.sizes[other]) for other in self.neighbours[node])
+        """Entries of the table that eliminating the node would build; counted no further than the cap is passed."""
+        entries = float(self.sizes[node])
+        for other in self.neighbours[node]:
+            entries *= self.sizes[other]
+            if entries > self.cap:
+                break
+        return entries
 
     def missing(self, node: int) -> float:
         """Entries of the edges that eliminating the node would add."""
@@ -116,12 +121,18 @@ class Graph:
 
 def weighted_fill(graph: Graph, node: int) -> Score:
     """Entries of the edges to be added, then of the table."""
-    return graph.missing(node), graph.table(node)
+    return _score(graph, node)
 
 
 def table_size(graph: Graph, node: int) -> Score:
     """Entries of the table, then of the edges to be added."""
-    return graph.table(node), graph.missing(node)
+    return _score(graph, node)[::-1]
+
+
+def _score(graph: Graph, node: int) -> Score:
+    """New edges are not counted where the table is too large anyway: a hub has very many pairs of neighbours."""
+    table = graph.table(node)
+    return (graph.missing(node) if table <= graph.cap else float("inf")), table
 
 
 def greedy_order(
@@ -135,7 +146,7 @@ def greedy_order(
 
     Without `reluctance` the search ends at the first table over the cap; with it, a node of that table is held instead.
     """
-    graph = Graph(sizes, neighbours)
+    graph = Graph(sizes, neighbours, cap)
     scores = {node: score(graph, node) for node in graph.neighbours}
     heap = [(value, node) for node, value in scores.items()]
     heapify(heap)

@@ -233,6 +233,22 @@ def improve(
     return best
 
 
+def softened(network: Network) -> Network:
+    """A copy where a forbidden pair of strategies costs more than all that is allowed together, but not infinity."""
+    tables = network.tables
+    finite = [table[np.isfinite(table)] for around in network.edges.values() for table in around.values()]
+    finite += [vector[np.isfinite(vector)] for vector in network.vectors.values()]
+    penalty = 1.0 + 2.0 * sum(float(np.abs(values).max(initial=0.0)) for values in finite)
+    soft = network.copy()
+    for node, around in network.edges.items():
+        for other, table in around.items():
+            if node < other and np.isinf(table).any():
+                allowed = tables.intern(np.where(np.isinf(table), penalty, table))
+                soft.edges[node][other] = allowed
+                soft.edges[other][node] = soft.tables.transpose(allowed)
+    return soft
+
+
 def _hold(network: Network, node: int, choice: int) -> None:
     """Fixes a node and folds it into its neighbours."""
     place = int(network.labels[node].searchsorted(choice))

@@ -9,6 +9,7 @@ from time import monotonic
 
 import numpy as np
 
+from autoshard.solver.bound import lower_bound
 from autoshard.solver.certify import TOLERANCE, certify, fix
 from autoshard.solver.eliminate import WidthError, eliminate
 from autoshard.solver.ilp import cells, solve_integer
@@ -18,10 +19,13 @@ from autoshard.solver.network import Network
 from autoshard.solver.problem import Array, Problem, SolverError
 from autoshard.solver.reduce import reduce
 from autoshard.solver.repair import cross, settle, windows
-from autoshard.solver.search import NOTHING, Found, alternate, better, improve
+from autoshard.solver.search import NOTHING, Found, alternate, better, improve, softened
 from autoshard.solver.tables import Tables
 
 _log = logging.getLogger(__name__)
+
+_ROUNDING_ITERATIONS = 30
+"""Iterations of the relaxation where only its rounded assignment is wanted."""
 
 _INTEGER_CELLS = 80_000
 """Entries of edge tables up to which what is left goes to the integer program."""
@@ -184,14 +188,24 @@ def _search(task: _Task, deadline: float) -> Found:
     if task.problem.components is not None:
         found = alternate(task.network, task.problem.components, deadline=deadline)
     if not found.choices:
-        found = _descent(task.network)
+        found = _rounded(task)
     return improve(task.network, found, deadline=deadline) if found.choices else found
 
 
-def _descent(network: Network) -> Found:
-    """A first assignment where there is no better start: rounded from the relaxation."""
-    result = certify(network, NOTHING, cap=1.0, rounds=1)
-    return result.found
+def _rounded(task: _Task) -> Found:
+    """A first assignment where there is no better start: rounded from the relaxation or, where that uses something
+    forbidden, led out of it by finite penalties."""
+    core = reduce(task.network.copy())
+    if not core.feasible:
+        return NOTHING
+    bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, deadline=task.share(0.3))
+    if bound.choices:
+        return Found(bound.choices, bound.cost)
+    soft = softened(core)
+    choices = {node: int(soft.labels[node][vector.argmin()]) for node, vector in soft.vectors.items()}
+    found = improve(soft, Found(soft.expand(choices), soft.value(choices)), deadline=task.share(0.5))
+    cost = core.value(found.choices)
+    return Found(found.choices, cost) if np.isfinite(cost) else NOTHING
 
 
 def _ilp(task: _Task) -> _Outcome:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster
@@ -50,7 +50,7 @@ def planner_of(
     return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), wishes or Wishes(), Settings(**settings))
 
 
-def plan_of(graph: JointGraph | nn.Module, mesh: Mapping[str, int], *args: Any, **settings: Any) -> ShardingPlan:
+def plan_of(graph: JointGraph, mesh: Mapping[str, int], *args: Any, **settings: Any) -> ShardingPlan:
     """The plan of such a planner."""
     return planner_of(graph, mesh, *args, **settings).plan()
 
@@ -71,10 +71,13 @@ def program_of(planner: Planner, plan: ShardingPlan) -> LocalStep:
 
 
 def halves_of(step: LocalStep) -> tuple[fx.GraphModule, ...]:
-    """Forward and backward before their collectives are scheduled."""
-    if not any(border.kind == "gradient" for border in step.outputs):
-        return (step.graph_module,)
-    return split_joint(step.graph_module, len(step.forward_outputs), recompute=False)
+    """Forward and backward before their collectives are scheduled, without what nothing uses."""
+    halves: tuple[fx.GraphModule, ...] = (step.graph_module,)
+    if any(border.kind == "gradient" for border in step.outputs):
+        halves = split_joint(step.graph_module, len(step.forward_outputs), recompute=False)
+    for half in halves:
+        half.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    return halves
 
 
 def collectives_of(*graphs: fx.GraphModule) -> Counter[tuple[str, str, int]]:
@@ -99,3 +102,8 @@ def planned_collectives(plan: ShardingPlan) -> Counter[tuple[str, str, int]]:
     for record in plan.collectives:
         counts[record.kind, record.axis, record.bytes] += record.count
     return counts
+
+
+def every_parameter(graph: JointGraph) -> frozenset[str]:
+    """Names of all parameters."""
+    return frozenset(source.name for source in graph.inputs if source.kind == "parameter")
