@@ -25,7 +25,7 @@ from autoshard.memory.budget import parse_bytes
 from autoshard.partition.agree import from_first_rank
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.localize import Localizer
-from autoshard.partition.module import Runtime, Tangents
+from autoshard.partition.module import Runtime, Tangents, check_constants
 from autoshard.partition.shards import replace_parameters, synchronize_buffers
 from autoshard.partition.split import split
 from autoshard.partition.step import Program, Ranks
@@ -350,6 +350,7 @@ class _Parallelizer:
         start = time.perf_counter()
         device = torch.device(self.device_mesh.device_type)
         graph = capture(self.module, args, kwargs, grad=grad, device=device, tangents=tangents)
+        check_constants(graph)
         seconds = time.perf_counter() - start
         planner = _planner(self.module, graph, self.mesh, self.options, self.placed)
         decided = self._decide(graph, planner, seconds)

@@ -22,6 +22,7 @@ from autoshard.api import parallelize
 from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.names import suggestion
 from autoshard.optimizers import hand_over
+from autoshard.plan import ShardingPlan
 from autoshard.use_mesh import current_mesh
 
 OPTIONS = (
@@ -99,7 +100,8 @@ def _parallelize(
     hand_over({parameter: module.get_parameter(name) for name, parameter in before.items()})
     leave_dynamo(call)
     wanted = output_values(graph)
-    if _told_apart(wanted) and len(wanted) == len(module.sharding_plan.output_placements):
+    plan: ShardingPlan | None = module.sharding_plan  # type: ignore[assignment]
+    if plan is not None and _told_apart(wanted) and len(wanted) == len(plan.output_placements):
         return _in_order(module.forward(*call.args, **call.kwargs), wanted)
     return _graph_alone(module, graph, inputs, names, mesh, options)
 

@@ -1,4 +1,4 @@
-"""Numerics: training on a mesh against training on one device, in float64; `python -m tests.numerics` writes the table."""
+"""Training on a mesh against training on one device, in float64; `python -m tests.numerics` writes the table."""
 
 from __future__ import annotations
 

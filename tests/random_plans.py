@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
@@ -27,7 +25,7 @@ def random_plan(
     seed: int,
     *,
     forced: float = 0.0,
-    pinned: Mapping[str, tuple[Placement | None, ...]] | None = None,
+    uneven: float = 0.0,
     planned_outputs: bool = False,
 ) -> ShardingPlan:
     """A plan with a random feasible strategy for every operator.
@@ -37,14 +35,14 @@ def random_plan(
         mesh: the mesh axes.
         seed: of the choices.
         forced: share of the parameters that may not be replicated and are gathered once per phase.
-        pinned: placements of parameters, possibly uneven.
+        uneven: share of the parameters that are cut along random dims, whether the axes divide these or not.
         planned_outputs: outputs may stay sharded.
     """
     generator = np.random.default_rng(seed)
-    names = [source.name for source in graph.inputs if source.kind == "parameter"]
+    shapes = {source.name: Value(source.node).meta.shape for source in graph.inputs if source.kind == "parameter"}
     wishes = Wishes(
-        pinned=dict(pinned or {}),
-        forced=frozenset(name for name in names if generator.random() < forced),
+        pinned={name: _cut(shape, mesh, generator) for name, shape in shapes.items() if generator.random() < uneven},
+        forced=frozenset(name for name in shapes if generator.random() < forced),
         planned_outputs=planned_outputs,
     )
     planner = Planner(graph, mesh, Cluster.preset("cpu"), wishes, Settings())
@@ -56,6 +54,18 @@ def random_plan(
         decisions = built.decode(random_assignment(built.problem, generator))
     assert decisions is not None
     return _plan(graph, mesh, decisions)
+
+
+def _cut(shape: tuple[int, ...], mesh: MeshShape, generator: np.random.Generator) -> tuple[Placement, ...]:
+    """A dim of its own for every mesh axis, as long as there are some that are long enough."""
+    free = [int(dim) for dim in generator.permutation(len(shape))]
+    placements: list[Placement] = []
+    for size in mesh.sizes:
+        dim = next((dim for dim in free if shape[dim] >= size > 1), None)
+        if dim is not None:
+            free.remove(dim)
+        placements.append(Replicate() if dim is None else Shard(dim))
+    return tuple(placements)
 
 
 def _plan(graph: JointGraph, mesh: MeshShape, decisions: Decisions) -> ShardingPlan:

@@ -61,6 +61,17 @@ class Inverting(Mlp):
         return torch.linalg.inv(x @ x.T + self.up(x).sum()).sum()
 
 
+class Scaling(Mlp):
+    """Holds a tensor that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(16, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
 class Pinning(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return autoshard.shard(self.up(x), Shard(7), Replicate()).sum()
@@ -192,12 +203,14 @@ def test_a_path_in_the_place_of_a_plan(mesh: DeviceMesh) -> None:
     refused(PlanError, ["ShardingPlan.load"], Mlp(), mesh, (X,), plan="model.plan.json")
 
 
-def test_a_budget_that_cannot_be_met_names_one_that_can(mesh: DeviceMesh) -> None:
+def test_a_budget_that_cannot_be_met_names_the_smallest_that_can(mesh: DeviceMesh) -> None:
     said = refused(BudgetError, ["no plan fits in 1000 B", "dp=2, tp=2"], Mlp(), mesh, (X,), memory_limit=1000)
     found = re.search(r"memory_limit to (\d+) bytes", said)
     assert found is not None
-    model = autoshard.parallelize(Mlp(), mesh, (X,), memory_limit=int(found[1]))
-    assert model.sharding_plan.memory.peak <= int(found[1])
+    smallest = int(found[1])
+    refused(BudgetError, [f"memory_limit to {smallest} bytes"], Mlp(), mesh, (X,), memory_limit=smallest - 1)
+    model = autoshard.parallelize(Mlp(), mesh, (X,), memory_limit=smallest)
+    assert model.sharding_plan.memory.peak <= smallest
 
 
 @pytest.mark.parametrize(("amount", "text"), [(0, "at least one byte"), ("24", "no unit"), ("much", "not an amount")])
@@ -340,6 +353,10 @@ def test_a_bad_later_call_leaves_the_programs_that_there_are(mesh: DeviceMesh) -
     with pytest.raises(CaptureError, match=r"\[8, 17\] X \[16, 32\]"):
         model(torch.randn(8, 17))
     assert torch.isfinite(model(X))
+
+
+def test_a_plain_tensor_attribute_without_numbers(mesh: DeviceMesh) -> None:
+    refused(InputError, ["scale", "register it as a buffer"], Scaling().to("meta"), mesh, (X,))
 
 
 def test_a_call_without_numbers(mesh: DeviceMesh) -> None:

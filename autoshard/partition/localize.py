@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -99,9 +98,9 @@ class Localizer:
         outputs = [
             Border(output.kind, output.name, value.meta.shape, value.meta.dtype, self.flow.delivered(output))
             for kind in ("output", "mutation", "gradient")
-            for value, outputs in self.rules.outputs_of.items()
-            for output in outputs
-            if output.kind == kind
+            for output in self.flow.graph.outputs
+            if output.kind == kind and output.node is not None
+            for value in (value_of(output.node),)
         ]
         self.emit.graph.output(tuple(self.results[border.kind, border.name] for border in outputs))
         module = fx.GraphModule(torch.nn.Module(), self.emit.graph)
@@ -121,7 +120,7 @@ class Localizer:
         root = _memory_of(gradient)
         fresh = root.op != "placeholder" and root not in self._taken
         self._taken.add(root)
-        if fresh and (root.target is _WAIT or self.emit.is_contiguous(gradient)):
+        if fresh and (gradient.target is _WAIT or self.emit.is_contiguous(gradient)):
             return gradient
         return self.emit.call(torch.ops.aten.clone.default, gradient, memory_format=torch.contiguous_format)
 
@@ -169,11 +168,8 @@ class Localizer:
 
 
 def _memory_of(node: fx.Node) -> fx.Node:
-    """The node whose result a node is a view of, or the node itself."""
-    while node.op == "call_function" and (node.target is operator.getitem or _is_view(node.target)):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _is_view(op: Any) -> bool:
-    return any(result.alias_info is not None for result in op._schema.returns)
+    """The node in whose memory a node's tensor lies: what it is a view of, or itself."""
+    made = node.all_input_nodes[0] if node.target is operator.getitem else node
+    if made.op != "call_function" or all(result.alias_info is None for result in made.target._schema.returns):  # type: ignore[union-attr]
+        return node
+    return _memory_of(made.all_input_nodes[0])

@@ -108,13 +108,7 @@ class Runtime:
             module = self.module.get_submodule(owner)
             return (module._parameters if border.kind == "parameter" else module._buffers), name
         if border.kind == "constant":
-            source = next(item for item in graph.inputs if item.kind == "constant" and item.name == border.name)
-            if source.value is None:
-                raise InputError(
-                    f"{border.name} is a tensor that the module holds outside its parameters and buffers, and it is on "
-                    "the meta device: register it as a buffer, so that materialize can fill it."
-                )
-            return source.value
+            return next(item for item in graph.inputs if item.kind == "constant" and item.name == border.name).value
         return None
 
     def _run(self, served: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,6 +185,16 @@ class Runtime:
             return self.input_placements[name]
         default = Spec.replicated(self.mesh.ndim).placements
         return next(iter(self.input_placements.values()), default)
+
+
+def check_constants(graph: JointGraph) -> None:
+    """`InputError` if a tensor that the module holds outside its parameters and buffers has no numbers."""
+    for source in graph.inputs:
+        if source.kind == "constant" and source.value is None:
+            raise InputError(
+                f"{source.name} is a tensor that the module holds outside its parameters and buffers, and it is on the "
+                "meta device: register it as a buffer, so that materialize can fill it."
+            )
 
 
 def _no_numbers(borders: Sequence[Border], tensors: Sequence[torch.Tensor]) -> InputError:

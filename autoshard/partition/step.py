@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import InputError
+from autoshard.partition._torch import per_rank
 from autoshard.partition.localize import Border, LocalStep
-from autoshard.partition.shards import local_of, wrap
+from autoshard.partition.shards import coordinate_of, local_of, wrap
 from autoshard.partition.split import Halves
 from autoshard.patterns.local import collectives
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import is_even
+from autoshard.specs.layout import is_even, true_local_shape
+from autoshard.specs.tensors import pad_to
 
 
 class Ranks:
@@ -89,9 +91,7 @@ class Program:
     def _padded(self, tensor: torch.Tensor, border: Border) -> torch.Tensor:
         if is_even(border.shape, border.spec, self.ranks.mesh):
             return tensor
-        wanted = border.local_shape(self.ranks.mesh)
-        padding = [amount for have, want in zip(tensor.shape, wanted, strict=True) for amount in (want - have, 0)]
-        return torch.nn.functional.pad(tensor, padding[::-1])
+        return _padded(tensor, border.local_shape(self.ranks.mesh))
 
     def forward(
         self, locals_: Sequence[torch.Tensor], seed: torch.Tensor | None = None
@@ -180,4 +180,17 @@ def _handed_back(program: Program, border: Border, gradient: torch.Tensor | None
         return None
     if border.kind != "parameter":
         return gradient
+    if not is_even(border.shape, border.spec, program.ranks.mesh):
+        gradient = _unpadded(gradient, border, program.ranks.mesh, coordinate_of(program.ranks.device_mesh))
     return wrap(gradient, program.ranks.device_mesh, border.spec, border.shape, border.dtype)
+
+
+@per_rank
+def _padded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return pad_to(tensor, shape)
+
+
+@per_rank
+def _unpadded(tensor: torch.Tensor, border: Border, mesh: MeshShape, coordinate: Sequence[int]) -> torch.Tensor:
+    sizes = true_local_shape(border.shape, border.spec, mesh, coordinate)
+    return tensor[tuple(slice(size) for size in sizes)].contiguous()

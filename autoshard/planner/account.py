@@ -1,31 +1,40 @@
-"""What a step does under some decisions: its operations in order, its collectives, and what is alive when."""
+"""What a step does under some decisions: its operations in order, and its collectives."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
-from autoshard.memory.footprint import Allocation, Kind, Memory
+from autoshard.capture.joint import JointOutput
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph import Use, Value, operand_nodes, value_of
 from autoshard.patterns.strategy import describe
 from autoshard.plan import Collective, Decision
 from autoshard.planner.options import OptionTables
 from autoshard.reshard.path import Path, Resharder
-from autoshard.simulate.events import Operation, Timeline, replay
-from autoshard.specs.layout import local_shape
+from autoshard.simulate.events import Operation, Stream, Timeline, replay
 from autoshard.specs.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One reshard of the step: the copy `key` of a value, made when operator number `position` asks for it."""
+    """One reshard of the step.
+
+    Attributes:
+        key: the copy that it makes.
+        source: key of the value or copy that it reads.
+        value: what it is a copy of.
+        path: the collectives; at least one.
+        position: number of the operator that asks for it, or before which it is done.
+        phase: `"forward"` or `"backward"`.
+        module: path of the module that it belongs to.
+    """
 
     key: str
+    source: str
     value: Value
     path: Path
     position: int
@@ -33,11 +42,33 @@ class Leg:
     module: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Want:
+    """A value that is wanted as `target` by an operator, or by an output of the step; `node` says where."""
+
+    user: Use | JointOutput
+    node: fx.Node
+    value: Value
+    phase: str
+    target: Spec
+    position: int
+
+
 class Account:
     """The step that some decisions stand for, walked once in program order.
 
+    Args:
+        flow: the graph and the decisions.
+        tables: prices of strategies.
+        resharder: finds the reshards.
+        state_bytes: optimizer state per trained parameter element.
+
     Attributes:
+        position: of every operator in the program.
         legs: the reshards, in the order in which they are asked for; every copy is made once.
+        last_use: key of a value or copy -> last position at which it is read.
+        read: operand of an operator -> key of the value or copy that it reads.
+        handed: output of the step -> key of the value or copy that it is.
     """
 
     def __init__(self, flow: Flow, tables: OptionTables, resharder: Resharder, state_bytes: float) -> None:
@@ -49,35 +80,53 @@ class Account:
         self.state_bytes = state_bytes
         self.position = {node: position for position, node in enumerate(self.rules.operators)}
         self.legs: list[Leg] = []
-        self.last_use: dict[str, int] = {}  # key of a value or copy -> last position at which it is read
-        self._last_reads: dict[str, int] = {}
+        self.last_use: dict[str, int] = {}
+        self.read: dict[Use, str] = {}
+        self.handed: dict[JointOutput, str] = {}
         self._walk()
 
     def _walk(self) -> None:
-        graph, seen = self.flow.graph, set()
-        for node, value, phase, target in self._wants():
-            position = len(self.rules.operators) if node is None else self.position[node]
-            key = value.name
-            for copy, source, spec in self.flow.legs(value, phase, target):
-                self.last_use[key] = max(self.last_use.get(key, 0), position)
-                if copy not in seen:
-                    seen.add(copy)
-                    meta = value.meta
-                    path = self.resharder.path(meta.shape, meta.dtype.itemsize, source, spec)
-                    where = value.node if node is None else node
-                    module = "" if where.op == "placeholder" else graph.module_path(where)
-                    self.legs.append(Leg(copy, value, path, position, phase, module))
-                key = copy
-            self.last_use[key] = max(self.last_use.get(key, 0), position)
+        held: dict[str, str] = {}  # key of a copy -> key of the tensor that it is
+        for want in self._wants():
+            key = want.value.name
+            for copy, source, spec in self.flow.legs(want.value, want.phase, want.target):
+                self._used(key, want.position)
+                if copy not in held:
+                    path = self.resharder.path(want.value.meta.shape, want.value.meta.dtype.itemsize, source, spec)
+                    held[copy] = copy if path.steps else key
+                    if path.steps:
+                        module = self._module(want.node)
+                        self.legs.append(Leg(copy, key, want.value, path, want.position, want.phase, module))
+                key = held[copy]
+            self._used(key, want.position)
+            if isinstance(want.user, Use):
+                self.read[want.user] = key
+            else:
+                self.handed[want.user] = key
+                if want.user.kind != "gradient":
+                    self._used(key, len(self.rules.operators))  # the caller holds it during the backward half
 
-    def _wants(self) -> Iterator[tuple[fx.Node | None, Value, str, Spec]]:
-        """Every use in program order: (operator or None for an output, value, phase, spec)."""
+    def _used(self, key: str, position: int) -> None:
+        self.last_use[key] = max(self.last_use.get(key, 0), position)
+
+    def _module(self, node: fx.Node) -> str:
+        return "" if node.op == "placeholder" else self.flow.graph.module_path(node)
+
+    def _wants(self) -> Iterator[_Want]:
+        """Every use in program order; what the step hands back is brought to its place as soon as it is made."""
+        for source in self.flow.graph.inputs:
+            yield from self._outputs(Value(source.node), 0)
         for node in self.rules.operators:
-            for operand, source in enumerate(operand_nodes(node)):
-                yield node, value_of(source), self.flow.graph.phase(node), self.flow.wanted(node, operand)
-        for output in self.flow.graph.outputs:
-            if output.node is not None:
-                yield None, value_of(output.node), phase_of(output), self.flow.delivered(output)
+            position, phase = self.position[node], self.flow.graph.phase(node)
+            for operand, taken in enumerate(operand_nodes(node)):
+                target = self.flow.wanted(node, operand)
+                yield _Want(Use(node, operand), node, value_of(taken), phase, target, position)
+            for index in range(len(self.rules.calls[node].results)):
+                yield from self._outputs(Value(node, index), position + 1)
+
+    def _outputs(self, value: Value, position: int) -> Iterator[_Want]:
+        for output in self.rules.outputs_of.get(value, ()):
+            yield _Want(output, value.node, value, phase_of(output), self.flow.delivered(output), position)
 
     # Collectives
 
@@ -109,14 +158,17 @@ class Account:
         graph = self.flow.graph
         for node in self.rules.operators:
             pinned = self.rules.pinned(node, self.mesh)
-            rule, call = self.rules.rules[node], self.rules.calls[node]
-            if pinned is not None:
-                text, seconds = f"pinned to {pinned}", 0.0
-            else:
-                text = describe(rule, self._choices(node), self.mesh)
-                seconds = self.tables.strategy_seconds(call, rule, self._choices(node))
-            name = f"{call.op.namespace}.{call.op.overloadpacket.__name__}"
-            yield Decision(node.name, name, graph.module_path(node), graph.phase(node), text, seconds)
+            op = self.rules.calls[node].op
+            text = f"pinned to {pinned}"
+            if pinned is None:
+                text = describe(self.rules.rules[node], self._choices(node), self.mesh)
+            name = f"{op.namespace}.{op.overloadpacket.__name__}"
+            yield Decision(node.name, name, graph.module_path(node), graph.phase(node), text, self._seconds(node))
+
+    def _seconds(self, node: fx.Node) -> float:
+        if self._pinned(node):
+            return 0.0
+        return self.tables.strategy_seconds(self.rules.calls[node], self.rules.rules[node], self._choices(node))
 
     # Time
 
@@ -135,114 +187,21 @@ class Account:
         return replay(operations)
 
     def _replay_leg(self, leg: Leg, operations: list[Operation], made: dict[str, int]) -> None:
-        before = made.get(leg.key.split(" -> ")[0], made.get(leg.value.node.name))
+        before = made.get(leg.source)
         for step in leg.path.steps:
-            stream = "compute" if step.kind in _LOCAL_STEPS else "communication"
+            stream: Stream = "compute" if step.kind in _LOCAL_STEPS else "communication"
             needs = () if before is None else (before,)
             operations.append(Operation(f"{step.kind} {leg.key}", stream, step.seconds, needs))
             before = len(operations) - 1
-        if before is not None:
-            made[leg.key] = before
+        assert before is not None, f"{leg.key} is made by no step"
+        made[leg.key] = before
 
     def _replay_operator(self, node: fx.Node, operations: list[Operation], made: dict[str, int]) -> None:
-        needs = set()
-        for operand, source in enumerate(operand_nodes(node)):
-            value = value_of(source)
-            key = value.name
-            for copy, _, _ in self.flow.legs(value, self.flow.graph.phase(node), self.flow.wanted(node, operand)):
-                key = copy
-            before = made.get(key, made.get(value.node.name))
-            if before is not None:
-                needs.add(before)
-        rule, call = self.rules.rules[node], self.rules.calls[node]
-        if self._pinned(node):
-            seconds = 0.0
-        else:
-            seconds = self.tables.strategy_seconds(call, rule, self._choices(node))
-        operations.append(Operation(node.name, "compute", seconds, tuple(sorted(needs))))
-        made[node.name] = len(operations) - 1
-
-    # Memory
-
-    def memory(self) -> Memory:
-        """Bytes per device of the step: at rest, saved, and at the peak."""
-        return Memory.of(list(self.allocations()))
-
-    def allocations(self) -> Iterator[Allocation]:
-        """What one device holds and when, in positions of the program."""
-        end = len(self.rules.operators) + 1
-        training = any(output.kind == "gradient" for output in self.flow.graph.outputs)
-        trained = {
-            output.name for output in self.flow.graph.outputs if output.kind == "gradient" and output.node is not None
-        }
-        for source in self.flow.graph.inputs:
-            value = Value(source.node)
-            held = self._bytes(value, self.flow.produced(value))
-            kinds: dict[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "constant": "buffer"}
-            yield Allocation(source.name, held, 0, end, kinds.get(source.kind, "temporary"))
-            if training and source.kind == "parameter" and source.name in trained:
-                elements = held // value.meta.dtype.itemsize
-                yield Allocation(source.name, int(elements * self.state_bytes), 0, end, "optimizer")
-        yield from self._made(end)
-        yield from self._copies(end)
-
-    def _made(self, end: int) -> Iterator[Allocation]:
-        """Results of operators; a gradient that is handed over as it was made is a gradient from then on."""
-        handed = {
-            value_of(output.node): output
-            for output in self.flow.graph.outputs
-            if output.kind == "gradient" and output.node is not None
-        }
-        for node in self.rules.operators:
-            if self.rules.rules[node].free:
-                continue
-            for index, meta in enumerate(self.rules.calls[node].results):
-                if meta is None:
-                    continue
-                value = Value(node, index)
-                spec, start = self.flow.produced(value), self.position[node]
-                output = handed.get(value)
-                if (
-                    output is not None
-                    and self.flow.delivered(output) is spec
-                    and self.flow.hub(value, "backward") is None
-                ):
-                    yield Allocation(value.name, self._bytes(value, spec), start, end, "gradient")
-                else:
-                    last = self._last_read(value, value.name)
-                    yield Allocation(value.name, self._bytes(value, spec), start, last + 1, "activation")
-
-    def _copies(self, end: int) -> Iterator[Allocation]:
-        gradients = {value_of(o.node) for o in self.flow.graph.outputs if o.kind == "gradient" and o.node is not None}
-        for leg in self.legs:
-            if not leg.path.steps:
-                continue
-            held = self._bytes(leg.value, leg.path.target)
-            last = self._last_read(leg.value, leg.key)
-            if leg.value in gradients and last == len(self.rules.operators):
-                yield Allocation(leg.key, held, leg.position, end, "gradient")
-            else:
-                kind: Kind = "gathered" if leg.value.node.op == "placeholder" else "activation"
-                yield Allocation(leg.key, held, leg.position, max(last, leg.position) + 1, kind)
-
-    def _last_read(self, value: Value, key: str) -> int:
-        """Last position at which a tensor or a view of it is read."""
-        if key not in self._last_reads:
-            last = self.last_use.get(key, self.position.get(value.node, 0))
-            if key == value.name:
-                for use in self.rules.uses.get(value, ()):
-                    if self.rules.rules[use.node].free and self._unmoved(value, use):
-                        views = (Value(use.node, index) for index in range(len(self.rules.calls[use.node].results)))
-                        last = max(last, *(self._last_read(view, view.name) for view in views))
-            self._last_reads[key] = last
-        return self._last_reads[key]
-
-    def _unmoved(self, value: Value, use: Use) -> bool:
-        return self.flow.wanted(use.node, use.operand) is self.flow.produced(value)
-
-    def _bytes(self, value: Value, spec: Spec) -> int:
-        meta = value.meta
-        return math.prod(local_shape(meta.shape, spec, self.mesh)) * meta.dtype.itemsize
+        keys = (self.read[Use(node, operand)] for operand, _ in enumerate(operand_nodes(node)))
+        needs = sorted({made[key] for key in keys if key in made})
+        operations.append(Operation(node.name, "compute", self._seconds(node), tuple(needs)))
+        for index in range(len(self.rules.calls[node].results)):
+            made[Value(node, index).name] = len(operations) - 1
 
 
 _LOCAL_STEPS = ("slice", "make_partial")

@@ -24,6 +24,7 @@ from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph import GraphRules, Value
 from autoshard.plan import ShardingPlan
 from autoshard.planner.account import Account
+from autoshard.planner.allocations import allocations
 from autoshard.planner.options import OptionTables
 from autoshard.planner.problem import ProblemBuilder, Wishes
 from autoshard.reshard.path import Resharder
@@ -124,7 +125,7 @@ class Planner:
         else:
             decisions, solution = self._solve_in_turn(builder, axes, limit)
             bound = self._floor()
-        return Found(decisions, solution.cost, bound, solution.method, self._account(decisions).memory())
+        return Found(decisions, solution.cost, bound, solution.method, _memory(self._account(decisions)))
 
     def _solve_block(
         self, builder: ProblemBuilder, free: frozenset[int], current: Decisions | None, limit: float | None
@@ -179,10 +180,12 @@ class Planner:
 
         Forcing the largest parameters to be sharded comes first (Rhino 4.4). What then is still too much are
         activations, which rows of memory in the problem itself bound (Rhino 4.2); `method="ilp"` starts with these.
+
+        Raises:
+            BudgetError: no plan found fits. The peak it names is found in the same way at every limit, so that it fits.
         """
-        tried = [unlimited]
         if self.settings.method == "ilp":
-            found = self._by_memory_rows(limit, self.wishes, tried)
+            found = self._by_memory_rows(limit, self.wishes, unlimited.memory.peak)
             if found is not None:
                 return found
         sizes = {
@@ -193,7 +196,6 @@ class Planner:
 
         def fits(forced: frozenset[str]) -> Found | None:
             found = self._solve(replace(self.wishes, forced=forced)) if forced else unlimited
-            tried.append(found)
             return found if found.memory.peak <= limit else None
 
         answer = smallest_feasible_k(sizes, fits)
@@ -201,31 +203,38 @@ class Planner:
             forced_count, found = answer
             return replace(found, method=f"{found.method}, the {forced_count} largest parameters forced to be sharded")
         everything = replace(self.wishes, forced=frozenset(sizes))
-        bounded = self._by_memory_rows(limit, everything, tried)
-        if bounded is None:
-            raise self._over_budget(limit, min(tried, key=lambda one: one.memory.peak).memory)
-        return replace(bounded, method=f"{bounded.method}, all parameters forced to be sharded, activations bounded")
+        forced_all = self._solve(everything)
+        least = min(self._by_memory_rows(0, everything, forced_all.memory.peak) or forced_all, forced_all, key=_peak)
+        if _peak(least) > limit:
+            raise self._over_budget(limit, least.memory)
+        faster = self._by_memory_rows(limit, everything, forced_all.memory.peak)
+        found = least if faster is None or faster.cost > least.cost else faster
+        return replace(found, method=f"{found.method}, all parameters forced to be sharded, activations bounded")
 
-    def _by_memory_rows(self, limit: int, wishes: Wishes, tried: list[Found]) -> Found | None:
-        """Rows of memory in the problem (Rhino 4.2).
+    def _by_memory_rows(self, limit: int, wishes: Wishes, known: int) -> Found | None:
+        """Rows of memory in the problem (Rhino 4.2): the fastest plan found within the limit.
 
-        The problem sees less than the account does (copies that a reshard makes), so that its limit is bisected until
-        the account agrees with the one asked for. Where none does, this finds the smallest peak to be had.
+        The problem sees less than the account does (copies that a reshard makes), so that its limit is bisected,
+        between nothing and the `known` peak of a plan, until the account agrees with the one asked for.
+
+        Returns:
+            None if there is none; for a limit of 0, the plan of the smallest peak.
         """
-        rows = float(limit)
-        impossible, loose = 0.0, max(rows, float(min(found.memory.peak for found in tried)))
+        impossible, loose, best = 0.0, float(known), None
+        rows = float(limit) or loose / 2
         for _ in range(_CORRECTIONS):
             try:
                 found = self._solve(wishes, rows)
             except BudgetError:
                 impossible = rows
             else:
-                tried.append(found)
                 if found.memory.peak <= limit:
                     return found
+                if limit == 0 and (best is None or _peak(found) < _peak(best)):
+                    best = found
                 loose = rows
             rows = (impossible + loose) / 2
-        return None
+        return best
 
     def _over_budget(self, limit: int, least: Memory) -> BudgetError:
         return BudgetError(
@@ -283,3 +292,11 @@ class Planner:
             yield
         finally:
             self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - start
+
+
+def _peak(found: Found) -> int:
+    return found.memory.peak
+
+
+def _memory(account: Account) -> Memory:
+    return Memory.of(list(allocations(account)))

@@ -141,10 +141,6 @@ class _Build:
         self.edges: list[Edge] = []
         self.of_node: dict[fx.Node, int] = {}
         self.of_output: dict[str, int] = {}
-        self.outputs_of: dict[Value, list[JointOutput]] = {}
-        for output in self.rules.graph.outputs:
-            if output.node is not None:
-                self.outputs_of.setdefault(value_of(output.node), []).append(output)
 
     def run(self) -> BuiltProblem:
         for source in self.rules.graph.inputs:
@@ -178,7 +174,8 @@ class _Build:
         if variable.kind == "operator":
             return np.array(variable.options, dtype=np.int64).reshape(len(variable.options), self.mesh.ndim)
         labels: dict[Placement, int] = {}
-        rows = [[labels.setdefault(placement, len(labels)) for placement in spec] for spec in variable.options]  # type: ignore[union-attr]
+        specs = (spec for spec in variable.options if isinstance(spec, Spec))
+        rows = [[labels.setdefault(placement, len(labels)) for placement in spec] for spec in specs]
         return np.array(rows, dtype=np.int64).reshape(len(rows), self.mesh.ndim)
 
     def _add(self, variable: Variable) -> int:
@@ -328,7 +325,7 @@ class _Build:
         for use in self.rules.uses.get(value, ()):
             if self.rules.graph.phase(use.node) == phase:
                 yield self.of_node[use.node], self._operand(use)
-        for output in self.outputs_of.get(value, ()):
+        for output in self.rules.outputs_of.get(value, ()):
             if phase_of(output) == phase:
                 user = self._deliver(output)
                 yield user, self.variables[user].results[0]

@@ -183,7 +183,7 @@ class _Chains:
         for rows, incoming, groups, up, _ in self.levels:
             self._gather(rows, incoming, groups)
             for width, edges in up:
-                self._send(edges, width, self.earlier[edges], len(self.earlier) + edges, edges, 1)
+                self._send(edges, width, 1)
         self.forward_minimum = self.belief.min(1)
 
     def backward(self) -> None:
@@ -191,15 +191,15 @@ class _Chains:
         for rows, incoming, groups, _, down in reversed(self.levels):
             self._gather(rows, incoming, groups)
             for width, edges in down:
-                self._send(edges, width, self.later[edges], edges, len(self.earlier) + edges, 2)
+                self._send(edges, width, 2)
 
     def _gather(self, rows: slice, incoming: IntArray, groups: IntArray) -> None:
         self.belief[rows] = self.unary[rows] + np.add.reduceat(self.messages[incoming], groups, axis=0)
 
-    def _send(
-        self, edges: IntArray, width: int, sender: IntArray, received: IntArray, target: IntArray, axis: int
-    ) -> None:
-        """Messages along edges from `sender`, whose own message back stands at `received`."""
+    def _send(self, edges: IntArray, width: int, axis: int) -> None:
+        """Messages along edges from the ends of table axis `axis` - 1 (1: the earlier, 2: the later nodes)."""
+        back = len(self.earlier) + edges
+        sender, received, target = (self.earlier[edges], back, edges) if axis == 1 else (self.later[edges], edges, back)
         share = self.share[sender][:, None] * self.belief[sender, :width] - self.messages[received, :width]
         spread = share[:, :, None] if axis == 1 else share[:, None, :]
         self.messages[target, :width] = (spread + self.stack[self.table[edges], :width, :width]).min(axis)

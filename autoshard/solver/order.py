@@ -162,7 +162,10 @@ def greedy_order(
             largest, width = max(largest, table), max(width, len(graph.neighbours[node]))
             return Order(tuple(steps), (), width, largest, float("inf"), False)
         if table > cap and reluctance is not None:
-            node = _most_entangled(graph, node, reluctance)
+            held = _most_entangled(graph, node, reluctance)
+            if held != node:
+                heappush(heap, (value, node))
+            node = held
             conditioned.append(node)
             touched = graph.drop(node)
         else:

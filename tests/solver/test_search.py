@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autoshard.solver import solve
+from autoshard.solver import Edge, Problem, solve
 from autoshard.solver.certify import certify
 from autoshard.solver.network import Network
-from autoshard.solver.search import NOTHING, Found, alternate, better, improve
+from autoshard.solver.search import NOTHING, Found, alternate, better, improve, softened
 from autoshard.solver.tables import Tables
 from tests.solver.problems import layered, two_axes
 
@@ -66,3 +66,18 @@ def test_the_cheaper_is_kept_and_the_first_of_equals() -> None:
     assert better(first, second) is first
     assert better(NOTHING, first) is first
     assert better(first, Found({0: 2}, 1.0)).cost == 1.0
+
+
+def test_penalties_lead_out_of_what_is_forbidden() -> None:
+    """All nodes must differ: most assignments are forbidden, the first one entirely."""
+    random = np.random.default_rng(3)
+    differ = np.where(np.eye(7, dtype=bool), np.inf, 0.0)
+    edges = tuple(Edge(a, b, differ) for a in range(7) for b in range(a))
+    problem = Problem(tuple(random.random((7, 7))), edges)
+    network = Network.of(problem, Tables())
+    start = dict.fromkeys(range(7), 0)
+    assert network.value(start) == np.inf
+    soft = softened(network)
+    found = improve(soft, Found(start, soft.value(start)), cap=1e4)
+    assert sorted(found.choices.values()) == list(range(7))
+    assert np.isclose(network.value(found.choices), found.cost)

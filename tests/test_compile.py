@@ -1,0 +1,90 @@
+"""`parallelize(..., compile=True)`: the same numbers and the same collectives as without."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autoshard
+from tests import distributed, models
+
+HINTS: dict[str, Any] = {"layers.*.mlp.*.weight": [Shard(0)], "head.weight": [Shard(1)]}
+NAMESPACES = ("_c10d_functional", "autoshard")
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+
+def _parallelized(mesh: DeviceMesh, compile: bool) -> tuple[nn.Module, dict[str, Any]]:
+    model, kwargs = models.gpt(dtype=torch.float64, layers=1, dropout=0.2)
+    return autoshard.parallelize(model, mesh, (), kwargs, hints=HINTS, compile=compile), kwargs
+
+
+def _graphs(model: nn.Module) -> list[fx.Graph]:
+    """The forward and the backward graph of the one program that a model has."""
+    (served,) = model.__dict__["_autoshard_runtime"]._served.values()
+    halves = served.program.halves
+    return [getattr(half, "_orig_mod", half).graph for half in (halves.forward, halves.backward)]
+
+
+def _communication(graph: fx.Graph) -> list[str]:
+    """Names of collectives and of random operators, in order, without the waits."""
+    targets = [str(node.target) for node in graph.nodes if getattr(node.target, "namespace", "") in NAMESPACES]
+    return [target for target in targets if "wait_tensor" not in target]
+
+
+def test_nothing_is_repeated_in_the_halves_for_inductor(mesh: DeviceMesh) -> None:
+    compiled, eager = (_graphs(_parallelized(mesh, compile)[0]) for compile in (True, False))
+    for half, other in zip(compiled, eager, strict=True):
+        assert Counter(_communication(half)) == Counter(_communication(other))
+    assert Counter(target for graph in compiled for target in _communication(graph))["autoshard.bernoulli.default"] == 3
+    kinds = {target for graph in compiled for target in _communication(graph)}
+    assert {"_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.all_reduce.default"} <= kinds
+
+
+def _step(model: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor, list[Tensor], list[str]]:
+    """Loss, local gradients and the collectives issued in one step."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss = model(**kwargs)[1]
+        loss.backward()
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    names = [event.name.removeprefix("_c10d_functional::") for event in events if "_c10d_functional" in event.name]
+    issued = [name.rstrip("_").removesuffix("_out") for name in names if "wait_tensor" not in name]
+    return loss.detach(), [parameter.grad.to_local() for parameter in model.parameters()], issued
+
+
+def _compiled_equals_eager() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    compiled, kwargs = _parallelized(mesh, compile=True)
+    eager = _parallelized(mesh, compile=False)[0]
+    _step(compiled, kwargs)  # inductor compiles
+    loss, gradients, issued = _step(compiled, kwargs)
+    expected, others, issued_eagerly = _step(eager, kwargs)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    largest = max(other.abs().max() for other in others)
+    for gradient, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-12 * float(largest))
+    assert issued == issued_eagerly
+    with torch.no_grad():
+        compiled.eval(), eager.eval()
+        torch.testing.assert_close(compiled(**kwargs)[0], eager(**kwargs)[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_numbers_and_the_collectives_of_the_eager_program() -> None:
+    distributed.run(_compiled_equals_eager, 2)
