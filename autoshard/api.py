@@ -393,8 +393,8 @@ class _Parallelizer:
         outputs = [output for output in graph.outputs if output.kind == "output"]
         if not grad or tangents == "all" or len(graph.tangent_outputs) == len(outputs):
             return None
-        like = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
-        return lambda: self.runtime.prepare(*like, grad, "all").program
+        like_args, like_kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
+        return lambda: self.runtime.prepare(like_args, like_kwargs, grad, "all").program
 
 
 def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:

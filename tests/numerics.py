@@ -1,194 +1,178 @@
-"""Training on a mesh against training on one device, in float64; `python -m tests.numerics` writes the table."""
+"""The tables of `docs/numerics.md`, from real runs: `python -m tests.numerics --write`, or without, to print them."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import argparse
+import itertools
+import json
+import logging
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import torch
-from torch import nn
-from torch.distributed._local_tensor import LocalTensor
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
 
-import autoshard
-from autoshard.capture.joint import capture
-from autoshard.cluster.cluster import Cluster, Link
-from autoshard.partition.shards import whole
-from autoshard.plan import ShardingPlan
-from autoshard.specs.axes import MeshShape
-from tests import models
-from tests.partition.meshes import simulated
-from tests.random_plans import random_plan
-from tests.widen import Widened
+from tests.training import STEPS, Errors, Trace, compare, on_mesh, on_mesh_at_random, on_processes, one_device
+from tests.workers import Workers
 
-TOLERANCE = 1e-9
-ONE_LAYER = "gpt of one layer"
-STEPS = 3
-LEARNING_RATE = 0.1
-MOMENTUM = 0.9
+logger = logging.getLogger(__name__)
+
+PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
+MODELS = {
+    "mlp": "MLP",
+    "hf_gpt2": "GPT-2",
+    "hf_llama": "Llama",
+    "hf_bert": "BERT",
+    "hf_vit": "ViT",
+    "resnet18": "ResNet-18",
+}
+MESHES = ((1,), (2,), (4,), (3,), (2, 2), (2, 2, 2))
+REAL = ("hf_gpt2", "hf_llama")
+KINDS = {
+    "all_reduce": "AR",
+    "all_gather_into_tensor": "AG",
+    "reduce_scatter_tensor": "RS",
+    "all_to_all_single": "A2A",
+}
+
+INTRODUCTION = f"""# Numerics
+
+Written by `python -m tests.numerics --write` from real runs with torch {torch.__version__.split("+")[0]}.
+
+A model trained on a mesh computes what it computes on one device. Every row below trained a small model for {STEPS}
+steps of SGD with momentum, on the same batch, in float64, once on one device and once on the mesh, and compares *every
+rank* with the one device: the losses of all steps; the outputs and gradients of the last; parameters and buffers after
+it. All must agree to 1e-9; what is left is the rounding of sums taken in another order.
+
+* **Relative difference** of two tensors: the largest absolute difference over the largest absolute element of the
+  one-device tensor. The divisor is at least a thousandth of the largest element among all tensors of that column:
+  some gradients, such as those of key biases, are exactly zero in theory and rounding in practice, on one device too.
+  That is also why the optimizer is SGD: Adam divides such a gradient by its own size, and turns rounding into a step.
+* **float64 all through.** Hugging Face models compute some things in float32 whatever their dtype is; here these are
+  widened, so that only the sharding can differ. Dropout is off.
+* **Sharded** counts parameters that are split over some mesh axis, of all parameters. **Collectives** counts what one
+  rank called in one step: all-reduce (AR), all-gather (AG), reduce-scatter (RS), all-to-all (A2A); gradients that are
+  reduced together count once.
+* The planner would replicate models as small as these on real links. The cluster that it is told about has links so
+  fast that sharding pays.
+* Llama has 4 query heads over 2 key and value heads. Ranks are simulated in one process unless it says otherwise: the
+  same program, executed for all ranks.
+"""
+
+RANDOM = """
+## Random plans
+
+The planner never chooses most of what the library can do. Here the strategy of every operator, the placement of every
+parameter and every shared copy are drawn at random among all that fit together; a third of the parameters must be
+sharded, and are gathered anew in each phase. One step.
+"""
+
+PROCESSES = """
+## Real processes
+
+Four processes over gloo, each with its own interpreter, mesh (2, 2).
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
-    """What training left behind, as whole tensors: for every name, the tensors that the ranks hold.
+class Row:
+    """One line of a table: how a model lay on a mesh, and how far it was from one device."""
 
-    `losses` are those of all steps; outputs and gradients are those of the last, parameters and buffers after it.
-    """
-
-    losses: dict[str, list[torch.Tensor]]
-    outputs: dict[str, list[torch.Tensor]]
-    gradients: dict[str, list[torch.Tensor]]
-    parameters: dict[str, list[torch.Tensor]]
-    buffers: dict[str, list[torch.Tensor]]
+    model: str
+    mesh: tuple[int, ...]
+    sharded: int
+    parameters: int
+    collectives: Mapping[str, int]
+    errors: Errors
 
 
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """The largest relative difference to one device, of each kind of tensor."""
-
-    losses: float
-    outputs: float
-    gradients: float
-    parameters: float
-    buffers: float
-
-    @property
-    def worst(self) -> float:
-        return max(dataclasses.astuple(self))
+def axes(sizes: tuple[int, ...]) -> dict[str, int]:
+    """The mesh of a row, with named axes."""
+    return {f"axis{place}": size for place, size in enumerate(sizes)}
 
 
-def fast_links() -> Cluster:
-    """CPUs with links so fast that the planner shards even the tiny models of the tests."""
-    cluster = Cluster.preset("cpu")
-    link = Link(bandwidth=1e12, latency=1e-9)
-    device = dataclasses.replace(cluster.device, kernel_overhead=1e-9)
-    return dataclasses.replace(cluster, inside=link, between=link, device=device)
+def planned_row(model: str, mesh: tuple[int, ...]) -> Row:
+    """A run under the planner's plan."""
+    return _row(model, mesh, on_mesh(model, axes(mesh)))
 
 
-def outputs_of(result: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a model returned, by name; its loss, if it returned one, as `loss`."""
-    if isinstance(result, torch.Tensor):
-        return {"loss" if result.ndim == 0 else "output": result}
-    if isinstance(result, Mapping):
-        return {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
-    return {"loss" if value.ndim == 0 else f"output[{place}]": value for place, value in enumerate(result)}
+def random_row(model: str, mesh: tuple[int, ...], seed: int) -> Row:
+    """A run under a random plan."""
+    return _row(model, mesh, on_mesh_at_random(model, axes(mesh), seed, forced=1 / 3))
 
 
-def loss_of(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The model's own loss, or a mean square of its first output."""
-    return outputs["loss"] if "loss" in outputs else next(iter(outputs.values())).square().mean()
+def process_row(model: str, workers: Workers) -> Row:
+    """A run in real processes; the worst of all ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        workers.run(_write_own_row, model, folder)
+        rows = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
+    assert len(rows) == workers.size
+    worst = {field.name: max(row["errors"][field.name] for row in rows) for field in fields(Errors)}
+    return Row(**rows[0] | {"mesh": tuple(rows[0]["mesh"]), "errors": Errors(**worst)})
 
 
-def train(module: nn.Module, inputs: Mapping[str, Any], steps: int = STEPS) -> Trace:
-    """Train with SGD and momentum on the same batch.
-
-    Adam would divide the rounding of gradients that are exactly zero, such as those of key biases, by itself.
-    """
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    losses = {}
-    outputs: dict[str, torch.Tensor] = {}
-    for step in range(steps):
-        outputs = outputs_of(module(**inputs))
-        loss = loss_of(outputs)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses[f"step {step}"] = loss.detach()
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    return Trace(
-        *map(_per_rank, (losses, outputs, gradients, dict(module.named_parameters()), dict(module.named_buffers())))
-    )
+def _write_own_row(model: str, folder: str) -> None:
+    row = _row(model, (2, 2), on_processes(model, axes((2, 2))))
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(asdict(row)))
 
 
-def _per_rank(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    return {name: held_by_ranks(tensor.detach()) for name, tensor in tensors.items()}
+def _row(model: str, mesh: tuple[int, ...], trace: Trace) -> Row:
+    sharded = sum(any(placement.is_shard() for placement in placements) for placements in trace.placements.values())
+    errors = compare(trace, one_device(model, len(trace.losses)))
+    return Row(model, mesh, sharded, len(trace.placements), trace.collectives, errors)
 
 
-def held_by_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The whole tensor as every rank in this process has it, in float64."""
-    value = whole(tensor) if isinstance(tensor, DTensor) else tensor
-    values = list(value._local_tensors.values()) if isinstance(value, LocalTensor) else [value]
-    return [value.double().clone() for value in values]
+def page(planned: Iterable[Row], random: Iterable[Row], processes: Iterable[Row]) -> str:
+    """The page as Markdown."""
+    tables = ("\n## Planned\n", planned), (RANDOM, random), (PROCESSES, processes)
+    return INTRODUCTION + "".join(f"{text}\n{_table(rows)}" for text, rows in tables)
 
 
-def build(name: str) -> models.Model:
-    """A model of `tests.models`, or the GPT of one layer, in float64."""
-    return models.gpt(dtype=torch.float64, layers=1) if name == ONE_LAYER else models.ALL[name](dtype=torch.float64)
+def _table(rows: Iterable[Row]) -> str:
+    titles = ["Model", "Mesh", "Sharded", "Collectives", *(field.name.capitalize() for field in fields(Errors))]
+    lines = [titles, ["---"] * len(titles), *map(_cells, rows)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-@functools.cache
-def one_device(name: str, steps: int = STEPS) -> Trace:
-    """The trace of a model on one device."""
-    with Widened():
-        module, inputs = build(name)
-        return train(module, inputs, steps)
+def _cells(row: Row) -> Iterator[str]:
+    yield MODELS[row.model]
+    yield str(row.mesh)
+    yield f"{row.sharded} of {row.parameters}"
+    calls = ", ".join(f"{count} {KINDS.get(kind, kind)}" for kind, count in sorted(row.collectives.items()))
+    yield calls or ("none: one device" if row.mesh == (1,) else "none")
+    for field in fields(Errors):
+        value = getattr(row.errors, field.name)
+        yield f"{value:.1e}" if value else "0"
 
 
-def on_mesh(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> tuple[ShardingPlan, Trace]:
-    """Train a model as planned on all ranks of a mesh in this process."""
-    module, inputs = build(name)
-    with simulated(**mesh) as device_mesh:
-        with Widened():
-            autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links())
-        return module.sharding_plan, train(module, inputs, steps)
+def _logged(rows: Iterable[Row]) -> list[Row]:
+    done = []
+    for row in rows:
+        logger.info("%s", " | ".join(_cells(row)))
+        done.append(row)
+    return done
 
 
-def on_mesh_at_random(
-    name: str, mesh: Mapping[str, int], seed: int, steps: int = 1, *, planned_outputs: bool = False, **options: Any
-) -> tuple[ShardingPlan, Trace]:
-    """Train a model under a random plan on all ranks of a mesh in this process.
-
-    Args:
-        name: of the model.
-        mesh: axis sizes.
-        seed: of the plan.
-        steps: of the optimizer.
-        planned_outputs: leave outputs as they lie.
-        options: further options of `random_plan`.
-    """
-    module, inputs = build(name)
-    with Widened():
-        graph = capture(module, (), inputs)
-    plan = random_plan(graph, MeshShape.of(mesh), seed, planned_outputs=planned_outputs, **options)
-    with simulated(**mesh) as device_mesh:
-        with Widened():
-            outputs = "planned" if planned_outputs else None
-            autoshard.parallelize(module, device_mesh, (), inputs, plan=plan, output_placements=outputs)
-        return plan, train(module, inputs, steps)
+def main() -> None:
+    """Run everything and print the page, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} instead of printing it")
+    write = parser.parse_args().write
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    cases = list(itertools.product(MODELS, MESHES))
+    planned = _logged(planned_row(model, mesh) for model, mesh in cases)
+    random = _logged(random_row(model, mesh, seed) for seed, (model, mesh) in enumerate(cases) if mesh != (1,))
+    with Workers(4) as workers:
+        processes = _logged(process_row(model, workers) for model in REAL)
+    text = page(planned, random, processes)
+    if write:
+        PAGE.write_text(text, "utf-8")
+    else:
+        print(text)  # noqa: T201 - what the command is for
 
 
-def compare(trace: Trace, reference: Trace) -> Errors:
-    """How far all ranks are from one device.
-
-    The difference of two tensors is measured relative to the largest element of the reference, but not to less than
-    a thousandth of the largest element among all tensors of its kind: a gradient that is exactly zero in theory is
-    rounding on both sides.
-    """
-    return Errors(
-        *(
-            relative_difference(getattr(trace, kind.name), getattr(reference, kind.name))
-            for kind in dataclasses.fields(Errors)
-        )
-    )
-
-
-def relative_difference(ours: Mapping[str, list[torch.Tensor]], theirs: Mapping[str, list[torch.Tensor]]) -> float:
-    """The largest relative difference over names and ranks; infinite where tensors are missing or of other shapes."""
-    if ours.keys() != theirs.keys():
-        return float("inf")
-    largest = max((float(values[0].abs().max()) for values in theirs.values()), default=0.0)
-    return max((_difference(ours[name], values[0], 1e-3 * largest) for name, values in theirs.items()), default=0.0)
-
-
-def _difference(ranks: list[torch.Tensor], reference: torch.Tensor, floor: float) -> float:
-    scale = max(float(reference.abs().max()), floor)
-    worst = 0.0
-    for value in ranks:
-        if value.shape != reference.shape or not bool(value.isfinite().all()):
-            return float("inf")
-        distance = float((value - reference).abs().max())
-        worst = max(worst, distance / scale if scale else distance)
-    return worst
+if __name__ == "__main__":
+    main()

@@ -147,6 +147,16 @@ def test_hugging_face_output_class(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(result.logits, expected.logits)
 
 
+def test_hooks_run_once_around_each_call(mesh: DeviceMesh) -> None:
+    model, kwargs = models.mlp()
+    x, expected = kwargs["x"], model(kwargs["x"] + 1) * 2
+    model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    compiled = _compiled(model, mesh)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), expected)
+
+
 def test_a_second_model_of_the_class_is_placed_too(mesh: DeviceMesh) -> None:
     for seed in (0, 1):
         model, kwargs = models.mlp(dtype=torch.float64, seed=seed)

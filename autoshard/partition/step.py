@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.errors import InputError
 from autoshard.partition._torch import per_rank
 from autoshard.partition.localize import Border, LocalStep
 from autoshard.partition.shards import coordinate_of, local_of, wrap
@@ -152,7 +151,8 @@ class _Run(torch.autograd.Function):
                     strict=True,
                 )
             )
-        return None, *(_handed_back(program, border, results.get(border.name)) for border in program.step.inputs if border.kind != "tangent")
+        primals = [border for border in program.step.inputs if border.kind != "tangent"]
+        return None, *(_handed_back(program, border, results.get(border.name)) for border in primals)
 
 
 def _kept(program: Program, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -166,7 +166,8 @@ def _kept(program: Program, locals_: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 def _differentiate_all(ctx: Any, program: Program, given: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """Gradients when more than the loss was differentiated: the general program, forward again and backward."""
-    assert program.general is not None and ctx.whole is not None
+    assert program.general is not None
+    assert ctx.whole is not None
     general = program.general()
     _, saved = general.forward(ctx.whole, ctx.seed)
     gradients = general.backward(saved, [given[border.name] for border in general.step.tangents])

@@ -301,13 +301,13 @@ class _Build:
         """Edges from a value to its uses, through a shared copy where several uses may want it alike."""
         targets = {"forward": list(self._targets(value, "forward")), "backward": list(self._targets(value, "backward"))}
         source = self.of_node[value.node], self.variables[self.of_node[value.node]].results[value.index]
-        if self.builder.split_phases(value):
+        apart = self.builder.split_phases(value)
+        groups = [(value.name, targets["forward"] + targets["backward"])]
+        if apart:
             groups = [(f"{value.name}@{phase}", uses) for phase, uses in targets.items()]
-        else:
-            groups = [(value.name, targets["forward"] + targets["backward"])]
         for key, uses in groups:
-            users = {user for user, _ in uses}
-            if len(users) > 1:
+            alone = len({user for user, _ in uses}) <= 1
+            if uses and (apart or not alone):
                 hub = self._hub(key, value, [specs for _, specs in uses])
                 self._edge(value, source, hub)
                 for use in uses:

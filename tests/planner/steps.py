@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.joint import JointGraph, capture
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import Cluster, Link
 from autoshard.partition._torch import split_joint
 from autoshard.partition.localize import Localizer, LocalStep
 from autoshard.patterns.decisions import Decisions, Flow
@@ -22,7 +23,7 @@ from autoshard.planner.planner import Planner, Settings
 from autoshard.planner.problem import Wishes
 from autoshard.specs.axes import MeshShape
 from tests import models
-from tests.numerics import fast_links
+from tests.training import fast_links
 
 KINDS = {
     collectives.all_reduce.default: "all_reduce",
@@ -107,3 +108,10 @@ def planned_collectives(plan: ShardingPlan) -> Counter[tuple[str, str, int]]:
 def every_parameter(graph: JointGraph) -> frozenset[str]:
     """Names of all parameters."""
     return frozenset(source.name for source in graph.inputs if source.kind == "parameter")
+
+
+def links(bandwidth: float, latency: float) -> Cluster:
+    """CPUs without launch overhead behind links of so many bytes per second and seconds."""
+    cluster = fast_links()
+    link = Link(bandwidth=bandwidth, latency=latency)
+    return dataclasses.replace(cluster, inside=link, between=link)

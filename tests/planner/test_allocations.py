@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import autoshard
 from autoshard.planner.allocations import allocations
 from tests import models
-from tests.numerics import fast_links
 from tests.partition.meshes import per_rank, simulated
 from tests.planner.steps import account_of, captured, plan_of, planner_of
+from tests.training import fast_links
 
 
 def _allocated(module: nn.Module, inputs: Mapping[str, Any], mesh: Any) -> list[tuple[int, int, int]]:

@@ -1,0 +1,364 @@
+"""A parallelised module in use: new signatures, gradients in every way autograd offers, state and identity."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import autoshard
+from autoshard.capture.joint import capture
+from autoshard.errors import InputError
+from autoshard.partition.localize import Localizer
+from autoshard.partition.module import Runtime
+from autoshard.partition.shards import replace_parameters, whole
+from autoshard.partition.split import split
+from autoshard.partition.step import Program, Ranks
+from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.specs.spec import Spec
+from tests import models
+from tests.partition.meshes import per_rank, simulated
+from tests.planner.steps import planner_of
+from tests.training import fast_links
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with simulated(x=2) as mesh:
+        yield mesh
+
+
+def _mlp() -> models.Model:
+    return models.mlp(dtype=torch.float64)
+
+
+def _parallel(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    """An MLP on the mesh, sharded where the planner would not, a copy on one device, and their inputs."""
+    module, inputs = _mlp()
+    alone = copy.deepcopy(module)
+    hints = {"up.weight": Shard(0), "down.weight": Shard(1)}
+    autoshard.parallelize(module, mesh, (), inputs, **{"hints": hints, "cluster": fast_links(), **options})
+    return module, alone, inputs
+
+
+def _same(ours: torch.Tensor | None, theirs: torch.Tensor | None, mesh: DeviceMesh) -> None:
+    assert ours is not None
+    assert theirs is not None
+    value = whole(ours) if isinstance(ours, DTensor) else ours.detach()
+    for held in per_rank(value, mesh).values():
+        torch.testing.assert_close(held, theirs.detach(), **TOLERANCE)
+
+
+def _same_gradients(module: nn.Module, alone: nn.Module, mesh: DeviceMesh) -> None:
+    for (name, ours), (other, theirs) in zip(module.named_parameters(), alone.named_parameters(), strict=True):
+        assert name == other
+        _same(ours.grad, theirs.grad, mesh)
+
+
+class _Counted:
+    """A runtime whose preparations are counted."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.module, self.mesh = module, mesh
+        self.prepared: list[bool] = []
+        replicated = Spec.replicated(mesh.ndim)
+        replace_parameters(module, {name: replicated for name, _ in module.named_parameters()}, mesh)
+        Runtime(module, mesh, self._prepare, "global").install()
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, tangents: Any) -> Any:
+        self.prepared.append(grad)
+        graph = capture(self.module, args, kwargs, grad=grad, tangents=tangents)
+        pinned = {name: (Replicate(),) * self.mesh.ndim for name, _ in self.module.named_parameters()}
+        planner = planner_of(graph, {"x": 2}, pinned_only(pinned))
+        flow = Flow(planner.rules, Decisions.from_data(planner.plan().decisions), planner.mesh)
+        ranks = Ranks(self.mesh, torch.device("cpu"))
+        step = Localizer(flow, planner.resharder, ranks.groups).run()
+        return graph, Program(step, split(step, compile=False), ranks)
+
+
+def pinned_only(pinned: Mapping[str, tuple[Any, ...]]) -> Any:
+    from autoshard.planner.problem import Wishes
+
+    return Wishes(pinned=pinned)
+
+
+# Signatures
+
+
+def test_each_new_signature_is_prepared_once(mesh: DeviceMesh) -> None:
+    module, inputs = _mlp()
+    counted = _Counted(module, mesh)
+    half = {name: value[:6] for name, value in inputs.items()}
+    calls = [
+        lambda: module(**inputs),
+        lambda: module(inputs["x"], inputs["target"]),  # positional
+        lambda: module(**half),
+        lambda: module(x=inputs["x"]),
+        lambda: module.eval()(**inputs),
+    ]
+    for number, call in enumerate(calls, 1):
+        for _ in range(2):
+            call()
+            assert len(counted.prepared) == number
+    module.train()
+    module(**inputs)
+    assert len(counted.prepared) == len(calls)
+    with torch.no_grad():
+        module(**inputs)
+        module(**inputs)
+    assert counted.prepared == [True] * len(calls) + [False]
+
+
+@pytest.mark.parametrize("batch", [4, 7])
+def test_another_batch_size_gives_the_numbers_of_one_device(mesh: DeviceMesh, batch: int) -> None:
+    module, alone, _ = _parallel(mesh)
+    _, inputs = models.mlp(dtype=torch.float64, batch=batch, seed=3)
+    for each in (module, alone):
+        each(**inputs).backward()
+    _same_gradients(module, alone, mesh)
+
+
+def test_evaluation_and_no_grad_give_the_numbers_of_one_device(mesh: DeviceMesh) -> None:
+    module, inputs = models.gpt(dtype=torch.float64, layers=1, dropout=0.5)
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
+    module.eval()
+    alone.eval()
+    for ours, theirs in zip(module(**inputs), alone(**inputs), strict=True):
+        _same(ours, theirs, mesh)
+    with torch.no_grad():
+        logits = module(inputs["input_ids"])
+    assert not logits.requires_grad
+    _same(logits, alone(inputs["input_ids"]), mesh)
+
+
+def test_an_optimizer_made_before_the_first_call_trains_the_parameters_that_are_placed_then(mesh: DeviceMesh) -> None:
+    module, inputs = _mlp()
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(module, mesh, cluster=fast_links(), hints={"up.weight": Shard(0)})
+    assert module.sharding_plan is None
+    parameters = list(module.parameters())
+    assert all(parameter.placements == (Replicate(),) for parameter in parameters)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (module, alone)]
+    for _ in range(3):
+        for each, optimizer in zip((module, alone), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(**inputs).backward()
+            optimizer.step()
+    assert all(now is before for now, before in zip(module.parameters(), parameters, strict=True))
+    assert module.up.weight.placements == (Shard(0),)
+    for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+        _same(ours, theirs, mesh)
+
+
+# Gradients
+
+
+def test_gradients_accumulate_over_two_backward_passes(mesh: DeviceMesh) -> None:
+    module, alone, inputs = _parallel(mesh)
+    for each in (module, alone):
+        each(**inputs).backward()
+        (2 * each(**{name: value * 2 for name, value in inputs.items()})).backward()
+    _same_gradients(module, alone, mesh)
+
+
+def test_gradients_lie_as_their_parameters_in_memory_of_their_own(mesh: DeviceMesh) -> None:
+    class Sums(nn.Module):
+        """The gradients of `a`, `b` and `c` are one and the same, those of `d` and `e` constants."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.e = (nn.Parameter(torch.randn(8, dtype=torch.float64)) for _ in range(3))
+            self.c, self.d = (nn.Parameter(torch.randn(2, 4, dtype=torch.float64)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.a + self.b + self.c.reshape(8)).square().sum() + self.d.sum() + 2 * self.e.sum()
+
+    module, x = Sums(), torch.randn(4, 8, dtype=torch.float64)
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(module, mesh, (x,), hints={"*": Replicate()})
+    for each in (module, alone):
+        each(x).backward()
+        for parameter in each.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(3)
+    _same_gradients(module, alone, mesh)
+    for parameter in module.parameters():
+        assert isinstance(parameter.grad, DTensor)
+        assert parameter.grad.placements == parameter.placements
+        assert all(local.is_contiguous() for local in per_rank(parameter.grad, mesh).values())
+
+
+def test_autograd_grad_of_the_parameters(mesh: DeviceMesh) -> None:
+    module, alone, inputs = _parallel(mesh)
+    ours = torch.autograd.grad(module(**inputs), list(module.parameters()))
+    theirs = torch.autograd.grad(alone(**inputs), list(alone.parameters()))
+    for one, other in zip(ours, theirs, strict=True):
+        _same(one, other, mesh)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_gradients_of_inputs(mesh: DeviceMesh) -> None:
+    module, alone, inputs = _parallel(mesh)
+    leaves = [inputs["x"].clone().requires_grad_() for _ in range(2)]
+    for each, x in zip((module, alone), leaves, strict=True):
+        each(x, inputs["target"]).backward()
+    _same(leaves[0].grad, leaves[1].grad, mesh)
+    _same_gradients(module, alone, mesh)
+
+
+def test_a_graph_that_is_retained_is_differentiated_twice(mesh: DeviceMesh) -> None:
+    module, alone, inputs = _parallel(mesh)
+    for each in (module, alone):
+        loss = each(**inputs)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    _same_gradients(module, alone, mesh)
+
+
+def test_what_is_made_of_the_outputs_is_differentiated_too(mesh: DeviceMesh) -> None:
+    """The loss and the logits have gradients, together and each alone."""
+    module, inputs = models.gpt(dtype=torch.float64, layers=1)
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
+    for each in (module, alone):
+        logits, loss = each(**inputs)
+        (loss + logits.square().mean()).backward()
+    _same_gradients(module, alone, mesh)
+    for each in (module, alone):
+        each.zero_grad()
+        each(**inputs)[0].square().mean().backward()
+    _same_gradients(module, alone, mesh)
+
+
+def test_hooks_on_parameters_run(mesh: DeviceMesh) -> None:
+    module, alone, inputs = _parallel(mesh)
+    seen: list[tuple[str, Any]] = []
+    for each in (module, alone):
+        each.up.weight.register_hook(lambda gradient: gradient * 2)
+        each.down.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(("down", parameter.grad)))
+        each(**inputs).backward()
+    assert len(seen) == 2
+    assert isinstance(seen[0][1], DTensor)
+    _same_gradients(module, alone, mesh)
+
+
+def test_hooks_on_the_module_run(mesh: DeviceMesh) -> None:
+    module, alone, inputs = _parallel(mesh)
+    for each in (module, alone):
+        each.register_forward_hook(lambda module, args, output: output * 3)
+        each(**inputs).backward()
+    _same_gradients(module, alone, mesh)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad(mesh: DeviceMesh, to_none: bool) -> None:
+    module, alone, inputs = _parallel(mesh)
+    for each in (module, alone):
+        for _ in range(2):
+            each.zero_grad(set_to_none=to_none)
+            each(**inputs).backward()
+    _same_gradients(module, alone, mesh)
+
+
+def test_frozen_parameters_get_no_gradient_and_thawed_ones_do(mesh: DeviceMesh) -> None:
+    module, inputs = _mlp()
+    module.up.requires_grad_(False)
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
+    module(**inputs).backward()
+    assert module.up.weight.grad is None
+    module.zero_grad()
+    for each in (module, alone):
+        each.up.requires_grad_(True)
+        each(**inputs).backward()
+    _same_gradients(module, alone, mesh)
+
+
+# State and identity
+
+
+def test_names_class_and_attributes_stay(mesh: DeviceMesh) -> None:
+    module, alone, inputs = _parallel(mesh)
+    assert type(module) is models.Mlp
+    assert isinstance(module.up, nn.Linear)
+    assert list(module.state_dict()) == list(alone.state_dict())
+    assert [name for name, _ in module.named_modules()] == [name for name, _ in alone.named_modules()]
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    assert module.sharding_plan.placements["up.weight"] == (Shard(0),)
+    for name, tensor in module.state_dict().items():
+        _same(tensor, alone.state_dict()[name], mesh)
+
+
+def test_a_state_dict_is_loaded_and_used(mesh: DeviceMesh) -> None:
+    module, alone, inputs = _parallel(mesh)
+    other, _ = models.mlp(dtype=torch.float64, seed=5)
+    module.load_state_dict(other.state_dict())
+    _same(module(**inputs), other(**inputs), mesh)
+
+
+def test_a_parallelised_module_is_not_copied(mesh: DeviceMesh) -> None:
+    module, _, _ = _parallel(mesh)
+    with pytest.raises(InputError, match=r"cannot be deep-copied.*Copy the module before parallelize"):
+        copy.deepcopy(module)
+
+
+def test_buffers_change_as_on_one_device(mesh: DeviceMesh) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(24, 12), nn.BatchNorm1d(12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.linear(x)).square().mean()
+
+    module, x = Normed().double(), torch.randn(12, 24, dtype=torch.float64)
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
+    for each in (module, alone):
+        each(x).backward()
+        each(2 * x)
+    for ours, theirs in zip(module.buffers(), alone.buffers(), strict=True):
+        _same(ours, theirs, mesh)
+    assert int(alone.norm.num_batches_tracked) == 2
+
+
+def test_local_inputs_and_dtensors_are_taken_as_they_are(mesh: DeviceMesh) -> None:
+    module, inputs = _mlp()
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(
+        module, mesh, (), inputs, inputs="local", input_placements={"x": Shard(0), "target": Shard(0)}
+    )
+    shards = {name: _sharded(value, mesh) for name, value in inputs.items()}
+    _same(module(**{name: value.to_local() for name, value in shards.items()}), alone(**inputs), mesh)
+    _same(module(**shards), alone(**inputs), mesh)
+
+
+def _sharded(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, mesh, [Shard(0)])
+
+
+def test_outputs_left_as_planned_are_dtensors(mesh: DeviceMesh) -> None:
+    module, inputs = _mlp()
+    alone = copy.deepcopy(module)
+    call = {"x": inputs["x"]}
+    autoshard.parallelize(module, mesh, (), call, output_placements={"output": Shard(0)})
+    result = module(**call)
+    assert isinstance(result, DTensor)
+    assert result.placements == (Shard(0),)
+    _same(result, alone(**call), mesh)
+    result.square().mean().backward()
+    alone(**call).square().mean().backward()
+    _same_gradients(module, alone, mesh)

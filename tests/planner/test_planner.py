@@ -1,0 +1,320 @@
+"""Plans: as good as is known, within limits, obeying what is pinned, the same every time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import autoshard
+from autoshard.capture.joint import capture
+from autoshard.errors import BudgetError, HintError
+from autoshard.plan import ShardingPlan
+from autoshard.planner.problem import Wishes
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec, shard_placement
+from tests import models
+from tests.planner.steps import captured, every_parameter, links, plan_of, planner_of
+from tests.training import fast_links
+
+
+def _repeated(plan: ShardingPlan) -> str:
+    """The plan as text, without what differs from run to run."""
+    return dataclasses.replace(plan, timings={}).to_json()
+
+
+# Which plan is best
+
+
+def test_a_large_batch_on_a_slow_link_is_data_parallel() -> None:
+    graph = captured("gpt", batch=512)
+    plan = plan_of(graph, {"x": 4}, Wishes(planned_outputs=True), links(bandwidth=1e9, latency=1e-6))
+    assert all(placements == (Replicate(),) for placements in plan.placements.values())
+    gradients = [record for record in plan.collectives if record.phase == "backward"]
+    assert all(record.kind == "all_reduce" for record in gradients)
+    assert sum(record.count for record in gradients) == len(every_parameter(graph))
+    assert sum(record.bytes * record.count for record in gradients) == plan.memory.gradients
+    assert sum(record.bytes * record.count for record in plan.collectives if record.phase == "forward") < 64
+
+
+def test_a_single_sequence_on_a_fast_link_is_split_as_megatron_does() -> None:
+    plan = plan_of(captured("gpt", batch=1), {"x": 4}, None, links(bandwidth=1e12, latency=1e-9))
+    for layer in ("layers.0", "layers.1"):
+        for name, placement in {
+            "attention.qkv.weight": shard_placement(0, 3),
+            "attention.qkv.bias": shard_placement(0, 3),
+            "attention.out.weight": Shard(1),
+            "attention.out.bias": Replicate(),
+            "mlp.0.weight": Shard(0),
+            "mlp.0.bias": Shard(0),
+            "mlp.2.weight": Shard(1),
+            "mlp.2.bias": Replicate(),
+        }.items():
+            assert plan.placements[f"{layer}.{name}"] == (placement,), name
+    inside = [
+        record for record in plan.collectives if record.module.endswith("attention") and record.phase == "forward"
+    ]
+    assert inside == []
+
+
+def test_a_value_used_three_times_is_gathered_once() -> None:
+    """Three projections of one input: each wants it whole, one collective serves them all."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(48)
+            self.first, self.second, self.third = (nn.Linear(48, 96, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = autoshard.shard(self.norm(x), Shard(1))
+            return (self.first(y) * self.second(y) * self.third(y)).square().mean()
+
+    hints = {name: Shard(0) for name in ("first.weight", "second.weight", "third.weight")}
+    plan = autoshard.plan(Three(), {"x": 2}, (torch.randn(1, 24, 48),), hints=hints, cluster=fast_links())
+    moved = 24 * 48 // 2 * 4
+    gathers = [record for record in plan.collectives if record.phase == "forward" and record.bytes == moved]
+    assert sum(record.count for record in gathers if record.kind == "all_gather") == 1
+    assert all(placements == (Shard(0),) for name, placements in plan.placements.items() if "norm" not in name)
+
+
+def test_forced_parameters_are_gathered_in_the_forward_and_again_in_the_backward_half() -> None:
+    """With a large batch, whole weights are what is wanted: ZeRO-3."""
+    graph = captured("mlp", batch=1920)
+    forced = frozenset({"up.weight", "down.weight"})
+    wishes = Wishes(forced=forced, planned_outputs=True)
+    plan = plan_of(graph, {"x": 4}, wishes, links(bandwidth=1e9, latency=1e-9))
+    assert all(plan.placements[name] != (Replicate(),) for name in forced)
+    shard_bytes = 24 * 48 * 4 // 4
+    gathers = [record for record in plan.collectives if record.kind == "all_gather" and record.bytes == shard_bytes]
+    assert sum(record.count for record in gathers if record.phase == "forward") == 2
+    # Only the second weight has a use in the backward half: inputs need no gradient.
+    assert sum(record.count for record in gathers if record.phase == "backward") == 1
+    scattered = [record for record in plan.collectives if record.kind == "reduce_scatter"]
+    assert sum(record.count for record in scattered) == 2
+
+
+# Bounds and methods
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("mlp", {"x": 4}), ("mlp", {"x": 2, "y": 3}), ("gpt", {"x": 3})])
+def test_the_integer_program_finds_what_elimination_finds(name: str, mesh: Mapping[str, int]) -> None:
+    graph = captured(name)
+    auto, integer = plan_of(graph, mesh), plan_of(graph, mesh, method="ilp")
+    assert integer.method == "ilp"
+    assert integer.cost == pytest.approx(auto.cost, rel=1e-9)
+    for plan in (auto, integer):
+        assert plan.lower_bound <= plan.cost
+        assert plan.lower_bound == pytest.approx(plan.cost, rel=1e-9)
+
+
+@pytest.mark.parametrize("method", ["auto", "alternate", "ilp"])
+def test_no_plan_costs_less_than_its_bound(method: str) -> None:
+    plan = plan_of(captured("mlp"), {"x": 2, "y": 2}, method=method)
+    assert 0 < plan.lower_bound <= plan.cost
+    assert plan.cost <= plan_of(captured("mlp"), {"x": 1, "y": 1}).cost
+
+
+def test_three_axes_are_solved_in_turn_above_a_bound() -> None:
+    plan = plan_of(captured("mlp"), {"x": 2, "y": 2, "z": 3})
+    assert 0 < plan.lower_bound <= plan.cost
+    assert plan.cost < plan_of(captured("mlp"), {"z": 3}).cost
+
+
+@pytest.mark.parametrize("mesh", [{"x": 4}, {"x": 2, "y": 2}], ids=str)
+def test_planning_twice_gives_one_plan(mesh: Mapping[str, int]) -> None:
+    module, inputs = models.mlp()
+    first, second = (autoshard.plan(module, mesh, (), inputs, cluster=fast_links()) for _ in range(2))
+    assert _repeated(first) == _repeated(second)
+
+
+def test_axes_of_size_one_change_nothing_and_stay_replicated() -> None:
+    graph = captured("mlp")
+    plain, padded = plan_of(graph, {"x": 4}), plan_of(graph, {"a": 1, "x": 4, "b": 1})
+    assert padded.cost == plain.cost
+    assert padded.memory == plain.memory
+    for name, (first, placement, last) in padded.placements.items():
+        assert (first, last) == (Replicate(), Replicate())
+        assert (placement,) == plain.placements[name]
+    assert {record.axis for record in padded.collectives} == {"x"}
+
+
+def test_one_device_needs_no_collective() -> None:
+    plan = plan_of(captured("mlp"), {"x": 1})
+    assert plan.collectives == ()
+    assert plan.step_seconds == pytest.approx(plan.cost)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("name", ["gpt"])
+def test_a_smaller_limit_costs_more_time_and_is_kept(name: str) -> None:
+    graph = captured(name)
+    free = plan_of(graph, {"x": 4})
+    limits = [int(free.memory.peak * share) for share in (1.0, 0.9, 0.8)]
+    plans = [plan_of(graph, {"x": 4}, memory_limit=limit) for limit in limits]
+    assert _repeated(plans[0]) == _repeated(free)
+    for limit, plan in zip(limits, plans, strict=True):
+        assert plan.memory.peak <= limit
+    for looser, tighter in itertools.pairwise(plans):
+        assert tighter.cost >= looser.cost
+        assert tighter.memory.parameters < looser.memory.parameters
+        assert "forced to be sharded" in tighter.method
+
+
+def test_the_integer_program_keeps_the_limit_and_is_no_slower_than_forcing() -> None:
+    graph = captured("mlp", batch=120)
+    free = plan_of(graph, {"x": 4}, cluster=links(1e9, 1e-7))
+    limit = int(free.memory.peak * 0.9)
+    forced = plan_of(graph, {"x": 4}, cluster=links(1e9, 1e-7), memory_limit=limit)
+    integer = plan_of(graph, {"x": 4}, cluster=links(1e9, 1e-7), memory_limit=limit, method="ilp")
+    assert max(forced.memory.peak, integer.memory.peak) <= limit
+    assert free.cost <= integer.cost <= forced.cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("method", ["auto", "ilp"])
+def test_an_error_names_a_limit_that_can_be_met(method: str) -> None:
+    graph = captured("mlp")
+    with pytest.raises(BudgetError, match=r"no plan fits in 1000 B .* Raise memory_limit to (\d+) bytes") as caught:
+        plan_of(graph, {"x": 4}, memory_limit=1000, method=method)
+    least = int(str(caught.value).split("Raise memory_limit to ")[1].split(" bytes")[0])
+    assert least > 1000
+    assert plan_of(graph, {"x": 4}, memory_limit=least, method=method).memory.peak <= least
+
+
+def test_hinted_parameters_are_not_forced_to_move() -> None:
+    module, inputs = models.mlp()
+    with pytest.raises(BudgetError):
+        autoshard.plan(module, {"x": 4}, (), inputs, hints={"*": Replicate()}, memory_limit=20_000)
+    free = autoshard.plan(module, {"x": 4}, (), inputs, memory_limit=20_000)
+    assert free.memory.peak <= 20_000
+
+
+# What is pinned
+
+
+class Pinned(nn.Module):
+    """Two layers with a placement written between them."""
+
+    def __init__(self, *placements: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 48), nn.Linear(48, 24)
+        self.placements = placements
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(autoshard.shard(self.first(x), *self.placements)).square().mean()
+
+
+@pytest.mark.parametrize("placements", [(Shard(0),), (Shard(1),), (Replicate(),), (Shard(-1),)], ids=str)
+def test_a_placement_written_in_forward_is_obeyed(placements: tuple[Any, ...]) -> None:
+    plan = autoshard.plan(Pinned(*placements), {"x": 2}, (torch.randn(12, 24),), cluster=fast_links())
+    wanted = {Shard(0): "S(0)", Shard(1): "S(1)", Replicate(): "R", Shard(-1): "S(1)"}[placements[0]]
+    pins = [choice.strategy for choice in plan.choices if "pin" in choice.operator]
+    assert pins == [f"pinned to {wanted}"] * 2  # the value, and its gradient
+
+
+def test_axes_not_named_in_forward_stay_replicated() -> None:
+    plan = autoshard.plan(Pinned(Shard(0)), {"x": 2, "y": 2}, (torch.randn(12, 24),), cluster=fast_links())
+    assert {choice.strategy for choice in plan.choices if "pin" in choice.operator} == {"pinned to S(0) R"}
+
+
+@pytest.mark.parametrize(
+    ("placements", "said"),
+    [
+        ((Shard(2),), "out of range"),
+        ((Shard(0), Shard(1)), "names 2 placements"),
+        ((Shard(1),), "does not divide"),
+        ((), "needs one placement"),
+    ],
+)
+def test_a_placement_that_does_not_fit_is_an_error(placements: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(HintError, match=said):
+        autoshard.plan(Pinned(*placements), {"x": 5}, (torch.randn(10, 24),), cluster=fast_links())
+
+
+def test_hints_are_kept_and_everything_else_is_still_planned() -> None:
+    module, inputs = models.gpt(batch=1)
+    options: dict[str, Any] = {"cluster": links(bandwidth=1e12, latency=1e-9)}
+    hints = {"layers.0.mlp.0.weight": Replicate(), "head": Shard(1)}
+    free = autoshard.plan(module, {"x": 4}, (), inputs, **options)
+    plan = autoshard.plan(module, {"x": 4}, (), inputs, hints=hints, **options)
+    assert plan.placements["layers.0.mlp.0.weight"] == (Replicate(),)
+    assert plan.placements["head.weight"] == (Shard(1),)
+    assert plan.cost > free.cost
+    for name in ("layers.1.mlp.0.weight", "layers.0.attention.qkv.weight"):
+        assert plan.placements[name] == free.placements[name] != (Replicate(),)
+    assert plan.hints == {"layers.0.mlp.0.weight": "R", "head": "S(1)"}
+
+
+def test_a_hint_for_one_axis_leaves_the_other_to_the_planner() -> None:
+    module, inputs = models.mlp()
+    plan = autoshard.plan(module, {"x": 2, "y": 2}, (), inputs, hints={"up.weight": {"y": Shard(1)}})
+    assert plan.placements["up.weight"][1] == Shard(1)
+
+
+def test_local_inputs_lie_in_shards_of_the_batch() -> None:
+    module, inputs = models.mlp()
+    plan = autoshard.plan(module, {"x": 4}, (), inputs, inputs="local", cluster=links(1e12, 1e-9))
+    assert set(plan.input_placements) == {"x", "target"}
+    assert set(plan.input_placements.values()) <= {(Shard(0),), (Replicate(),)}
+    pinned = autoshard.plan(
+        module, {"x": 4}, (), inputs, inputs="local", input_placements={"x": Shard(1), "target": [Replicate()]}
+    )
+    assert pinned.input_placements == {"x": (Shard(1),), "target": (Replicate(),)}
+
+
+def test_outputs_come_back_whole_as_planned_or_as_asked_for() -> None:
+    module, inputs = models.gpt(layers=1)
+    options: dict[str, Any] = {"cluster": fast_links()}
+    whole = autoshard.plan(module, {"x": 4}, (), inputs, **options)
+    assert set(whole.output_placements.values()) == {(Replicate(),)}
+    planned = autoshard.plan(module, {"x": 4}, (), inputs, output_placements="planned", **options)
+    assert planned.output_placements["output[0]"] != (Replicate(),)
+    assert not any(isinstance(placement, Partial) for one in planned.output_placements.values() for placement in one)
+    assert planned.cost <= whole.cost
+    asked = autoshard.plan(module, {"x": 4}, (), inputs, output_placements={"output[0]": Shard(2)}, **options)
+    assert asked.output_placements == {"output[0]": (Shard(2),), "output[1]": (Replicate(),)}
+
+
+def test_an_operator_without_a_rule_is_replicated_with_one_warning() -> None:
+    class Unknown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.linalg.matrix_exp(self.linear(x))
+            return torch.linalg.matrix_exp(y).square().mean()
+
+    graph = capture(Unknown(), (torch.randn(4, 12, 12),), {})
+    planner = planner_of(graph, {"x": 2})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = planner.plan()
+    texts = [str(warning.message) for warning in caught if "no sharding rule" in str(warning.message)]
+    assert len(texts) == len(planner.rules.unknown)
+    (text,) = (text for text in texts if "aten.linalg_matrix_exp.default" in text)
+    assert "4 calls" in text
+    assert "register_rule" in text
+    assert {choice.strategy for choice in plan.choices if "matrix_exp" in choice.operator} == {"whole"}
+
+
+def test_the_plan_covers_every_name_of_a_tied_parameter() -> None:
+    plan = plan_of(captured("gpt", tied=True), {"x": 2})
+    assert plan.placements["head.weight"] == plan.placements["tokens.weight"]
+    assert plan.shapes["head.weight"] == (models.VOCABULARY, models.HIDDEN)
+
+
+def test_a_plan_file_is_the_plan() -> None:
+    plan = plan_of(captured("mlp"), {"x": 2, "y": 2})
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    assert plan.mesh == MeshShape.of({"x": 2, "y": 2})
+    assert {Spec(placements).partial_axes for placements in plan.placements.values()} == {()}

@@ -1,0 +1,290 @@
+"""`parallelize` and `plan` from the user's side, on all ranks of a mesh in this process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
+
+import autoshard
+from autoshard.errors import BudgetError, PlanError
+from autoshard.partition.shards import distribute, local_of
+from autoshard.specs import Spec
+from tests import models
+from tests.partition.meshes import simulated
+from tests.training import TOLERANCE, fast_links, held_by_ranks, relative_difference
+
+Inputs = dict[str, Any]
+Session = Callable[[nn.Module, Inputs], Mapping[str, torch.Tensor]]
+"""What a user does with a module; returns what is to be compared."""
+
+
+def gpt(**options: Any) -> models.Model:
+    return models.gpt(dtype=torch.float64, layers=1, **options)
+
+
+def alone(session: Session, module: nn.Module, inputs: Inputs) -> dict[str, list[torch.Tensor]]:
+    """The session on one device, on a copy of the module: its results and the parameters and gradients at its end."""
+    module = copy.deepcopy(module)
+    return _results(session(module, inputs), module)
+
+
+def _results(results: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, list[torch.Tensor]]:
+    held = dict(results)
+    for name, parameter in module.named_parameters():
+        held[name] = parameter.detach()
+        if parameter.grad is not None:
+            held[f"gradient of {name}"] = parameter.grad
+    return {name: held_by_ranks(tensor.detach()) for name, tensor in held.items()}
+
+
+def check(session: Session, module: nn.Module, inputs: Inputs, **options: Any) -> nn.Module:
+    """The session gives on a mesh what it gives on one device."""
+    expected = alone(session, module, inputs)
+    with simulated(dp=2, tp=2) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **options)
+        assert relative_difference(_results(session(module, inputs), module), expected) <= TOLERANCE
+    return module
+
+
+def step(module: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
+    """One training step on the model's own loss."""
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=0.1)
+    _, loss = module(**inputs)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def cut(inputs: Inputs, size: int) -> Inputs:
+    """The first examples of a batch."""
+    return {name: tensor[:size] for name, tensor in inputs.items()}
+
+
+def test_the_module_stays_the_same_object_with_the_same_names() -> None:
+    module, inputs = gpt()
+    names, kind = list(module.state_dict()), type(module)
+    with simulated(dp=2, tp=2) as mesh:
+        assert autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links()) is module
+        assert type(module) is kind
+        assert list(module.state_dict()) == names
+        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+        for name, parameter in module.named_parameters():
+            assert tuple(parameter.placements) == module.sharding_plan.placements[name]
+        with pytest.raises(PlanError, match="parallelised already"):
+            autoshard.parallelize(module, mesh, (), inputs)
+
+
+def test_without_examples_an_optimizer_made_before_the_first_call_trains_the_right_parameters() -> None:
+    module, inputs = gpt()
+
+    def train(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        return {f"loss {index}": step(module, inputs, optimizer) for index in range(3)}
+
+    expected = alone(train, module, inputs)
+    with simulated(dp=2, tp=2) as mesh:
+        autoshard.parallelize(module, mesh, cluster=fast_links())
+        assert all(placement == Replicate() for p in module.parameters() for placement in p.placements)
+        assert relative_difference(_results(train(module, inputs), module), expected) <= TOLERANCE
+        assert any(placement != Replicate() for p in module.parameters() for placement in p.placements)
+
+
+def test_other_batch_sizes_evaluation_and_other_keywords_are_served() -> None:
+    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        results = {"first": step(module, inputs), "second": step(module, cut(inputs, 7))}
+        with torch.no_grad():
+            results["logits"] = module(inputs["input_ids"][:3])
+        module.eval()
+        results["evaluated"] = module(**cut(inputs, 6))[1]
+        module.train()
+        results["short"] = step(module, {name: tensor[:, :5] for name, tensor in inputs.items()})
+        results["again"] = step(module, inputs)
+        return results
+
+    check(session, *gpt())
+
+
+def test_evaluation_without_gradients_needs_no_backward() -> None:
+    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            logits, loss = module(**inputs)
+        assert not loss.requires_grad
+        return {"logits": logits, "loss": loss}
+
+    check(session, *gpt())
+
+
+def test_gradients_accumulate_over_several_calls() -> None:
+    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        for size in (12, 4, 12):
+            module(**cut(inputs, size))[1].backward()
+        return {}
+
+    check(session, *gpt())
+
+
+def test_frozen_parameters_stay_and_tied_ones_stay_tied() -> None:
+    module, inputs = gpt(tied=True)
+    module.layers[0].attention.qkv.weight.requires_grad_(False)
+    before = module.layers[0].attention.qkv.weight.detach().clone()
+    check(lambda module, inputs: {"loss": step(module, inputs), "then": step(module, inputs)}, module, inputs)
+    assert module.head.weight is module.tokens.weight
+    frozen = module.layers[0].attention.qkv.weight
+    assert frozen.grad is None
+    assert not frozen.requires_grad
+    with simulated(dp=2, tp=2):
+        assert all(torch.equal(value, before) for value in held_by_ranks(frozen.detach()))
+
+
+def test_freezing_after_parallelize_is_served() -> None:
+    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        loss = step(module, inputs)
+        for parameter in module.layers.parameters():
+            parameter.requires_grad_(False)
+            parameter.grad = None
+        return {"loss": loss, "frozen": step(module, inputs)}
+
+    check(session, *gpt())
+
+
+def test_a_loss_that_the_user_makes_of_the_logits() -> None:
+    """The model returns a loss too, which the first program alone differentiates."""
+
+    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        logits, _ = module(**inputs)
+        functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), label_smoothing=0.1).backward()
+        logits, loss = module(**inputs)
+        (loss + logits.square().mean()).backward()
+        return {"logits": logits, "loss": loss}
+
+    check(session, *gpt())
+
+
+def test_a_loss_of_the_logits_of_a_model_with_buffers() -> None:
+    """The second program starts from the buffers as they were before the first one changed them."""
+
+    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        for _ in range(2):
+            module(**inputs)["logits"].square().mean().backward()
+        return dict(module.named_buffers())
+
+    check(session, *models.resnet18(dtype=torch.float64, size=16))
+
+
+def test_planned_outputs_are_dtensors_as_they_lie() -> None:
+    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        logits, loss = module(**inputs)
+        (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
+        return {"logits": logits, "loss": loss}
+
+    module = check(session, *gpt(), output_placements="planned")
+    assert any(placement != Replicate() for placement in module.sharding_plan.output_placements["output[0]"])
+
+
+def test_outputs_are_handed_back_as_asked() -> None:
+    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        logits, loss = module(**inputs)
+        assert not isinstance(logits, DTensor) or tuple(logits.placements) == (Shard(0), Shard(2))
+        (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
+        return {"logits": logits}
+
+    check(session, *gpt(), output_placements={"output[0]": (Shard(0), Shard(2))})
+
+
+def local_inputs(inputs: Inputs, mesh: DeviceMesh) -> Inputs:
+    """Every rank's shard of the batch, split over the first mesh axis."""
+    spec = Spec.of(Shard(0), Replicate())
+    return {name: local_of(distribute(tensor, mesh, spec)) for name, tensor in inputs.items()}
+
+
+def test_local_inputs() -> None:
+    module, inputs = gpt()
+
+    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        return {"loss": step(module, inputs), "then": step(module, inputs)}
+
+    expected = alone(session, module, inputs)
+    with simulated(dp=2, tp=2) as mesh:
+        placements = dict.fromkeys(inputs, (Shard(0), Replicate()))
+        autoshard.parallelize(
+            module, mesh, (), inputs, cluster=fast_links(), inputs="local", input_placements=placements
+        )
+        assert module.sharding_plan.input_placements == placements
+        shards = local_inputs(inputs, mesh)
+        assert relative_difference(_results(session(module, shards), module), expected) <= TOLERANCE
+
+
+def test_dtensor_inputs_may_lie_anyhow() -> None:
+    module, inputs = gpt()
+    expected = alone(lambda module, inputs: {"loss": step(module, inputs)}, module, inputs)
+    with simulated(dp=2, tp=2) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
+        placed = {name: distribute(tensor, mesh, Spec.of(Shard(1), Shard(0))) for name, tensor in inputs.items()}
+        results = _results({"loss": step(module, placed)}, module)
+        assert relative_difference(results, expected) <= TOLERANCE
+
+
+def test_gradients_flow_to_inputs() -> None:
+    module, inputs = models.mlp(dtype=torch.float64)
+
+    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        x = inputs["x"].clone().requires_grad_()
+        module(x, target=inputs["target"]).backward()
+        assert x.grad is not None
+        return {"gradient of x": x.grad}
+
+    check(session, module, inputs)
+
+
+def test_an_uneven_hint_trains_right() -> None:
+    """48 rows over 5 ranks: shards of 10 and 8."""
+    module, inputs = models.mlp(dtype=torch.float64)
+
+    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        losses = {}
+        for index in range(3):
+            losses[f"loss {index}"] = loss = module(**inputs)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return losses
+
+    expected = alone(session, module, inputs)
+    with simulated(dp=5) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, hints={"*.weight": Shard(0), "up.bias": Shard(0)})
+        assert tuple(module.up.weight.placements) == (Shard(0),)
+        assert relative_difference(_results(session(module, inputs), module), expected) <= TOLERANCE
+
+
+def test_a_budget_that_cannot_be_met_changes_nothing() -> None:
+    module, inputs = gpt()
+    parameters = list(module.parameters())
+    with simulated(dp=2, tp=2) as mesh, pytest.raises(BudgetError, match="smallest"):
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), memory_limit=1000)
+    assert all(before is now for before, now in zip(parameters, module.parameters(), strict=True))
+    assert "forward" not in module.__dict__
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_an_error() -> None:
+    """As on one device: the gradient would be of other numbers."""
+    module, inputs = gpt()
+    with simulated(dp=2, tp=2) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
+        logits, loss = module(**inputs)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            logits.sum().backward()

@@ -1,0 +1,228 @@
+"""Training on a mesh, planned or at random, against training on one device, in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._local_tensor import LocalTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoshard
+from autoshard.capture.joint import capture
+from autoshard.cluster.cluster import Cluster, Link
+from autoshard.partition.shards import whole
+from autoshard.specs.axes import MeshShape
+from tests import models
+from tests.partition.meshes import simulated
+from tests.random_plans import random_plan
+from tests.widen import Widened
+
+TOLERANCE = 1e-9
+ONE_LAYER = "gpt of one layer"
+STEPS = 3
+LEARNING_RATE = 0.1
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What training left behind, as whole tensors: for every name, the tensors that the ranks hold.
+
+    `losses` are those of all steps; outputs and gradients are those of the last, parameters and buffers after it.
+    `collectives` counts, by kind, what one rank called in the last step; `placements` are those of the parameters.
+    """
+
+    losses: dict[str, list[torch.Tensor]]
+    outputs: dict[str, list[torch.Tensor]]
+    gradients: dict[str, list[torch.Tensor]]
+    parameters: dict[str, list[torch.Tensor]]
+    buffers: dict[str, list[torch.Tensor]]
+    collectives: dict[str, int]
+    placements: dict[str, tuple[Placement, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """The largest relative difference to one device, of each kind of tensor."""
+
+    losses: float
+    outputs: float
+    gradients: float
+    parameters: float
+    buffers: float
+
+    @property
+    def worst(self) -> float:
+        return max(dataclasses.astuple(self))
+
+
+class Calls(TorchDispatchMode):
+    """While active, counts the collectives that this rank calls, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace == "_c10d_functional" and func is not torch.ops._c10d_functional.wait_tensor.default:
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def fast_links() -> Cluster:
+    """CPUs with links so fast that the planner shards even the tiny models of the tests."""
+    cluster = Cluster.preset("cpu")
+    link = Link(bandwidth=1e12, latency=1e-9)
+    device = dataclasses.replace(cluster.device, kernel_overhead=1e-9)
+    return dataclasses.replace(cluster, inside=link, between=link, device=device)
+
+
+def outputs_of(result: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a model returned, by name; its loss, if it returned one, as `loss`."""
+    if isinstance(result, torch.Tensor):
+        return {"loss" if result.ndim == 0 else "output": result}
+    if isinstance(result, Mapping):
+        return {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
+    return {"loss" if value.ndim == 0 else f"output[{place}]": value for place, value in enumerate(result)}
+
+
+def loss_of(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The model's own loss, or a mean square of its first output."""
+    return outputs["loss"] if "loss" in outputs else next(iter(outputs.values())).square().mean()
+
+
+def train(module: nn.Module, inputs: Mapping[str, Any], steps: int = STEPS) -> Trace:
+    """Train with SGD and momentum on the same batch.
+
+    Adam would divide the rounding of gradients that are exactly zero, such as those of key biases, by itself.
+    """
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    losses = {}
+    outputs: dict[str, torch.Tensor] = {}
+    calls = Calls()
+    for step in range(steps):
+        with calls if step == steps - 1 else contextlib.nullcontext():
+            outputs = outputs_of(module(**inputs))
+            loss = loss_of(outputs)
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+        losses[f"step {step}"] = loss.detach()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    placements = {name: tuple(p.placements) for name, p in parameters.items() if isinstance(p, DTensor)}
+    return Trace(*map(_per_rank, (losses, outputs, gradients, parameters, buffers)), dict(calls.counts), placements)
+
+
+def _per_rank(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    return {name: held_by_ranks(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def held_by_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The whole tensor as every rank in this process has it, in float64."""
+    value = whole(tensor) if isinstance(tensor, DTensor) else tensor
+    values = list(value._local_tensors.values()) if isinstance(value, LocalTensor) else [value]
+    return [value.double().clone() for value in values]
+
+
+def build(name: str) -> models.Model:
+    """A model of `tests.models`, or the GPT of one layer, in float64 all through."""
+    with Widened():
+        if name == ONE_LAYER:
+            return models.gpt(dtype=torch.float64, layers=1)
+        return models.ALL[name](dtype=torch.float64)
+
+
+@functools.cache
+def one_device(name: str, steps: int = STEPS) -> Trace:
+    """The trace of a model on one device."""
+    module, inputs = build(name)
+    with Widened():
+        return train(module, inputs, steps)
+
+
+def on_mesh(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> Trace:
+    """Train a model as planned on all ranks of a mesh in this process."""
+    with simulated(**mesh) as device_mesh:
+        return _train_planned(name, device_mesh, steps)
+
+
+def on_processes(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> Trace:
+    """Train a model as planned on a mesh of processes of which this is one."""
+    device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    return _train_planned(name, device_mesh, steps)
+
+
+def _train_planned(name: str, device_mesh: DeviceMesh, steps: int) -> Trace:
+    module, inputs = build(name)
+    with Widened():
+        autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links())
+    return train(module, inputs, steps)
+
+
+def on_mesh_at_random(
+    name: str, mesh: Mapping[str, int], seed: int, steps: int = 1, *, planned_outputs: bool = False, **options: float
+) -> Trace:
+    """Train a model under a random plan on all ranks of a mesh in this process.
+
+    Args:
+        name: of the model.
+        mesh: axis sizes.
+        seed: of the plan.
+        steps: of the optimizer.
+        planned_outputs: leave outputs as they lie.
+        options: further options of `random_plan`.
+    """
+    module, inputs = build(name)
+    with Widened():
+        graph = capture(module, (), inputs)
+    plan = random_plan(graph, MeshShape.of(mesh), seed, planned_outputs=planned_outputs, **options)
+    with simulated(**mesh) as device_mesh:
+        with Widened():
+            outputs = "planned" if planned_outputs else None
+            autoshard.parallelize(module, device_mesh, (), inputs, plan=plan, output_placements=outputs)
+        return train(module, inputs, steps)
+
+
+def compare(trace: Trace, reference: Trace) -> Errors:
+    """How far all ranks are from one device.
+
+    The difference of two tensors is measured relative to the largest element of the reference, but not to less than
+    a thousandth of the largest element among all tensors of its kind: a gradient that is exactly zero in theory is
+    rounding on both sides.
+    """
+    return Errors(
+        *(
+            relative_difference(getattr(trace, kind.name), getattr(reference, kind.name))
+            for kind in dataclasses.fields(Errors)
+        )
+    )
+
+
+def relative_difference(ours: Mapping[str, list[torch.Tensor]], theirs: Mapping[str, list[torch.Tensor]]) -> float:
+    """The largest relative difference over names and ranks; infinite where tensors are missing or of other shapes."""
+    if ours.keys() != theirs.keys():
+        return float("inf")
+    largest = max((float(values[0].abs().max()) for values in theirs.values()), default=0.0)
+    return max((_difference(ours[name], values[0], 1e-3 * largest) for name, values in theirs.items()), default=0.0)
+
+
+def _difference(ranks: list[torch.Tensor], reference: torch.Tensor, floor: float) -> float:
+    scale = max(float(reference.abs().max()), floor)
+    worst = 0.0
+    for value in ranks:
+        if value.shape != reference.shape or not bool(value.isfinite().all()):
+            return float("inf")
+        distance = float((value - reference).abs().max())
+        worst = max(worst, distance / scale if scale else distance)
+    return worst

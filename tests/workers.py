@@ -1,0 +1,115 @@
+"""Real processes over gloo that serve one test after another, since starting them takes longer than most tests."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+
+class Workers:
+    """`size` processes with a gloo process group over all of them.
+
+    Args:
+        size: number of processes.
+        timeout: seconds after which a call counts as hanging.
+    """
+
+    def __init__(self, size: int, timeout: float = 300.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(*args)` on every process; results by rank.
+
+        Args:
+            function: stands at the top of a module, since it is pickled.
+            args: can be pickled, as the results can.
+
+        Raises:
+            AssertionError: the function failed on some rank, or hangs. The processes are started anew then: they may
+                be waiting for each other.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, args))
+        answers: dict[int, tuple[str, Any]] = {}
+        while len(answers) < self.size:
+            pending = [one for rank, one in enumerate(self._connections) if rank not in answers]
+            failed = any(kind == "error" for kind, _ in answers.values())
+            ready = wait(pending, 5.0 if failed else self.timeout)
+            if not ready:
+                break
+            answers |= {self._connections.index(one): _received(one) for one in ready}  # type: ignore[arg-type]
+        errors = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(answers.items()) if kind == "error"]
+        hanging = [str(rank) for rank in range(self.size) if rank not in answers]
+        if errors or hanging:
+            self.close()
+            told = [f"no answer from ranks {', '.join(hanging)}"] if hanging else []
+            raise AssertionError("\n".join([*errors, *told]))
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = str(Path(tempfile.mkdtemp(), "store"))
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _received(connection: Connection) -> tuple[str, Any]:
+    try:
+        kind, value = connection.recv()
+    except (EOFError, ConnectionError):
+        return "error", "the process ended"
+    return str(kind), value
+
+
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    """What a process does: one call after another, until its connection closes."""
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            connection.send(("result", function(*args)))
+        except BaseException:
+            connection.send(("error", traceback.format_exc()))
