@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from autoshard.plan import Collective, Decision, ShardingPlan
 
 
+STRATEGY_LEGEND = (
+    "A strategy names the loop of the operator that a mesh axis splits, as its sharding rule calls it (docs/rules.md): "
+    '"i on dp" splits loop i over axis dp, "j.1" is the second factor of loop j, "whole" splits nothing.'
+)
 LEGEND = (
     "R: replicated; S(d): dim d sharded; S(d,f=k): each of k equal parts of dim d sharded; P(op): yet to be reduced."
 )

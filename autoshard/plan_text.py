@@ -121,6 +121,7 @@ def explanation(plan: ShardingPlan, path_glob: str) -> list[Table | Text]:
         *_explained_parameters(plan, names),
         *_explained_hints(plan, names),
         *_explained_work(plan, covered),
+        Text(plan_rows.STRATEGY_LEGEND),
     ]
 
 

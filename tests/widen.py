@@ -19,5 +19,7 @@ class Widened(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        wide = torch.utils._pytree.tree_map(lambda leaf: torch.float64 if leaf is torch.float32 else leaf, (args, kwargs or {}))
+        wide = torch.utils._pytree.tree_map(
+            lambda leaf: torch.float64 if leaf is torch.float32 else leaf, (args, kwargs or {})
+        )
         return (torch.Tensor.double if func is torch.Tensor.float else func)(*wide[0], **wide[1])

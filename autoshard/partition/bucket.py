@@ -123,7 +123,9 @@ def _join(graph: fx.Graph, bucket: Sequence[_Reduction]) -> None:
     rows = bucket[0].parts
     widths = [reduction.elements // rows for reduction in bucket]
     with graph.inserting_before(bucket[-1].source.next):
-        pieces = [call(aten.reshape.default, one.source, [rows, width]) for one, width in zip(bucket, widths, strict=True)]
+        pieces = [
+            call(aten.reshape.default, one.source, [rows, width]) for one, width in zip(bucket, widths, strict=True)
+        ]
         joined = call(aten.cat.default, pieces, 1)
         for op, arguments in bucket[0].stages:
             joined = call(_WAIT, call(op, joined, *arguments))

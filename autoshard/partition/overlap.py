@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import fx
 
@@ -39,7 +41,7 @@ def gather_ahead(graph: fx.Graph) -> None:
     One and not more: each gather in flight holds a whole parameter.
     """
     gathers = [node for node in graph.nodes if node.target is _GATHER and node.all_input_nodes[0].op == "placeholder"]
-    for before, node in zip(gathers, gathers[1:], strict=False):
+    for before, node in itertools.pairwise(gathers):
         wait = next(iter(before.users))
         if wait.target is _WAIT and wait < node:
             wait.prepend(node)

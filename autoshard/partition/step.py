@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoshard.errors import InputError
 from autoshard.partition._torch import per_rank
 from autoshard.partition.localize import Border, LocalStep
 from autoshard.partition.shards import coordinate_of, local_of, wrap
@@ -123,8 +124,10 @@ class _Run(torch.autograd.Function):
         outputs, saved = program.forward(locals_, seed)
         ctx.program, ctx.seed = program, seed
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*saved, *_read_again(tensors, locals_, saved))
+        ctx.count = len(saved)
         ctx.whole = None if program.general is None else _kept(program, locals_)
+        ctx.versions = None if program.general is None else _versions(tensors)
         borders = program.step.forward_outputs
         plain = [
             tensor
@@ -147,12 +150,33 @@ class _Run(torch.autograd.Function):
             results = dict(
                 zip(
                     (border.name for border in program.step.outputs if border.kind == "gradient"),
-                    program.backward(ctx.saved_tensors, [given[name] for name in expected]),
+                    program.backward(ctx.saved_tensors[: ctx.count], [given[name] for name in expected]),
                     strict=True,
                 )
             )
         primals = [border for border in program.step.inputs if border.kind != "tangent"]
         return None, *(_handed_back(program, border, results.get(border.name)) for border in primals)
+
+
+def _read_again(
+    tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The parameters whose local tensors the backward half reads.
+
+    Autograd refuses to run the backward when a saved tensor was changed meanwhile. It sees that on the DTensor, where
+    an optimizer changes it, and not on the local tensor in it.
+    """
+    held = {id(tensor) for tensor in saved}
+    return [
+        tensor
+        for tensor, local in zip(tensors, locals_, strict=True)
+        if isinstance(tensor, DTensor) and id(local) in held
+    ]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """The parameters, and how often each has been changed in place."""
+    return [(tensor, tensor._version) for tensor in tensors if isinstance(tensor, DTensor)]
 
 
 def _kept(program: Program, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -168,6 +192,11 @@ def _differentiate_all(ctx: Any, program: Program, given: dict[str, torch.Tensor
     """Gradients when more than the loss was differentiated: the general program, forward again and backward."""
     assert program.general is not None
     assert ctx.whole is not None
+    if any(tensor._version != version for tensor, version in ctx.versions):
+        raise InputError(
+            "a gradient arrived for an output besides the loss, and parameters were changed since the forward: they "
+            "were modified by an inplace operation, such as an optimizer's step. Call backward before it."
+        )
     general = program.general()
     _, saved = general.forward(ctx.whole, ctx.seed)
     gradients = general.backward(saved, [given[border.name] for border in general.step.tangents])

@@ -115,7 +115,8 @@ class LocalCall:
     def result_shape(self, result: int = 0) -> tuple[int, ...]:
         """Local shape of a result."""
         dims, meta = self.rule.results[result], self.call.results[result]
-        assert dims is not None and meta is not None
+        assert dims is not None
+        assert meta is not None
         return local_shape(self.rule, dims, self.choices, self.mesh, meta.shape)
 
     def all_reduce(self, value: Any, name: str, reduction: str = "sum") -> Any:

@@ -8,6 +8,7 @@ Rhino 4.1 for dims that are products, whose inner factors become strided shards)
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -159,7 +160,7 @@ def refine(rule: Rule, cuts: Mapping[int, tuple[int, ...]]) -> Rule:
     parts: list[tuple[int, ...]] = []
     for index, factor in enumerate(rule.factors):
         bounds = (1, *cuts.get(index, ()), factor.size)
-        sizes = [outer // inner for inner, outer in zip(bounds, bounds[1:], strict=False)]
+        sizes = [outer // inner for inner, outer in itertools.pairwise(bounds)]
         names = [factor.name] if len(sizes) == 1 else [f"{factor.name}.{part}" for part in range(len(sizes))]
         parts.append(tuple(range(len(factors), len(factors) + len(sizes))))
         factors += [replace(factor, name=name, size=size) for name, size in zip(names, sizes, strict=True)]

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING
 
 from autoshard.errors import MeshError
 
@@ -43,7 +43,7 @@ class MeshShape:
             raise MeshError(f"mesh axes must have different names; got {', '.join(self.names)}.")
 
     @staticmethod
-    def of(mesh: Union[DeviceMesh, Mapping[str, int], MeshShape]) -> MeshShape:
+    def of(mesh: DeviceMesh | Mapping[str, int] | MeshShape) -> MeshShape:
         """The shape of a `DeviceMesh`, or of a mapping such as `{"dp": 8, "tp": 8}`.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -122,7 +122,7 @@ class Spec:
         return f"Spec({self})"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _interned(texts: tuple[str, ...]) -> Spec:
     spec = object.__new__(Spec)
     spec.placements = tuple(parse_placement(text) for text in texts)
