@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -28,41 +28,50 @@ class ModuleCall:
 
     Attributes:
         module: the module.
-        args: what its `forward` was called with.
+        args: what it was called with.
         kwargs: likewise.
+        part: which part of the call the graph is: `"forward"`; `"hook"`, one of its hooks; or `"all"`, both. Of a
+            module of torch's own, Dynamo makes one graph with its hooks.
         wrapper: torch.compile's object around the module; None after `module.compile(...)`.
     """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    part: Literal["forward", "hook", "all"]
     wrapper: nn.Module | None
 
 
 def module_call() -> ModuleCall | None:
-    """The call whose `forward` is being run by the graph that calls this function; None if it is no such call.
+    """The call that is being run by the graph that calls this function, found on the stack.
 
-    Found on the stack: the function that Dynamo compiled must be the `forward` of the module that was compiled, from
-    its start, and neither a function around the module, nor one inside it, nor what follows a graph break.
+    None if it is not the module given to torch.compile whose call, or hook, Dynamo compiled from its start: but a
+    function around the module, a part inside it, or what follows a graph break.
     """
-    frames = list(_outward(inspect.currentframe()))
-    users = [frame for frame in frames[1:] if not _is_dynamo(frame)]
+    users = [frame for frame in _outward(inspect.currentframe()) if not _is_dynamo(frame)]
     while users and users[0].f_globals.get("__package__") == __package__:
         users.pop(0)
-    if users and not _calls_forward(users[0]):
-        compiled = users.pop(0)
-        if compiled.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX):
-            return None
-        inlined = False
-    else:
-        inlined = True  # modules of torch itself are traced from Dynamo's own wrapper
+    compiled = users.pop(0) if users and not _calls_forward(users[0]) else None
     if not users or not _calls_forward(users[0]):
         return None
     call = users[0].f_locals
-    if isinstance(call["self"], OptimizedModule) != inlined or not (inlined or _is_target(users[0])):
+    module: nn.Module = call["self"]
+    if compiled is None:
+        if not isinstance(module, OptimizedModule):
+            return None
+        return ModuleCall(module._orig_mod, tuple(call["args"]), dict(call["kwargs"]), "all", module)
+    resumed = compiled.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+    if resumed or isinstance(module, OptimizedModule) or not _is_target(users[0]):
         return None
-    module = call["self"]._orig_mod if inlined else call["self"]
-    return ModuleCall(module, tuple(call["args"]), dict(call["kwargs"]), _wrapper(module, users))
+    part: Literal["forward", "hook"] = "forward" if _runs(compiled, module.forward) else "hook"
+    return ModuleCall(module, tuple(call["args"]), dict(call["kwargs"]), part, _wrapper(module, users))
+
+
+def _runs(frame: FrameType, function: Any) -> bool:
+    """Whether a frame runs what Dynamo made of a function: other code, of the same place and name."""
+    ours, code = frame.f_code, getattr(function, "__code__", None)
+    places = [(one.co_filename, one.co_firstlineno, one.co_name) for one in (ours, code) if one is not None]
+    return len(places) == 2 and places[0] == places[1]
 
 
 def _wrapper(module: nn.Module, frames: list[FrameType]) -> nn.Module | None:

@@ -58,7 +58,11 @@ def autoshard(
                 'torch.compile(..., backend="autoshard") needs a device mesh: pass options={"mesh": mesh}, or make the '
                 "compiled model's first call under `with autoshard.use_mesh(mesh):`."
             )
-        return _parallelize(_whole_call(graph), graph, inputs, mesh, known)
+        call = _whole_call(graph, inputs)
+        if call.part == "hook":
+            results: Sequence[Any] = graph(*inputs)  # of whole tensors, as hooks see them
+            return results
+        return _parallelize(call, graph, inputs, mesh, known)
 
     return first_call
 
@@ -73,11 +77,11 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _whole_call(graph: fx.GraphModule) -> ModuleCall:
-    """The module call that this graph is the whole of."""
+def _whole_call(graph: fx.GraphModule, inputs: Sequence[Any]) -> ModuleCall:
+    """The module call that this graph is the whole of, or of a hook of which that needs no parameter."""
     reason = break_reason(graph)
     call = None if reason else module_call()
-    if call is not None:
+    if call is not None and (call.part != "hook" or not any(isinstance(one, nn.Parameter) for one in inputs)):
         return call
     told = f" The first one ends at {reason[1]}: {reason[0]}" if reason else ""
     raise CaptureError(
@@ -101,7 +105,8 @@ def _parallelize(
     leave_dynamo(call)
     wanted = output_values(graph)
     plan: ShardingPlan | None = module.sharding_plan  # type: ignore[assignment]
-    if plan is not None and _told_apart(wanted) and len(wanted) == len(plan.output_placements):
+    hooked = call.part == "all" and bool(module._forward_hooks or module._forward_pre_hooks)
+    if plan is not None and not hooked and _told_apart(wanted) and len(wanted) == len(plan.output_placements):
         return _in_order(module.forward(*call.args, **call.kwargs), wanted)
     return _graph_alone(module, graph, inputs, names, mesh, options)
 

@@ -147,14 +147,19 @@ def test_hugging_face_output_class(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(result.logits, expected.logits)
 
 
-def test_hooks_run_once_around_each_call(mesh: DeviceMesh) -> None:
-    model, kwargs = models.mlp()
-    x, expected = kwargs["x"], model(kwargs["x"] + 1) * 2
-    model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    model.register_forward_hook(lambda module, args, output: output * 2)
+@pytest.mark.parametrize("build", [_sequential, models.mlp])
+def test_hooks_that_compute(mesh: DeviceMesh, build: Callable[[], models.Model]) -> None:
+    model, kwargs = build()
+    x = next(iter(kwargs.values()))
+    expected = model(x)
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].sum()))
+    model.register_forward_hook(lambda module, args, output: seen.append(output.sum()))
     compiled = _compiled(model, mesh)
     for _ in range(2):
         torch.testing.assert_close(compiled(x), expected)
+        torch.testing.assert_close(seen[-1], expected.sum())
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def test_a_second_model_of_the_class_is_placed_too(mesh: DeviceMesh) -> None:
@@ -259,5 +264,6 @@ def _on_two_processes() -> None:
         torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 def test_two_processes() -> None:
     distributed.run(_on_two_processes, 2)

@@ -46,6 +46,8 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode, device: torch.device, tra
             "out of the module's attributes."
         ) from error
     _restore_forward(twin)
+    for hooks in (twin._forward_pre_hooks, twin._forward_hooks):
+        hooks.clear()  # those of the module itself run around its forward, not in it
     if training is not None and training != twin.training:
         twin.train(training)
     return twin

@@ -104,3 +104,12 @@ def test_meta_constant_has_no_value() -> None:
     module.scale = torch.ones((), device="meta")
     graph = capture(module, (torch.ones(2, 4),), {})
     assert [(item.name, item.value) for item in graph.inputs if item.kind == "constant"] == [("scale", None)]
+
+
+def test_hooks_of_the_module_itself_stay_outside() -> None:
+    module, kwargs = models.mlp(dtype=torch.float64)
+    plain = capture(module, (), kwargs).fingerprint
+    module.register_forward_hook(lambda module, args, output: output * 2)
+    module.register_forward_pre_hook(lambda module, args: None)
+    assert capture(module, (), kwargs).fingerprint == plain
+    assert len(module._forward_hooks) == 1

@@ -218,7 +218,7 @@ def test_names_class_and_attributes_stay(mesh: DeviceMesh) -> None:
 
 
 def test_a_state_dict_is_loaded_and_used(mesh: DeviceMesh) -> None:
-    module, alone, inputs = _parallel(mesh)
+    module, _, inputs = _parallel(mesh)
     other, _ = models.mlp(dtype=torch.float64, seed=5)
     module.load_state_dict(other.state_dict())
     _same(module(**inputs), other(**inputs), mesh)

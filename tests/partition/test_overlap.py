@@ -1,0 +1,136 @@
+"""Collectives start early and are awaited late, in one order on all ranks, with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx
+
+from autoshard.partition.overlap import await_late, gather_ahead
+from autoshard.partition.split import split
+from autoshard.patterns.local import collectives
+from autoshard.planner.problem import Wishes
+from tests.planner.steps import KINDS, captured, every_parameter, planner_of, program_of
+
+aten = torch.ops.aten
+WAIT = collectives.wait_tensor.default
+GATHER = collectives.all_gather_into_tensor.default
+
+
+def _graph(build: Callable[[fx.Graph, fx.Node, fx.Node], object]) -> fx.Graph:
+    graph = fx.Graph()
+    graph.output(build(graph, graph.placeholder("x"), graph.placeholder("y")))
+    return graph
+
+
+def _names(graph: fx.Graph) -> list[str]:
+    return [node.name for node in graph.nodes if node.op == "call_function"]
+
+
+def _call(graph: fx.Graph, op: object, *args: object, name: str) -> fx.Node:
+    return graph.create_node("call_function", op, args, name=name)  # type: ignore[arg-type]
+
+
+def test_waits_and_views_of_them_move_to_their_first_user() -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+        start = _call(graph, collectives.all_reduce.default, x, "sum", "g", name="start")
+        wait = _call(graph, WAIT, start, name="wait")
+        view = _call(graph, aten.view.default, wait, [4], name="view")
+        work = _call(graph, aten.neg.default, y, name="work")
+        more = _call(graph, aten.neg.default, work, name="more")
+        return _call(graph, aten.add.Tensor, view, more, name="total")
+
+    graph = _graph(build)
+    await_late(graph)
+    graph.lint()
+    assert _names(graph) == ["start", "work", "more", "wait", "view", "total"]
+
+
+def test_a_wait_that_is_needed_at_once_stays() -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+        start = _call(graph, collectives.all_reduce.default, x, "sum", "g", name="start")
+        wait = _call(graph, WAIT, start, name="wait")
+        first = _call(graph, aten.add.Tensor, wait, y, name="first")
+        return _call(graph, aten.add.Tensor, first, wait, name="second")
+
+    graph = _graph(build)
+    await_late(graph)
+    graph.lint()
+    assert _names(graph) == ["start", "wait", "first", "second"]
+
+
+def test_gathers_of_parameters_start_one_gather_early() -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+        total: fx.Node = y
+        for index in range(3):
+            start = _call(graph, GATHER, x, 2, f"g{index}", name=f"start{index}")
+            wait = _call(graph, WAIT, start, name=f"wait{index}")
+            total = _call(graph, aten.add.Tensor, total, wait, name=f"use{index}")
+        return total
+
+    graph = _graph(build)
+    gather_ahead(graph)
+    graph.lint()
+    assert _names(graph) == [
+        *("start0", "start1", "wait0", "use0"),
+        *("start2", "wait1", "use1"),
+        *("wait2", "use2"),
+    ]
+
+
+def test_gathers_of_activations_stay_where_their_data_is_made() -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+        for index in range(2):
+            x = _call(graph, aten.neg.default, x, name=f"work{index}")
+            x = _call(graph, WAIT, _call(graph, GATHER, x, 2, "g", name=f"start{index}"), name=f"wait{index}")
+        return x
+
+    graph = _graph(build)
+    before = _names(graph)
+    gather_ahead(graph)
+    assert _names(graph) == before
+
+
+@pytest.mark.parametrize("forced", [False, True], ids=["free", "forced"])
+def test_waits_of_a_real_program_stand_before_their_first_user(forced: bool) -> None:
+    graph = captured("gpt")
+    planner = planner_of(graph, {"x": 2}, Wishes(forced=every_parameter(graph) if forced else frozenset()))
+    halves = split(program_of(planner, planner.plan()), compile=False)
+    assert halves.backward is not None
+    distances = []
+    for half in (halves.forward, halves.backward):
+        order = {node: place for place, node in enumerate(half.graph.nodes)}
+        for node in half.graph.nodes:
+            if node.target is WAIT:
+                between = list(half.graph.nodes)[order[node] + 1 : min(order[user] for user in node.users)]
+                # What else is awaited or viewed for the same user may stand between.
+                assert all(
+                    other.target is WAIT
+                    or "view" in other.name
+                    or "reshape" in other.name
+                    or "permute" in other.name
+                    or other.target in KINDS
+                    for other in between
+                )
+                distances.append(order[node] - order[node.args[0]])
+    assert max(distances) > 3  # some collective does run behind compute
+
+
+def test_every_rank_issues_the_same_collectives_in_the_same_order() -> None:
+    sequences = []
+    for _ in range(2):
+        planner = planner_of(captured("gpt"), {"x": 4})
+        halves = split(program_of(planner, planner.plan()), compile=False)
+        assert halves.backward is not None
+        sequences.append(
+            [
+                (node.target, node.name, node.args[1:])
+                for half in (halves.forward, halves.backward)
+                for node in half.graph.nodes
+                if node.target in KINDS
+            ]
+        )
+    assert sequences[0] == sequences[1]
+    assert sequences[0]

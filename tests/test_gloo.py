@@ -1,0 +1,262 @@
+"""What only real processes can show: four of them over gloo, on a mesh (2, 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
+
+import autoshard
+from autoshard.errors import BudgetError
+from autoshard.partition.shards import cut, local_of, whole
+from autoshard.plan import ShardingPlan
+from autoshard.specs import Spec
+from tests import models
+from tests.training import TOLERANCE, compare, fast_links, on_processes, one_device, relative_difference, train
+from tests.workers import Workers
+
+RATE = 0.25
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(4) as started:
+        yield started
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def gpt(seed: int = 0) -> models.Model:
+    return models.gpt(dtype=torch.float64, layers=1, seed=seed)
+
+
+def of_all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What every rank holds."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor.contiguous())
+    return gathered
+
+
+def assert_same_everywhere(tensor: torch.Tensor) -> None:
+    for other in of_all_ranks(tensor):
+        assert torch.equal(other, tensor)
+
+
+@pytest.mark.parametrize("model", ["hf_gpt2", "hf_llama"])
+def test_training_equals_one_device(workers: Workers, model: str) -> None:
+    assert max(workers.run(worst_difference, model)) <= TOLERANCE
+
+
+def worst_difference(model: str) -> float:
+    trace = on_processes(model, {"dp": 2, "tp": 2})
+    assert any(placement != Replicate() for placements in trace.placements.values() for placement in placements)
+    return compare(trace, one_device(model)).worst
+
+
+def test_the_first_rank_decides_parameters_and_buffers(workers: Workers) -> None:
+    workers.run(different_seeds)
+
+
+def different_seeds() -> None:
+    expected, inputs = gpt(seed=0)
+    module, _ = gpt(seed=dist.get_rank())
+    module.register_buffer("scale", torch.full((2,), float(dist.get_rank())))
+    autoshard.parallelize(module, mesh(), (), inputs, cluster=fast_links())
+    for name, value in expected.named_parameters():
+        assert torch.equal(whole(module.get_parameter(name)), value)
+    assert torch.equal(module.get_buffer("scale"), torch.zeros(2))
+    later, _ = gpt(seed=dist.get_rank())
+    autoshard.parallelize(later, mesh(), cluster=fast_links())
+    for parameter in later.parameters():
+        assert_same_everywhere(local_of(parameter))
+    later(**inputs)
+    for name, value in expected.named_parameters():
+        assert torch.equal(whole(later.get_parameter(name)), value)
+
+
+def test_an_optimizer_made_before_the_first_call(workers: Workers) -> None:
+    workers.run(plan_at_the_first_call)
+
+
+def plan_at_the_first_call() -> None:
+    module, inputs = gpt()
+    expected = train(gpt()[0], inputs)
+    autoshard.parallelize(module, mesh(), cluster=fast_links())
+    trace = train(module, inputs)  # makes its optimizer first
+    assert compare(trace, expected).worst <= TOLERANCE
+    assert any(placement != Replicate() for placements in trace.placements.values() for placement in placements)
+
+
+def test_local_inputs_as_a_loader_yields_them(workers: Workers) -> None:
+    workers.run(own_shards)
+
+
+def own_shards() -> None:
+    module, inputs = gpt()
+    expected = train(gpt()[0], inputs)
+    device_mesh = mesh()
+    placements = (Shard(0), Replicate())
+    autoshard.parallelize(
+        module,
+        device_mesh,
+        (),
+        inputs,
+        cluster=fast_links(),
+        inputs="local",
+        input_placements=dict.fromkeys(inputs, placements),
+    )
+    own = {name: cut(tensor, device_mesh, Spec.of(*placements)) for name, tensor in inputs.items()}
+    assert own["input_ids"].shape[0] == models.BATCH // 2
+    assert compare(train(module, own), expected).worst <= TOLERANCE
+
+
+def test_other_signatures_and_a_loss_of_the_logits(workers: Workers) -> None:
+    workers.run(several_signatures)
+
+
+def several_signatures() -> None:
+    module, inputs = gpt()
+    alone, _ = gpt()
+    autoshard.parallelize(module, mesh(), (), inputs, cluster=fast_links())
+    results = {}
+    for kind, one in (("ours", module), ("theirs", alone)):
+        smaller = {name: tensor[:5] for name, tensor in inputs.items()}
+        one(**inputs)[1].backward()
+        one(**smaller)[1].backward()
+        one(**inputs)[0].square().mean().backward()  # of the logits, though the model returned a loss
+        one.eval()
+        with torch.no_grad():
+            logits = one(inputs["input_ids"][:3])
+        gradients = {name: whole_of(parameter.grad) for name, parameter in one.named_parameters()}
+        results[kind] = {name: [tensor] for name, tensor in {**gradients, "logits": logits}.items()}
+    assert relative_difference(results["ours"], results["theirs"]) <= TOLERANCE
+
+
+def whole_of(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return whole(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def test_planned_outputs_hold_their_shards(workers: Workers) -> None:
+    workers.run(planned_outputs)
+
+
+def planned_outputs() -> None:
+    module, inputs = gpt()
+    logits, loss = gpt()[0](**inputs)
+    autoshard.parallelize(module, mesh(), (), inputs, cluster=fast_links(), output_placements="planned")
+    ours, our_loss = module(**inputs)
+    assert isinstance(ours, DTensor)
+    assert ours.to_local().numel() < logits.numel()
+    torch.testing.assert_close(ours.full_tensor(), logits, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(our_loss.full_tensor(), loss, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_plan_from_a_file(workers: Workers, tmp_path: Path) -> None:
+    module, inputs = gpt()
+    path = tmp_path / "plan.json"
+    autoshard.plan(module, {"dp": 2, "tp": 2}, (), inputs, cluster=fast_links()).save(path)
+    workers.run(apply_plan, str(path))
+
+
+def apply_plan(path: str) -> None:
+    module, inputs = gpt()
+    expected = train(gpt()[0], inputs)
+    plan = ShardingPlan.load(path)
+    autoshard.parallelize(module, mesh(), (), inputs, plan=plan)
+    assert module.sharding_plan == plan
+    assert {name: tuple(p.placements) for name, p in module.named_parameters()} == {
+        name: plan.placements[name] for name, _ in module.named_parameters()
+    }
+    assert compare(train(module, inputs), expected).worst <= TOLERANCE
+
+
+def test_an_error_of_the_first_rank_is_one_of_all(workers: Workers) -> None:
+    messages = workers.run(too_small_a_budget)
+    assert "smallest" in messages[0]
+    assert len(set(messages)) == 1
+
+
+def too_small_a_budget() -> str:
+    module, inputs = models.mlp()
+    with pytest.raises(BudgetError) as caught:
+        autoshard.parallelize(module, mesh(), (), inputs, memory_limit=1000)
+    assert not isinstance(module.up.weight, DTensor)
+    return str(caught.value)
+
+
+def test_an_uneven_hint_trains_right(workers: Workers) -> None:
+    """25 rows over 2 ranks."""
+    workers.run(uneven)
+
+
+def uneven() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(12, 25), nn.Tanh(), nn.Linear(25, 5)).double(), torch.randn(8, 12).double()
+    alone = nn.Sequential(nn.Linear(12, 25), nn.Tanh(), nn.Linear(25, 5)).double()
+    alone.load_state_dict(module.state_dict())
+    expected = train(alone, {"input": x})
+    hints = {"0.weight": {"tp": Shard(0)}, "2.weight": {"dp": Shard(0), "tp": Shard(1)}}
+    autoshard.parallelize(module, mesh(), (), {"input": x}, hints=hints)
+    assert local_of(module[0].weight).shape[0] == (12 if module[0].weight.device_mesh.get_coordinate()[1] else 13)
+    assert compare(train(module, {"input": x}), expected).worst <= TOLERANCE
+
+
+class Masked(nn.Module):
+    """Dropout of a product, pinned so that the data axis splits it and the other holds replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(300, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = autoshard.shard(x * self.weight, Shard(0), Replicate())
+        return autoshard.shard(functional.dropout(product, RATE, self.training), Shard(0), Replicate())
+
+
+def test_dropout_is_one_mask_of_the_whole_tensor(workers: Workers) -> None:
+    workers.run(dropout)
+
+
+def dropout() -> None:
+    module, x = Masked(), torch.ones(200, 300, dtype=torch.float64)
+    autoshard.parallelize(module, mesh(), (x,), cluster=fast_links())
+    torch.manual_seed(5 + dist.get_rank())  # the first rank's state decides
+    first = module(x)
+    first.sum().backward()
+    torch.testing.assert_close(whole_of(module.weight.grad), first.detach().sum(0))  # one mask in both phases
+    assert_same_everywhere(first.detach())
+    assert not torch.equal(first[:100] == 0, first[100:] == 0)
+    kept = first[first != 0]
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - RATE)))
+    assert abs(kept.numel() / first.numel() - (1 - RATE)) < 0.01  # 5.6 standard deviations
+    second = module(x)
+    assert not torch.equal(first, second)
+    torch.manual_seed(5 if dist.get_rank() == 0 else 77)
+    assert torch.equal(module(x), first)
+    module.eval()
+    assert torch.equal(module(x), x)
+
+
+def test_replicas_agree_under_dropout_in_a_model(workers: Workers) -> None:
+    workers.run(gpt_with_dropout)
+
+
+def gpt_with_dropout() -> None:
+    module, inputs = models.gpt(dtype=torch.float64, layers=1, dropout=RATE)
+    device_mesh = mesh()
+    autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links())
+    torch.manual_seed(dist.get_rank())
+    trace = train(module, inputs)
+    for values in (trace.losses, trace.outputs, trace.gradients, trace.parameters):
+        for tensors in values.values():
+            assert_same_everywhere(tensors[0])
