@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,10 +21,10 @@ from autoshard.capture.twin import check_parameters
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import HintError, PlanError
 from autoshard.memory.budget import parse_bytes
-from autoshard.partition.agree import from_first_rank
+from autoshard.partition.agree import from_first_rank, together
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.localize import Localizer
-from autoshard.partition.module import Runtime, Tangents, check_constants
+from autoshard.partition.module import Runtime, Tangents, check_constants, wants_gradient
 from autoshard.partition.shards import replace_parameters, synchronize_buffers
 from autoshard.partition.split import split
 from autoshard.partition.step import Program, Ranks
@@ -36,8 +35,6 @@ from autoshard.planner.problem import Wishes
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical
 from autoshard.specs.spec import Spec
-
-logger = logging.getLogger(__name__)
 
 Hints = Mapping[str, Any]
 Placements = Mapping[str, Any] | Literal["planned"] | None
@@ -329,8 +326,7 @@ class _Parallelizer:
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan and place now if there is an example call, else replicate and plan at the first call."""
         if args or kwargs:
-            grad = any(parameter.requires_grad for parameter in self.module.parameters())
-            self.runtime.prepare(args, kwargs, grad and torch.is_grad_enabled())
+            self.runtime.prepare(args, kwargs, torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs))
         else:
             check_parameters(self.module)
             whole = Spec.replicated(self.mesh.ndim)
@@ -347,12 +343,10 @@ class _Parallelizer:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, tangents: Tangents
     ) -> tuple[JointGraph, Program]:
         """Graph and program of one call."""
-        start = time.perf_counter()
         device = torch.device(self.device_mesh.device_type)
-        graph = capture(self.module, args, kwargs, grad=grad, device=device, tangents=tangents)
-        check_constants(graph)
-        seconds = time.perf_counter() - start
-        planner = _planner(self.module, graph, self.mesh, self.options, self.placed)
+        graph, planner, seconds = together(
+            self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, device)
+        )
         decided = self._decide(graph, planner, seconds)
         flow = Flow(planner.rules, Decisions.from_data(decided.decisions), self.mesh)
         ranks = Ranks(self.device_mesh, device)
@@ -363,6 +357,16 @@ class _Parallelizer:
             self._place(decided)
         self.runtime.input_placements.update(decided.input_placements)
         return graph, Program(step, halves, ranks, self._general(args, kwargs, graph, grad, tangents))
+
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, tangents: Tangents, device: torch.device
+    ) -> tuple[JointGraph, Planner, float]:
+        """The graph of one call, its planner, and the seconds that the capture took."""
+        start = time.perf_counter()
+        graph = capture(self.module, args, kwargs, grad=grad, device=device, tangents=tangents)
+        check_constants(graph)
+        seconds = time.perf_counter() - start
+        return graph, _planner(self.module, graph, self.mesh, self.options, self.placed), seconds
 
     def _decide(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
         """The plan given by the user for the first call; else the first rank's."""
@@ -376,7 +380,7 @@ class _Parallelizer:
         if decided is None:
             text = from_first_rank(self.device_mesh, lambda: _planned(planner, seconds, self.options).to_json())
             decided = ShardingPlan.from_json(text)
-        decided.check(self.mesh, graph.fingerprint, held)
+        together(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))
         return decided
 
     def _place(self, decided: ShardingPlan) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
 import autoshard
-from autoshard.errors import BudgetError
+from autoshard.errors import BudgetError, PlanError
 from autoshard.partition.shards import cut, local_of, whole
 from autoshard.plan import ShardingPlan
 from autoshard.specs import Spec
@@ -190,6 +190,25 @@ def too_small_a_budget() -> str:
     module, inputs = models.mlp()
     with pytest.raises(BudgetError) as caught:
         autoshard.parallelize(module, mesh(), (), inputs, memory_limit=1000)
+    assert not isinstance(module.up.weight, DTensor)
+    return str(caught.value)
+
+
+def test_an_error_of_any_rank_is_one_of_all(workers: Workers) -> None:
+    for fault in ("model", "batch", "example that the plan is not of"):
+        messages = workers.run(one_rank_differs, fault)
+        assert all("rank 2: " in message for rank, message in enumerate(messages) if rank != 2), messages
+
+
+def one_rank_differs(fault: str) -> str:
+    module, inputs = models.mlp()
+    plan = autoshard.plan(module, {"dp": 2, "tp": 2}, (), inputs) if "plan" in fault else None
+    if dist.get_rank() == 2 and fault == "model":
+        module = models.Mlp(24, 36)
+    elif dist.get_rank() == 2:
+        inputs = {name: tensor[:4] for name, tensor in inputs.items()}
+    with pytest.raises(PlanError) as caught:
+        autoshard.parallelize(module, mesh(), (), inputs, plan=plan)
     assert not isinstance(module.up.weight, DTensor)
     return str(caught.value)
 

@@ -13,6 +13,9 @@ from torch import Tensor, fx
 # the other recomputes cheap operators, which pays where the halves are compiled.
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
+# The mode in which the shapes of a program's tensors are found.
+from torch._subclasses import FakeTensorMode as FakeTensorMode
+
 # Runs a function once per rank where one process holds all ranks, and plainly elsewhere.
 from torch.distributed._local_tensor import LocalTensor, maybe_run_for_local_tensor
 from torch.distributed.device_mesh import DeviceMesh

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import errors
 from autoshard.errors import AutoshardError
+
+Made = TypeVar("Made")
 
 _FAKE_BACKEND = "fake"  # torch's process group that stands for a world without one: there is nobody to agree with
 
@@ -34,6 +37,35 @@ def from_first_rank(device_mesh: DeviceMesh, make: Callable[[], str]) -> str:
     if kind:
         raise getattr(errors, str(kind))(text)
     return str(text)
+
+
+def together(device_mesh: DeviceMesh, make: Callable[[], Made]) -> Made:
+    """What `make` returns on this rank, once it has succeeded on every rank of the mesh.
+
+    Raises:
+        Exception: what `make` raised here; where it failed elsewhere, an AutoshardError that tells the rank.
+    """
+    if dist.get_backend(device_mesh.get_group(0)) == _FAKE_BACKEND:
+        return make()
+    try:
+        made = make()
+    except Exception as error:
+        _gather(device_mesh, (type(error).__name__, f"rank {dist.get_rank()}: {error}"))
+        raise
+    failure = _gather(device_mesh, None)
+    if failure is not None:
+        kind, text = failure
+        raise getattr(errors, kind, AutoshardError)(text)
+    return made
+
+
+def _gather(device_mesh: DeviceMesh, failure: tuple[str, str] | None) -> tuple[str, str] | None:
+    """The failure of the first rank that has one."""
+    for axis in range(device_mesh.ndim):
+        found: list[tuple[str, str] | None] = [None] * device_mesh.size(axis)
+        dist.all_gather_object(found, failure, group=device_mesh.get_group(axis))
+        failure = next((one for one in found if one is not None), None)
+    return failure
 
 
 def _send(device_mesh: DeviceMesh, payload: list[object]) -> list[object]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
+from autoshard.partition._torch import FakeTensorMode
 from autoshard.specs.axes import MeshShape
 
 

@@ -59,7 +59,6 @@ class Runtime:
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
         self._prepare = prepare
         self._served: dict[Hashable, Served] = {}
-        self._constants: dict[int, torch.Tensor] = {}
 
     def __deepcopy__(self, memo: object) -> Runtime:
         raise InputError(
@@ -79,7 +78,7 @@ class Runtime:
         self.module.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        grad = torch.is_grad_enabled() and _wants_gradient(self.module, args, kwargs)
+        grad = torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs)
         whole_args, whole_kwargs = (args, kwargs) if self.inputs == "global" else self._whole((args, kwargs))
         signature = signature_of(self.module, whole_args, whole_kwargs, grad)
         served = self._served.get(signature)
@@ -213,7 +212,8 @@ def _names(module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -
     return [leaf if isinstance(leaf, str) else "" for leaf in call_layout(module, structure, leaves).leaves]
 
 
-def _wants_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def wants_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a parameter of the module or a tensor of the call requires a gradient."""
     if any(parameter.requires_grad for parameter in module.parameters()):
         return True
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs)))

@@ -118,6 +118,7 @@ class Flow:
         key = value.name
         hub = self.hub(value, phase)
         if hub is not None:
+            key = hub[0]  # of its phase, where forward and backward make copies of their own
             if hub[1] is not spec:
                 key = f"{hub[0]} {hub[1]}"
                 yield key, spec, hub[1]

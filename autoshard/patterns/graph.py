@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,8 +21,6 @@ from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refi
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, is_even
 from autoshard.specs.spec import Spec, placement_text
-
-logger = logging.getLogger(__name__)
 
 _LONGEST_CHAIN = 6
 

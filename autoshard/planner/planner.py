@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import time
 import warnings
 from collections.abc import Iterator
@@ -31,8 +30,6 @@ from autoshard.reshard.path import Resharder
 from autoshard.solver import Solution, solve
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
-
-logger = logging.getLogger(__name__)
 
 METHODS = ("auto", "eliminate", "alternate", "ilp")
 _ROUNDS = 4  # passes over the axes, and over the pairs of axes, of a mesh with three or more

@@ -156,12 +156,11 @@ class _Build:
         return BuiltProblem(self._problem(), self.variables)
 
     def _problem(self) -> Problem:
-        forbidden = [np.asarray(variable.seconds, dtype=np.float64) for variable in self.variables]
         usages = tuple(
             np.zeros(len(variable.options)) if variable.usage is None else variable.usage for variable in self.variables
         )
         return Problem(
-            costs=tuple(forbidden),
+            costs=tuple(np.asarray(variable.seconds, dtype=np.float64) for variable in self.variables),
             edges=tuple(self.edges),
             usages=usages,
             intervals=tuple(variable.life for variable in self.variables),

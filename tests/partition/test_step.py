@@ -13,7 +13,6 @@ from autoshard.partition.shards import distribute
 from autoshard.partition.split import split
 from autoshard.partition.step import Program, Ranks
 from autoshard.planner.problem import Wishes
-from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 from tests import models
 from tests.partition.meshes import per_rank, simulated
@@ -94,4 +93,3 @@ def test_outputs_without_a_gradient_count_as_zero() -> None:
         _, saved = program.forward(program.local(tensors))
         for gradient in program.backward(saved, [None]):
             assert all(not value.any() for value in per_rank(gradient, mesh).values())
-    assert MeshShape.of({"x": 2}).size == 2

@@ -155,9 +155,8 @@ def test_one_device_needs_no_collective() -> None:
 # Memory
 
 
-@pytest.mark.parametrize("name", ["gpt"])
-def test_a_smaller_limit_costs_more_time_and_is_kept(name: str) -> None:
-    graph = captured(name)
+def test_a_smaller_limit_costs_more_time_and_is_kept() -> None:
+    graph = captured("gpt")
     free = plan_of(graph, {"x": 4})
     limits = [int(free.memory.peak * share) for share in (1.0, 0.9, 0.8)]
     plans = [plan_of(graph, {"x": 4}, memory_limit=limit) for limit in limits]

@@ -129,6 +129,7 @@ def batch_norm_backward(call: OpCall) -> Rule:
     """
     names = _reduced_dims(call)
     training = _backward_training(call)
+    sums = 2 * call.operands[0].shape[1] * accumulation_dtype(call.operands[0].dtype).itemsize
     return bind_named(
         call,
         {"grad_out": _image(call), "input": _image(call), "reserve": "r!"}
@@ -137,7 +138,7 @@ def batch_norm_backward(call: OpCall) -> Rule:
         [_image(call), "c", "c"],
         linear=[{"grad_out"}],
         reduce=dict.fromkeys(names) if training else None,
-        exchange=dict.fromkeys(names, 2 * 8 * call.operands[0].shape[1] if training else 0),
+        exchange=dict.fromkeys(names, sums if training else 0),
         local=_batch_norm_backward if training else None,
     )
 

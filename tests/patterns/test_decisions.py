@@ -1,0 +1,105 @@
+"""Decisions as data, and the way of every tensor under them."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.tensor import Shard
+
+from autoshard.errors import PlanError
+from autoshard.patterns.decisions import Decisions, Flow, phase_of
+from autoshard.patterns.graph import Value
+from autoshard.planner.problem import Wishes
+from autoshard.specs.spec import Spec
+from tests.planner.steps import captured, every_parameter, flow_of, planner_of
+
+DECISIONS = Decisions(
+    choices={"mm": (0, -1), "add": (-2, 1)},
+    rest={"primals_1": Spec.parse("S(0,f=3) R")},
+    outputs={"loss": Spec.parse("R R")},
+    hubs={"primals_1@forward": Spec.parse("R P(sum)")},
+)
+
+
+def _flow(forced: bool = False) -> Flow:
+    graph = captured("gpt")
+    planner = planner_of(graph, {"x": 2}, Wishes(forced=every_parameter(graph) if forced else frozenset()))
+    return flow_of(planner, planner.plan())
+
+
+def test_decisions_are_data() -> None:
+    data = DECISIONS.to_data()
+    assert data["choices"]["mm"] == [0, -1]
+    assert data["rest"] == {"primals_1": "S(0,f=3) R"}
+    assert Decisions.from_data(data) == DECISIONS
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda data: data.pop("hubs"),
+        lambda data: data.update(rest={"primals_1": "S(zero)"}),
+        lambda data: data.update(choices=[1, 2]),
+        lambda data: data.update(choices={"mm": 3}),
+        lambda data: data.update(outputs=None),
+    ],
+)
+def test_data_of_another_form_is_refused(harm: object) -> None:
+    data = DECISIONS.to_data()
+    harm(data)  # type: ignore[operator]
+    with pytest.raises(PlanError, match="decisions cannot be read"):
+        Decisions.from_data(data)
+
+
+def test_gradients_are_made_in_the_backward_half() -> None:
+    kinds = {output.kind: phase_of(output) for output in captured("gpt").outputs}
+    assert kinds == {"output": "forward", "gradient": "backward"}
+
+
+def test_legs_lead_from_where_a_value_is_made_to_where_it_is_wanted() -> None:
+    flow = _flow()
+    for value, uses in flow.rules.uses.items():
+        for use in uses:
+            target = flow.wanted(use.node, use.operand)
+            spec = flow.produced(value)
+            for _, source, reached in flow.legs(value, flow.graph.phase(use.node), target):
+                assert source is spec
+                spec = reached
+            assert spec is target
+
+
+def test_uses_that_share_a_hub_share_its_copy() -> None:
+    flow = _flow()
+    moved = 0
+    for value, uses in flow.rules.uses.items():
+        hub = flow.hub(value, "forward")
+        if hub is None or hub[1] is flow.produced(value):
+            continue
+        firsts = {
+            next(iter(flow.legs(value, flow.graph.phase(use.node), flow.wanted(use.node, use.operand))))[0]
+            for use in uses
+        }
+        assert firsts == {f"{hub[0]} {hub[1]}"}
+        moved += 1
+    assert moved
+
+
+def test_the_phases_of_a_forced_parameter_have_copies_of_their_own() -> None:
+    flow = _flow(forced=True)
+    weight = Value(next(s.node for s in flow.graph.inputs if s.name == "layers.0.mlp.2.weight"))
+    hubs = [flow.hub(weight, phase) for phase in ("forward", "backward")]
+    assert all(hub is not None for hub in hubs)
+    assert [hub[0] for hub in hubs if hub] == [f"{weight.name}@forward", f"{weight.name}@backward"]
+    target = Spec.replicated(1)
+    copies = [{key for key, _, _ in flow.legs(weight, phase, target)} for phase in ("forward", "backward")]
+    assert not copies[0] & copies[1]
+
+
+def test_gradients_are_delivered_as_their_parameters_lie() -> None:
+    flow = _flow(forced=True)
+    rest = {
+        source.name: flow.produced(Value(source.node)) for source in flow.graph.inputs if source.kind == "parameter"
+    }
+    gradients = [output for output in flow.graph.outputs if output.kind == "gradient" and output.node is not None]
+    assert gradients
+    assert all(flow.delivered(output) is rest[output.name] for output in gradients)
+    assert any(Shard(0) in spec.placements for spec in rest.values())

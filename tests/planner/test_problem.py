@@ -1,0 +1,132 @@
+"""The problem of a step: its cost is what the plan's parts cost, and its decisions read back as they were made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from torch.distributed.tensor import Replicate, Shard
+
+from autoshard.planner.problem import BuiltProblem, ProblemBuilder, Wishes
+from autoshard.solver import solve
+from autoshard.specs.spec import Spec
+from tests.planner.steps import captured, every_parameter, planner_of
+
+
+def _built(name: str, mesh: dict[str, int], wishes: Wishes | None = None) -> BuiltProblem:
+    planner = planner_of(captured(name), mesh, wishes)
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes)
+    return builder.build(frozenset(range(len(mesh))))
+
+
+def _options(built: BuiltProblem, kind: str, key: str) -> list[Spec]:
+    (variable,) = (one for one in built.variables if (one.kind, one.key) == (kind, key))
+    return list(variable.options)  # type: ignore[arg-type]
+
+
+def _node(name: str, source: str) -> str:
+    return next(item.node.name for item in captured(name).inputs if item.name == source and item.kind != "tangent")
+
+
+def test_variables_agree_with_the_problem() -> None:
+    built = _built("mlp", {"x": 2, "y": 2})
+    problem = built.problem
+    assert [len(variable.options) for variable in built.variables] == [len(costs) for costs in problem.costs]
+    assert problem.components is not None
+    assert all(labels.shape[1] == 2 for labels in problem.components)
+    for edge in problem.edges:
+        sizes = len(built.variables[edge.source].options), len(built.variables[edge.target].options)
+        assert edge.costs.shape == sizes
+        assert (edge.costs >= 0).all()
+
+
+def test_decisions_read_back_as_the_assignment() -> None:
+    built = _built("mlp", {"x": 2})
+    solution = solve(built.problem)
+    decisions = built.decode(solution.assignment)
+    for variable, option in zip(built.variables, solution.assignment, strict=True):
+        table = {
+            "operator": decisions.choices,
+            "rest": decisions.rest,
+            "output": decisions.outputs,
+            "hub": decisions.hubs,
+        }[variable.kind]
+        assert table[variable.key] == variable.options[option]
+
+
+def test_axes_that_are_not_open_keep_what_they_have() -> None:
+    planner = planner_of(captured("mlp"), {"x": 2, "y": 2})
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes)
+    first = builder.build(frozenset({0}))
+    decisions = first.decode(solve(first.problem).assignment)
+    assert all(choices[1] == -1 for choices in decisions.choices.values())
+    assert all(spec[1] == Replicate() for spec in decisions.rest.values())
+    second = builder.build(frozenset({1}), decisions)
+    better = second.decode(solve(second.problem).assignment)
+    assert all(choices[0] == decisions.choices[name][0] for name, choices in better.choices.items())
+    assert solve(second.problem).cost <= solve(first.problem).cost
+
+
+def test_a_value_with_several_users_has_one_hub() -> None:
+    built = _built("gpt", {"x": 2})
+    keys = [variable.key for variable in built.variables if variable.kind == "hub"]
+    assert keys
+    assert len(set(keys)) == len(keys)
+    assert not any("@" in key for key in keys)
+
+
+def test_a_forced_parameter_has_a_hub_for_each_phase_and_is_not_whole_at_rest() -> None:
+    graph = captured("gpt")
+    built = _built("gpt", {"x": 2}, Wishes(forced=every_parameter(graph)))
+    weight = _node("gpt", "layers.0.mlp.2.weight")
+    hubs = [variable.key for variable in built.variables if variable.kind == "hub"]
+    assert f"{weight}@forward" in hubs
+    assert f"{weight}@backward" in hubs
+    assert all(spec.shard_axes for spec in _options(built, "rest", weight))
+
+
+def test_a_forced_parameter_that_no_axis_divides_is_sharded_unevenly() -> None:
+    built = _built("mlp", {"x": 5}, Wishes(forced=frozenset({"up.bias", "down.weight"})))
+    assert _options(built, "rest", _node("mlp", "up.bias")) == [Spec.of(Shard(0))]
+    assert _options(built, "rest", _node("mlp", "down.weight")) == [Spec.of(Shard(0)), Spec.of(Shard(1))]
+
+
+@pytest.mark.parametrize("pin", [(Shard(1), None), (None, Replicate()), (Shard(0), Shard(0))], ids=str)
+def test_pinned_axes_have_one_placement(pin: tuple[Shard | Replicate | None, ...]) -> None:
+    built = _built("mlp", {"x": 2, "y": 2}, Wishes(pinned={"up.weight": pin}))
+    options = _options(built, "rest", _node("mlp", "up.weight"))
+    assert options
+    for spec in options:
+        assert all(want is None or want == have for want, have in zip(pin, spec, strict=True))
+
+
+def test_global_inputs_are_whole_and_local_ones_shards_of_the_batch() -> None:
+    node = _node("mlp", "x")
+    assert _options(_built("mlp", {"x": 2, "y": 3}), "rest", node) == [Spec.replicated(2)]
+    local = _options(_built("mlp", {"x": 2, "y": 3}, Wishes(local_inputs=True)), "rest", node)
+    assert set(map(str, local)) == {"R R", "S(0) R", "R S(0)", "S(0) S(0)"}
+
+
+def test_memory_of_parameters_counts_gradients_and_optimizer_state() -> None:
+    built = _built("mlp", {"x": 2})
+    (variable,) = (one for one in built.variables if one.key == _node("mlp", "up.weight"))
+    assert variable.usage is not None
+    whole = 24 * 48 * 4
+    held = dict(zip(map(str, variable.options), variable.usage.tolist(), strict=True))
+    assert held["R"] == 4 * whole  # parameter, gradient and two moments
+    assert held["S(0)"] == held["S(1)"] == 2 * whole
+    assert variable.life == (0, len(planner_of(captured("mlp"), {"x": 2}).rules.operators) + 1)
+
+
+def test_what_a_reshard_costs_is_found_on_the_edge() -> None:
+    planner = planner_of(captured("mlp"), {"x": 2})
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes)
+    value = next(iter(planner.rules.values()))
+    specs = [Spec.parse(text) for text in ("R", "S(0)", "P(sum)", "S(0)")]
+    listed = builder.listed(specs)
+    assert builder.listed(specs) is listed
+    table = builder.between(value, listed, listed)
+    assert np.array_equal(table[1], table[3])
+    for row, source in enumerate(specs):
+        for column, target in enumerate(specs):
+            path = planner.resharder.path(value.meta.shape, value.meta.dtype.itemsize, source, target)
+            assert table[row, column] == pytest.approx(path.seconds)
