@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 HEAD = """\
 # Compatibility
 
-autoshard supports Python 3.11 and later, and torch 2.11 to 2.13; its tests run on the versions in `constraints.txt`,
+autoshard is written for Python 3.11 and later, and torch 2.11 to 2.13; its tests run on the versions in `constraints.txt`,
 on CPU devices over gloo.
 
 Some of what autoshard stands on has no public name in torch yet. Each room keeps such names in one module, `_torch.py`,

@@ -42,9 +42,9 @@ INTRODUCTION = f"""# Numerics
 Written by `python -m tests.numerics --write` from real runs with torch {torch.__version__.split("+")[0]}.
 
 A model trained on a mesh computes what it computes on one device. Every row below trained a small model for {STEPS}
-steps of SGD with momentum, on the same batch, in float64, once on one device and once on the mesh, and compares *every
-rank* with the one device: the losses of all steps; the outputs and gradients of the last; parameters and buffers after
-it. All must agree to 1e-9; what is left is the rounding of sums taken in another order.
+steps (under a random plan: one) of SGD with momentum, on the same batch, in float64, once on one device and once on the
+mesh, and compares *every rank* with the one device: the losses of all steps; the outputs and gradients of the last;
+parameters and buffers after it. All must agree to 1e-9; what is left is the rounding of sums taken in another order.
 
 * **Relative difference** of two tensors: the largest absolute difference over the largest absolute element of the
   one-device tensor. The divisor is at least a thousandth of the largest element among all tensors of that column:
@@ -54,7 +54,8 @@ it. All must agree to 1e-9; what is left is the rounding of sums taken in anothe
   widened, so that only the sharding can differ. Dropout is off.
 * **Sharded** counts parameters that are split over some mesh axis, of all parameters. **Collectives** counts what one
   rank called in one step: all-reduce (AR), all-gather (AG), reduce-scatter (RS), all-to-all (A2A); gradients that are
-  reduced together count once.
+  reduced together count once. Where no parameter is sharded, the planner found it cheapest to split the batch and the
+  activations alone; the collectives show that.
 * The planner would replicate models as small as these on real links. The cluster that it is told about has links so
   fast that sharding pays.
 * Llama has 4 query heads over 2 key and value heads. Ranks are simulated in one process unless it says otherwise: the

@@ -16,8 +16,9 @@ from torch.distributed.tensor import Placement, Replicate
 
 from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.errors import HintError
+from autoshard.patterns.ops.unknown import whole_rule
 from autoshard.patterns.registry import op_call, rule_for
-from autoshard.patterns.rule import Dims, Factor, OpCall, Rule, TensorMeta, refine
+from autoshard.patterns.rule import Factor, OpCall, Rule, TensorMeta, refine
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, is_even
 from autoshard.specs.spec import Spec, placement_text
@@ -77,16 +78,6 @@ def operand_nodes(node: fx.Node) -> Iterator[fx.Node]:
                 yield from walk(item)
 
     yield from walk((node.args, tuple(node.kwargs.values())))
-
-
-def whole_rule(call: OpCall) -> Rule:
-    """The rule of an operator that nobody wrote a rule for: everything replicated."""
-
-    def whole(meta: TensorMeta | None) -> Dims | None:
-        return None if meta is None else ((),) * len(meta.shape)
-
-    operands = tuple(((),) * len(meta.shape) for meta in call.operands)
-    return Rule((), operands, tuple(whole(meta) for meta in call.results))
 
 
 class GraphRules:
