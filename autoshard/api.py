@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard import hints as hint_rules
 from autoshard.arguments import check_examples, check_mesh, check_module, check_plain, check_plan
-from autoshard.capture._torch import outside_modes
+from autoshard.capture import outside_modes
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.capture.twin import check_parameters
 from autoshard.cluster.cluster import Cluster

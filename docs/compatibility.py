@@ -20,8 +20,8 @@ PAGE = ROOT / "docs" / "compatibility.md"
 HEAD = """\
 # Compatibility
 
-autoshard is written for Python 3.11 and later, and torch 2.11 to 2.13; its tests run on the versions in `constraints.txt`,
-on CPU devices over gloo.
+autoshard is written for Python 3.11 and later, and torch 2.11 to 2.13; its tests run on the versions in
+`constraints.txt`, on CPU devices over gloo.
 
 Some of what autoshard stands on has no public name in torch yet. Each room keeps such names in one module, `_torch.py`,
 so that a new release of torch is met in these places alone. A name that a supported release lacks is guarded there,

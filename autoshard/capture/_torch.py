@@ -15,6 +15,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,  # the gradient that the backward half starts from, and of which output
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # forward and backward in one graph
+from torch._ops import OpOverload  # the type of an operator such as torch.ops.aten.mm.default
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # tensors with a device, and no numbers
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # no public name yet
 from torch.export.graph_signature import InputKind, TensorArgument
@@ -29,6 +30,7 @@ __all__ = [
     "GradAOTOutput",
     "InputKind",
     "InputMutationAOTOutput",
+    "OpOverload",
     "PlainAOTInput",
     "PlainAOTOutput",
     "StridedShard",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.capture._torch import OpOverload
+
 aten = torch.ops.aten
 
 _ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
@@ -56,7 +58,7 @@ def simplify(graph: fx.Graph) -> None:
 
 def _is_impure(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or (
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        isinstance(node.target, OpOverload) and node.target._schema.is_mutable
     )
 
 
@@ -124,7 +126,7 @@ def _merge_common(graph: fx.Graph) -> None:
 def _expression(node: fx.Node) -> Hashable | None:
     if node.op != "call_function" or is_random(node):
         return None
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         if node.target._schema.is_mutable or node.target.namespace == "autoshard":
             return None
     elif node.target is not operator.getitem:
@@ -135,7 +137,7 @@ def _expression(node: fx.Node) -> Hashable | None:
 
 def is_random(node: fx.Node) -> bool:
     """Whether two calls of the operator may give different numbers."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     return torch.Tag.nondeterministic_seeded in node.target.tags or "dropout" in str(node.target)
 

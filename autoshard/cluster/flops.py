@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from torch._ops import OpOverload
+from autoshard.cluster._torch import OpOverload
 
 Shape = Sequence[int]
 

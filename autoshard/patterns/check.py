@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import RuleError
+from autoshard.patterns._torch import OpOverload
 from autoshard.patterns.local import LocalCall, emit_local
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.registry import call_of, rule_for
@@ -41,7 +42,7 @@ class Finding:
 
 
 def check(
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     sizes: Sequence[int] = (2, 3, 4),

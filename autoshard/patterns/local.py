@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 import torch
 
+from autoshard.patterns._torch import collectives
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import Choices, local_shape
 from autoshard.specs.axes import MeshShape
 
-collectives = torch.ops._c10d_functional
+__all__ = ["Emitter", "LocalCall", "all_reduce", "collectives", "emit_local"]
 
 
 class Emitter(Protocol):

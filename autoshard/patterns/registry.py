@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autoshard.errors import RuleError
+from autoshard.patterns._torch import OpOverload
 from autoshard.patterns.notation import Linear, Reduction, bind, check_options, parse
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
@@ -72,11 +73,11 @@ class Registry:
             self._rules[call] = rule
         return self._rules[call]
 
-    def knows(self, op: torch._ops.OpOverload) -> bool:
+    def knows(self, op: OpOverload) -> bool:
         """Whether any rule is registered for the operator; it may still decline some calls."""
         return self._find(op) is not None
 
-    def _find(self, op: torch._ops.OpOverload) -> Maker | None:
+    def _find(self, op: OpOverload) -> Maker | None:
         name = op._schema.name
         overload = op._schema.overload_name or "default"
         return self._makers.get(f"{name}.{overload}") or self._makers.get(name)
@@ -110,7 +111,7 @@ def rule_for(call: OpCall) -> Rule | None:
     return _default.rule_for(call)
 
 
-def knows(op: torch._ops.OpOverload) -> bool:
+def knows(op: OpOverload) -> bool:
     """Whether the library has a rule for the operator; it may still decline some calls."""
     return _default.knows(op)
 
@@ -166,7 +167,7 @@ def register_rule(
 
 def op_call(node: fx.Node) -> OpCall:
     """The call that an FX node makes, from the fake tensors in `meta["val"]` of its arguments and of itself."""
-    assert isinstance(node.target, torch._ops.OpOverload), node.target
+    assert isinstance(node.target, OpOverload), node.target
     value = node.meta.get("val")
     results = value if isinstance(value, (tuple, list)) else (value,)
     return OpCall(
@@ -188,7 +189,7 @@ def _described(value: Any) -> Any:
     return value
 
 
-def call_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> OpCall:
+def call_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> OpCall:
     """The call of an operator on real or fake tensors, with the results that it gave."""
     outputs = results if isinstance(results, (tuple, list)) else (results,)
     return OpCall(

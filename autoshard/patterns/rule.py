@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoshard.errors import RuleError
+from autoshard.patterns._torch import OpOverload
 
 if TYPE_CHECKING:
     from autoshard.patterns.local import LocalCall
@@ -41,7 +42,7 @@ class TensorMeta:
 class OpCall:
     """One call of an operator, tensors replaced by their `TensorMeta`, lists by tuples (so that it is hashable)."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     results: tuple[TensorMeta | None, ...]
