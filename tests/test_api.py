@@ -22,7 +22,7 @@ from tests.partition.meshes import simulated
 from tests.training import TOLERANCE, fast_links, held_by_ranks, outputs_of, relative_difference
 
 Inputs = dict[str, Any]
-Session = Callable[[nn.Module, Inputs], Mapping[str, torch.Tensor]]
+Usage = Callable[[nn.Module, Inputs], Mapping[str, torch.Tensor]]
 """What a user does with a module; returns what is to be compared."""
 
 
@@ -34,10 +34,10 @@ def mlp() -> models.Model:
     return models.mlp(dtype=torch.float64)
 
 
-def alone(session: Session, module: nn.Module, inputs: Inputs) -> dict[str, list[torch.Tensor]]:
-    """The session on one device, on a copy of the module: its results and the parameters and gradients at its end."""
+def alone(usage: Usage, module: nn.Module, inputs: Inputs) -> dict[str, list[torch.Tensor]]:
+    """The usage on one device, on a copy of the module: its results and the parameters and gradients at its end."""
     module = copy.deepcopy(module)
-    return _results(session(module, inputs), module)
+    return _results(usage(module, inputs), module)
 
 
 def _results(results: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, list[torch.Tensor]]:
@@ -49,12 +49,12 @@ def _results(results: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str
     return {name: held_by_ranks(tensor.detach()) for name, tensor in held.items()}
 
 
-def check(session: Session, module: nn.Module, inputs: Inputs, **options: Any) -> nn.Module:
-    """The session gives on a mesh what it gives on one device."""
-    expected = alone(session, module, inputs)
+def check(usage: Usage, module: nn.Module, inputs: Inputs, **options: Any) -> nn.Module:
+    """The usage gives on a mesh what it gives on one device."""
+    expected = alone(usage, module, inputs)
     with simulated(dp=2, tp=2) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **options)
-        assert relative_difference(_results(session(module, inputs), module), expected) <= TOLERANCE
+        assert relative_difference(_results(usage(module, inputs), module), expected) <= TOLERANCE
     return module
 
 
@@ -103,7 +103,7 @@ def test_without_examples_an_optimizer_made_before_the_first_call_trains_the_rig
 
 
 def test_other_batch_sizes_evaluation_and_other_keywords_are_served() -> None:
-    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    def usage(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         results = {"first": step(module, inputs), "second": step(module, cut(inputs, 7))}
         with torch.no_grad():
             results["logits"] = module(inputs["input_ids"][:3])
@@ -114,26 +114,26 @@ def test_other_batch_sizes_evaluation_and_other_keywords_are_served() -> None:
         results["again"] = step(module, inputs)
         return results
 
-    check(session, *gpt())
+    check(usage, *gpt())
 
 
 def test_evaluation_without_gradients_needs_no_backward() -> None:
-    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    def usage(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             logits, loss = module(**inputs)
         assert not loss.requires_grad
         return {"logits": logits, "loss": loss}
 
-    check(session, *gpt())
+    check(usage, *gpt())
 
 
 def test_gradients_accumulate_over_several_calls() -> None:
-    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    def usage(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         for size in (12, 4, 12):
             module(**cut(inputs, size)).backward()
         return {}
 
-    check(session, *mlp())
+    check(usage, *mlp())
 
 
 def test_frozen_parameters_stay_and_tied_ones_stay_tied() -> None:
@@ -150,58 +150,58 @@ def test_frozen_parameters_stay_and_tied_ones_stay_tied() -> None:
 
 
 def test_freezing_after_parallelize_is_served() -> None:
-    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    def usage(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         loss = step(module, inputs)
         module.up.weight.requires_grad_(False)
         module.up.weight.grad = None
         return {"loss": loss, "frozen": step(module, inputs)}
 
-    check(session, *mlp())
+    check(usage, *mlp())
 
 
 def test_a_loss_that_the_user_makes_of_the_logits() -> None:
     """The model returns a loss too, which the first program alone differentiates."""
 
-    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    def usage(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         logits, _ = module(**inputs)
         functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), label_smoothing=0.1).backward()
         logits, loss = module(**inputs)
         (loss + logits.square().mean()).backward()
         return {"logits": logits, "loss": loss}
 
-    check(session, *gpt())
+    check(usage, *gpt())
 
 
 def test_a_loss_of_the_logits_of_a_model_with_buffers() -> None:
     """The second program starts from the buffers as they were before the first one changed them."""
 
-    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    def usage(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         for _ in range(2):
             module(**inputs)["logits"].square().mean().backward()
         return dict(module.named_buffers())
 
     _, inputs = models.resnet18(dtype=torch.float64, size=16)
-    check(session, models.ResNet((12,), 12).double(), inputs)
+    check(usage, models.ResNet((12,), 12).double(), inputs)
 
 
 def test_planned_outputs_are_dtensors_as_they_lie() -> None:
-    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    def usage(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         logits, loss = module(**inputs)
         (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
         return {"logits": logits, "loss": loss}
 
-    module = check(session, *gpt(), output_placements="planned")
+    module = check(usage, *gpt(), output_placements="planned")
     assert any(placement != Replicate() for placement in module.sharding_plan.output_placements["output[0]"])
 
 
 def test_outputs_are_handed_back_as_asked() -> None:
-    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    def usage(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         logits, loss = module(**inputs)
         assert not isinstance(logits, DTensor) or tuple(logits.placements) == (Shard(0), Shard(2))
         (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
         return {"logits": logits}
 
-    check(session, *gpt(), output_placements={"output[0]": (Shard(0), Shard(2))})
+    check(usage, *gpt(), output_placements={"output[0]": (Shard(0), Shard(2))})
 
 
 def local_inputs(inputs: Inputs, mesh: DeviceMesh) -> Inputs:
@@ -213,10 +213,10 @@ def local_inputs(inputs: Inputs, mesh: DeviceMesh) -> Inputs:
 def test_local_inputs() -> None:
     module, inputs = gpt()
 
-    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    def usage(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         return {"loss": step(module, inputs), "then": step(module, inputs)}
 
-    expected = alone(session, module, inputs)
+    expected = alone(usage, module, inputs)
     with simulated(dp=2, tp=2) as mesh:
         placements = dict.fromkeys(inputs, (Shard(0), Replicate()))
         autoshard.parallelize(
@@ -224,7 +224,7 @@ def test_local_inputs() -> None:
         )
         assert module.sharding_plan.input_placements == placements
         shards = local_inputs(inputs, mesh)
-        assert relative_difference(_results(session(module, shards), module), expected) <= TOLERANCE
+        assert relative_difference(_results(usage(module, shards), module), expected) <= TOLERANCE
 
 
 def test_dtensor_inputs_may_lie_anyhow() -> None:
@@ -240,20 +240,20 @@ def test_dtensor_inputs_may_lie_anyhow() -> None:
 def test_gradients_flow_to_inputs() -> None:
     module, inputs = mlp()
 
-    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    def usage(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         x = inputs["x"].clone().requires_grad_()
         module(x, target=inputs["target"]).backward()
         assert x.grad is not None
         return {"gradient of x": x.grad}
 
-    check(session, module, inputs)
+    check(usage, module, inputs)
 
 
 def test_an_uneven_hint_trains_right() -> None:
     """48 rows over 5 ranks: shards of 10 and 8."""
     module, inputs = mlp()
 
-    def session(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    def usage(module: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         losses = {}
         for index in range(3):
@@ -263,11 +263,11 @@ def test_an_uneven_hint_trains_right() -> None:
             optimizer.step()
         return losses
 
-    expected = alone(session, module, inputs)
+    expected = alone(usage, module, inputs)
     with simulated(dp=5) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, hints={"*.weight": Shard(0), "up.bias": Shard(0)})
         assert tuple(module.up.weight.placements) == (Shard(0),)
-        assert relative_difference(_results(session(module, inputs), module), expected) <= TOLERANCE
+        assert relative_difference(_results(usage(module, inputs), module), expected) <= TOLERANCE
 
 
 def test_a_budget_that_cannot_be_met_changes_nothing() -> None:
