@@ -106,7 +106,8 @@ class Planner:
         limit = self.settings.memory_limit
         found = self._solve(self.wishes)
         if limit is not None and found.memory.peak > limit:
-            found = self._within(limit, found)
+            # What bounds the problem without a limit bounds it with one; the problems solved on the way are narrower.
+            found = replace(self._within(limit, found), lower_bound=found.lower_bound)
         with self._timed("account"):
             return self._describe(found)
 
