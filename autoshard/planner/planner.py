@@ -235,12 +235,17 @@ class Planner:
         return best
 
     def _over_budget(self, limit: int, least: Memory) -> BudgetError:
+        shortened = (
+            f" The search ended at time_limit={self.settings.time_limit:g} s: a longer one may find a smaller peak."
+            if time.monotonic() > self.deadline
+            else ""
+        )
         return BudgetError(
             f"no plan fits in {format_bytes(limit)} per device on mesh {self.mesh}: the smallest peak found is "
             f"{format_bytes(least.peak)} (parameters {format_bytes(least.parameters)}, gradients "
             f"{format_bytes(least.gradients)}, optimizer {format_bytes(least.optimizer)}, activations "
             f"{format_bytes(least.activations)}). Raise memory_limit to {least.peak} bytes, add devices, or make the "
-            "batch smaller."
+            f"batch smaller.{shortened}"
         )
 
     # Account
