@@ -4,47 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch.distributed.tensor import Placement
 
 from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.errors import BudgetError
-from autoshard.memory.budget import format_bytes
-from autoshard.memory.footprint import Memory
-from autoshard.memory.force import smallest_feasible_k
+from autoshard.errors import BudgetError, PlanError
+from autoshard.memory.footprint import Allocation, Memory
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph import GraphRules, Value
 from autoshard.plan import ShardingPlan
 from autoshard.planner.account import Account
 from autoshard.planner.allocations import allocations
+from autoshard.planner.budget import BudgetSearch
+from autoshard.planner.found import Found
 from autoshard.planner.options import OptionTables
 from autoshard.planner.problem import ProblemBuilder, Wishes
 from autoshard.reshard.path import Resharder
-from autoshard.solver import Solution, solve
+from autoshard.solver import solve
+from autoshard.solver.eliminate import WidthError
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
 METHODS = ("auto", "eliminate", "alternate", "ilp")
 _ROUNDS = 4  # passes over the axes, and over the pairs of axes, of a mesh with three or more
-_CORRECTIONS = 7  # times that the memory rows are tightened by what the account finds
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A solved plan: what was decided, and how good it is."""
-
-    decisions: Decisions
-    cost: float
-    lower_bound: float
-    method: str
-    memory: Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,64 +95,101 @@ class Planner:
                 stacklevel=2,
             )
         limit = self.settings.memory_limit
-        found = self._solve(self.wishes)
+        found = self.solve(self.wishes)
         if limit is not None and found.memory.peak > limit:
             # What bounds the problem without a limit bounds it with one; the problems solved on the way are narrower.
-            found = replace(self._within(limit, found), lower_bound=found.lower_bound)
+            found = replace(BudgetSearch(self, limit, found).run(), lower_bound=found.lower_bound)
         with self._timed("account"):
             return self._describe(found)
 
     # Search
 
-    def _solve(self, wishes: Wishes, limit: float | None = None) -> Found:
-        """The best decisions under some wishes."""
+    def solve(
+        self,
+        wishes: Wishes,
+        *,
+        method: str | None = None,
+        limit: float | None = None,
+        prices: np.ndarray | None = None,
+        seconds: float = math.inf,
+    ) -> Found:
+        """The best decisions found under some wishes.
+
+        Args:
+            wishes: what is pinned and forced.
+            method: one of `METHODS`; by default that of the settings.
+            limit: bytes that what operators and parameters hold may reach at any moment.
+            prices: of memory, in seconds per byte at every moment; they decide, and are no part of the cost found.
+            seconds: that a single problem may take; at least one, and no more than the planner has left.
+
+        Raises:
+            PlanError: the method found no decisions in the time there is, or can't solve this problem.
+            BudgetError: the same under a limit.
+        """
         builder = ProblemBuilder(self.rules, self.tables, self.resharder, wishes)
+        ask = _Ask(builder, method or self.settings.method, limit, prices, seconds)
         axes = [axis for axis, size in enumerate(self.mesh.sizes) if size > 1]
         if len(axes) <= 2:
-            decisions, solution = self._solve_block(builder, frozenset(axes), None, limit)
-            bound = solution.lower_bound
+            solved = self._solve_block(ask, frozenset(axes), None)
+            bound = solved.lower_bound
         else:
-            decisions, solution = self._solve_in_turn(builder, axes, limit)
+            solved = self._solve_in_turn(ask, axes)
             bound = self._floor()
-        return Found(decisions, solution.cost, bound, solution.method, _memory(self._account(decisions)))
+        memory = Memory.of(self.allocations(solved.decisions))
+        return Found(solved.decisions, solved.cost, bound, solved.method, memory)
 
-    def _solve_block(
-        self, builder: ProblemBuilder, free: frozenset[int], current: Decisions | None, limit: float | None
-    ) -> tuple[Decisions, Solution]:
+    def allocations(self, decisions: Decisions) -> list[Allocation]:
+        """What one device holds, and when, under some decisions."""
+        return list(allocations(self._account(decisions)))
+
+    def _solve_block(self, ask: _Ask, free: frozenset[int], current: Decisions | None) -> _Solved:
         with self._timed("problem"):
-            built = builder.build(free, current)
+            built = ask.builder.build(free, current, ask.prices)
         with self._timed("solve"):
-            remaining = max(1.0, self.deadline - time.monotonic())
-            problem = built.problem if limit is None else replace(built.problem, limit=limit)
-            method = self.settings.method
+            remaining = max(1.0, min(ask.seconds, self.deadline - time.monotonic()))
+            problem = built.problem if ask.limit is None else replace(built.problem, limit=ask.limit)
+            method = ask.method
             if method == "auto" and len(free) < sum(size > 1 for size in self.mesh.sizes):
                 method = "alternate"  # a proof for some of the axes would prove nothing of all
-            solution = solve(problem, method=method, time_limit=remaining)
+            try:
+                solution = solve(problem, method=method, time_limit=remaining)
+            except WidthError as error:
+                raise PlanError(
+                    f'method="eliminate" can not plan this model on mesh {self.mesh}: {error}. Use method="auto", '
+                    "which eliminates where that is possible and searches where it is not."
+                ) from error
         if not solution.assignment:
-            raise BudgetError(f"no assignment found ({solution.status}) in {self.settings.time_limit} seconds.")
-        return built.decode(solution.assignment), solution
+            kind = PlanError if ask.limit is None else BudgetError
+            raise kind(
+                f'method="{ask.method}" found no plan on mesh {self.mesh} within time_limit='
+                f'{self.settings.time_limit:g} s ({solution.status}): allow more time, or use method="auto".'
+            )
+        cost = solution.cost
+        if ask.prices is not None:
+            with self._timed("problem"):
+                cost = ask.builder.build(free, current).problem.cost(solution.assignment)
+        decisions = built.decode(solution.assignment)
+        return _Solved(decisions, solution.cost, cost, solution.lower_bound, solution.method)
 
-    def _solve_in_turn(
-        self, builder: ProblemBuilder, axes: list[int], limit: float | None
-    ) -> tuple[Decisions, Solution]:
+    def _solve_in_turn(self, ask: _Ask, axes: list[int]) -> _Solved:
         """Three axes and more: some are open while the others stay, until nothing improves.
 
         Strategies of all axes at once are too many to list. One axis after the other, each solved exactly, is quick and
         near; then two at a time mend what only two axes can change together.
         """
         order = sorted(axes, key=lambda axis: -self.mesh.sizes[axis])
-        decisions, best = self._solve_block(builder, frozenset(order[:1]), None, limit)
+        best = self._solve_block(ask, frozenset(order[:1]), None)
         for width in (1, 2):
             blocks = [frozenset(block) for block in itertools.combinations(order, width)]
             idle = 0
             for block in itertools.islice(itertools.cycle(blocks), 2 - width, _ROUNDS * len(blocks)):
                 if idle == len(blocks) or time.monotonic() > self.deadline:
                     break
-                better, solution = self._solve_block(builder, block, decisions, limit)
+                better = self._solve_block(ask, block, best.decisions)
                 idle += 1
-                if solution.cost < best.cost * (1 - 1e-9):
-                    decisions, best, idle = better, solution, 1
-        return decisions, best
+                if better.value < best.value * (1 - 1e-9):
+                    best, idle = better, 1
+        return best
 
     def _floor(self) -> float:
         """A lower bound that needs no search: every operator at its cheapest, every reshard free."""
@@ -170,83 +198,6 @@ class Planner:
             rule, call = self.rules.rules[node], self.rules.calls[node]
             total += float(self.tables.seconds(call, rule, self.tables.options(rule)).min())
         return total
-
-    # Memory
-
-    def _within(self, limit: int, unlimited: Found) -> Found:
-        """The fastest plan found whose peak is within the limit.
-
-        Forcing the largest parameters to be sharded comes first (Rhino 4.4). What then is still too much are
-        activations, which rows of memory in the problem itself bound (Rhino 4.2); `method="ilp"` starts with these.
-
-        Raises:
-            BudgetError: no plan found fits. The peak it names is found in the same way at every limit, so that it fits.
-        """
-        if self.settings.method == "ilp":
-            found = self._by_memory_rows(limit, self.wishes, unlimited.memory.peak)
-            if found is not None:
-                return found
-        sizes = {
-            source.name: Value(source.node).meta.bytes
-            for source in self.graph.inputs
-            if source.kind == "parameter" and any(one is None for one in self.wishes.pinned.get(source.name, (None,)))
-        }
-
-        def fits(forced: frozenset[str]) -> Found | None:
-            found = self._solve(replace(self.wishes, forced=forced)) if forced else unlimited
-            return found if found.memory.peak <= limit else None
-
-        answer = smallest_feasible_k(sizes, fits)
-        if answer is not None:
-            forced_count, found = answer
-            return replace(found, method=f"{found.method}, the {forced_count} largest parameters forced to be sharded")
-        everything = replace(self.wishes, forced=frozenset(sizes))
-        forced_all = self._solve(everything)
-        least = min(self._by_memory_rows(0, everything, forced_all.memory.peak) or forced_all, forced_all, key=_peak)
-        if _peak(least) > limit:
-            raise self._over_budget(limit, least.memory)
-        faster = self._by_memory_rows(limit, everything, forced_all.memory.peak)
-        found = least if faster is None or faster.cost > least.cost else faster
-        return replace(found, method=f"{found.method}, all parameters forced to be sharded, activations bounded")
-
-    def _by_memory_rows(self, limit: int, wishes: Wishes, known: int) -> Found | None:
-        """Rows of memory in the problem (Rhino 4.2): the fastest plan found within the limit.
-
-        The problem sees less than the account does (copies that a reshard makes), so that its limit is bisected,
-        between nothing and the `known` peak of a plan, until the account agrees with the one asked for.
-
-        Returns:
-            None if there is none; for a limit of 0, the plan of the smallest peak.
-        """
-        impossible, loose, best = 0.0, float(known), None
-        rows = float(limit) or loose / 2
-        for _ in range(_CORRECTIONS):
-            try:
-                found = self._solve(wishes, rows)
-            except BudgetError:
-                impossible = rows
-            else:
-                if found.memory.peak <= limit:
-                    return found
-                if limit == 0 and (best is None or _peak(found) < _peak(best)):
-                    best = found
-                loose = rows
-            rows = (impossible + loose) / 2
-        return best
-
-    def _over_budget(self, limit: int, least: Memory) -> BudgetError:
-        shortened = (
-            f" The search ended at time_limit={self.settings.time_limit:g} s: a longer one may find a smaller peak."
-            if time.monotonic() > self.deadline
-            else ""
-        )
-        return BudgetError(
-            f"no plan fits in {format_bytes(limit)} per device on mesh {self.mesh}: the smallest peak found is "
-            f"{format_bytes(least.peak)} (parameters {format_bytes(least.parameters)}, gradients "
-            f"{format_bytes(least.gradients)}, optimizer {format_bytes(least.optimizer)}, activations "
-            f"{format_bytes(least.activations)}). Raise memory_limit to {least.peak} bytes, add devices, or make the "
-            f"batch smaller.{shortened}"
-        )
 
     # Account
 
@@ -297,9 +248,23 @@ class Planner:
             self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - start
 
 
-def _peak(found: Found) -> int:
-    return found.memory.peak
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What is to be solved: whose problem, how, what is asked of memory, and the seconds for one problem."""
+
+    builder: ProblemBuilder
+    method: str
+    limit: float | None
+    prices: np.ndarray | None
+    seconds: float
 
 
-def _memory(account: Account) -> Memory:
-    return Memory.of(list(allocations(account)))
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """Decisions, what the solver minimised (`value`, prices of memory included), and their cost in seconds."""
+
+    decisions: Decisions
+    value: float
+    cost: float
+    lower_bound: float
+    method: str

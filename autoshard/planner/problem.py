@@ -84,12 +84,20 @@ class ProblemBuilder:
         self.tables_between: dict[tuple[object, ...], np.ndarray] = {}
         self._lists: dict[tuple[Spec, ...], SpecList] = {}
 
-    def build(self, free: frozenset[int], current: Decisions | None = None) -> BuiltProblem:
+    def build(
+        self, free: frozenset[int], current: Decisions | None = None, prices: np.ndarray | None = None
+    ) -> BuiltProblem:
         """The problem in which the mesh axes in `free` are open.
 
         On the other axes everything stays as in `current`, or, without decisions, whole.
+
+        Args:
+            free: indices of the open axes.
+            current: the decisions so far.
+            prices: of memory, in seconds per byte, at every moment of the step (a moment per operator and one after
+                the last). What options and copies hold is then part of their seconds.
         """
-        return _Build(self, free, current).run()
+        return _Build(self, free, current, prices).run()
 
     def listed(self, specs: Sequence[Spec]) -> SpecList:
         """The specs as a shared list."""
@@ -128,15 +136,39 @@ class BuiltProblem:
         return Decisions(tables["operator"], tables["rest"], tables["output"], tables["hub"])  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """One end of an edge.
+
+    Attributes:
+        variable: its number.
+        specs: of the tensor that crosses, under every option.
+        life: moments from which and until before which a copy that is made for it is held.
+    """
+
+    variable: int
+    specs: SpecList
+    life: tuple[int, int] = (0, 0)
+
+
 class _Build:
     """One pass over the graph that makes variables and edges."""
 
-    def __init__(self, builder: ProblemBuilder, free: frozenset[int], current: Decisions | None) -> None:
+    def __init__(
+        self, builder: ProblemBuilder, free: frozenset[int], current: Decisions | None, prices: np.ndarray | None
+    ) -> None:
         self.builder = builder
         self.rules = builder.rules
         self.mesh = builder.mesh
         self.current = current
         self.free = free
+        self.end = len(self.rules.operators) + 1
+        self.paid = None if prices is None else np.concatenate(([0.0], np.cumsum(prices)))
+        self.made = {
+            output.name: self.builder.position.get(value_of(output.node).node, 0)
+            for output in self.rules.graph.outputs
+            if output.kind == "gradient" and output.node is not None
+        }
         self.variables: list[Variable] = []
         self.edges: list[Edge] = []
         self.of_node: dict[fx.Node, int] = {}
@@ -200,17 +232,25 @@ class _Build:
                 ),
                 start=np.zeros(len(chosen.choices)),
             )
-            start = self.builder.position[node]
-            variable.life = (start, self._last_use(node) + 1)
+            variable.life = (self.builder.position[node], self._last_use(node) + 1)
+            variable.seconds = variable.seconds + variable.usage * self._price(*variable.life)
         return variable
 
+    def _price(self, start: int, end: int) -> float:
+        """Seconds that one byte costs from moment `start` until before `end`."""
+        return 0.0 if self.paid is None else float(self.paid[end] - self.paid[start])
+
     def _last_use(self, node: fx.Node) -> int:
-        uses = (
-            use
-            for index in range(len(self.rules.calls[node].results))
-            for use in self.rules.uses.get(Value(node, index), ())
-        )
-        return max((self.builder.position[use.node] for use in uses), default=self.builder.position[node])
+        """Position of the last operator that reads a result of the node, or a view of it."""
+        last, waiting = self.builder.position[node], [node]
+        while waiting:
+            current = waiting.pop()
+            for index in range(len(self.rules.calls[current].results)):
+                for use in self.rules.uses.get(Value(current, index), ()):
+                    last = max(last, self.builder.position[use.node])
+                    if self.rules.rules[use.node].free:
+                        waiting.append(use.node)
+        return last
 
     def _bytes(self, value: Value, specs: SpecList) -> np.ndarray:
         meta = value.meta
@@ -230,9 +270,13 @@ class _Build:
             # Equal otherwise, a parameter stays whole: a shard at rest costs the launch of a gather.
             overhead = self.builder.tables.cost.compute(0.0, 0.0, value.meta.dtype)
             seconds += [overhead * len(spec.shard_axes) for spec in specs]
-            state = 2 + self.builder.wishes.state_bytes / value.meta.dtype.itemsize
-            variable.usage = self._bytes(value, listed) * state
-            variable.life = (0, len(self.rules.operators) + 1)
+            held, kept = self._bytes(value, listed), 1.0
+            variable.life = (0, self.end)
+            if source.name in self.made:
+                kept += self.builder.wishes.state_bytes / value.meta.dtype.itemsize
+                variable.seconds += held * self._price(self.made[source.name], self.end)
+            variable.seconds += held * kept * self._price(*variable.life)
+            variable.usage = held * (kept + 1.0 if source.name in self.made else kept)
         return variable
 
     def _rest_specs(self, source: JointInput, value: Value) -> list[Spec]:
@@ -299,15 +343,16 @@ class _Build:
     def _connect(self, value: Value) -> None:
         """Edges from a value to its uses, through a shared copy where several uses may want it alike."""
         targets = {"forward": list(self._targets(value, "forward")), "backward": list(self._targets(value, "backward"))}
-        source = self.of_node[value.node], self.variables[self.of_node[value.node]].results[value.index]
+        made = self.of_node[value.node]
+        source = _End(made, self.variables[made].results[value.index])
         apart = self.builder.split_phases(value)
         groups = [(value.name, targets["forward"] + targets["backward"])]
         if apart:
             groups = [(f"{value.name}@{phase}", uses) for phase, uses in targets.items()]
         for key, uses in groups:
-            alone = len({user for user, _ in uses}) <= 1
+            alone = len({use.variable for use in uses}) <= 1
             if uses and (apart or not alone):
-                hub = self._hub(key, value, [specs for _, specs in uses])
+                hub = self._hub(key, value, uses)
                 self._edge(value, source, hub)
                 for use in uses:
                     self._edge(value, hub, use)
@@ -315,19 +360,25 @@ class _Build:
                 for use in uses:
                     self._edge(value, source, use)
 
-    def _hub(self, key: str, value: Value, wanted: Sequence[SpecList]) -> tuple[int, SpecList]:
-        specs = tuple(dict.fromkeys(spec for listed in wanted for spec in listed.distinct))
+    def _hub(self, key: str, value: Value, uses: Sequence[_End]) -> _End:
+        specs = tuple(dict.fromkeys(spec for use in uses for spec in use.specs.distinct))
         listed = self.builder.listed(specs)
-        return self._add(Variable("hub", key, specs, np.zeros(len(specs)), (listed,))), listed
+        variable = self._add(Variable("hub", key, specs, np.zeros(len(specs)), (listed,)))
+        return _End(variable, listed, (min(use.life[0] for use in uses), max(use.life[1] for use in uses)))
 
-    def _targets(self, value: Value, phase: str) -> Iterator[tuple[int, SpecList]]:
+    def _targets(self, value: Value, phase: str) -> Iterator[_End]:
         for use in self.rules.uses.get(value, ()):
             if self.rules.graph.phase(use.node) == phase:
-                yield self.of_node[use.node], self._operand(use)
+                start = self.builder.position[use.node]
+                last = self._last_use(use.node) if self.rules.rules[use.node].free else start
+                yield _End(self.of_node[use.node], self._operand(use), (start, last + 1))
         for output in self.rules.outputs_of.get(value, ()):
             if phase_of(output) == phase:
                 user = self._deliver(output)
-                yield user, self.variables[user].results[0]
+                start = self.builder.position.get(value.node, -1) + 1
+                # A gradient's memory is counted with its parameter.
+                life = (start, start if output.kind == "gradient" else self.end)
+                yield _End(user, self.variables[user].results[0], life)
 
     def _operand(self, use: Use) -> SpecList:
         pinned = self.rules.pinned(use.node, self.mesh)
@@ -355,13 +406,16 @@ class _Build:
             if source.name == output.name and source.kind != "tangent"
         )
 
-    def _edge(self, value: Value, source: tuple[int, SpecList], target: tuple[int, SpecList]) -> None:
-        if source[0] == target[0]:
+    def _edge(self, value: Value, source: _End, target: _End) -> None:
+        if source.variable == target.variable:
             # A tensor handed back where it came from (an unchanged buffer): nothing to pay.
             return
-        costs = self.builder.between(value, source[1], target[1])
+        costs = self.builder.between(value, source.specs, target.specs)
+        price = self._price(*target.life)
+        if price:
+            costs = costs + price * self._bytes(value, target.specs) * _differ(source.specs, target.specs)
         if costs.size > 1 or costs.any():
-            self.edges.append(Edge(source[0], target[0], costs))
+            self.edges.append(Edge(source.variable, target.variable, costs))
 
     def _tie_tangents(self) -> None:
         """The gradient of an output arrives as the output was handed back."""
@@ -374,6 +428,12 @@ class _Build:
                 ]
                 if np.any(same):
                     self.edges.append(Edge(output, tangent, np.array(same)))
+
+
+def _differ(sources: SpecList, targets: SpecList) -> np.ndarray:
+    """For all pairs of two lists, whether one spec is not the other: whether a copy is made."""
+    distinct = np.array([[float(source is not target) for target in targets.distinct] for source in sources.distinct])
+    return distinct[np.ix_(sources.index, targets.index)]
 
 
 def _plain_nest(spec: Spec) -> bool:

@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autoshard
-from autoshard.capture.joint import capture
+from autoshard.capture.joint import JointGraph, capture
+from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError, HintError
 from autoshard.plan import ShardingPlan
+from autoshard.planner.planner import METHODS
 from autoshard.planner.problem import Wishes
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec, shard_placement
@@ -167,7 +169,7 @@ def test_a_smaller_limit_costs_more_time_and_is_kept() -> None:
     for looser, tighter in itertools.pairwise(plans):
         assert tighter.cost >= looser.cost
         assert tighter.memory.parameters < looser.memory.parameters
-        assert "forced to be sharded" in tighter.method
+        assert "forced to be sharded" in tighter.method or "memory bounded" in tighter.method
 
 
 def test_the_integer_program_keeps_the_limit_and_is_no_slower_than_forcing() -> None:
@@ -180,14 +182,46 @@ def test_the_integer_program_keeps_the_limit_and_is_no_slower_than_forcing() -> 
     assert free.cost <= integer.cost <= forced.cost * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("method", ["auto", "ilp"])
-def test_an_error_names_a_limit_that_can_be_met(method: str) -> None:
-    graph = captured("mlp")
+def _smallest(graph: JointGraph, mesh: Mapping[str, int], **settings: Any) -> int:
+    """The smallest limit, as the error about one that is too small names it."""
     with pytest.raises(BudgetError, match=r"no plan fits in 1000 B .* Raise memory_limit to (\d+) bytes") as caught:
-        plan_of(graph, {"x": 4}, memory_limit=1000, method=method)
-    least = int(str(caught.value).split("Raise memory_limit to ")[1].split(" bytes")[0])
+        plan_of(graph, mesh, memory_limit=1000, **settings)
+    return int(str(caught.value).split("Raise memory_limit to ")[1].split(" bytes")[0])
+
+
+@pytest.mark.parametrize("mesh", [{"x": 4}, {"x": 2, "y": 2}], ids=len)
+@pytest.mark.parametrize("method", METHODS)
+def test_an_error_names_a_limit_that_can_be_met(method: str, mesh: Mapping[str, int]) -> None:
+    graph = captured("mlp", batch=120)
+    least = _smallest(graph, mesh, method=method)
     assert least > 1000
-    assert plan_of(graph, {"x": 4}, memory_limit=least, method=method).memory.peak <= least
+    assert plan_of(graph, mesh, memory_limit=least, method=method).memory.peak <= least
+
+
+@pytest.mark.slow
+def test_the_smallest_limit_of_a_transformer_can_be_met_on_two_axes() -> None:
+    graph = captured("gpt", batch=96)
+    mesh, wishes = {"x": 2, "y": 2}, Wishes(forced=frozenset(every_parameter(graph)))
+    sharded = plan_of(graph, mesh, wishes, Cluster.preset("h100"))
+    least = _smallest(graph, mesh, cluster=Cluster.preset("h100"), time_limit=120.0)
+    assert least < 0.6 * sharded.memory.peak  # activations are split too
+    plan = plan_of(graph, mesh, cluster=Cluster.preset("h100"), memory_limit=least, time_limit=120.0)
+    assert plan.memory.peak <= least
+
+
+@pytest.mark.slow
+def test_the_smallest_limit_can_be_met_on_three_axes() -> None:
+    graph, mesh = captured("mlp", batch=120), {"x": 2, "y": 2, "z": 2}
+    least = _smallest(graph, mesh, time_limit=120.0)
+    assert plan_of(graph, mesh, memory_limit=least, time_limit=120.0).memory.peak <= least
+
+
+def test_every_method_finds_the_best_plan_where_nothing_limits_it() -> None:
+    module, inputs = models.mlp()
+    for mesh in ({"x": 4}, {"x": 2, "y": 2}):
+        plans = [autoshard.plan(module, mesh, (), inputs, method=method) for method in METHODS]
+        assert all(plan.cost == pytest.approx(plans[0].cost) for plan in plans)
+        assert all(plan.cost == pytest.approx(plan.lower_bound) for plan in plans)
 
 
 def test_hinted_parameters_are_not_forced_to_move() -> None:
