@@ -3,6 +3,7 @@
 from autoshard.api import parallelize, plan
 from autoshard.capture.annotate import shard
 from autoshard.cluster.cluster import Cluster
+from autoshard.doctor import doctor
 from autoshard.errors import (
     AutoshardError,
     BudgetError,
@@ -34,6 +35,7 @@ __all__ = [
     "ShardingPlan",
     "__version__",
     "checkpointable",
+    "doctor",
     "load_safetensors",
     "materialize",
     "parallelize",

@@ -364,7 +364,7 @@ class _Parallelizer:
         """The graph of one call, its planner, and the seconds that the capture took."""
         start = time.perf_counter()
         graph = capture(self.module, args, kwargs, grad=grad, device=device, tangents=tangents)
-        check_constants(graph)
+        check_constants(graph, self.module)
         seconds = time.perf_counter() - start
         return graph, _planner(self.module, graph, self.mesh, self.options, self.placed), seconds
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 
 VOCABULARY = 128  # ASCII
-BATCH, CONTEXT = 16, 128
+BATCH, CONTEXT = 2, 128
 
 
 class Block(nn.Module):

@@ -32,11 +32,32 @@ def test_html_writes_a_page(file: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert "plan.html" in capsys.readouterr().out
 
 
+def test_doctor_prints_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "patients.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def well(): return nn.Linear(2, 2), (torch.ones(1, 2),)\n"
+        "class Ill(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x if x.sum() > 0 else -x\n"
+        "def ill(): return Ill(), (torch.ones(1, 2),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    assert main(["doctor", "patients:well", "--cluster", "cpu"]) == 0
+    assert "captured as one graph" in capsys.readouterr().out
+    assert main(["doctor", "patients:ill"]) == 1
+    assert "patients.py:6 (return x if x.sum() > 0 else -x)" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["show", "no_such_plan.json"], "cannot be read"),
         (["explain", "FILE", "nowhere"], "nothing in the plan is at 'nowhere'"),
+        (["doctor", "nowhere:make"], "nowhere cannot be imported"),
         (["html", "FILE", "/no/such/folder/plan.html"], "No such file"),
     ],
 )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import autoshard
-from autoshard.patterns.check import check
 from autoshard.patterns.notation import parse
+from autoshard.patterns.soundness import check
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -38,12 +38,12 @@ def page() -> dict[str, Any]:
 
 
 def test_the_rules_of_the_page_are_sound(page: dict[str, Any]) -> None:
-    x, y, z = torch.randn(3, 12, 24, dtype=torch.float64)
-    mylib = torch.ops.mylib
-    assert check(mylib.gated.default, (x, y)) == []
-    assert check(mylib.gated_backward.default, (x, y, z)) == []
-    assert check(mylib.roll.default, (x, 1)) == []
-    assert check(mylib.sum_of_squares.default, (x,)) == []
+    x, y = torch.randn(2, 4, 6, 12, dtype=torch.float64)
+    scale = torch.randn(12, dtype=torch.float64)
+    assert check("mylib::scaled", (x, scale)) == []
+    assert check("mylib::scaled_backward", (x, y, scale)) == []
+    assert check("mylib::roll", (x, 1)) == []
+    assert check("mylib::sum_of_squares", x) == []
 
 
 def test_the_notation_of_the_tables_parses() -> None:
@@ -55,18 +55,19 @@ def test_the_notation_of_the_tables_parses() -> None:
 
 
 def test_a_model_with_the_operator_of_the_page_is_planned_without_a_warning(page: dict[str, Any]) -> None:
-    class Gated(nn.Module):
+    class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.gate, self.down = nn.Linear(512, 2048), nn.Linear(512, 2048), nn.Linear(2048, 512)
+            self.up, self.down = nn.Linear(512, 2048), nn.Linear(2048, 512)
+            self.scale = nn.Parameter(torch.ones(2048))
 
         def forward(self, x: Tensor) -> Tensor:
-            hidden = self.down(torch.ops.mylib.gated(self.up(x), self.gate(x)))
+            hidden = self.down(torch.ops.mylib.scaled(self.up(x).relu(), self.scale))
             return nn.functional.layer_norm(x + hidden, (512,)).square().sum()
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*sharding rule.*")
-        plan = autoshard.plan(Gated(), {"tp": 4}, (torch.empty(64, 512),), cluster="cpu")
-    assert all(decision.strategy != "whole" for decision in plan.choices if decision.operator.startswith("mylib"))
-    assert plan.placements["up.weight"] == plan.placements["gate.weight"]
+        plan = autoshard.plan(Scaled(), {"tp": 4}, (torch.empty(4, 16, 512),), cluster="cpu")
+    chosen = {row.operator: row.strategy for row in plan.choices if row.operator.startswith("mylib")}
+    assert chosen == {"mylib.scaled": "h on tp", "mylib.scaled_backward": "h on tp"}
     assert not plan.placements["up.weight"][0].is_replicate()

@@ -97,6 +97,16 @@ def test_hints(tmp_path: Path) -> None:
     assert sum("HintError: " in section for section in sections.values()) == 4
 
 
+def test_custom_operator(tmp_path: Path) -> None:
+    text = run("custom_operator.py", tmp_path)
+    assert re.search(r"findings, forward: +0\nfindings, backward: +0\n", text)
+    assert "said to be linear in the gate too: example.gated.default with partial sum passes on x" in text
+    assert "strategies: {'example.gated': 'h on tp', 'example.gated_backward': 'h on tp'}" in text
+    difference = re.search(r"loss (\S+), on one device \1; gradients differ by (\S+)", text)
+    assert difference is not None
+    assert float(difference[2]) < 1e-9
+
+
 @pytest.mark.slow
 def test_compile_backend(tmp_path: Path) -> None:
     lines = dict(line.split(":", 1) for line in run("compile_backend.py", tmp_path).splitlines() if "[" in line[:24])

@@ -25,13 +25,14 @@ from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.partition.meshes import simulated
 from tests.random_plans import random_plan
-from tests.widen import Widened
+from tests.widen import Widened, doubles
 
 TOLERANCE = 1e-9
 ONE_LAYER = "gpt of one layer"
 STEPS = 3
 LEARNING_RATE = 0.1
 MOMENTUM = 0.9
+PLANNING_SECONDS = 10.0  # enough for one and two axes; on three, the search ends there
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +136,22 @@ def held_by_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [value.double().clone() for value in values]
 
 
-def build(name: str) -> models.Model:
-    """A model of `tests.models`, or the GPT of one layer, in float64 all through."""
+def build(name: str, **options: Any) -> models.Model:
+    """A model of `tests.models` with options of its own, or the GPT of one layer, in float64 all through."""
     with Widened():
         if name == ONE_LAYER:
             return models.gpt(dtype=torch.float64, layers=1)
-        return models.ALL[name](dtype=torch.float64)
+        return models.ZOO[name](dtype=torch.float64, **options)
+
+
+@functools.cache
+def replicated(name: str) -> tuple[str, ...]:
+    """Names of the operators of a model's training step that no rule is for."""
+    module, inputs = build(name)
+    with Widened():
+        report = autoshard.doctor(module, (), inputs)
+    assert report.captured, report
+    return tuple(operator.name for operator in report.replicated)
 
 
 @functools.cache
@@ -151,10 +162,10 @@ def one_device(name: str, steps: int = STEPS) -> Trace:
         return train(module, inputs, steps)
 
 
-def on_mesh(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> Trace:
-    """Train a model as planned on all ranks of a mesh in this process."""
+def on_mesh(name: str, mesh: Mapping[str, int], steps: int = STEPS, **options: Any) -> Trace:
+    """Train a model, built with these options, as planned on all ranks of a mesh in this process."""
     with simulated(**mesh) as device_mesh:
-        return _train_planned(name, device_mesh, steps)
+        return _train_planned(name, device_mesh, steps, **options)
 
 
 def on_processes(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> Trace:
@@ -163,11 +174,12 @@ def on_processes(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> Trac
     return _train_planned(name, device_mesh, steps)
 
 
-def _train_planned(name: str, device_mesh: DeviceMesh, steps: int) -> Trace:
-    module, inputs = build(name)
+def _train_planned(name: str, device_mesh: DeviceMesh, steps: int, **options: Any) -> Trace:
+    module, inputs = build(name, **options)
     with Widened():
-        autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links())
-    return train(module, inputs, steps)
+        autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links(), time_limit=PLANNING_SECONDS)
+    with doubles():
+        return train(module, inputs, steps)
 
 
 def on_mesh_at_random(
@@ -191,7 +203,8 @@ def on_mesh_at_random(
         with Widened():
             outputs = "planned" if planned_outputs else None
             autoshard.parallelize(module, device_mesh, (), inputs, plan=plan, output_placements=outputs)
-        return train(module, inputs, steps)
+        with doubles():
+            return train(module, inputs, steps)
 
 
 def compare(trace: Trace, reference: Trace) -> Errors:

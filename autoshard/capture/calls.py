@@ -24,14 +24,15 @@ def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         grad: whether gradients are wanted.
 
     Returns:
-        A hashable key: structure, shape, dtype and `requires_grad` of tensors, plain values, module state, autocast.
+        A hashable key: structure, shape, dtype and `requires_grad` of tensors, plain values, module state, autocast,
+        default dtype.
 
     Raises:
         InputError: a plain value cannot be hashed.
     """
     keys = tuple(sorted(kwargs))
     leaves = (*(_leaf(value) for value in args), *(_leaf(kwargs[key]) for key in keys))
-    return (len(args), keys, leaves, grad, _module_state(module), _autocast_state())
+    return (len(args), keys, leaves, grad, _module_state(module), _surrounding_dtypes())
 
 
 def _leaf(value: Any) -> Hashable:
@@ -67,10 +68,12 @@ def _module_state(module: nn.Module) -> tuple[bool, ...]:
     return tuple(flags)
 
 
-def _autocast_state() -> Hashable:
-    return tuple(
+def _surrounding_dtypes() -> Hashable:
+    """The default dtype, in which tensors are made and integers divided, and what autocast casts to."""
+    casts = (
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )
+    return (torch.get_default_dtype(), *casts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +159,32 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Attribute:
+    """An attribute that forward sets to a tensor: its path, such as `layers.0.auxiliary_loss`, and whether gradients
+    flow into it.
+    """
+
+    path: str
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ResultLayout:
-    """How a flat list of output tensors becomes the object that `forward` returned."""
+    """How a flat list of output tensors becomes the object that `forward` returned, and the attributes that it set.
+
+    `leaves` has, in flattening order, the name of each tensor and the value of each other leaf; `attributes` are those
+    that forward set to tensors, which follow the returned ones.
+    """
 
     structure: pytree.TreeSpec
     leaves: tuple[str | Constant, ...]
+    attributes: tuple[Attribute, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the output tensors, such as `loss`, `output[1]` or `hidden_states[0]`."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, str))
+        """Names of the output tensors, such as `loss`, `output[1]`, `hidden_states[0]` or `self.auxiliary_loss`."""
+        returned = (leaf for leaf in self.leaves if isinstance(leaf, str))
+        return (*returned, *(f"self.{attribute.path}" for attribute in self.attributes))
 
     def unflatten(self, tensors: list[Any]) -> Any:
         """The user's output object with these tensors in it."""
@@ -174,6 +193,14 @@ class ResultLayout:
         return self.structure.unflatten(
             [next(remaining) if isinstance(leaf, str) else leaf.value for leaf in self.leaves]
         )
+
+    def assigned(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Paths of attributes and the tensors that they are set to, among all output tensors."""
+        values = tensors[len(tensors) - len(self.attributes) :]
+        return {
+            attribute.path: value if attribute.differentiable else value.detach()
+            for attribute, value in zip(self.attributes, values, strict=True)
+        }
 
 
 def result_names(structure: pytree.TreeSpec) -> list[str]:

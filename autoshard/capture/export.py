@@ -10,7 +10,10 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture._torch import FakeTensor, FakeTensorMode, InputKind, TensorArgument, pytree
-from autoshard.capture.calls import CallLayout, Constant, ResultLayout, call_layout, result_names
+from autoshard.capture.assigned import AssignedTensors
+from autoshard.capture.calls import Attribute, CallLayout, Constant, ResultLayout, call_layout, result_names
+from autoshard.capture.composites import Exportable, replace_composites
+from autoshard.capture.opaque import OpaqueOutputs
 from autoshard.capture.twin import fake_like
 
 ExportedKind = Literal["parameter", "buffer", "constant", "input"]
@@ -58,7 +61,14 @@ def export_forward(
     twin: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: FakeTensorMode, device: torch.device
 ) -> Exported:
     """Export a fake twin called with fake inputs."""
-    program = torch.export.export(twin, args, dict(kwargs), strict=False)
+    opaque = OpaqueOutputs()
+    assigned = AssignedTensors(twin)
+    twin.register_forward_hook(opaque)
+    twin.register_forward_hook(assigned)
+    with assigned.told(type(twin).__name__), Exportable():
+        program = torch.export.export(twin, args, dict(kwargs), strict=False)
+    opaque.warn(type(twin).__name__)
+    replace_composites(program.graph_module)
     names = _named_tensors(twin)
     structure = program.call_spec.in_spec
     assert structure is not None
@@ -67,7 +77,7 @@ def export_forward(
     call = call_layout(twin, structure, leaves)
     graph_module = program.graph_module
     inputs = _take_inputs(program, names, call, leaves, mode, device)
-    outputs, result = _take_outputs(program)
+    outputs, result = _take_outputs(program, assigned.found)
     return Exported(graph_module, inputs, outputs, call, result, names.aliases)
 
 
@@ -126,19 +136,23 @@ def _take_inputs(
     return tuple(inputs)
 
 
-def _take_outputs(program: torch.export.ExportedProgram) -> tuple[tuple[fx.Node, ...], ResultLayout]:
-    """The nodes that the user gets, and how they become the object that `forward` returns."""
+def _take_outputs(
+    program: torch.export.ExportedProgram, attributes: tuple[Attribute, ...]
+) -> tuple[tuple[fx.Node, ...], ResultLayout]:
+    """The nodes that the user gets, and how they become the object that `forward` returns, then `attributes`."""
     output = next(reversed(program.graph_module.graph.nodes))
     structure = program.call_spec.out_spec
     assert structure is not None
-    leaves: list[str | Constant] = []
-    nodes = []
     specs = program.graph_signature.output_specs
     assert len(specs) == structure.num_leaves == len(output.args[0])
-    for name, spec, node in zip(result_names(structure), specs, output.args[0], strict=True):
+    if attributes:
+        structure = pytree.tree_flatten(structure.unflatten(range(structure.num_leaves))[0])[1]
+    leaves: list[str | Constant] = []
+    nodes = []
+    for name, spec, node in zip(result_names(structure), specs, output.args[0], strict=False):
         if isinstance(spec.arg, TensorArgument):
             leaves.append(name)
             nodes.append(node)
         else:
             leaves.append(Constant(spec.arg.value))
-    return tuple(nodes), ResultLayout(structure, tuple(leaves))
+    return (*nodes, *output.args[0][len(leaves) :]), ResultLayout(structure, tuple(leaves), attributes)

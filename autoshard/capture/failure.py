@@ -38,12 +38,17 @@ _ADVICE = (
 )
 
 
+def advice_for(text: str) -> str | None:
+    """What to do about an error of this text; None where nothing is known."""
+    return next((advice for words, advice in _ADVICE if any(word in text for word in words)), None)
+
+
 def capture_error(model: str, error: BaseException) -> CaptureError:
     """A `CaptureError` for an exception that came out of `torch.export` or of tracing the backward pass."""
     where = user_line(error.__traceback__)
     text = str(error).strip()
     reason = text.splitlines()[0].split(" (unhinted:")[0] if text else "no further message"
-    advice = next((advice for words, advice in _ADVICE if any(word in text for word in words)), None)
+    advice = advice_for(text)
     return CaptureError(
         f"{model} could not be captured as one graph{where}: {type(error).__name__}: {reason.rstrip('.')}. "
         + (f"What to do: {advice}." if advice else "Check that the module runs with these arguments on one device.")
@@ -52,11 +57,22 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
 
 def user_line(trace: TracebackType | None) -> str:
     """Text such as ` at model.py:12 (if x.sum() > 0:)`: the innermost frame outside of torch and autoshard."""
-    for frame in reversed(traceback.extract_tb(trace)):
+    line = _innermost(traceback.extract_tb(trace))
+    return f" at {line}" if line else ""
+
+
+def running_line() -> str:
+    """Text such as `model.py:12 (if x.sum() > 0:)` of the user's line that is running now."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(frames: traceback.StackSummary) -> str:
+    """The last frame of the user's with its source; nothing where there is none."""
+    for frame in reversed(frames):
         if frame.filename.startswith(("<", *_LIBRARIES)) or _is_standard_library(frame.filename):
             continue
         source = linecache.getline(frame.filename, frame.lineno or 0).strip()
-        return f" at {frame.filename}:{frame.lineno}" + (f" ({source})" if source else "")
+        return f"{frame.filename}:{frame.lineno}" + (f" ({source})" if source else "")
     return ""
 
 

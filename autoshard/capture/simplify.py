@@ -51,6 +51,7 @@ _VIEWS = frozenset(
 
 def simplify(graph: fx.Graph) -> None:
     """Remove from a functional graph what computes nothing new; nodes carry `meta["partitioner_tag"]`."""
+    _remove_empty_operands(graph)
     _remove_identities(graph)
     _merge_common(graph)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
@@ -60,6 +61,15 @@ def _is_impure(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or (
         isinstance(node.target, OpOverload) and node.target._schema.is_mutable
     )
+
+
+def _remove_empty_operands(graph: fx.Graph) -> None:
+    """Concatenate without the operands that have no elements, such as a key-value cache before its first token."""
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        kept = [operand for operand in node.args[0] if operand.meta["val"].numel()]
+        types = {operand.meta["val"].dtype for operand in kept}
+        if kept and types == {node.meta["val"].dtype}:
+            node.update_arg(0, kept)
 
 
 def _remove_identities(graph: fx.Graph) -> None:

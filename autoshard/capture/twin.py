@@ -20,15 +20,19 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) 
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def fake_twin(module: nn.Module, mode: FakeTensorMode, device: torch.device, training: bool | None) -> nn.Module:
+def fake_twin(
+    module: nn.Module, mode: FakeTensorMode, device: torch.device, training: bool | None, *, one_device: bool = True
+) -> nn.Module:
     """A copy of `module` with fake parameters and buffers on `device`; nothing of the module is touched or copied.
 
     Tied tensors stay tied. A `forward` that autoshard set on the instance gives way to the module's own.
 
     Raises:
-        CaptureError: parameters are on different devices or have no shape yet, or the module cannot be copied.
+        CaptureError: parameters have no shape yet, or are on different devices though `one_device` is asked for; or
+            the module cannot be copied.
     """
-    check_parameters(module)
+    for fault in parameter_faults(module) if one_device else _shapeless(module):
+        raise CaptureError(fault)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(fake_like(parameter.detach(), mode, device), parameter.requires_grad)
@@ -54,11 +58,17 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode, device: torch.device, tra
 
 
 def _plain_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Buffers, and plain tensor attributes that have no numbers (meta): real ones are constants, kept as they are."""
+    """Buffers, and plain tensor attributes without numbers that a graph could hold as constants.
+
+    These are on the meta device, or were left by an earlier call, with its history or as shards. Other attributes are
+    constants, kept as they are.
+    """
     yield from module.buffers()
     for submodule in module.modules():
         for value in vars(submodule).values():
-            if isinstance(value, torch.Tensor) and value.is_meta:
+            if isinstance(value, torch.Tensor) and (
+                value.is_meta or value.grad_fn is not None or type(value) is not torch.Tensor
+            ):
                 yield value
 
 
@@ -76,17 +86,28 @@ def _is_ours(value: object) -> bool:
 
 def check_parameters(module: nn.Module) -> None:
     """`CaptureError` unless all parameters have a shape and are on one device."""
+    for fault in parameter_faults(module):
+        raise CaptureError(fault)
+
+
+def parameter_faults(module: nn.Module) -> Iterator[str]:
+    """What keeps the parameters from being captured, a sentence or two for each fault."""
+    yield from _shapeless(module)
     where: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
+        where.setdefault(parameter.device, name)
+    if len(where) > 1:
+        some = ", ".join(f"{name} on {device}" for device, name in where.items())
+        yield (
+            f"the parameters are on different devices: {some}. Move the module to one device (or to the meta device) "
+            "first; autoshard decides where its shards lie."
+        )
+
+
+def _shapeless(module: nn.Module) -> Iterator[str]:
+    for name, parameter in module.named_parameters():
         if is_lazy(parameter):
-            raise CaptureError(
+            yield (
                 f"parameter {name} has no shape yet (a lazy module). Call the module once on a small batch, "
                 "then parallelize it."
             )
-        where.setdefault(parameter.device, name)
-    if len(where) > 1:
-        (device1, name1), (device2, name2), *_ = where.items()
-        raise CaptureError(
-            f"the parameters are on different devices: {name1} on {device1}, {name2} on {device2}. "
-            "Move the module to one device (or to the meta device) first; autoshard decides where its shards lie."
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from autoshard.cluster.cluster import Cluster, Link
@@ -9,6 +11,9 @@ from autoshard.specs.axes import MeshShape
 
 # Operations on local memory alone, in times that the bytes held are moved (one read and one write).
 _LOCAL = ("slice", "make_partial", "copy")
+
+GROUPED_BYTES = 25 * 2**20
+"""Gradients are reduced together up to this many bytes, as in torch's DistributedDataParallel."""
 
 
 class CostModel:
@@ -41,35 +46,58 @@ class CostModel:
             axis: the mesh axis, of size n; over a single device everything is free.
 
         Returns:
-            Seconds by the latency-bandwidth model of ring collectives, L the latency and B the bandwidth of the link:
-            all-gather L(n-1) + bytes(n-1)/B; reduce-scatter and all-to-all L(n-1) + bytes(n-1)/(n B);
-            all-reduce twice the latter; broadcast L(n-1) + bytes/B, in a pipeline. A local step reads and writes
-            what it keeps at the memory's bandwidth.
+            Seconds by the latency-bandwidth model of ring collectives, W the latency of the n-1 hops of the ring and
+            B the bandwidth of the link: all-gather W + bytes(n-1)/B; reduce-scatter and all-to-all
+            W + bytes(n-1)/(n B); broadcast W + bytes/B, in a pipeline; all-reduce twice a reduce-scatter, or, where
+            that is faster, up and down a binary tree: 2 ceil(log2 n) hops and 2 bytes/B. A local step reads and
+            writes what it keeps at the memory's bandwidth.
 
         Raises:
             ValueError: `kind` is none of these.
 
         Source: TensorOpt 3.2, "Improving cost estimation accuracy": a collective's time, not its volume, is the cost.
         """
+        waiting, moving = min(self._algorithms(kind, bytes, axis), key=sum)
+        return waiting + moving
+
+    def gradient_collective(self, kind: str, bytes: int, axis: int) -> float:
+        """Time of a collective by which a gradient goes to its optimizer, as `collective`.
+
+        Gradients are reduced together, up to `GROUPED_BYTES` at once: a reduction pays its share of the latency only.
+
+        Source: Whale 5.1.1, "grouped" AllReduce.
+        """
+        share = min(1.0, bytes / GROUPED_BYTES) if kind in ("all_reduce", "reduce_scatter") else 1.0
+        return min(share * waiting + moving for waiting, moving in self._algorithms(kind, bytes, axis))
+
+    def _algorithms(self, kind: str, bytes: int, axis: int) -> list[tuple[float, float]]:
+        """Seconds that a collective waits for latencies, and in which it moves bytes, by every known algorithm."""
         size = self.mesh.axes[axis].size
         if size == 1:
-            return 0.0
+            return [(0.0, 0.0)]
         if kind in _LOCAL:
             kept = bytes / size if kind == "slice" else bytes
-            return 2 * kept / self.cluster.device.memory_bandwidth
-        link = self._links[axis]
-        wait = link.latency * (size - 1)
-        whole = bytes / link.bandwidth
+            return [(0.0, 2 * kept / self.cluster.device.memory_bandwidth)]
+        wait = self._ring_latency(axis)
+        whole = bytes / self._links[axis].bandwidth
         match kind:
             case "all_gather":
-                return wait + whole * (size - 1)
+                return [(wait, whole * (size - 1))]
             case "reduce_scatter" | "all_to_all":
-                return wait + whole * (size - 1) / size
+                return [(wait, whole * (size - 1) / size)]
             case "all_reduce":
-                return 2 * (wait + whole * (size - 1) / size)
+                tree = 2 * math.ceil(math.log2(size)) * self._links[axis].latency
+                return [(2 * wait, 2 * whole * (size - 1) / size), (tree, 2 * whole)]
             case "broadcast":
-                return wait + whole
+                return [(wait, whole)]
         raise ValueError(f"there is no collective {kind!r}.")
+
+    def _ring_latency(self, axis: int) -> float:
+        """Seconds of one trip around the ring of an axis: as few of its hops as possible leave a host."""
+        size, stride = self.mesh.sizes[axis], math.prod(self.mesh.sizes[axis + 1 :])
+        hosts = len({rank * stride // self.cluster.devices_per_host for rank in range(size)})
+        outside = max(1, hosts - 1) if self._spans_hosts(axis) else 0
+        return self.cluster.between.latency * outside + self.cluster.inside.latency * (size - 1 - outside)
 
     def compute(self, flops: float, bytes: float, dtype: torch.dtype) -> float:
         """Time of one operator on one device: a roofline over a fixed cost per operator.

@@ -20,8 +20,8 @@ def flops(op: OpOverload, operands: Sequence[Shape], results: Sequence[Shape], a
         args: the call's arguments as written in the graph, for what the shapes do not tell.
 
     Returns:
-        The count for matrix products, convolutions and attention, forward and backward; 0.0 for every other operator,
-        whose time is that of its bytes.
+        The count for matrix products, convolutions, attention and recurrence, forward and backward; 0.0 for every
+        other operator, whose time is that of its bytes.
     """
     count = _COUNTS.get(op.overloadpacket.__name__)
     return float(count(operands, results, args)) if count is not None else 0.0
@@ -74,11 +74,43 @@ def _convolution_backward(operands: Sequence[Shape], results: Sequence[Shape], a
     return once * sum(bool(wanted) for wanted in mask[:2])
 
 
+def _grouped(products: int) -> _Count:
+    """Rows, each times the matrix of its group, `products` times; the groups are not multiplied over."""
+
+    def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+        left, right = operands[:2]
+        batch = left[0] if len(left) == len(right) == 3 else 1
+        return 2 * products * batch * left[-2] * left[-1] * right[-1]
+
+    return count
+
+
+def _steps(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+    """The state times its weight, once per time step of the gates."""
+    gates, state = operands[:2]
+    return 2 * math.prod(gates) * state[-1]
+
+
+def _steps_backward(state: int) -> _Count:
+    """The gates' gradient times the weight; the gradient of the state is the result at `state`."""
+
+    def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+        return 2 * math.prod(results[0]) * results[state][-1]
+
+    return count
+
+
 _COUNTS: dict[str, _Count] = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "_scaled_mm"), _product(0)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), _product(1)),
+    "_grouped_mm": _grouped(1),
+    "grouped_mm_fallback": _grouped(1),
+    "grouped_mm_fallback_backward": _grouped(2),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
+    **dict.fromkeys(("lstm_steps", "gru_steps", "rnn_steps"), _steps),
+    **dict.fromkeys(("lstm_steps_backward", "rnn_steps_backward"), _steps_backward(1)),
+    "gru_steps_backward": _steps_backward(2),
     **dict.fromkeys(
         (
             "scaled_dot_product_attention",

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.cluster.cost import GROUPED_BYTES
 from autoshard.patterns.local import collectives
 
 aten = torch.ops.aten
-
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced together up to this many bytes, as in torch's DistributedDataParallel."""
 
 _WAIT = collectives.wait_tensor.default
 _ALL_REDUCE = collectives.all_reduce.default
@@ -49,7 +47,7 @@ class _Reduction:
         return self.elements * int(self.source.meta["val"].element_size())
 
 
-def bucket_reductions(graph: fx.Graph, limit: int = BUCKET_BYTES) -> None:
+def bucket_reductions(graph: fx.Graph, limit: int = GROUPED_BYTES) -> None:
     """Join the reductions of gradients that are reduced alike (groups, kind, dtype) and handed back as they are.
 
     They are joined in the order in which they are made, up to `limit` bytes, and reduced as soon as the last of them

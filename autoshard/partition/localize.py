@@ -112,8 +112,9 @@ class Localizer:
         A gradient's reduction then starts behind the compute that follows it.
         """
         for output in self.rules.outputs_of.get(value, ()):
-            result = self._read(value, phase_of(output), self.flow.delivered(output))
-            self.results[output.kind, output.name] = self._owned(result) if output.kind == "gradient" else result
+            gradient = output.kind == "gradient"
+            result = self._read(value, phase_of(output), self.flow.delivered(output), gradient)
+            self.results[output.kind, output.name] = self._owned(result) if gradient else result
 
     def _owned(self, gradient: fx.Node) -> fx.Node:
         """The gradient in contiguous memory of its own, which optimizers and clipping change in place."""
@@ -155,13 +156,14 @@ class Localizer:
             if result is not None:
                 self.made[Value(node, index).name] = result
 
-    def _read(self, value: Value, phase: str, target: Spec) -> fx.Node:
-        """The value as `target`; every copy on the way is made once."""
+    def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
+        """The value as `target`, for an optimizer if it is a `gradient`; every copy on the way is made once."""
         self.emit.phase = phase
         node, meta = self.made[value.name], value.meta
         for key, source, spec in self.flow.legs(value, phase, target):
             if key not in self.made:
-                path = self.resharder.path(meta.shape, meta.dtype.itemsize, source, spec)
+                resharder = self.resharder.gradients if gradient and spec is target else self.resharder
+                path = resharder.path(meta.shape, meta.dtype.itemsize, source, spec)
                 self.made[key] = lower(path, node, self.emit, meta.dtype)
             node = self.made[key]
         return node

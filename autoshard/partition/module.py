@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.calls import call_layout, signature_of
-from autoshard.capture.joint import JointGraph
+from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.errors import InputError
 from autoshard.partition.localize import Border
 from autoshard.partition.shards import local_of
@@ -107,7 +107,8 @@ class Runtime:
             module = self.module.get_submodule(owner)
             return (module._parameters if border.kind == "parameter" else module._buffers), name
         if border.kind == "constant":
-            return next(item for item in graph.inputs if item.kind == "constant" and item.name == border.name).value
+            item = next(item for item in graph.inputs if item.kind == "constant" and item.name == border.name)
+            return _attribute(self.module, item) or item.value
         return None
 
     def _run(self, served: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,7 +117,8 @@ class Runtime:
         tensors = []
         for border, place in zip(step.inputs, served.held, strict=True):
             if isinstance(place, tuple):
-                tensors.append(place[0][place[1]])
+                held = place[0][place[1]]
+                tensors.append(held.detach() if border.kind == "constant" else held)  # set by the call before
             elif place is not None:
                 tensors.append(place)
             elif border.kind == "input":
@@ -130,6 +132,9 @@ class Runtime:
                 self._update(served, border, result, tensors)
             else:
                 outputs.append(self._output(result, border))
+        for path, value in served.graph.result.assigned(outputs).items():
+            owner, _, name = path.rpartition(".")
+            setattr(self.module.get_submodule(owner), name, value)
         return served.graph.unflatten_outputs(outputs)
 
     def _input(self, tensor: torch.Tensor, border: Border) -> torch.Tensor:
@@ -186,10 +191,21 @@ class Runtime:
         return next(iter(self.input_placements.values()), default)
 
 
-def check_constants(graph: JointGraph) -> None:
+def _attribute(module: nn.Module, constant: JointInput) -> tuple[dict[str, Any], str] | None:
+    """Where the module holds a tensor of that shape outside its parameters and buffers: calls may set it anew."""
+    owner, _, name = constant.name.rpartition(".")
+    try:
+        table = vars(module.get_submodule(owner))
+    except AttributeError:
+        return None
+    held, shape = table.get(name), constant.node.meta["val"].shape
+    return (table, name) if isinstance(held, torch.Tensor) and held.shape == shape and not held.is_meta else None
+
+
+def check_constants(graph: JointGraph, module: nn.Module) -> None:
     """`InputError` if a tensor that the module holds outside its parameters and buffers has no numbers."""
     for source in graph.inputs:
-        if source.kind == "constant" and source.value is None:
+        if source.kind == "constant" and source.value is None and _attribute(module, source) is None:
             raise InputError(
                 f"{source.name} is a tensor that the module holds outside its parameters and buffers, and it is on the "
                 "meta device: register it as a buffer, so that materialize can fill it."

@@ -3,3 +3,7 @@
 from __future__ import annotations
 
 from autoshard.patterns import ops as ops  # registers the rules
+from autoshard.patterns import units as units
+from autoshard.patterns.soundness import Finding, check
+
+__all__ = ["Finding", "check"]

@@ -19,11 +19,13 @@ from autoshard.errors import HintError
 from autoshard.patterns.ops.unknown import whole_rule
 from autoshard.patterns.registry import op_call, rule_for
 from autoshard.patterns.rule import Factor, OpCall, Rule, TensorMeta, refine
+from autoshard.patterns.units.merged_dims import with_merged_dims
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, is_even
 from autoshard.specs.spec import Spec, placement_text
 
 _LONGEST_CHAIN = 6
+_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,13 @@ class GraphRules:
         self.calls = {node: interned.setdefault(call, call) for node in self.operators for call in (op_call(node),)}
         self.unknown: dict[str, int] = {}
         self._pinned: dict[tuple[fx.Node, MeshShape], Spec] = {}
-        plain = {node: self._plain_rule(node) for node in self.operators}
+        merged: dict[OpCall, Rule] = {}  # equal calls share one rule
+        plain = {}
+        for node in self.operators:
+            rule, call = self._plain_rule(node), self.calls[node]
+            if call.op in _VIEWS and self.graph.pin(node) is None:
+                rule = merged.setdefault(call, with_merged_dims(rule, call, mesh))
+            plain[node] = rule
         for source in graph.inputs:
             plain[source.node] = _rest_rule(Value(source.node).meta)
         cuts = _useful(_Cuts(self._links(plain), plain).solve(), plain, mesh)
@@ -231,7 +239,7 @@ def _useful(
 
 def _rest_rule(meta: TensorMeta) -> Rule:
     """The rule of a tensor at rest: a result with one factor per dim."""
-    factors = tuple(Factor(f"d{dim}", size) for dim, size in enumerate(meta.shape))
+    factors = tuple(Factor(f"d{dim}", size, uneven=True) for dim, size in enumerate(meta.shape))
     dims = tuple((dim,) if size > 1 else () for dim, size in enumerate(meta.shape))
     return Rule(factors, (), (dims,), free=True)
 

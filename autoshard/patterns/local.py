@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from autoshard.patterns._torch import collectives
+from autoshard.patterns.padding import filled
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
-from autoshard.patterns.strategy import Choices, local_shape
+from autoshard.patterns.strategy import Choices, local_shape, local_size
+from autoshard.patterns.variants import resolved
 from autoshard.specs.axes import MeshShape
 
 __all__ = ["Emitter", "LocalCall", "all_reduce", "collectives", "emit_local"]
@@ -59,8 +62,8 @@ class LocalCall:
 
     Attributes:
         call: the call on whole tensors.
-        rule: its rule, refined.
-        choices: the strategy.
+        rule: its rule, refined; of several variants, the one that was chosen.
+        choices: the strategy, as that variant counts its factors.
         mesh: the mesh axes.
         emit: where to emit the local program.
         operands: local values of the operands, in the order of `OpCall.operands`.
@@ -70,8 +73,7 @@ class LocalCall:
         self, call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, emit: Emitter, operands: Sequence[Any]
     ) -> None:
         self.call = call
-        self.rule = rule
-        self.choices = choices
+        self.rule, self.choices = resolved(rule, choices)
         self.mesh = mesh
         self.emit = emit
         self.operands = tuple(operands)
@@ -91,6 +93,10 @@ class LocalCall:
         for axis in self.axes(name):
             share *= self.mesh.sizes[axis]
         return share
+
+    def size(self, name: str) -> int:
+        """Steps of the factor `name` that this rank runs, padding included; 1 where the call has no such factor."""
+        return math.prod(local_size(self.rule, self.choices, self.mesh, index) for index in self.rule.indices(name))
 
     def position(self, name: str) -> Any:
         """Which part of the factor `name` this rank holds (0-d int64 value, first axis outermost); None if whole."""
@@ -156,5 +162,9 @@ class LocalCall:
 
 
 def emit_local(call: LocalCall) -> Any:
-    """Emit what a rank runs for this call: the rule's own program, or the operator itself on the shards."""
+    """Emit what a rank runs for this call: the rule's own program, or the operator itself on the shards.
+
+    Where a factor is padded, the padding of operands is replaced first by what the rule says is harmless.
+    """
+    call.operands = filled(call)
     return call.run() if call.rule.local is None else call.rule.local(call)

@@ -113,6 +113,8 @@ def _collective_result(op: Any, tensors: Sequence[torch.Tensor], index: int, arg
         return _reduced(tensors, args[0])
     if op == collectives.reduce_scatter_tensor.default:
         return _reduced(tensors, args[0]).chunk(len(tensors))[index]
+    if op == collectives.broadcast.default:
+        return tensors[args[0]]
     assert op == collectives.all_to_all_single.default, op
     _, input_sizes, _ = args
     return torch.cat([tensor.split(list(input_sizes))[index] for tensor in tensors])

@@ -16,7 +16,7 @@ from functools import cache
 
 from autoshard.errors import RuleError
 from autoshard.patterns.build import build
-from autoshard.patterns.rule import LocalProgram, OpCall, Rule
+from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
 
 Linear = str | Sequence[Collection[int]]
 """Linear sets: collections of operand positions, or text such as `"0, 1+2"`: {0}, and {1, 2} jointly."""
@@ -208,9 +208,12 @@ def bind(
     whole: Collection[str] = (),
     contiguous: Collection[str] = (),
     sizes: Mapping[str, int] | None = None,
-    exchange: Mapping[str, int] | None = None,
+    exchange: Mapping[str, int | Sequence[Exchange]] | None = None,
     local: LocalProgram | None = None,
     free: bool = False,
+    variants: Sequence[Rule] = (),
+    uneven: Collection[str] | bool | None = None,
+    fill: Mapping[str, float | None] | None = None,
 ) -> Rule:
     """The rule for the shapes of one call.
 
@@ -223,9 +226,11 @@ def bind(
         whole: more names that must not be sharded.
         contiguous: more names of which only whole stretches may be taken.
         sizes: sizes of names that no shape tells.
-        exchange: bytes all-reduced inside when a name is sharded.
+        exchange: collectives inside when a name is sharded, as in `build`.
         local: the local program.
         free: whether the operator does no work.
+        variants: further implementations of the same call.
+        uneven, fill: names that an axis may split that does not divide them, as in `build`.
 
     Raises:
         RuleError: the rule does not fit the call.
@@ -238,8 +243,11 @@ def bind(
         whole=parsed.whole | frozenset(whole),
         contiguous=parsed.contiguous | frozenset(contiguous),
         exchange=exchange or {},
+        variants=variants,
         local=local,
         free=free,
+        uneven=uneven,
+        fill=fill or {},
     )
 
 
@@ -342,9 +350,12 @@ class _Binding:
         reductions: Mapping[str, tuple[Reduction, ...]],
         whole: Collection[str],
         contiguous: Collection[str],
-        exchange: Mapping[str, int],
+        exchange: Mapping[str, int | Sequence[Exchange]],
+        variants: Sequence[Rule],
         local: LocalProgram | None,
         free: bool,
+        uneven: Collection[str] | bool | None,
+        fill: Mapping[str, float | None],
     ) -> Rule:
         """The rule, once all sizes are known."""
         names = self._ordered_names()
@@ -353,6 +364,7 @@ class _Binding:
             return {name for name in names if name in marks or (ELLIPSIS in marks and _RESERVED.fullmatch(name))}
 
         dots = {name: reductions[ELLIPSIS] for name in marked([ELLIPSIS]) if ELLIPSIS in reductions}
+        fills = {name: fill[ELLIPSIS] for name in marked([ELLIPSIS]) if ELLIPSIS in fill}
         return build(
             {name: self.sizes[name] for name in names},
             operands=[self._dims(tensor, True) for tensor in self.operands],
@@ -364,6 +376,9 @@ class _Binding:
             linear=linear,
             local=local,
             free=free,
+            variants=variants,
+            uneven=uneven if uneven is None or isinstance(uneven, bool) else marked(uneven),
+            fill={**fills, **fill},
         )
 
     def _dims(self, tensor: SpeltOut, operand: bool) -> list[tuple[str, ...]]:

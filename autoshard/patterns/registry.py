@@ -13,7 +13,7 @@ from torch import fx
 from autoshard.errors import RuleError
 from autoshard.patterns._torch import OpOverload
 from autoshard.patterns.notation import Linear, Reduction, bind, check_options, parse
-from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
+from autoshard.patterns.rule import Factor, LocalProgram, OpCall, Rule, TensorMeta
 
 Maker = Callable[[OpCall], Rule | None]
 
@@ -69,13 +69,17 @@ class Registry:
             rule = None if maker is None else maker(call)
             if rule is not None:
                 rule.check(call)
-                rule = _with_additive_sets(rule, call)
+                rule = _without_sums_of_truth(_with_additive_sets(rule, call), call)
             self._rules[call] = rule
         return self._rules[call]
 
     def knows(self, op: OpOverload) -> bool:
         """Whether any rule is registered for the operator; it may still decline some calls."""
         return self._find(op) is not None
+
+    def names(self) -> tuple[str, ...]:
+        """What rules are registered for, sorted: `aten::mm` (all overloads), `aten::sum.dim_IntList` (one)."""
+        return tuple(sorted(self._makers))
 
     def _find(self, op: OpOverload) -> Maker | None:
         name = op._schema.name
@@ -87,7 +91,31 @@ def _with_additive_sets(rule: Rule, call: OpCall) -> Rule:
     """The rule with those linear sets whose operands can be partial sums: not of truth values, not of indices."""
     inexact = [meta.dtype.is_floating_point or meta.dtype.is_complex for meta in call.operands]
     linear = tuple(operands for operands in rule.linear if all(inexact[operand] for operand in operands))
-    return rule if linear == rule.linear else dataclasses.replace(rule, linear=linear)
+    variants = tuple(_with_additive_sets(variant, call) for variant in rule.variants)
+    if (linear, variants) == (rule.linear, rule.variants):
+        return rule
+    return dataclasses.replace(rule, linear=linear, variants=variants)
+
+
+def _without_sums_of_truth(rule: Rule, call: OpCall) -> Rule:
+    """The rule without strategies that leave truth values to be added up, which no collective does.
+
+    `aten.index_add` adds numbers along a contracted index; of truth values it is a rule for nothing.
+    """
+    truths = [index for index, meta in enumerate(call.results) if meta is not None and meta.dtype is torch.bool]
+    if not truths:
+        return rule
+
+    def added_up(index: int, factor: Factor) -> bool:
+        dims = [rule.results[truth] for truth in truths if factor.reduction(truth) == "sum"]
+        return any(each is not None and all(index not in dim for dim in each) for each in dims)
+
+    factors = tuple(
+        dataclasses.replace(factor, shardable=factor.shardable and not added_up(index, factor))
+        for index, factor in enumerate(rule.factors)
+    )
+    variants = tuple(_without_sums_of_truth(variant, call) for variant in rule.variants)
+    return dataclasses.replace(rule, factors=factors, variants=variants)
 
 
 def _maker(maker_or_text: Maker | str, options: Mapping[str, Any]) -> Maker:
@@ -114,6 +142,11 @@ def rule_for(call: OpCall) -> Rule | None:
 def knows(op: OpOverload) -> bool:
     """Whether the library has a rule for the operator; it may still decline some calls."""
     return _default.knows(op)
+
+
+def registered() -> tuple[str, ...]:
+    """What the library has rules for, sorted: `aten::mm` (all overloads), `aten::sum.dim_IntList` (one)."""
+    return _default.names()
 
 
 def rule(names: str | Sequence[str], text: str, **options: Any) -> None:
@@ -165,36 +198,34 @@ def register_rule(
         _default.register(name, text_or_maker, replace=replace)
 
 
+_READS_MEMORY = ("aten::as_strided", "aten::as_strided_scatter")
+"""Operators to which it matters how their operands lie in memory."""
+
+
 def op_call(node: fx.Node) -> OpCall:
     """The call that an FX node makes, from the fake tensors in `meta["val"]` of its arguments and of itself."""
     assert isinstance(node.target, OpOverload), node.target
-    value = node.meta.get("val")
-    results = value if isinstance(value, (tuple, list)) else (value,)
-    return OpCall(
-        op=node.target,
-        args=tuple(_described(argument) for argument in node.args),
-        kwargs=tuple((name, _described(argument)) for name, argument in node.kwargs.items()),
-        results=tuple(_described(result) if isinstance(result, torch.Tensor) else None for result in results),
-    )
-
-
-def _described(value: Any) -> Any:
-    """The value with tensors replaced by their metadata and lists by tuples."""
-    if isinstance(value, fx.Node):
-        return _described(value.meta["val"])
-    if isinstance(value, torch.Tensor):
-        return TensorMeta(tuple(value.shape), value.dtype)
-    if isinstance(value, (tuple, list)):
-        return tuple(_described(item) for item in value)
-    return value
+    return call_of(node.target, node.args, node.kwargs, node.meta.get("val"))
 
 
 def call_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> OpCall:
-    """The call of an operator on real or fake tensors, with the results that it gave."""
+    """The call of an operator on real or fake tensors, or on FX nodes that stand for them, with what it gave."""
     outputs = results if isinstance(results, (tuple, list)) else (results,)
+    strided = op._schema.name in _READS_MEMORY
     return OpCall(
         op=op,
-        args=tuple(_described(argument) for argument in args),
-        kwargs=tuple((name, _described(argument)) for name, argument in kwargs.items()),
+        args=tuple(_described(argument, strided) for argument in args),
+        kwargs=tuple((name, _described(argument, strided)) for name, argument in kwargs.items()),
         results=tuple(_described(result) if isinstance(result, torch.Tensor) else None for result in outputs),
     )
+
+
+def _described(value: Any, strided: bool = False) -> Any:
+    """The value with tensors replaced by their metadata, strides included if asked for, and lists by tuples."""
+    if isinstance(value, fx.Node):
+        return _described(value.meta["val"], strided)
+    if isinstance(value, torch.Tensor):
+        return TensorMeta(tuple(value.shape), value.dtype, tuple(value.stride()) if strided else None)
+    if isinstance(value, (tuple, list)):
+        return tuple(_described(item, strided) for item in value)
+    return value

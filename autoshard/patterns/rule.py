@@ -25,13 +25,21 @@ if TYPE_CHECKING:
 Dims = tuple[tuple[int, ...], ...]
 """For every dim of a tensor, the indices of the factors whose product it is, major to minor."""
 
+Exchange = tuple[str, int]
+"""A collective inside a local program: its kind, such as `"all_gather"`, and the bytes of the whole tensor."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape and dtype of a tensor: what rules look at in place of the tensor."""
+    """Shape and dtype of a tensor: what rules look at in place of the tensor.
+
+    Attributes:
+        strides: how the whole tensor lies in memory, for operators that read it so whatever its shape; else None.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
 
     @property
     def bytes(self) -> int:
@@ -58,7 +66,9 @@ class OpCall:
             if argument.name == name:
                 if position < len(self.args):
                     return self.args[position]
-                return dict(self.kwargs).get(name, argument.default_value if argument.has_default_value() else None)
+                default = argument.default_value if argument.has_default_value() else None
+                # As in `args`, a list is a tuple: `aten.amax` has dim=[] by default.
+                return dict(self.kwargs).get(name, tuple(default) if isinstance(default, list) else default)
         raise RuleError(f"{self.op} has no argument {name!r}.")
 
 
@@ -83,7 +93,13 @@ class Factor:
         reductions: for every result that lacks the factor, the kind of partial that its shards leave there;
             None where the local program reduces inside, so that the result is whole on every rank. Empty
             means "sum" everywhere.
-        exchange: bytes that the local program all-reduces inside when the factor is sharded and nothing else is.
+        exchanges: the collectives that the local program runs inside when the factor is sharded and nothing else is:
+            the kind as the cost model knows it, and the bytes of the whole tensor that they reduce or put together.
+            A `"broadcast"` is one from every rank in turn; a `"gather_of_each"` is an all-gather to which every rank
+            gives so many bytes, however many ranks there are.
+        uneven: an axis that does not divide the factor may split it too: what runs on a rank copes with padding behind
+            the factor's end, which may hold anything.
+        fill: what padding of operands along the factor is replaced by before it runs; None where that may be anything.
     """
 
     name: str
@@ -91,7 +107,9 @@ class Factor:
     shardable: bool = True
     contiguous: bool = False
     reductions: tuple[str | None, ...] = ()
-    exchange: int = 0
+    exchanges: tuple[Exchange, ...] = ()
+    uneven: bool = False
+    fill: float | None = None
 
     @property
     def base(self) -> str:
@@ -116,6 +134,8 @@ class Rule:
             and the others replicated, every result is a partial sum.
         local: emits the program that a rank runs on its shards; None runs the operator itself unchanged.
         free: the operator does no work (a view).
+        variants: further implementations of the same call, with other factors or another local program, that a
+            strategy may choose instead. A factor of a variant that bears the name of one of the rule is the same loop.
     """
 
     factors: tuple[Factor, ...]
@@ -124,13 +144,23 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     local: LocalProgram | None = field(default=None, compare=False)
     free: bool = False
+    variants: tuple[Rule, ...] = ()
 
     def indices(self, name: str) -> tuple[int, ...]:
         """Indices of the factor called `name`, or of all its refined parts."""
         return tuple(index for index, factor in enumerate(self.factors) if factor.base == name or factor.name == name)
 
     def check(self, call: OpCall) -> None:
-        """Raise `RuleError` unless the products of factors are the sizes of the call's tensors."""
+        """Raise `RuleError` unless the products of factors are the sizes of the call's tensors, in every variant."""
+        sizes_of = {factor.name: factor.size for factor in self.factors}
+        for variant in self.variants:
+            variant.check(call)
+            for factor in variant.factors:
+                if sizes_of.setdefault(factor.name, factor.size) != factor.size:
+                    raise RuleError(
+                        f'{call.op}: "{factor.name}" is {sizes_of[factor.name]} in one variant and {factor.size} in '
+                        "another: loops that differ need names that differ."
+                    )
         for kind, dims_of, metas in (("operand", self.operands, call.operands), ("result", self.results, call.results)):
             if len(dims_of) != len(metas):
                 raise RuleError(f"{call.op}: the rule has {len(dims_of)} {kind}s, the call {len(metas)}.")
@@ -151,7 +181,8 @@ def refine(rule: Rule, cuts: Mapping[int, tuple[int, ...]]) -> Rule:
 
     Args:
         cuts: for a factor, the increasing chain of sizes of its outer parts; each divides the next and the
-            last divides the factor's size. A factor of size 96 with cuts (3, 12) becomes 3 · 4 · 8.
+            last divides the factor's size. A factor of size 96 with cuts (3, 12) becomes 3 · 4 · 8. Variants are
+            cut in their factors of the same name, if these take strided shards.
 
     Source: Rhino 4.3.3, candidate generation: strides are those that some view of the graph asks for.
     """
@@ -174,4 +205,15 @@ def refine(rule: Rule, cuts: Mapping[int, tuple[int, ...]]) -> Rule:
         factors=tuple(factors),
         operands=tuple(renamed(dims) for dims in rule.operands),
         results=tuple(None if dims is None else renamed(dims) for dims in rule.results),
+        variants=tuple(refine(variant, _cuts_by_name(rule, cuts, variant)) for variant in rule.variants),
     )
+
+
+def _cuts_by_name(rule: Rule, cuts: Mapping[int, tuple[int, ...]], variant: Rule) -> dict[int, tuple[int, ...]]:
+    """The cuts of a rule's factors as cuts of a variant's factors of the same name."""
+    named = {rule.factors[index].name: chain for index, chain in cuts.items()}
+    return {
+        index: named[factor.name]
+        for index, factor in enumerate(variant.factors)
+        if factor.name in named and factor.shardable and not factor.contiguous
+    }

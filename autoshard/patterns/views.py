@@ -155,6 +155,7 @@ def view_rule(call: OpCall) -> Rule:
         linear=[{0}],
         local=_reshape,
         free=True,
+        uneven=True,
     )
 
 

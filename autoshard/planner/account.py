@@ -53,6 +53,10 @@ class _Want:
     target: Spec
     position: int
 
+    def is_gradient(self, spec: Spec) -> bool:
+        """Whether a copy as `spec` is what an optimizer is given."""
+        return isinstance(self.user, JointOutput) and self.user.kind == "gradient" and spec is self.target
+
 
 class Account:
     """The step that some decisions stand for, walked once in program order.
@@ -92,7 +96,8 @@ class Account:
             for copy, source, spec in self.flow.legs(want.value, want.phase, want.target):
                 self._used(key, want.position)
                 if copy not in held:
-                    path = self.resharder.path(want.value.meta.shape, want.value.meta.dtype.itemsize, source, spec)
+                    resharder = self.resharder.gradients if want.is_gradient(spec) else self.resharder
+                    path = resharder.path(want.value.meta.shape, want.value.meta.dtype.itemsize, source, spec)
                     held[copy] = copy if path.steps else key
                     if path.steps:
                         module = self._module(want.node)

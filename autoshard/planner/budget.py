@@ -9,13 +9,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch.distributed.tensor import Placement
 
+from autoshard.capture.joint import JointGraph
 from autoshard.errors import BudgetError
 from autoshard.memory.budget import format_bytes
 from autoshard.memory.footprint import Allocation
 from autoshard.memory.force import smallest_feasible_k
 from autoshard.patterns.graph import Value
 from autoshard.planner.found import Found
+from autoshard.planner.problem import Wishes
 
 if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
@@ -46,12 +49,7 @@ class BudgetSearch:
         self.planner = planner
         self.limit = limit
         self.unlimited = unlimited
-        self.sizes = {
-            source.name: Value(source.node).meta.bytes
-            for source in planner.graph.inputs
-            if source.kind == "parameter"
-            and any(one is None for one in planner.wishes.pinned.get(source.name, (None,) * planner.mesh.ndim))
-        }
+        self.sizes = forceable(planner.graph, planner.wishes)
         # The others are for problems without a limit: too wide, or too slow, where everything is forced.
         self.method = "alternate" if planner.settings.method == "alternate" else "auto"
         self.everything = replace(planner.wishes, forced=frozenset(self.sizes))
@@ -193,6 +191,19 @@ class BudgetSearch:
             f"{format_bytes(memory.activations)}). Raise memory_limit to {memory.peak} bytes, add devices, or make the "
             f"batch smaller.{shortened}"
         )
+
+
+def forceable(graph: JointGraph, wishes: Wishes) -> dict[str, int]:
+    """Bytes of the parameters that are not pinned on every mesh axis."""
+    return {
+        source.name: Value(source.node).meta.bytes
+        for source in graph.inputs
+        if source.kind == "parameter" and not _settled(wishes.pinned.get(source.name))
+    }
+
+
+def _settled(pinned: Sequence[Placement | None] | None) -> bool:
+    return pinned is not None and all(placement is not None for placement in pinned)
 
 
 def held(allocations: Sequence[Allocation], moments: int) -> np.ndarray:

@@ -22,7 +22,10 @@ from autoshard.patterns.strategy import (
     result_spec,
     share,
 )
+from autoshard.patterns.variants import resolved
 from autoshard.specs.spec import Spec
+
+_COLLECTIVES = {"gather_of_each": "all_gather"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +105,7 @@ class OptionTables:
 
     def compute_seconds(self, call: OpCall, rule: Rule, choices: Choices) -> float:
         """Seconds that one rank computes: its share of the work, or the time to move its bytes."""
+        rule, choices = resolved(rule, choices)
         if rule.free:
             return 0.0
         results = [meta for meta in call.results if meta is not None]
@@ -114,17 +118,21 @@ class OptionTables:
             if dims is not None and meta is not None:
                 moved += math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
         return self.cost.compute(
-            work / share(choices, self.mesh), moved, results[0].dtype if results else torch.float32
+            work / share(rule, choices, self.mesh), moved, results[0].dtype if results else torch.float32
         )
 
     def exchanges(self, rule: Rule, choices: Choices) -> list[tuple[str, int, int]]:
-        """Collectives inside the local program: (kind, axis, bytes a rank holds)."""
-        whole = share(choices, self.mesh)
-        return [
-            ("all_reduce", axis, rule.factors[choice].exchange * self.mesh.sizes[axis] // whole)
-            for axis, choice in enumerate(choices)
-            if choice >= 0 and rule.factors[choice].exchange
-        ]
+        """Collectives inside the local program: (kind, axis, bytes that a rank holds before)."""
+        rule, choices = resolved(rule, choices)
+        whole = share(rule, choices, self.mesh)
+        found = []
+        for axis, choice in enumerate(choices):
+            for kind, bytes in rule.factors[choice].exchanges if choice >= 0 else ():
+                size = self.mesh.sizes[axis]
+                parts = whole if kind in ("all_gather", "all_to_all", "broadcast") else whole / size
+                turns = size if kind == "broadcast" else 1  # every rank sends its part in turn
+                found += [(_COLLECTIVES.get(kind, kind), axis, math.ceil(bytes / parts))] * turns
+        return found
 
     def restricted(self, rule: Rule, current: Choices, free: frozenset[int]) -> Options:
         """Strategies that differ from `current` on the `free` axes only."""

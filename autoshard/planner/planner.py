@@ -77,7 +77,7 @@ class Planner:
         self.settings = settings
         self.deadline = time.monotonic() + settings.time_limit
         self.cost = CostModel(cluster, mesh)
-        self.resharder = Resharder(mesh, self.cost.collective)
+        self.resharder = Resharder(mesh, self.cost.collective, self.cost.gradient_collective)
         self.tables = OptionTables(self.cost)
         with self._timed("patterns"):
             self.rules = GraphRules(graph, mesh)

@@ -23,7 +23,7 @@ from autoshard.planner.options import OptionTables, SpecList
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import is_even, local_shape
+from autoshard.specs.layout import dim_of, is_even, local_shape
 from autoshard.specs.spec import Spec, is_shard, split_factor_of
 
 
@@ -106,12 +106,13 @@ class ProblemBuilder:
             self._lists[key] = SpecList.of(specs)
         return self._lists[key]
 
-    def between(self, value: Value, sources: SpecList, targets: SpecList) -> np.ndarray:
-        """Seconds to reshard a tensor between all specs of two lists."""
+    def between(self, value: Value, sources: SpecList, targets: SpecList, gradient: bool = False) -> np.ndarray:
+        """Seconds to reshard a tensor between all specs of two lists; `gradient`: on its way to the optimizer."""
         meta = value.meta
-        key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets))
+        key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets), gradient)
         if key not in self.tables_between:
-            distinct = self.resharder.seconds(meta.shape, meta.dtype.itemsize, sources.distinct, targets.distinct)
+            resharder = self.resharder.gradients if gradient else self.resharder
+            distinct = resharder.seconds(meta.shape, meta.dtype.itemsize, sources.distinct, targets.distinct)
             self.tables_between[key] = distinct[np.ix_(sources.index, targets.index)]
         return self.tables_between[key]
 
@@ -144,11 +145,13 @@ class _End:
         variable: its number.
         specs: of the tensor that crosses, under every option.
         life: moments from which and until before which a copy that is made for it is held.
+        gradient: whether an optimizer is given what arrives.
     """
 
     variable: int
     specs: SpecList
     life: tuple[int, int] = (0, 0)
+    gradient: bool = False
 
 
 class _Build:
@@ -286,13 +289,15 @@ class _Build:
         rule = self.rules.rules[source.node]
         if source.kind == "tangent":
             name = source.name
-            return [wishes.outputs[name]] if name in wishes.outputs else self._open_specs(rule, wishes.planned_outputs)
+            if name in wishes.outputs:
+                return [wishes.outputs[name]]
+            return [s for s in self._open_specs(rule, wishes.planned_outputs) if self._divides(value, s)]
         if all(placement is not None for placement in pinned):
             return [Spec.of(*(placement or Replicate() for placement in pinned))]
         if source.kind == "input" and wishes.local_inputs:
             candidates = self._leading_specs(value)
         else:
-            candidates = [s for s in self._open_specs(rule, source.kind == "parameter") if _plain_nest(s)]
+            candidates = [s for s in self._open_specs(rule, source.kind == "parameter") if self._rests(value, s)]
         allowed = [spec for spec in candidates if _agrees(spec, pinned)]
         if not allowed:
             allowed = [Spec.of(*(placement or Replicate() for placement in pinned))]
@@ -300,6 +305,16 @@ class _Build:
             sharded = [spec for spec in allowed if spec.shard_axes]
             allowed = sharded or self._uneven_specs(value) or allowed
         return allowed
+
+    def _divides(self, value: Value, spec: Spec) -> bool:
+        """Whether all ranks hold equally much, as outputs and their gradients are handed back."""
+        return is_even(value.meta.shape, spec, self.mesh)
+
+    def _rests(self, value: Value, spec: Spec) -> bool:
+        """Whether a parameter may lie so: as torch can say it, and long enough for an axis that does not divide it."""
+        shape, sizes = value.meta.shape, self.mesh.sizes
+        long = all(shape[dim_of(spec[axis], len(shape))] >= sizes[axis] for axis in spec.shard_axes)
+        return _plain_nest(spec) and not spec.has_blocks and (long or self._divides(value, spec))
 
     def _uneven_specs(self, value: Value) -> list[Spec]:
         """Shards of a tensor that no axis divides: its storage is split, its uses gather it."""
@@ -331,7 +346,8 @@ class _Build:
             specs = [wishes.outputs[output.name]]
         elif wishes.planned_outputs:
             rule = self.rules.rules[value.node]
-            specs = [s for s in self.builder.tables.options(rule).results[value.index].distinct if not s.partial_axes]
+            made = self.builder.tables.options(rule).results[value.index].distinct
+            specs = [spec for spec in made if not spec.partial_axes and self._divides(value, spec)]
         else:
             specs = [Spec.replicated(self.mesh.ndim)]
         now = None if self.current is None else self.current.outputs[output.name]
@@ -378,7 +394,7 @@ class _Build:
                 start = self.builder.position.get(value.node, -1) + 1
                 # A gradient's memory is counted with its parameter.
                 life = (start, start if output.kind == "gradient" else self.end)
-                yield _End(user, self.variables[user].results[0], life)
+                yield _End(user, self.variables[user].results[0], life, output.kind == "gradient")
 
     def _operand(self, use: Use) -> SpecList:
         pinned = self.rules.pinned(use.node, self.mesh)
@@ -410,7 +426,7 @@ class _Build:
         if source.variable == target.variable:
             # A tensor handed back where it came from (an unchanged buffer): nothing to pay.
             return
-        costs = self.builder.between(value, source.specs, target.specs)
+        costs = self.builder.between(value, source.specs, target.specs, target.gradient)
         price = self._price(*target.life)
         if price:
             costs = costs + price * self._bytes(value, target.specs) * _differ(source.specs, target.specs)

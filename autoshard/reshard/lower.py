@@ -47,7 +47,8 @@ def lower(path: Path, value: Any, emit: Emitter, dtype: torch.dtype) -> Any:
     if not dtype.is_complex:
         return _lower_real(path, value, emit)
     # Collectives know no complex numbers: they move them as pairs, in a dim of its own that nothing shards.
-    parts = emit.call(aten.view_as_real.default, value)
+    # (A conjugate may be a mark on the tensor, which pairs do not have.)
+    parts = emit.call(aten.view_as_real.default, emit.call(aten.resolve_conj.default, value))
     shape = (*path.shape, 2)
     parts = _lower_real(Path(shape, path.source, path.target, path.steps), parts, emit)
     return emit.call(aten.view_as_complex.default, parts)
@@ -61,10 +62,18 @@ def _lower_real(path: Path, value: Any, emit: Emitter) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where an axis's piece lies in a local tensor: the dim, and the steps of local loops of that dim above it."""
+    """Where an axis's piece lies in a local tensor.
+
+    Attributes:
+        dim: the dim.
+        outer: steps of local loops of that dim above it.
+        block, total: where the axis does not divide its loop, a rank's share of it.
+    """
 
     dim: int
     outer: int
+    block: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +107,10 @@ def _piece(shape: tuple[int, ...], spec: Spec, axis: int, emit: Emitter) -> _Pie
     state = state_of(shape, spec, emit.mesh)
     assert state is not None, f"{spec} is no state of shape {shape}"
     place = state.place(axis)
-    return None if place is None else _Piece(*place)
+    if place is None:
+        return None
+    dim, loop = place
+    return _Piece(dim, loop.outer, loop.block, loop.total)
 
 
 def _all_gather(move: _Move, value: Any) -> Any:
@@ -233,25 +245,37 @@ def _insert(move: _Move, value: Any, block: tuple[int, ...], piece: _Piece) -> A
         order = [*range(1, front + 1), 0, *range(front + 1, len(opened))]
         value = _copied(emit, emit.call(aten.permute.default, value, order))
     value = _viewed(emit, value, whole)
-    return _narrowed(emit, value, whole, piece.dim, move.after[piece.dim])
+    return _narrowed(emit, value, whole, piece, move.after[piece.dim])
+
+
+def _stretches(shape: tuple[int, ...], piece: _Piece) -> tuple[int, tuple[int, ...]]:
+    """The dim of a piece's loop, and `shape`, once the loops above it are a dim of their own, if there are such."""
+    if piece.outer == 1:
+        return piece.dim, shape
+    stretch = shape[piece.dim] // piece.outer
+    return piece.dim + 1, (*shape[: piece.dim], piece.outer, stretch, *shape[piece.dim + 1 :])
 
 
 def _padded(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> tuple[Any, tuple[int, ...]]:
-    """`value` with zeros behind a dim that the axis does not divide, and its shape then."""
-    missing = -shape[piece.dim] % move.size
-    if not missing:
+    """`value` with zeros behind every stretch of a loop that the axis does not divide, and its shape then."""
+    if not piece.total:
         return value, shape
-    widths = [0] * (2 * (len(shape) - piece.dim - 1)) + [0, missing]
-    value = move.emit.call(aten.constant_pad_nd.default, value, widths)
-    return value, (*shape[: piece.dim], shape[piece.dim] + missing, *shape[piece.dim + 1 :])
+    dim, opened = _stretches(shape, piece)
+    block = opened[dim] * piece.block // piece.total
+    widths = [0] * (2 * (len(opened) - dim - 1)) + [0, block * move.size - opened[dim]]
+    value = move.emit.call(aten.constant_pad_nd.default, _viewed(move.emit, value, opened), widths)
+    shape = (*shape[: piece.dim], piece.outer * block * move.size, *shape[piece.dim + 1 :])
+    return _viewed(move.emit, value, shape), shape
 
 
-def _narrowed(emit: Emitter, value: Any, shape: tuple[int, ...], dim: int, size: int) -> Any:
-    """The first `size` elements along `dim`: without the padding of an uneven dim."""
-    if shape[dim] == size:
+def _narrowed(emit: Emitter, value: Any, shape: tuple[int, ...], piece: _Piece, size: int) -> Any:
+    """`size` elements along the dim of a piece: without what pads its stretches."""
+    if shape[piece.dim] == size:
         return value
-    value = emit.call(aten.slice.Tensor, value, dim, 0, size)
-    return value if math.prod(shape[:dim]) == 1 else _copied(emit, value)
+    dim, opened = _stretches(shape, piece)
+    value = emit.call(aten.slice.Tensor, _viewed(emit, value, opened), dim, 0, size // piece.outer)
+    value = value if math.prod(opened[:dim]) == 1 else _copied(emit, value)
+    return _viewed(emit, value, (*shape[: piece.dim], size, *shape[piece.dim + 1 :]))
 
 
 def _viewed(emit: Emitter, value: Any, shape: Sequence[int]) -> Any:

@@ -43,7 +43,7 @@ class Step:
         kind: one of all_gather, all_reduce, reduce_scatter, all_to_all, slice, make_partial.
         axis: the mesh axis.
         source, target: the spec before and after.
-        bytes: what one rank holds before.
+        bytes: what one rank holds before, blocks that it sends padded.
         seconds: its price, local copies that it needs included.
     """
 
@@ -89,10 +89,15 @@ class Resharder:
         mesh: the mesh.
         price: seconds of a collective from its kind, the bytes a rank holds before it, and the mesh axis. Kinds are
             those of `Step`, and "copy" for the local copy that brings bytes into the order that a collective needs.
+        gradient_price: the same for gradients on their way to the optimizer; as any other by default.
+
+    Attributes:
+        gradients: the resharder for gradients on their way to the optimizer.
     """
 
-    def __init__(self, mesh: MeshShape, price: Price) -> None:
+    def __init__(self, mesh: MeshShape, price: Price, gradient_price: Price | None = None) -> None:
         self.mesh = mesh
+        self.gradients: Resharder = self if gradient_price is None else Resharder(mesh, gradient_price)
         self._price = price
         self._prices: dict[tuple[str, int, int], float] = {}
         self._graphs: dict[tuple[tuple[int, ...], int, frozenset[str], Extra], _PricedGraph] = {}
@@ -176,10 +181,12 @@ class Resharder:
         A collective moves blocks that are contiguous in memory: where the axis's piece is not the outermost loop of
         the local tensor, packing before it or unpacking after it costs a local copy.
         """
-        local = -(-np.array(shape, dtype=np.int64) // graph.parts)  # [states, dims], rounded up
+        local = np.array(shape, dtype=np.int64) * graph.held // graph.parts  # [states, dims], padded
         held = local.prod(axis=1) * dtype_size
         above = np.concatenate([np.ones((len(local), 1), np.int64), local.cumprod(axis=1)], axis=1)
         before = held[graph.source]
+        pads = np.isin(graph.kind, (REDUCE_SCATTER, ALL_TO_ALL))  # the blocks for all ranks, before they are sent
+        before[pads] = before[pads] * graph.padding[pads, 0] // graph.padding[pads, 1]
         seconds = self._prices_of(graph.kind, before, graph.axis)
         copies = len(KINDS)
         unpacked = np.isin(graph.kind, (ALL_GATHER, ALL_TO_ALL)) & _inner(graph.source, graph.source_place, above)

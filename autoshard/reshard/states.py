@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +27,28 @@ _FULL_NESTING_AXES = 3
 _LINEAR = frozenset({"sum", "avg"})
 _OPERATIONS = _LINEAR | {"max", "min", "product"}
 
-Nest = tuple[tuple[int, int], ...]
-"""The axes that shard one dim, major to minor, each with the number of undistributed steps above it."""
+
+class Loop(NamedTuple):
+    """A piece of one dim that an axis shards.
+
+    Attributes:
+        axis: the mesh axis.
+        outer: undistributed steps above it in the dim.
+        block, total: where the axis does not divide its loop, a rank's share of it in lowest terms (see `Segment`).
+    """
+
+    axis: int
+    outer: int
+    block: int = 0
+    total: int = 0
+
+    def share(self, mesh: MeshShape) -> tuple[int, int]:
+        """The share of the loop that one rank holds, as a fraction."""
+        return (self.block, self.total) if self.total else (1, mesh.sizes[self.axis])
+
+
+Nest = tuple[Loop, ...]
+"""The loops of one dim that axes shard, major to minor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +58,12 @@ class State:
     nests: tuple[Nest, ...]
     partial: tuple[str | None, ...]
 
-    def place(self, axis: int) -> tuple[int, int] | None:
-        """The dim that `axis` shards and the undistributed steps above it there; None where it shards none."""
+    def place(self, axis: int) -> tuple[int, Loop] | None:
+        """The dim that `axis` shards and its loop there; None where it shards none."""
         for dim, nest in enumerate(self.nests):
-            for other, outer in nest:
-                if other == axis:
-                    return dim, outer
+            for loop in nest:
+                if loop.axis == axis:
+                    return dim, loop
         return None
 
 
@@ -70,7 +91,7 @@ def _nest_of(segments: Sequence[Segment]) -> Nest:
         if segment.axis is None:
             outer *= segment.size
         else:
-            nest.append((segment.axis, outer))
+            nest.append(Loop(segment.axis, outer, segment.block, segment.total))
     return tuple(nest)
 
 
@@ -85,24 +106,33 @@ def spec_of_state(state: State, shape: Sequence[int], mesh: MeshShape) -> Spec:
     layout = []
     for nest, size in zip(state.nests, shape, strict=True):
         segments, above = [], 1
-        for axis, outer in nest:
-            segments += [Segment(outer // above), Segment(mesh.sizes[axis], axis)]
-            above = outer
-        rest = math.ceil(size / (above * math.prod(mesh.sizes[axis] for axis, _ in nest)))
-        layout.append((*segments, Segment(rest)))
+        for loop in nest:
+            segments += [
+                Segment(loop.outer // above),
+                Segment(mesh.sizes[loop.axis], loop.axis, loop.block, loop.total),
+            ]
+            above = loop.outer
+        held, parts = held_share(nest, mesh)
+        layout.append((*segments, Segment(size * held // (parts * above))))
     partial = {axis: operation for axis, operation in enumerate(state.partial) if operation is not None}
     return spec_of(tuple(layout), partial, mesh)
 
 
+def held_share(nest: Nest, mesh: MeshShape) -> tuple[int, int]:
+    """The share of a dim, padded, that one rank holds, as a fraction."""
+    shares = [loop.share(mesh) for loop in nest]
+    return math.prod(block for block, _ in shares), math.prod(total for _, total in shares)
+
+
 def without(nest: Nest, axis: int, mesh: MeshShape) -> Nest:
     """The nest after an all-gather over `axis`: its steps are undistributed for the axes below it."""
-    result: list[tuple[int, int]] = []
-    factor = 1
-    for other, outer in nest:
-        if other == axis:
-            factor = mesh.sizes[axis]
+    result: list[Loop] = []
+    block, total = 1, 1
+    for loop in nest:
+        if loop.axis == axis:
+            block, total = loop.share(mesh)
         else:
-            result.append((other, outer * factor))
+            result.append(loop._replace(outer=loop.outer * total // block))
     return tuple(result)
 
 
@@ -114,7 +144,7 @@ def closure(nests: Iterable[Nest], mesh: MeshShape) -> frozenset[Nest]:
         nest = waiting.pop()
         if nest not in found:
             found.add(nest)
-            waiting += [without(nest, axis, mesh) for axis, _ in nest]
+            waiting += [without(nest, loop.axis, mesh) for loop in nest]
     return frozenset(found)
 
 
@@ -136,7 +166,7 @@ def _plain_nests(divisor: int, mesh: MeshShape) -> frozenset[Nest]:
         else [order for count in range(3) for order in itertools.combinations(axes, count)]
     )
     nests = [
-        tuple((axis, 1) for axis in order)
+        tuple(Loop(axis, 1) for axis in order)
         for order in orders
         if divisor % math.prod(mesh.sizes[axis] for axis in order) == 0
     ]
@@ -153,11 +183,14 @@ def nests_with(nest: Nest, size: int, mesh: MeshShape) -> frozenset[Nest]:
     """
     if nest in plain_nests(size, mesh):
         return frozenset()
-    top = nest[0][1]
+    if any(loop.total for loop in nest):
+        return closure([nest], mesh)
+    top = nest[0].outer
     for outer in range(2, top + 1):
         if top % outer == 0 and size % outer == 0:
             family = {
-                tuple((axis, above * outer) for axis, above in plain) for plain in plain_nests(size // outer, mesh)
+                tuple(loop._replace(outer=loop.outer * outer) for loop in plain)
+                for plain in plain_nests(size // outer, mesh)
             }
             if nest in family:
                 return frozenset(family)
@@ -175,7 +208,9 @@ class StateGraph:
         kind, axis: collective (position in `KINDS`) and mesh axis of every edge.
         source_place, target_place: `[edges, 2]`: dim, and undistributed steps above, of the axis's shard at either
             end; dim -1 where the axis does not shard there.
-        parts: `[states, dims]`: into how many parts every dim is split.
+        held, parts: `[states, dims]`: the share of every dim, padded, that one rank holds: `held / parts`.
+        padding: `[edges, 2]`: how many times as long as its loop the blocks are that the axis shards the target into,
+            as a fraction.
         by_degree: positions of all states, those with most incoming edges first.
         incoming: the k-th incoming edge of every state that has so many, in the order of `by_degree`.
     """
@@ -188,6 +223,8 @@ class StateGraph:
     axis: NDArray[np.int8]
     source_place: NDArray[np.int32]
     target_place: NDArray[np.int32]
+    padding: NDArray[np.int64]
+    held: NDArray[np.int64]
     parts: NDArray[np.int64]
     by_degree: NDArray[np.int64]
     incoming: tuple[NDArray[np.int64], ...]
@@ -205,13 +242,13 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
     states = tuple(_states(nests, operations, mesh))
     index = {state: position for position, state in enumerate(states)}
     edges = [edge for axis, size in enumerate(mesh.sizes) if size > 1 for edge in _moves(index, axis, mesh)]
-    table = np.array(edges, dtype=np.int64).reshape(-1, 8)
+    table = np.array(edges, dtype=np.int64).reshape(-1, 10)
     table = table[np.lexsort((table[:, 1], table[:, 0]))]
     degree = np.bincount(table[:, 0], minlength=len(states))
     first = np.cumsum(degree) - degree
     by_degree = np.argsort(-degree, kind="stable")
-    sizes = mesh.sizes
-    parts = [[math.prod(sizes[axis] for axis, _ in nest) for nest in state.nests] for state in states]
+    shares = [[held_share(nest, mesh) for nest in state.nests] for state in states]
+    table_of_shares = np.array(shares, dtype=np.int64).reshape(len(states), len(nests), 2)
     return StateGraph(
         states=states,
         index=index,
@@ -221,7 +258,9 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
         axis=table[:, 3].astype(np.int8),
         source_place=table[:, 4:6].astype(np.int32),
         target_place=table[:, 6:8].astype(np.int32),
-        parts=np.array(parts, dtype=np.int64).reshape(len(states), len(nests)),
+        padding=table[:, 8:],
+        held=table_of_shares[..., 0],
+        parts=table_of_shares[..., 1],
         by_degree=by_degree,
         incoming=tuple(
             first[by_degree[: np.count_nonzero(degree > number)]] + number for number in range(int(degree.max()))
@@ -233,7 +272,7 @@ def _states(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], mesh
     """All states, in an order that depends on the arguments alone."""
     combinations: list[tuple[tuple[Nest, ...], frozenset[int]]] = [((), frozenset())]
     for choices in nests:
-        listed = [(nest, frozenset(axis for axis, _ in nest)) for nest in sorted(choices)]
+        listed = [(nest, frozenset(loop.axis for loop in nest)) for nest in sorted(choices)]
         combinations = [
             ((*chosen, nest), used | axes) for chosen, used in combinations for nest, axes in listed if not used & axes
         ]
@@ -249,22 +288,24 @@ def _states(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], mesh
 
 def _moves(index: dict[State, int], axis: int, mesh: MeshShape) -> Iterator[tuple[int, ...]]:
     """All edges that change the placement on `axis`: between states that an all-gather over it makes equal."""
-    families: dict[object, list[tuple[int, str | None, tuple[int, int]]]] = {}
+    families: dict[object, list[tuple[int, str | None, tuple[int, Loop]]]] = {}
+    nowhere = (-1, Loop(axis, 1))
     gathered = cache(lambda nest: without(nest, axis, mesh))
     size = mesh.sizes[axis]
     for state, position in index.items():
         core = (tuple(map(gathered, state.nests)), state.partial[:axis], state.partial[axis + 1 :])
-        member = (position, state.partial[axis], state.place(axis) or (-1, 1))
+        member = (position, state.partial[axis], state.place(axis) or nowhere)
         families.setdefault(core, []).append(member)
     for family in families.values():
         for (source, before, left), (target, after, right) in itertools.permutations(family, 2):
             kind = _kind(before, left, after, right, size)
             if kind is not None:
-                yield target, source, kind, axis, *left, *right
+                block, total = right[1].share(mesh) if right[0] >= 0 else (1, size)
+                yield target, source, kind, axis, left[0], left[1].outer, right[0], right[1].outer, block * size, total
 
 
 def _kind(
-    before: str | None, left: tuple[int, int], after: str | None, right: tuple[int, int], size: int
+    before: str | None, left: tuple[int, Loop], after: str | None, right: tuple[int, Loop], size: int
 ) -> int | None:
     """The collective from one placement on an axis to another; None where no single one does it."""
     sharded_before, sharded_after = left[0] >= 0, right[0] >= 0
@@ -277,6 +318,7 @@ def _kind(
     return SLICE if sharded_after else MAKE_PARTIAL
 
 
-def _nested(left: int, right: int, size: int) -> bool:
-    """Whether two pieces of a dim, below `left` and `right` steps, do not overlap: else blocks would not be equal."""
-    return left % (right * size) == 0 or right % (left * size) == 0
+def _nested(left: Loop, right: Loop, size: int) -> bool:
+    """Whether two pieces of one dim divide it and do not overlap: else blocks would not be equal."""
+    even = not left.total and not right.total
+    return even and (left.outer % (right.outer * size) == 0 or right.outer % (left.outer * size) == 0)

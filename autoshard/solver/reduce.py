@@ -29,6 +29,9 @@ def reduce(network: Network, *, dominance: bool = True) -> Network:
         network: changed in place; `feasible` becomes False where some node loses every strategy.
         dominance: whether to look for dominated strategies (which keeps one optimum, not all of them).
     """
+    if not all(map(len, network.vectors.values())):
+        network.feasible = False  # every strategy of some node had been dropped before
+        return network
     queue = _Queue(network.vectors)
     for node in list(network.vectors):
         for other in list(network.edges[node]):

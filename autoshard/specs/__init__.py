@@ -12,10 +12,11 @@ from autoshard.specs.layout import (
     spec_of,
     true_local_shape,
 )
-from autoshard.specs.spec import Spec
+from autoshard.specs.spec import BlockShard, Spec
 from autoshard.specs.tensors import shard, unshard
 
 __all__ = [
+    "BlockShard",
     "MeshAxis",
     "MeshShape",
     "Segment",

@@ -10,20 +10,28 @@ from functools import lru_cache
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.spec import Spec, is_shard, shard_placement, split_factor_of
+from autoshard.specs.spec import BlockShard, Spec, block_of, is_shard, shard_placement, split_factor_of
 
 _CACHE_SIZE = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One loop of a tensor dim: `size` steps, distributed over mesh axis `axis`, or whole on every rank (None)."""
+    """One loop of a tensor dim: `size` steps, distributed over mesh axis `axis`, or whole on every rank (None).
+
+    Where an axis does not divide a loop, `block` / `total`, in lowest terms, is the share of it that one rank holds at
+    most: the ranks' blocks together are longer than the loop, and what is missing behind its end is padding. Both are 0
+    where the axis divides.
+    """
 
     size: int
     axis: int | None = None
+    block: int = 0
+    total: int = 0
 
     def __str__(self) -> str:
-        return f"{self.size}" if self.axis is None else f"{self.size}@{self.axis}"
+        uneven = f"({self.block}/{self.total})" if self.total else ""
+        return f"{self.size}" if self.axis is None else f"{self.size}@{self.axis}{uneven}"
 
 
 DimLayout = tuple[Segment, ...]
@@ -65,15 +73,21 @@ def _segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
         if not is_shard(placement) or mesh.sizes[axis] == 1:
             continue
         dim = dim_of(placement, len(shape))
-        carved = _carve(dims[dim], axis, mesh.sizes[axis], split_factor_of(placement))
+        carved = None
+        if not isinstance(placement, BlockShard):
+            carved = _carve(dims[dim], axis, mesh.sizes[axis], split_factor_of(placement))
         if carved is None:
-            raise ValueError(
-                f"{spec} does not divide dim {dim} of a tensor of shape {shape} evenly on mesh {mesh}: axis "
-                f"{mesh.names[axis]!r} of size {mesh.sizes[axis]}, split factor {split_factor_of(placement)}, does not "
-                f"fit into the loops {' x '.join(map(str, dims[dim]))} (size@axis). Choose sizes that divide the dim."
-            )
+            raise _not_even(shape, spec, mesh, axis, dims[dim])
         dims[dim] = carved
     return tuple(dims)
+
+
+def _not_even(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, axis: int, loops: DimLayout) -> ValueError:
+    return ValueError(
+        f"{spec} does not divide dim {dim_of(spec[axis], len(shape))} of a tensor of shape {shape} evenly on mesh "
+        f"{mesh}: axis {mesh.names[axis]!r} of size {mesh.sizes[axis]}, split factor {split_factor_of(spec[axis])}, "
+        f"does not fit into the loops {' x '.join(map(str, loops))} (size@axis). Choose sizes that divide the dim."
+    )
 
 
 def _carve(segments: DimLayout, axis: int, size: int, outer: int) -> DimLayout | None:
@@ -96,6 +110,32 @@ def _carve(segments: DimLayout, axis: int, size: int, outer: int) -> DimLayout |
     return None
 
 
+def _carve_blocks(segments: DimLayout, axis: int, size: int, outer: int, block: int) -> DimLayout | None:
+    """As `_carve`, with blocks of `block` undistributed steps, behind the end of which the last ranks hold padding.
+
+    Returns None where blocks do not cover a stretch, would cut another loop, or another axis is uneven already.
+    """
+    if outer < 1 or block < 1 or any(segment.total for segment in segments):
+        return None
+    result: list[Segment] = []
+    for position, segment in enumerate(segments):
+        if segment.axis is not None:
+            result.append(segment)
+        elif outer > 1 and outer % segment.size == 0:
+            outer //= segment.size
+            result.append(segment)
+        else:
+            below = math.prod(loop.size for loop in segments[position + 1 :] if loop.axis is None)
+            steps, whole = block // below, segment.size // outer
+            if segment.size % outer or block % below or steps * size < whole:
+                return None
+            common = math.gcd(steps, whole)
+            share = (0, 0) if steps * size == whole else (steps // common, whole // common)
+            pieces = (Segment(outer), Segment(size, axis, *share), Segment(steps))
+            return merged([*result, *pieces, *segments[position + 1 :]])
+    return None
+
+
 def spec_of(layout: Layout, partial: Mapping[int, str], mesh: MeshShape) -> Spec:
     """The spec of a layout: the inverse of `segments_of`.
 
@@ -114,15 +154,35 @@ def spec_of(layout: Layout, partial: Mapping[int, str], mesh: MeshShape) -> Spec
     for dim, segments in enumerate(layout):
         for position, segment in enumerate(segments):
             if segment.axis is not None and segment.size > 1:
-                placements[segment.axis] = shard_placement(dim, _outer(segments, position))
+                placements[segment.axis] = _placement(dim, segments, position)
     return Spec.of(*placements)
+
+
+def _placement(dim: int, segments: DimLayout, position: int) -> Placement:
+    """The placement of the axis that is distributed over the loop at `position`."""
+    own, outer = segments[position], _outer(segments, position)
+    if not own.total:
+        return shard_placement(dim, outer)
+    block = math.prod(
+        loop.size for loop in segments[position + 1 :] if loop.axis is None or loop.axis > (own.axis or 0)
+    )
+    alone = all(loop is own or loop.axis is None for loop in segments)
+    if alone and outer == 1 and block == math.ceil(block * own.total // own.block / own.size):
+        return shard_placement(dim)
+    return BlockShard(dim, block, outer)
 
 
 def _outer(segments: DimLayout, position: int) -> int:
     """Steps of the loops above `position` that belong to no earlier mesh axis: torch's split factor."""
     own = segments[position].axis
     assert own is not None
-    return math.prod(loop.size for loop in segments[:position] if loop.axis is None or loop.axis > own)
+    steps, share = 1, 1
+    for loop in segments[:position]:
+        if loop.axis is None or (loop.axis > own and not loop.total):
+            steps *= loop.size
+        elif loop.axis > own:  # not yet split when `own` is: its loop has all its true steps
+            steps, share = steps * loop.total, loop.block
+    return steps // share
 
 
 def canonical(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> Spec:
@@ -142,10 +202,18 @@ def _canonical(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Spec:
         if size == 1:
             placements.append(Replicate())
         elif is_shard(placement):
-            placements.append(shard_placement(dim_of(placement, len(shape)), split_factor_of(placement)))
+            dim, outer, block = dim_of(placement, len(shape)), split_factor_of(placement), block_of(placement)
+            placements.append(shard_placement(dim, outer) if block is None else BlockShard(dim, block, outer))
         else:
             placements.append(placement)
-    return Spec.of(*placements)
+    normal = Spec.of(*placements)
+    if not normal.has_blocks:
+        return normal
+    try:
+        layout = _carved(shape, normal, mesh)
+    except ValueError:
+        return normal
+    return spec_of(layout, {axis: normal[axis].reduce_op for axis in normal.partial_axes}, mesh)  # type: ignore[attr-defined]
 
 
 def is_even(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> bool:
@@ -165,10 +233,11 @@ def _is_even(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> bool:
 def local_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
     """Shape of one rank's local tensor in a program, the same on every rank.
 
-    A dim that its only axis does not divide evenly is padded to the ceiling, as in `torch.chunk`.
+    A dim that its only axis does not divide evenly is padded to the ceiling, as in `torch.chunk`, and one in blocks to
+    whole blocks.
 
     Raises:
-        ValueError: a dim is uneven and sharded by several axes, or strided.
+        ValueError: a dim is uneven and sharded by several axes, or strided, in other than blocks.
     """
     return _local_shape(tuple(shape), spec, mesh)
 
@@ -182,19 +251,47 @@ def _local_shape(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[i
 
 
 def padded_segments_of(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> Layout:
-    """As `segments_of`, of the shape in which dims sharded unevenly by one axis alone are padded to a multiple.
+    """As `segments_of`, of the padded shape: uneven loops may be distributed over one axis of a dim.
 
     Raises:
-        ValueError: a dim is uneven and sharded by several axes, or strided.
+        ValueError: a dim is uneven and sharded by several axes, or strided, in other than blocks.
     """
-    spec = canonical(shape, spec, mesh)
-    padded = list(shape)
-    for axis in spec.shard_axes:
-        dim = dim_of(spec[axis], len(shape))
-        alone = all(other == axis or dim_of(spec[other], len(shape)) != dim for other in spec.shard_axes)
-        if alone and split_factor_of(spec[axis]) == 1:
-            padded[dim] = math.ceil(shape[dim] / mesh.sizes[axis]) * mesh.sizes[axis]
-    return _segments_of(tuple(padded), spec, mesh)
+    return _carved(tuple(shape), canonical(shape, spec, mesh), mesh)
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _carved(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
+    _check_length(spec, mesh)
+    dims: list[DimLayout] = [(Segment(size),) for size in shape]
+    of_axis = {axis: dim_of(spec[axis], len(shape)) for axis in spec.shard_axes if mesh.sizes[axis] > 1}
+    for axis, dim in of_axis.items():
+        outer, block, size = split_factor_of(spec[axis]), block_of(spec[axis]), mesh.sizes[axis]
+        if block is None and outer == 1 and list(of_axis.values()).count(dim) == 1:
+            block = math.ceil(shape[dim] / size)  # torch.chunk's
+        even = block is None or shape[dim] == 0
+        loops = dims[dim]
+        carved = _carve(loops, axis, size, outer) if even else _carve_blocks(loops, axis, size, outer, block or 0)
+        if carved is None:
+            raise _not_even(shape, spec, mesh, axis, loops)
+        dims[dim] = carved
+    for axis, dim in of_axis.items():
+        if not _gathers(dims[dim]):
+            raise _not_even(shape, spec, mesh, axis, dims[dim])
+    return tuple(dims)
+
+
+def _gathers(segments: DimLayout) -> bool:
+    """Whether the loops below an uneven one, gathered over its axis, end where the dim does on every rank."""
+    uneven = next((segment for segment in segments if segment.total), None)
+    if uneven is None:
+        return True
+    steps = 1
+    for segment in segments[segments.index(uneven) + 1 :]:
+        if segment.axis is None:
+            steps *= segment.size
+        elif steps * uneven.total % uneven.block:
+            return False
+    return True
 
 
 def local_indices(
@@ -203,9 +300,16 @@ def local_indices(
     """Indices, along every dim, of the elements that the rank at `coordinate` holds.
 
     This is the definition of what a shard placement means: `torch.chunk` for `Shard`, and for a strided shard first
-    into `split_factor` chunks, then each of these into one chunk per rank. Chunks may be empty.
+    into `split_factor` chunks, then each of these into one chunk per rank; for blocks see `BlockShard`. Chunks may be
+    empty.
+
+    Raises:
+        ValueError: the spec does not fit the shape.
     """
     _check_length(spec, mesh)
+    if spec.has_blocks:
+        padded = padded_indices(shape, spec, mesh, coordinate)
+        return tuple(tuple(index for index in dim if index != PADDING) for dim in padded)
     indices: list[range | tuple[int, ...]] = [range(size) for size in shape]
     for placement, size, place in zip(spec, mesh.sizes, coordinate, strict=True):
         if is_shard(placement):
@@ -216,6 +320,33 @@ def local_indices(
             else:
                 groups = (_chunk(indices[dim], outer, group) for group in range(outer))
                 indices[dim] = tuple(index for group in groups for index in _chunk(group, size, place))
+    return tuple(indices)
+
+
+PADDING = -1
+"""What stands in `padded_indices` for an element that pads an uneven shard."""
+
+
+def padded_indices(
+    shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """As `local_indices`, of the padded local tensor, of shape `local_shape`: `PADDING` where it holds no element.
+
+    Raises:
+        ValueError: no program places a tensor of this shape so.
+    """
+    return tuple(_dim_indices(loops, coordinate) for loops in padded_segments_of(shape, spec, mesh))
+
+
+def _dim_indices(segments: DimLayout, coordinate: Sequence[int]) -> tuple[int, ...]:
+    """Indices along a dim, from the innermost loop to the outermost."""
+    indices, stride = [0], 1
+    for loop in reversed(segments):
+        steps = range(loop.size) if loop.axis is None else [coordinate[loop.axis]]
+        end = stride * loop.total // loop.block if loop.total else stride * loop.size
+        inner = [PADDING if index == PADDING else step * stride + index for step in steps for index in indices]
+        indices = [index if index < end else PADDING for index in inner]
+        stride = end
     return tuple(indices)
 
 

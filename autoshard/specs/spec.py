@@ -11,27 +11,61 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from autoshard.specs._torch import StridedShard
 
 
+class BlockShard(Placement):
+    """A dim in blocks of a size of their own, of which the last ranks of an axis may have few elements or none.
+
+    The dim is `split_factor` stretches, and of each the rank at place r holds the elements from r · block up to
+    (r + 1) · block, as far as there are any. So it says what `Shard` can not: of a dim (6 · 8) on an axis of 4, blocks
+    of 16 keep every row of 8 whole. Only plans use it; a `DTensor` never lies so.
+
+    Args:
+        dim: the dim that is split.
+        block: elements of a stretch that one rank holds, at most.
+        split_factor: number of stretches.
+    """
+
+    def __init__(self, dim: int, block: int, split_factor: int = 1) -> None:
+        super().__init__()
+        self.dim = dim
+        self.block = block
+        self.split_factor = split_factor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockShard) and placement_text(self) == placement_text(other)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.block, self.split_factor))
+
+    def __repr__(self) -> str:
+        return f"BlockShard(dim={self.dim}, block={self.block}, split_factor={self.split_factor})"
+
+
 def shard_placement(dim: int, split_factor: int = 1) -> Placement:
     """`Shard(dim)`, or `_StridedShard(dim, split_factor=...)` where an outer factor stays whole (Rhino 4.1)."""
     return Shard(dim) if split_factor == 1 else StridedShard(dim, split_factor=split_factor)
 
 
 def is_shard(placement: Placement) -> bool:
-    """Whether the placement is `Shard` or `_StridedShard`."""
-    return isinstance(placement, (Shard, StridedShard))
+    """Whether the placement is `Shard`, `_StridedShard` or `BlockShard`."""
+    return isinstance(placement, (Shard, StridedShard, BlockShard))
 
 
 def split_factor_of(placement: Placement) -> int:
     """Size of the outer factor that a shard placement leaves whole; 1 for `Shard`."""
-    return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+    return int(placement.split_factor) if isinstance(placement, (StridedShard, BlockShard)) else 1
+
+
+def block_of(placement: Placement) -> int | None:
+    """Elements of a stretch that a `BlockShard` gives to one rank; None for every other placement."""
+    return placement.block if isinstance(placement, BlockShard) else None
 
 
 def placement_text(placement: Placement) -> str:
-    """Short text of a placement: `R`, `S(0)`, `S(0,f=3)`, `P(sum)`."""
+    """Short text of a placement: `R`, `S(0)`, `S(0,f=3)`, `S(0,f=3,b=8)`, `P(sum)`."""
     if is_shard(placement):
-        factor = split_factor_of(placement)
+        factor, block = split_factor_of(placement), block_of(placement)
         dim = placement.dim  # type: ignore[attr-defined]
-        return f"S({dim})" if factor == 1 else f"S({dim},f={factor})"
+        return f"S({dim}{'' if factor == 1 else f',f={factor}'}{'' if block is None else f',b={block}'})"
     if isinstance(placement, Partial):
         return f"P({placement.reduce_op})"
     if isinstance(placement, Replicate):
@@ -39,14 +73,18 @@ def placement_text(placement: Placement) -> str:
     raise ValueError(f"unknown placement {placement!r}: autoshard knows Replicate, Shard, _StridedShard and Partial.")
 
 
-_PLACEMENT = re.compile(r"R|S\((?P<dim>-?\d+)(?:,f=(?P<factor>\d+))?\)|P\((?P<op>\w+)\)")
+_PLACEMENT = re.compile(r"R|S\((?P<dim>-?\d+)(?:,f=(?P<factor>\d+))?(?:,b=(?P<block>\d+))?\)|P\((?P<op>\w+)\)")
 
 
 def parse_placement(text: str) -> Placement:
     """The placement that `placement_text` wrote; `ValueError` when it is not one."""
     match = _PLACEMENT.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a placement: expected R, S(dim), S(dim,f=factor) or P(operation).")
+        raise ValueError(
+            f"{text!r} is not a placement: expected R, S(dim), S(dim,f=factor), with ,b=block, or P(operation)."
+        )
+    if match["block"] is not None:
+        return BlockShard(int(match["dim"]), int(match["block"]), int(match["factor"] or 1))
     if match["dim"] is not None:
         return shard_placement(int(match["dim"]), int(match["factor"] or 1))
     return Partial(match["op"]) if match["op"] is not None else Replicate()
@@ -94,6 +132,11 @@ class Spec:
     def shard_axes(self) -> tuple[int, ...]:
         """Axes over which the tensor is sharded."""
         return tuple(axis for axis, placement in enumerate(self.placements) if is_shard(placement))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a placement is a `BlockShard`, which torch does not know."""
+        return any(isinstance(placement, BlockShard) for placement in self.placements)
 
     def __len__(self) -> int:
         return len(self.placements)

@@ -11,13 +11,21 @@ from torch import Tensor
 from torch.distributed.tensor import Partial
 
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import local_indices, local_shape
+from autoshard.specs.layout import PADDING, local_indices, local_shape, padded_indices
 from autoshard.specs.spec import Spec, is_shard
 
 Coordinate = tuple[int, ...]
 
 
-def shard(tensor: Tensor, spec: Spec, mesh: MeshShape, coordinate: Sequence[int], *, padded: bool = False) -> Tensor:
+def shard(
+    tensor: Tensor,
+    spec: Spec,
+    mesh: MeshShape,
+    coordinate: Sequence[int],
+    *,
+    padded: bool = False,
+    padding: float = 0,
+) -> Tensor:
     """The local tensor of the rank at `coordinate` when `tensor` is placed by `spec`.
 
     Of a partial sum, the first rank of the axis holds the value and the others zeros; of a product, the others hold
@@ -28,7 +36,8 @@ def shard(tensor: Tensor, spec: Spec, mesh: MeshShape, coordinate: Sequence[int]
         spec: where it shall lie.
         mesh: the mesh; one coordinate for each of its axes.
         coordinate: the rank's place on the mesh.
-        padded: fill uneven shards up with zeros to `local_shape`, the shape that programs work with.
+        padded: fill uneven shards up with `padding` to `local_shape`, the shape that programs work with.
+        padding: what pads; zero by default.
 
     Returns:
         A contiguous copy of the part, of shape `true_local_shape` (or `local_shape` where padded); the tensor itself
@@ -42,7 +51,11 @@ def shard(tensor: Tensor, spec: Spec, mesh: MeshShape, coordinate: Sequence[int]
         neutral = _NEUTRAL[_operation(spec, axis)]
         if coordinate[axis] > 0 and neutral is not None:
             local = torch.full_like(local, neutral)
-    return pad_to(local, local_shape(tensor.shape, spec, mesh)) if padded else local
+    if not padded or tuple(local.shape) == local_shape(tensor.shape, spec, mesh):
+        return local
+    for dim, places in enumerate(_places_of(tensor.shape, spec, mesh, coordinate)):
+        local = _spread(local, dim, places, padding)
+    return local
 
 
 def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, shape: Sequence[int]) -> Tensor:
@@ -68,9 +81,39 @@ def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, sh
     whole = next(iter(values.values())).new_empty(tuple(shape))
     for coordinate, value in values.items():
         indices = local_indices(shape, spec, mesh, coordinate)
-        real = value[tuple(slice(len(index)) for index in indices)]
+        real = _without_padding(value, shape, spec, mesh, coordinate)
         whole[_open_grid(indices, value.device)] = real
     return whole
+
+
+def _places_of(
+    shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]
+) -> list[tuple[list[int], int]]:
+    """Of every dim of a padded local tensor, the places that hold elements, and its length."""
+    padded = padded_indices(shape, spec, mesh, coordinate)
+    return [([place for place, index in enumerate(dim) if index != PADDING], len(dim)) for dim in padded]
+
+
+def _spread(local: Tensor, dim: int, places: tuple[list[int], int], padding: float) -> Tensor:
+    """`local` with the slices along `dim` at their places in a longer dim, and padding elsewhere."""
+    taken, length = places
+    if len(taken) == length:
+        return local
+    spread = local.new_full((*local.shape[:dim], length, *local.shape[dim + 1 :]), padding)
+    return spread.index_copy_(dim, torch.tensor(taken, dtype=torch.int64, device=local.device), local)
+
+
+def _without_padding(
+    value: Tensor, shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]
+) -> Tensor:
+    """The elements of a local tensor, padded or not, that are elements of the global one."""
+    sizes = [len(index) for index in local_indices(shape, spec, mesh, coordinate)]
+    if not spec.has_blocks:
+        return value[tuple(slice(size) for size in sizes)]
+    if list(value.shape) != sizes:
+        for dim, (taken, _) in enumerate(_places_of(shape, spec, mesh, coordinate)):
+            value = value.index_select(dim, torch.tensor(taken, dtype=torch.int64, device=value.device))
+    return value
 
 
 def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -63,6 +63,13 @@ def test_module_state_counts() -> None:
     assert signature_of(module.train(), (), kwargs, True) in keys
 
 
+def test_the_default_dtype_counts() -> None:
+    """Integers are divided in it, and tensors made in it: the graph of one is not that of the other."""
+    narrow = key(torch.ones(2, dtype=torch.int64))
+    torch.set_default_dtype(torch.float64)
+    assert key(torch.ones(2, dtype=torch.int64)) != narrow
+
+
 def test_unhashable_argument() -> None:
     class Unhashable:
         __hash__ = None  # type: ignore[assignment]

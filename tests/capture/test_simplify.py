@@ -98,3 +98,23 @@ def test_dead_code_goes() -> None:
 def test_freeze_tells_types_apart() -> None:
     assert freeze([1, {"a": slice(0, 1)}]) == freeze((1, {"a": slice(0, 1)}))
     assert len({freeze(value) for value in (1, 1.0, True)}) == 3
+
+
+def test_operands_without_elements_leave_a_concatenation() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return aten.cat([aten.new_empty(x, [0]), x, aten.slice(x, 0, 0, 0), x], 0)
+
+    module = simplified(function)
+    assert targets(module) == [aten.cat.default]
+    (cat,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert len(cat.args[0]) == 2
+
+
+def test_a_concatenation_that_promotes_or_has_no_elements_at_all_stays() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = aten.new_empty(x, [0], dtype=torch.float64)
+        return aten.cat([wide, x]), aten.cat([wide, wide])
+
+    module = simplified(function)
+    cats = module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert [len(cat.args[0]) for cat in cats] == [2, 2]

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.cluster import Cluster, CostModel, Device, Link
+from autoshard.cluster.cost import GROUPED_BYTES
 from autoshard.specs.axes import MeshShape
 
+LATENCY, BANDWIDTH = 1.0, 100.0  # of the links inside a host
 KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast", "slice", "make_partial", "copy")
 DEVICE = Device("unit", 1, {"float32": 100.0, "bfloat16": 200.0, "float64": 50.0}, 10.0, 0.5)
 
 
 def model(mesh: dict[str, int], devices_per_host: int = 8) -> CostModel:
-    cluster = Cluster("unit", DEVICE, devices_per_host, inside=Link(100.0, 1.0), between=Link(10.0, 3.0))
+    cluster = Cluster("unit", DEVICE, devices_per_host, inside=Link(BANDWIDTH, LATENCY), between=Link(10.0, 3.0))
     return CostModel(cluster, MeshShape.of(mesh))
 
 
@@ -40,7 +44,7 @@ def test_an_axis_pays_the_network_if_any_group_spans_hosts(
     ("kind", "seconds"),
     [
         ("all_gather", 1 * 3 + 200 * 3 / 100),
-        ("all_reduce", 2 * 1 * 3 + 2 * 200 * 3 / 4 / 100),
+        ("all_reduce", 2 * 2 * 1 + 2 * 200 / 100),  # up and down a tree
         ("reduce_scatter", 1 * 3 + 200 * 3 / 4 / 100),
         ("all_to_all", 1 * 3 + 200 * 3 / 4 / 100),
         ("broadcast", 1 * 3 + 200 / 100),
@@ -69,7 +73,24 @@ def test_collectives_are_monotone_in_bytes_and_free_on_one_device(kind: str, sma
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(part: int, size: int) -> None:
     costs = model({"x": size})
     halves = costs.collective("reduce_scatter", part * size, 0) + costs.collective("all_gather", part, 0)
-    assert costs.collective("all_reduce", part * size, 0) == pytest.approx(halves)
+    tree = 2 * math.ceil(math.log2(size)) * LATENCY + 2 * part * size / BANDWIDTH
+    assert costs.collective("all_reduce", part * size, 0) == pytest.approx(min(halves, tree))
+
+
+def test_a_gradient_pays_its_share_of_the_latency() -> None:
+    costs = model({"x": 4})
+    for kind in ("all_reduce", "reduce_scatter"):
+        small, large = 400, 2 * GROUPED_BYTES
+        assert costs.gradient_collective(kind, large, 0) == pytest.approx(costs.collective(kind, large, 0))
+        assert costs.gradient_collective(kind, small, 0) < costs.collective(kind, small, 0)
+    assert costs.gradient_collective("all_gather", 400, 0) == costs.collective("all_gather", 400, 0)
+
+
+def test_the_ring_leaves_each_host_once() -> None:
+    costs = model({"x": 8}, devices_per_host=4)
+    link, inside = costs.cluster.between, costs.cluster.inside
+    expected = link.latency + 6 * inside.latency + 7 * 100 / link.bandwidth
+    assert costs.collective("all_gather", 100, 0) == pytest.approx(expected)
 
 
 def test_compute_is_a_roofline_over_the_overhead() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from autoshard.capture.recurrence import steps
 from autoshard.cluster import flops
 
 aten = torch.ops.aten
@@ -68,6 +69,16 @@ def test_the_input_of_the_first_layer_needs_no_gradient() -> None:
     half = flops(aten.convolution_backward.default, shapes, ((6, 4, 3, 3), (6,)), args)
     both = flops(aten.convolution_backward.default, shapes, shapes[1:], (*args[:-1], [True, True, True]))
     assert both == 2 * half > 0
+
+
+def test_recurrence_multiplies_the_state_once_per_step() -> None:
+    once = 2 * (5 * 3 * 16) * 4
+    states, gates, cells = (3, 4), (5, 3, 16), (5, 3, 4)
+    assert flops(steps.lstm_steps.default, (gates, states, states, (16, 4)), (cells, cells, gates)) == once
+    results = (gates, states, states, cells)
+    assert flops(steps.lstm_steps_backward.default, (cells, states, (16, 4), cells, gates), results) == once
+    assert flops(steps.gru_steps_backward.default, (), (gates, gates, states)) == once
+    assert flops(steps.rnn_steps.default, (cells, states, (4, 4)), (cells,)) == once / 4
 
 
 @pytest.mark.parametrize("op", [aten.add.Tensor, aten.view.default, aten._softmax.default])

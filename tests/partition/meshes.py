@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch._C._distributed_c10d import FakeWork, Work
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, _c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,10 +26,23 @@ def simulated(**sizes: int) -> Iterator[DeviceMesh]:
     mesh = MeshShape.of(sizes)
     dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
     try:
-        with LocalTensorMode(mesh.size):
+        with mock.patch.object(_c10d, "_local_broadcast_", _broadcast), LocalTensorMode(mesh.size):
             yield init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
     finally:
         dist.destroy_process_group()
+
+
+def _broadcast(tensors: list[Tensor], group: Any, root: int, *options: Any) -> tuple[list[Tensor], Any]:
+    """A broadcast from the member of every group that is `root` in it, also where the members are no neighbours.
+
+    torch's own simulation counts `root` from the first member by ranks of the world.
+    """
+    members, offsets, _ = _c10d._prepare_collective_groups(group)
+    for offset in offsets:
+        held = [tensors[0]._local_tensors[offset + member] for member in members]
+        for value in held:
+            value.copy_(held[root])
+    return tensors, Work.boxed(FakeWork())
 
 
 def per_rank(tensor: Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], Tensor]:

@@ -12,9 +12,9 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture.joint import JointGraph, capture
-from autoshard.patterns.check import check
 from autoshard.patterns.registry import op_call, rule_for
 from autoshard.patterns.rule import OpCall
+from autoshard.patterns.soundness import check
 from tests import models
 
 VARIANTS: dict[str, tuple[Callable[..., models.Model], dict[str, Any]]] = {

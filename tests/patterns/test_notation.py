@@ -102,7 +102,7 @@ def test_options() -> None:
     i, k = rule.factors
     assert (i.reductions, k.reductions) == ((None, "sum"), ("max", "max"))
     assert (i.contiguous, k.contiguous, i.shardable, k.shardable) == (True, False, True, False)
-    assert (i.exchange, rule.linear, rule.free) == (32, (frozenset({0}),), True)
+    assert (i.exchanges, rule.linear, rule.free) == ((("all_reduce", 32),), (frozenset({0}),), True)
 
 
 def test_options_of_an_ellipsis_hold_for_all_its_dims() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoshard.errors import RuleError
-from autoshard.patterns.registry import Registry, call_of, knows, op_call, register_rule, rule_for
+from autoshard.patterns.registry import Registry, call_of, knows, op_call, register_rule, registered, rule_for
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
 aten = torch.ops.aten
@@ -116,6 +116,26 @@ def test_register_rule_for_an_operator_of_ones_own() -> None:
 
 def test_the_library_has_rules_for_both_halves_of_a_training_step() -> None:
     assert all(knows(op) for op in (aten.mm.default, aten.gelu_backward.default, aten.native_layer_norm.default))
+
+
+def test_names_of_all_rules_are_known() -> None:
+    assert {"aten::mm", "aten::relu"} <= set(registered())
+    assert list(registered()) == sorted(registered())
+
+
+def test_truth_values_are_not_added_up() -> None:
+    numbers, index = torch.zeros(4, 6), torch.tensor([0, 3])
+    shardable = [
+        {factor.name for factor in rule.factors if factor.shardable}
+        for value in (numbers, numbers.bool())
+        for rule in (rule_for(_call(aten.index_add.default, value, 0, index, value[:2])),)
+        if rule is not None
+    ]
+    assert shardable == [{"d0", "d1", "index"}, {"d0", "d1"}]
+
+
+def test_a_list_among_defaults_is_a_tuple() -> None:
+    assert _call(aten.amax.default, torch.zeros(2, 3)).arg("dim") == ()
 
 
 def test_op_call_describes_a_node() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,17 +54,53 @@ def test_choices_of_one_axis(choice: int, specs: list[str]) -> None:
     assert _specs(MM, (choice,), ONE) == specs
 
 
-def test_an_axis_that_does_not_divide_a_factor_does_not_shard_it() -> None:
-    assert axis_choices(MM, 3) == (WHOLE, INNER, COLUMN, linear_choice(0), linear_choice(1))
+def test_an_axis_that_would_pad_a_factor_too_much_does_not_shard_it() -> None:
+    """Rows are 4, the inner dim 12, columns 24."""
+    assert axis_choices(MM, 3) == (WHOLE, ROW, INNER, COLUMN, linear_choice(0), linear_choice(1))
+    assert axis_choices(MM, 9) == (WHOLE, INNER, COLUMN, linear_choice(0), linear_choice(1))
     assert axis_choices(MM, 1) == (WHOLE,)
     assert fits(MM, (INNER, INNER), TWO)
-    assert not fits(MM, (ROW, ROW), TWO)
+    assert fits(MM, (ROW, ROW), TWO)  # two of two rows each, in blocks of one for three ranks
+    assert not fits(MM, (ROW, ROW), MeshShape.of({"x": 3, "y": 2}))  # only the last axis may pad
+    assert not fits(MM, (ROW, ROW), MeshShape.of({"x": 4, "y": 2}))  # nothing is left to split
+
+
+def test_what_can_not_be_padded_is_split_evenly_only() -> None:
+    whole = replace(MM, factors=tuple(replace(factor, uneven=False) for factor in MM.factors))
+    assert ROW not in axis_choices(whole, 3)
+    assert not fits(whole, (ROW, WHOLE), MeshShape.of({"x": 3, "y": 2}))
+
+
+def test_padded_shards_are_blocks_of_whole_steps() -> None:
+    rule = refine(MM, {COLUMN: (3,)})  # 24 columns as 3 x 8
+    outer, inner = COLUMN, COLUMN + 1
+    assert _specs(rule, (outer,), ONE) == ["R", "S(1,b=16)", "S(1,b=16)"]
+    assert _specs(refine(MM, {COLUMN: (8,)}), (inner,), ONE) == ["R", "S(1,f=8,b=2)", "S(1,f=8,b=2)"]
+    assert _specs(rule, (outer, inner), MeshShape.of({"x": 2, "y": 4}))[1] == "S(1,b=16) S(1,f=2)"
+    assert _specs(rule, (inner, outer), MeshShape.of({"x": 4, "y": 2}))[1] == "S(1,f=3) S(1,b=4)"
+    assert _specs(MM, (ROW,), MeshShape.of({"x": 3}))[0] == "S(0)"  # torch can say that
+    assert local_shape(rule, rule.operands[1], (outer,), ONE, (12, 24)) == (12, 16)
+    assert share(rule, (outer,), ONE) == 1.5
+
+
+def test_a_dim_is_padded_once() -> None:
+    flat = torch.randn(15, 4)
+    rule = bind("(a b) c -> a b c", call_of(aten.view.default, (flat, [3, 5, 4]), {}, flat.view(3, 5, 4)))
+    assert fits(rule, (0, 2), MeshShape.of({"x": 2, "y": 3}))
+    assert not fits(rule, (0, 1), MeshShape.of({"x": 2, "y": 2}))
+
+
+def test_a_stretch_is_padded_by_an_axis_of_its_own() -> None:
+    """A local program counts positions from a rank's number times the length of its stretch."""
+    rule = bind("i^ j -> i^ j", call_of(aten.clone.default, (LEFT,), {}, LEFT))
+    assert fits(rule, (0, WHOLE), MeshShape.of({"x": 3, "y": 2}))
+    assert not fits(rule, (0, 0), TWO)
 
 
 def test_two_axes_on_one_factor_split_in_mesh_order() -> None:
     assert _specs(MM, (COLUMN, COLUMN), TWO) == ["R R", "S(1) S(1)", "S(1) S(1)"]
-    assert share((COLUMN, COLUMN), TWO) == 6
-    assert share((COLUMN, linear_choice(0)), TWO) == 2
+    assert share(MM, (COLUMN, COLUMN), TWO) == 6
+    assert share(MM, (COLUMN, linear_choice(0)), TWO) == 2
 
 
 def test_an_inner_part_is_a_strided_shard() -> None:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.patterns.check import check
 from autoshard.patterns.rule import Dims
+from autoshard.patterns.soundness import check
 from autoshard.patterns.views import factor_view
 
 Shape = tuple[int, ...]

@@ -105,6 +105,16 @@ def planned_collectives(plan: ShardingPlan) -> Counter[tuple[str, str, int]]:
     return counts
 
 
+def bytes_sent(counts: Counter[tuple[str, str, int]], mesh: MeshShape) -> float:
+    """Bytes that one rank sends in all these collectives, by ring algorithms."""
+    total = 0.0
+    for (kind, axis, held), count in counts.items():
+        size = mesh.sizes[mesh.names.index(axis)]
+        blocks = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}.get(kind, (size - 1) / size)
+        total += count * held * blocks
+    return total
+
+
 def every_parameter(graph: JointGraph) -> frozenset[str]:
     """Names of all parameters."""
     return frozenset(source.name for source in graph.inputs if source.kind == "parameter")

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.reshard import EagerEmitter, Path, lower
-from autoshard.specs import MeshShape, Spec, local_shape, shard, true_local_shape, unshard
+from autoshard.specs import MeshShape, Spec, shard, unshard
+from autoshard.specs.layout import PADDING, padded_indices
 from tests.reshard._torch import FakeStore, LocalTensor, LocalTensorMode
 
 
@@ -26,13 +27,13 @@ class Ranks:
 
     def scatter(self, whole: Tensor, spec: Spec) -> LocalTensor:
         """Padded local tensors of all ranks. What pads them is far off: no program may read it."""
-        shape = local_shape(whole.shape, spec, self.mesh)
-        shards = {}
-        for rank, coordinate in enumerate(self.mesh.coordinates()):
-            real = shard(whole, spec, self.mesh, coordinate)
-            shards[rank] = real.new_full(shape, 1000)
-            shards[rank][tuple(slice(size) for size in real.shape)] = real
-        return LocalTensor(shards)
+        places = enumerate(self.mesh.coordinates())
+        return LocalTensor(
+            {
+                rank: shard(whole, spec, self.mesh, place, padded=True, padding=1000).contiguous()
+                for rank, place in places
+            }
+        )
 
     def gather(self, value: Tensor, spec: Spec, shape: tuple[int, ...]) -> Tensor:
         """The global tensor of which `value` holds all ranks' local tensors; replicas must agree exactly."""
@@ -46,8 +47,12 @@ class Ranks:
         kept = {*spec.shard_axes, *spec.partial_axes}
         for coordinate, value in shards.items():
             first = shards[tuple(place if axis in kept else 0 for axis, place in enumerate(coordinate))]
-            real = tuple(slice(size) for size in true_local_shape(shape, spec, self.mesh, coordinate))
-            assert torch.equal(value[real], first[real]), f"replicas under {spec} differ at {coordinate}"
+            for dim, indices in enumerate(padded_indices(shape, spec, self.mesh, coordinate)):
+                real = torch.tensor(
+                    [place for place, index in enumerate(indices) if index != PADDING], dtype=torch.int64
+                )
+                value, first = value.index_select(dim, real), first.index_select(dim, real)
+            assert torch.equal(value, first), f"replicas under {spec} differ at {coordinate}"
 
     def run(self, path: Path, whole: Tensor) -> Tensor:
         """The global tensor after the path, executed by all ranks from the definition of its source."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from autoshard.reshard import EagerEmitter, Path, Resharder, lower
@@ -17,6 +19,7 @@ from autoshard.specs import MeshShape, Spec
 from tests.reshard._torch import LocalTensor, LocalTensorMode
 from tests.reshard.prices import ring_price
 from tests.reshard.ranks import Ranks, ranks
+from tests.specs.strategies import blocked
 
 PLAIN = ("R", "P(sum)", "S(0)", "S(1)", "S(2)")
 STRIDED = ("S(0,f=2)", "S(1,f=4)", "S(2,f=3)")
@@ -57,6 +60,34 @@ def test_every_step_of_all_pairs_on_three_axes() -> None:
         whole = whole_numbers(shape)
         for step in dict.fromkeys(step for path in paths for step in path.steps):
             assert torch.equal(world.run(Path(shape, step.source, step.target, (step,)), whole), whole), step
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "texts"),
+    [
+        ((4,), (12, 9), ("R", "P(sum)", "P(max)", "S(0)", "S(1)", "S(0,b=4)", "S(0,f=2,b=2)", "S(1,b=3)")),
+        ((2,), (9, 5), ("R", "P(sum)", "S(0)", "S(1)", "S(0,f=3,b=2)", "S(0,b=6)")),
+        ((5,), (3, 16), ("R", "P(sum)", "S(0)", "S(1)", "S(1,b=4)", "S(1,f=8,b=1)")),
+        ((2, 2), (6, 8), ("R", "P(sum)", "S(0)", "S(1)", "S(0,b=2)", "S(0,b=4)")),
+        ((2, 3), (12, 9), ("R", "P(sum)", "S(0)", "S(1,f=3)", "S(0,f=4,b=2)", "S(0,b=8)", "S(0,f=2)")),
+    ],
+)
+def test_blocks_come_and_go(sizes: tuple[int, ...], shape: tuple[int, ...], texts: Sequence[str]) -> None:
+    with ranks(**{f"a{axis}": size for axis, size in enumerate(sizes)}) as world:
+        pairs = list(itertools.product(placed_specs(world, shape, texts), repeat=2))
+        check(world, shape, random.Random(0).sample(pairs, min(len(pairs), 120)))
+
+
+@settings(max_examples=25)
+@given(blocked(), st.data())
+def test_any_blocks_come_and_go(case: tuple[MeshShape, tuple[int, ...], Spec], data: st.DataObject) -> None:
+    mesh, shape, spec = case
+    assume(mesh.size <= 30)
+    plain = data.draw(st.tuples(*[st.sampled_from(("R", "S(1)", "P(sum)"))] * mesh.ndim).map(" ".join))
+    other = Spec.parse(plain)
+    assume(state_of(shape, other, mesh) is not None)
+    with ranks(**dict(zip(mesh.names, mesh.sizes, strict=True))) as world:
+        check(world, shape, [(spec, Spec.replicated(mesh.ndim)), (other, spec), (spec, other)])
 
 
 @pytest.mark.parametrize(

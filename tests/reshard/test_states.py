@@ -8,6 +8,8 @@ import pytest
 from hypothesis import assume, given
 
 from autoshard.reshard.states import (
+    Loop,
+    Nest,
     State,
     closure,
     nests_with,
@@ -19,9 +21,13 @@ from autoshard.reshard.states import (
 )
 from autoshard.specs import MeshShape, Spec, canonical, is_even
 from autoshard.specs.layout import local_indices
-from tests.specs.strategies import placed
+from tests.specs.strategies import blocked, placed
 
 MESH = MeshShape.of({"a": 2, "b": 4})
+
+
+def nest(*loops: tuple[int, ...]) -> Nest:
+    return tuple(Loop(*loop) for loop in loops)
 
 
 @given(placed())
@@ -31,6 +37,14 @@ def test_state_and_spec_are_inverse(case: tuple[MeshShape, tuple[int, ...], Spec
     assume(state is not None)
     assert state is not None
     assert spec_of_state(state, shape, mesh) is canonical(shape, spec, mesh)
+
+
+@given(blocked())
+def test_blocks_are_states(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
+    mesh, shape, spec = case
+    state = state_of(shape, spec, mesh)
+    assert state is not None
+    assert spec_of_state(state, shape, mesh) is spec
 
 
 @given(placed())
@@ -61,25 +75,32 @@ def test_an_all_gather_puts_a_line_of_ranks_together(case: tuple[MeshShape, tupl
 
 
 def test_an_all_gather_leaves_the_loops_below_where_they_are() -> None:
-    assert without(((0, 1), (1, 3)), 0, MESH) == ((1, 6),)
-    assert without(((0, 1), (1, 3)), 1, MESH) == ((0, 1),)
-    assert closure([((0, 1), (1, 1))], MESH) == {(), ((0, 1),), ((1, 2),), ((0, 1), (1, 1))}
+    assert without(nest((0, 1), (1, 3)), 0, MESH) == nest((1, 6))
+    assert without(nest((0, 1), (1, 3)), 1, MESH) == nest((0, 1))
+    assert closure([nest((0, 1), (1, 1))], MESH) == {(), nest((0, 1)), nest((1, 2)), nest((0, 1), (1, 1))}
+
+
+def test_an_all_gather_of_blocks_leaves_the_true_loop_above_others() -> None:
+    """Six steps in blocks of two: below them, two steps before the gather and six after it."""
+    assert without(nest((1, 1, 1, 3), (0, 2)), 1, MESH) == nest((0, 6))
+    assert without(nest((0, 1), (1, 2, 1, 3)), 0, MESH) == nest((1, 4, 1, 3))
 
 
 def test_plain_nests_divide_the_dim() -> None:
     assert plain_nests(3, MESH) == {()}
-    assert plain_nests(6, MESH) == {(), ((0, 1),)}
-    assert plain_nests(4, MESH) == {(), ((0, 1),), ((1, 1),)}
-    assert {((0, 1), (1, 1)), ((1, 1), (0, 1)), ((0, 4),), ((1, 2),)} < plain_nests(24, MESH)
+    assert plain_nests(6, MESH) == {(), nest((0, 1))}
+    assert plain_nests(4, MESH) == {(), nest((0, 1)), nest((1, 1))}
+    both = {nest((0, 1), (1, 1)), nest((1, 1), (0, 1)), nest((0, 4)), nest((1, 2))}
+    assert both < plain_nests(24, MESH)
 
 
 def test_nests_below_one_loop_come_together() -> None:
-    assert nests_with(((0, 4),), 24, MESH) == frozenset()
-    below_three = nests_with(((0, 3),), 24, MESH)
-    assert {((1, 3),), ((0, 3), (1, 3)), ((0, 12),)} < below_three
-    assert nests_with(((0, 12),), 24, MESH) == nests_with(((1, 3), (0, 3)), 24, MESH) == below_three
-    assert nests_with(((0, 1), (1, 3)), 24, MESH) == closure([((0, 1), (1, 3))], MESH)
-    assert nests_with(((1, 1),), 7, MESH) == {(), ((1, 1),)}
+    assert nests_with(nest((0, 4)), 24, MESH) == frozenset()
+    below_three = nests_with(nest((0, 3)), 24, MESH)
+    assert {nest((1, 3)), nest((0, 3), (1, 3)), nest((0, 12))} < below_three
+    assert nests_with(nest((0, 12)), 24, MESH) == nests_with(nest((1, 3), (0, 3)), 24, MESH) == below_three
+    assert nests_with(nest((0, 1), (1, 3)), 24, MESH) == closure([nest((0, 1), (1, 3))], MESH)
+    assert nests_with(nest((1, 1, 2, 7)), 7, MESH) == {(), nest((1, 1, 2, 7))}
 
 
 def test_every_edge_is_one_collective_over_one_axis() -> None:

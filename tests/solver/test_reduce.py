@@ -95,3 +95,10 @@ def test_equal_tables_are_worked_on_once() -> None:
     child = tables.child()
     assert child.intern(np.eye(3)) is first
     assert tables.once("add", (first, first), lambda: None) is tables.add(first, first)
+
+
+def test_a_node_that_lost_every_strategy_makes_the_network_infeasible() -> None:
+    problem = Problem(costs=(np.zeros(2), np.zeros(2)), edges=(Edge(0, 1, np.eye(2)),))
+    nothing = np.array([], dtype=np.intp)
+    for rows in ({0: nothing}, {0: nothing, 1: nothing}):
+        assert not reduce(Network.of(problem, Tables()).restricted(rows)).feasible

@@ -20,6 +20,11 @@ _library.define(f"uniform(SymInt[] size, float low, float high, {_COMMON}) -> Te
 _library.define(f"normal(SymInt[] size, float mean, float std, {_COMMON}) -> Tensor")
 _library.define(f"integers(SymInt[] size, int low, int high, {_COMMON}) -> Tensor")
 _library.define(f"bernoulli(SymInt[] size, float p, {_COMMON}) -> Tensor")
+_STEP = "Tensor seed, int stream, Tensor? shard"
+_library.define(f"poisson(Tensor rate, {_STEP}) -> Tensor")
+_library.define(f"gamma(Tensor concentration, {_STEP}) -> Tensor")
+_library.define(f"dirichlet(Tensor concentration, {_STEP}) -> Tensor")
+_library.define(f"binomial(Tensor count, Tensor probability, {_STEP}) -> Tensor")
 
 
 def _mixed(value: int) -> int:
@@ -103,6 +108,26 @@ def _bernoulli(
     return values.bernoulli_(p, generator=generator(seed, stream, shard, device))
 
 
+def _poisson(rate: Tensor, seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
+    return torch.poisson(rate, generator(seed, stream, shard, rate.device))
+
+
+def _gamma(concentration: Tensor, seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
+    return torch.ops.aten._standard_gamma(concentration, generator(seed, stream, shard, concentration.device))
+
+
+def _dirichlet(concentration: Tensor, seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
+    return torch.ops.aten._sample_dirichlet(concentration, generator(seed, stream, shard, concentration.device))
+
+
+def _binomial(count: Tensor, probability: Tensor, seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
+    return torch.binomial(count, probability, generator(seed, stream, shard, count.device))
+
+
+def _fake_like(parameter: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(parameter)
+
+
 def _fake_of_two(
     size: Sequence[int],
     first: float,
@@ -139,5 +164,9 @@ _implement("uniform", _uniform, _fake_of_two)
 _implement("normal", _normal, _fake_of_two)
 _implement("integers", _integers, _fake_of_two)
 _implement("bernoulli", _bernoulli, _fake_of_one)
+_implement("poisson", _poisson, _fake_like)
+_implement("gamma", _gamma, _fake_like)
+_implement("dirichlet", _dirichlet, _fake_like)
+_implement("binomial", _binomial, _fake_like)
 
 draws = torch.ops.autoshard

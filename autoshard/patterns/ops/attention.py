@@ -1,19 +1,24 @@
 """Scaled dot-product attention in all spellings that ATen has, forward and backward.
 
 Batch and heads are independent. Fewer heads of keys than of queries (grouped-query attention) make a query head the
-product of the key head `h` and its share `r`, which keys lack. Without a causal mask the queries' sequence may be
-sharded too; the gradients of keys and values are then partial, as autograd of a contracted dim.
+product of the key head `h` and its share `r`, which keys lack. The queries' sequence may be sharded too, keys and
+values being whole: their gradients are then partial, as autograd of a contracted dim. A causal kernel counts queries
+from the start of the sequence, so a rank that holds a later stretch needs the mask spelt out, where a kernel takes one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import bind_named, shape_of
+from autoshard.patterns.ops._helpers import aten, bind_named, shape_of
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.units.attention import attention_variants
 
 _QUERY, _KEY, _VALUE, _RESULT = "b (h r) s d!", "b h t! d!", "b h t! e!", "b (h r) s e!"
 _MASK = ("b", "(h r)", "s", "t!")
@@ -56,10 +61,17 @@ def attention_backward(call: OpCall) -> Rule | None:
 
 
 def _supported(call: OpCall) -> bool:
-    """Not with dropout: inside the kernel it draws from the device's generator, on which ranks do not agree."""
+    """Not with dropout: what a kernel drew is kept as one state for all samples and heads, which no shard can tell
+    its part of. Capture spells attention with dropout out; only kernels that are called by name come here with it.
+    """
     heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
     grouped = heads == groups or ("efficient" not in call.op.name() and heads % groups == 0)
     return call.arg("dropout_p") == 0 and grouped
+
+
+def _takes_mask(call: OpCall) -> bool:
+    """Whether a causal call may be given its mask as a tensor instead."""
+    return "for_cpu" in call.op.name() and call.arg("attn_mask") is None
 
 
 def _items(call: OpCall) -> dict[str, str]:
@@ -104,20 +116,38 @@ def _statistics(call: OpCall, shape: Sequence[int]) -> str:
 def _bound(call: OpCall, items: dict[str, str], results: list[str], **options: Any) -> Rule:
     kept = [None if index >= 4 or "backward" not in call.op.name() else "sum" for index in range(len(results))]
     heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
-    return bind_named(
-        call,
-        items,
-        results,
-        reduce=dict.fromkeys(_NAMES, kept),
-        whole=("s",) if call.arg("is_causal") or "efficient" in call.op.name() else (),
-        sizes={"h": groups, "r": heads // groups},
-        local=_attention,
-        **options,
-    )
+    causal = bool(call.arg("is_causal"))
+    options |= {
+        "reduce": dict.fromkeys(_NAMES, kept),
+        "whole": ("s",) if "efficient" in call.op.name() or (causal and not _takes_mask(call)) else (),
+        "contiguous": ("s",) if causal else (),
+        "uneven": True,
+    }
+    variants = attention_variants(call, items, results, _attention, **options)
+    sizes = {"h": groups, "r": heads // groups}
+    return bind_named(call, items, results, sizes=sizes, local=_attention, variants=variants, **options)
 
 
 def _attention(call: LocalCall) -> Any:
-    """The operator itself; where it is told the longest sequence of queries, that of this rank."""
+    """The operator itself, told which queries this rank has."""
     schema = [argument.name for argument in call.call.op._schema.arguments]
-    queries = shape_of(call.call, "query")[2] // call.share("s")
-    return call.run(max_q=queries) if "max_q" in schema else call.run()
+    changed: dict[str, Any] = {}
+    if "max_q" in schema:
+        changed["max_q"] = call.size("s")
+    if call.arg("is_causal") and call.axes("s"):
+        changed |= {"is_causal": False, "attn_mask": _causal_mask(call)}
+    return call.run(**changed)
+
+
+def _causal_mask(call: LocalCall) -> Any:
+    """What to add to the scores of this rank's queries `[s, t]`: minus infinity for keys that come later."""
+    emit, keys = call.emit, shape_of(call.call, "key")[2]
+    queries = call.size("s")
+    like = call.operands[0]
+    first = emit.call(aten.mul.Tensor, call.position("s"), queries)
+    key, query = (
+        emit.call(aten.arange.default, count, dtype=torch.int64, device=emit.device(like)) for count in (keys, queries)
+    )
+    query = emit.call(aten.unsqueeze.default, emit.call(aten.add.Tensor, query, first), 1)
+    zeros = emit.call(aten.new_zeros.default, like, [queries, keys])
+    return emit.call(aten.masked_fill.Scalar, zeros, emit.call(aten.gt.Tensor, key, query), -math.inf)

@@ -72,6 +72,8 @@ def batch_norm(call: OpCall) -> Rule:
         reduce={**dict.fromkeys(names), "c": None},
         exchange=dict.fromkeys(names, 16 * channels if _training(call) else 0),
         local=_batch_norm if _training(call) else None,
+        uneven=True,
+        fill={"c": None} | dict.fromkeys(names, 0.0 if _training(call) else None),
     )
 
 
@@ -140,6 +142,8 @@ def batch_norm_backward(call: OpCall) -> Rule:
         reduce=dict.fromkeys(names) if training else None,
         exchange=dict.fromkeys(names, sums if training else 0),
         local=_batch_norm_backward if training else None,
+        uneven=True,
+        fill=dict.fromkeys(names, 0.0),
     )
 
 

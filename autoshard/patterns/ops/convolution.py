@@ -1,28 +1,77 @@
-"""Convolutions: batch, input and output channels and groups may be sharded; positions stay together."""
+"""Convolutions: batch, input and output channels, groups and positions may be sharded.
+
+Positions are sharded where the larger image has exactly `stride` positions for each of the smaller one, as with "same"
+padding: every rank then computes its stretch of the result from its stretch of the operand and a halo. A convolution
+extends its operand by the halo; a transposed one gives back what it computed for the neighbours.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, bind_named, named_values, numbered, shape_of
+from autoshard.patterns.ops._helpers import aten, bind_named, named_values, shape_of
+from autoshard.patterns.ops.halo import Halo, Positions, extended, folded, gathered_borders, positions, setting, sharded
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.rule import Exchange, OpCall, Rule, TensorMeta
+
+
+def _dims(call: OpCall) -> list[Positions]:
+    """The dims of positions; the larger image is the operand, or the result of a transposed convolution."""
+    images = shape_of(call, "input"), _result(call).shape
+    small, large = images if call.arg("transposed") else reversed(images)
+    dims = []
+    for place, kernel in enumerate(shape_of(call, "weight")[2:]):
+        stride, padding, dilation = (setting(call.arg(name), place) for name in ("stride", "padding", "dilation"))
+        dim = 2 + place
+        dims.append(positions(place, dim, small[dim], large[dim], stride, padding, dilation * (kernel - 1)))
+    return dims
+
+
+def _result(call: OpCall) -> TensorMeta:
+    """The result of the convolution; in the backward, its gradient."""
+    result = call.arg("grad_output") if "backward" in call.op.name() else call.results[0]
+    assert isinstance(result, TensorMeta)
+    return result
 
 
 def _items(call: OpCall) -> dict[str, str]:
     """Dims of input, weight, bias and result; g are the groups, i and o the channels of one group."""
-    spatial = len(shape_of(call, "weight")) - 2
-    positions, kernel, out = (" ".join(f"{name}!" for name in numbered(prefix, spatial)) for prefix in "pkq")
-    weight = f"(g i) o {kernel}" if call.arg("transposed") else f"(g o) i {kernel}"
-    return {"input": f"n (g i) {positions}", "weight": weight, "bias": "(g o)", "result": f"n (g o) {out}"}
+    dims = _dims(call)
+    small, large = (" ".join(getattr(each, name) for each in dims) for name in ("small", "large"))
+    kernel = " ".join(f"k{place}!" for place in range(len(dims)))
+    transposed = call.arg("transposed")
+    return {
+        "input": f"n (g i) {small if transposed else large}",
+        "weight": f"(g i) o {kernel}" if transposed else f"(g o) i {kernel}",
+        "bias": "(g o)",
+        "result": f"n (g o) {large if transposed else small}",
+    }
 
 
 def _sizes(call: OpCall) -> dict[str, int]:
     groups = call.arg("groups")
     first, second = shape_of(call, "weight")[:2]
     ways = ("i", "o") if call.arg("transposed") else ("o", "i")
-    return {"g": groups, ways[0]: first // groups, ways[1]: second}
+    sizes = {"g": groups, ways[0]: first // groups, ways[1]: second}
+    for dim in _dims(call):
+        sizes |= dim.sizes
+    return sizes
+
+
+def _exchange(call: OpCall, tensors: int) -> dict[str, list[Exchange]]:
+    large = _result(call) if call.arg("transposed") else call.arg("input")
+    return gathered_borders(_dims(call), large, tensors)
+
+
+def _without_padding(call: LocalCall, halos: list[Halo]) -> dict[str, Any]:
+    """Settings in which the sharded dims are padded by their halos alone."""
+    spatial = len(shape_of(call.call, "weight")) - 2
+    bare = {halo.dim - 2 for halo in halos}
+    return {
+        name: [0 if place in bare else setting(call.arg(name), place) for place in range(spatial)]
+        for name in ("padding", "output_padding")
+    }
 
 
 @rule_maker("aten.convolution")
@@ -35,28 +84,43 @@ def convolution(call: OpCall) -> Rule:
         [items["result"]],
         linear=[{"input", "bias"}, {"weight", "bias"}],
         sizes=_sizes(call),
+        exchange=_exchange(call, 1),
         local=_convolution,
     )
 
 
 def _convolution(call: LocalCall) -> Any:
-    groups = call.arg("groups") // call.share("g")
-    values, position = named_values(call), call.position("i")
-    if "bias" not in values or position is None:
-        return call.run(groups=groups)
-    # Every rank of a contracted factor adds the bias: only the first may have one.
-    emit = call.emit
-    first = emit.call(aten.eq.Scalar, position, 0)
-    values["bias"] = emit.call(aten.mul.Tensor, values["bias"], first)
-    return call.run(operands=list(values.values()), groups=groups)
+    emit, values, halos = call.emit, named_values(call), sharded(call, _dims(call.call))
+    changed = {"groups": call.arg("groups") // call.share("g"), **_without_padding(call, halos)}
+    position = call.position("i")
+    if "bias" in values and position is not None:
+        # Every rank of a contracted factor adds the bias: only the first may have one.
+        values["bias"] = emit.call(aten.mul.Tensor, values["bias"], emit.call(aten.eq.Scalar, position, 0))
+    if not call.arg("transposed"):
+        for halo in halos:
+            values["input"] = extended(call, values["input"], halo)
+        return call.run(operands=list(values.values()), **changed)
+    if not halos or "bias" not in values:
+        return _given_back(call, call.run(operands=list(values.values()), **changed), halos)
+    # Rows that go to a neighbour are added to rows that have the bias already.
+    zeros = emit.call(aten.zeros_like.default, values["bias"])
+    result = call.run(operands=[values["input"], values["weight"], zeros], **changed)
+    bias = emit.call(aten.view.default, values["bias"], [-1, *[1] * (len(emit.shape(result)) - 2)])
+    return emit.call(aten.add.Tensor, _given_back(call, result, halos), bias)
+
+
+def _given_back(call: LocalCall, value: Any, halos: list[Halo]) -> Any:
+    for halo in halos:
+        value = folded(call, value, halo)
+    return value
 
 
 @rule_maker("aten.convolution_backward")
 def convolution_backward(call: OpCall) -> Rule:
     """Gradients of input, weight and bias.
 
-    The input's is partial over output channels, the weight's and the bias's over the batch. Ranks that hold different
-    input channels all see the whole incoming gradient, so the bias's gradient is whole on each.
+    The input's is partial over output channels, the weight's and the bias's over batch and positions. Ranks that hold
+    different input channels all see the whole incoming gradient, so the bias's gradient is whole on each.
     """
     items = _items(call)
     wanted = tuple(call.arg("output_mask"))
@@ -72,13 +136,30 @@ def convolution_backward(call: OpCall) -> Rule:
         linear=linear,
         reduce={"i": ("sum", "sum", None)},
         sizes=_sizes(call),
+        exchange=_exchange(call, 1 if call.arg("transposed") else 1 + wanted[0]),
         local=_convolution_backward,
     )
 
 
 def _convolution_backward(call: LocalCall) -> Any:
-    groups = call.arg("groups") // call.share("g")
+    values, halos = named_values(call), sharded(call, _dims(call.call))
+    changed = {"groups": call.arg("groups") // call.share("g"), **_without_padding(call, halos)}
     channels = call.arg("bias_sizes")
     if channels is not None:
-        channels = [call.operand_shape(0)[1]]
-    return call.run(groups=groups, bias_sizes=channels)
+        changed["bias_sizes"] = [call.operand_shape(0)[1]]
+    if not halos:
+        return call.run(**changed)
+    transposed, wanted = call.arg("transposed"), call.arg("output_mask")
+    large = "grad_output" if transposed else "input"
+    gradient = values["grad_output"]
+    for halo in halos:
+        values[large] = extended(call, values[large], halo)
+    # The bias is summed apart: the rows of a halo are the neighbours' to sum.
+    mask = [wanted[0], wanted[1], wanted[2] and not transposed]
+    grad_input, grad_weight, grad_bias = call.run(operands=list(values.values()), output_mask=mask, **changed)
+    if wanted[0] and not transposed:
+        grad_input = _given_back(call, grad_input, list(reversed(halos)))
+    if wanted[2] and transposed:
+        dims = [dim for dim in range(len(call.emit.shape(gradient))) if dim != 1]
+        grad_bias = call.emit.call(aten.sum.dim_IntList, gradient, dims)
+    return grad_input, grad_weight, grad_bias

@@ -34,7 +34,8 @@ def local_positions(call: LocalCall, indices: Any, name: str, stretch: int) -> t
 @rule_maker("aten.embedding")
 def embedding(call: OpCall) -> Rule:
     """Rows of the table; linear in the table."""
-    return bind("v^ d, ... -> ... d", call, linear="0", local=_embedding)
+    # Indices never point at padding of the table.
+    return bind("v^ d, ... -> ... d", call, linear="0", local=_embedding, uneven=("d", "..."), fill={"v": None})
 
 
 def _embedding(call: LocalCall) -> Any:
@@ -57,6 +58,7 @@ def embedding_dense_backward(call: OpCall) -> Rule:
         linear="0",
         whole=("...", "v") if counted else (),
         local=_embedding_dense_backward,
+        uneven=True,
     )
 
 

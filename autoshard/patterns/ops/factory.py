@@ -1,4 +1,8 @@
-"""Operators that make tensors out of nothing, or out of another tensor's shape."""
+"""Operators that make tensors out of nothing, or out of another tensor's shape.
+
+A tensor that is the same everywhere is made at its local size. One whose elements follow from their positions is made
+where it is needed, from the positions that a rank holds.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,44 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import aten, cast, result_dtype
+from autoshard.patterns.ops._positions import along, positions
 from autoshard.patterns.registry import rule, rule_maker
-from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule
+
+
+def _made(call: OpCall, local: LocalProgram, **options: Any) -> Rule:
+    """A result without operands, with one factor per dim."""
+    (result,) = call.results
+    assert result is not None
+    sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)}
+    options = {name: list(sizes) for name, wanted in options.items() if wanted}
+    return build(sizes, [], [[[name] for name in sizes]], local=local if sizes else None, uneven=True, **options)
 
 
 @rule_maker("aten.zeros", "aten.ones", "aten.full", "aten.empty.memory_format", "aten.scalar_tensor")
 def _filled(call: OpCall) -> Rule:
-    """The same everywhere: every dim is a factor that only the result has, made at its local size."""
-    (result,) = call.results
-    assert result is not None
-    sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)}
-    return build(sizes, [], [[[name] for name in sizes]], local=_local_size if sizes else None)
+    return _made(call, lambda program: program.run(size=list(program.result_shape())))
 
 
-def _local_size(call: LocalCall) -> Any:
-    return call.run(size=list(call.result_shape()))
+@rule_maker("prims.full", "prims.scalar_tensor")
+def _filled_shape(call: OpCall) -> Rule:
+    return _made(call, lambda program: program.run(shape=list(program.result_shape())))
+
+
+@rule_maker("aten.empty_strided", "aten.empty_permuted", "prims.empty_strided", "prims.empty_permuted")
+def _empty(call: OpCall) -> Rule:
+    """How the whole tensor lies in memory says nothing of a shard, which is as any other."""
+    return _made(call, _local_empty)
+
+
+def _local_empty(call: LocalCall) -> Any:
+    shape, device = list(call.result_shape()), call.arg("device")
+    return call.emit.call(aten.empty.memory_format, shape, dtype=result_dtype(call), device=device)
 
 
 rule("aten.zeros_like", "... -> ...", linear="0")
-rule(["aten.ones_like", "aten.full_like", "aten.empty_like"], "... -> ...")
+rule(["aten.ones_like", "aten.full_like", "aten.empty_like", "prims.full_like"], "... -> ...")
 
 
 @rule_maker("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty", "aten.new_empty_strided")
@@ -45,29 +68,83 @@ def _new(call: OpCall) -> Rule:
             source.append([f"operand{dim}"])
     own = {f"operand{dim}": (None,) for dim in range(len(operand.shape))}
     linear = [{0}] if call.op._schema.name == "aten::new_zeros" else []
-    return build(sizes, [source], [target], reductions=own, linear=linear, local=_local_new)
+    return build(sizes, [source], [target], reductions=own, linear=linear, local=_local_new, uneven=True)
 
 
 def _local_new(call: LocalCall) -> Any:
-    if call.call.op == torch.ops.aten.new_empty_strided.default:  # strides are those of the whole tensor
-        return call.emit.call(torch.ops.aten.new_empty.default, call.operands[0], list(call.result_shape()))
+    if call.call.op == aten.new_empty_strided.default:  # strides are those of the whole tensor
+        return call.emit.call(aten.new_empty.default, call.operands[0], list(call.result_shape()))
     return call.run(size=list(call.result_shape()))
 
 
+@rule_maker("aten.arange", "prims.iota")
+def _arange(call: OpCall) -> Rule:
+    return _made(call, _local_arange, contiguous=True)
+
+
+@rule_maker("aten.linspace")
+def _linspace(call: OpCall) -> Rule | None:
+    """Bounds that are tensors are not looked at; integers, which are rounded as the kernel likes, are made whole."""
+    if call.operands or call.results[0] is None:
+        return None
+    split = call.results[0].dtype.is_floating_point
+    return _made(call, _local_linspace, contiguous=True) if split else _made(call, LocalCall.run, whole=True)
+
+
+def _local_arange(call: LocalCall) -> Any:
+    """start + step * position, where a shard is asked for."""
+    if not call.axes("d0"):
+        return call.run()
+    names = [argument.name for argument in call.call.op._schema.arguments]
+    start, step = (call.arg(name) if name in names else other for name, other in (("start", 0), ("step", 1)))
+    emit = call.emit
+    counted = positions(call, "d0", call.result_shape()[0], call.arg("device"))
+    if isinstance(start, float) or isinstance(step, float):
+        counted = cast(call, counted, torch.float64)  # torch counts in double precision, too
+    counted = emit.call(aten.add.Scalar, emit.call(aten.mul.Scalar, counted, step), start)
+    return cast(call, counted, result_dtype(call))
+
+
+def _local_linspace(call: LocalCall) -> Any:
+    """Counted from the start in the first half, and from the end in the second, as torch does."""
+    if not call.axes("d0"):
+        return call.run()
+    emit, steps = call.emit, call.arg("steps")
+    start, end = call.arg("start"), call.arg("end")
+    step = (end - start) / (steps - 1)
+    place = positions(call, "d0", call.result_shape()[0], call.arg("device"))
+    wide = cast(call, place, torch.float64)
+    ahead = emit.call(aten.add.Scalar, emit.call(aten.mul.Scalar, wide, step), start)
+    left = emit.call(aten.rsub.Scalar, wide, steps - 1)
+    back = emit.call(aten.rsub.Scalar, emit.call(aten.mul.Scalar, left, step), end)
+    first_half = emit.call(aten.lt.Scalar, place, steps // 2)
+    return cast(call, emit.call(aten.where.self, first_half, ahead, back), result_dtype(call))
+
+
+@rule_maker("aten.eye")
+def _eye(call: OpCall) -> Rule:
+    return _made(call, _local_eye, contiguous=True)
+
+
+def _local_eye(call: LocalCall) -> Any:
+    if not call.axes("d0") and not call.axes("d1"):
+        return call.run()
+    shape, device = call.result_shape(), call.arg("device")
+    rows, columns = (along(call, positions(call, f"d{dim}", shape[dim], device), dim, 2) for dim in (0, 1))
+    return cast(call, call.emit.call(aten.eq.Tensor, rows, columns), result_dtype(call))
+
+
 @rule_maker(
-    "aten.arange",
-    "aten.eye",
-    "aten.linspace",
     "aten.logspace",
     "aten.tril_indices",
     "aten.triu_indices",
-    "prims.iota",
+    "aten.range",
+    "aten.bartlett_window",
+    "aten.blackman_window",
+    "aten.hamming_window",
+    "aten.hann_window",
+    "aten.kaiser_window",
 )
-def _positions(call: OpCall) -> Rule | None:
-    """Elements that depend on their position: made whole; slicing a constant costs nothing."""
-    if call.operands:
-        return None
-    (result,) = call.results
-    assert result is not None
-    sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)}
-    return build(sizes, [], [[[name] for name in sizes]], whole=sizes)
+def _constant(call: OpCall) -> Rule | None:
+    """Small tables that nothing depends on: made whole; slicing a constant costs nothing."""
+    return None if call.operands else _made(call, LocalCall.run, whole=True)

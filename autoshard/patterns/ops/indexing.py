@@ -1,11 +1,13 @@
-"""Gathering and scattering by index.
+"""Gathering by index.
 
-Dims that are indexed stay whole; dims along which index and operand run side by side may be sharded; the dims of
-the index itself may be sharded, and where their elements are added into the result, they leave partial sums.
+Dims along which index and operand run side by side may be sharded, and the dims of the index itself. Where the indexed
+dim is sharded, a rank looks up what falls into its stretch and leaves zeros for the rest: the sum over ranks is the
+result (as for a table of embeddings with its vocabulary sharded).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,19 +15,25 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops.matmul import first_only
-from autoshard.patterns.registry import rule, rule_maker
+from autoshard.patterns.ops._helpers import aten
+from autoshard.patterns.ops._positions import along, positions, within_stretch
+from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
-rule("aten.one_hot", "... -> ... classes!")
 
-
-def _named(meta: TensorMeta) -> dict[str, int]:
+def named_dims(meta: TensorMeta) -> dict[str, int]:
+    """A name for every dim of a tensor, with its size."""
     return {f"d{dim}": size for dim, size in enumerate(meta.shape)}
 
 
-def _with_index(source: list[list[str]], dim: int) -> list[list[str]]:
+def with_index(source: list[list[str]], dim: int) -> list[list[str]]:
+    """The dims of a tensor whose dim `dim` is what the index has in place of it."""
     return [["index"] if position == dim else names for position, names in enumerate(source)]
+
+
+def _whole_if_truth(call: OpCall, names: Sequence[str]) -> list[str]:
+    """Dims that must be whole because what is looked up are truth values, which do not add up."""
+    return list(names) if call.operands[0].dtype is torch.bool else []
 
 
 @rule_maker("aten.index_select")
@@ -34,39 +42,44 @@ def _index_select(call: OpCall) -> Rule:
     if not operand.shape:
         return build({}, [[], [[]] * len(index.shape)], [[]], linear=[{0}])
     dim = call.arg("dim") % len(operand.shape)
-    sizes = _named(operand) | {"index": call.results[0].shape[dim] if call.results[0] else 1}
-    source = [[name] for name in _named(operand)]
-    target = _with_index(source, dim)
-    return build(sizes, [source, [["index"]] * len(index.shape)], [target], whole=[f"d{dim}"], linear=[{0}])
-
-
-@rule_maker("aten.index_add")
-def _index_add(call: OpCall) -> Rule | None:
-    """The elements added are a contracted factor; what they are added to counts once."""
-    operand, index, added = call.operands
-    if not operand.shape or not index.shape or len(added.shape) != len(operand.shape):
-        return None
-    dim = call.arg("dim") % len(operand.shape)
-    source = [[name] for name in _named(operand)]
+    name = f"d{dim}"
+    sizes = named_dims(operand) | {"index": math.prod(index.shape)}
+    source = [[each] for each in named_dims(operand)]
     return build(
-        _named(operand) | {"index": index.shape[0]},
-        [source, [["index"]], _with_index(source, dim)],
-        [source],
-        whole=[f"d{dim}"],
-        linear=[{0, 2}],
-        local=_added_to_first,
+        sizes,
+        [source, [["index"]] * len(index.shape)],
+        [with_index(source, dim)],
+        whole=_whole_if_truth(call, [name]),
+        contiguous=[name],
+        linear=[{0}],
+        local=_local_index_select,
+        uneven=True,
+        fill={name: None},  # indices never point at padding
     )
 
 
-def _added_to_first(call: LocalCall) -> Any:
-    names = dict.fromkeys(factor.base for factor in call.rule.factors if factor.base.startswith("index"))
-    return call.run(operands=first_only(call, 0, list(names)))
+def _local_index_select(call: LocalCall) -> Any:
+    table, index = call.operands
+    shape = call.operand_shape(0)
+    dim = call.arg("dim") % len(shape) if shape else 0
+    if not call.axes(f"d{dim}"):
+        return call.run()
+    emit = call.emit
+    place, outside = within_stretch(call, index, f"d{dim}", shape[dim])
+    rows = call.run(operands=[table, place])
+    if call.call.operands[1].shape:
+        outside = along(call, outside, dim, len(shape))
+    return emit.call(aten.masked_fill.Scalar, rows, outside, 0)
 
 
-def _side_by_side(call: OpCall, tensors: Sequence[TensorMeta], dim: int) -> tuple[dict[str, int], list[str], list[Any]]:
+Sides = tuple[dict[str, int], list[str], list[list[list[str]]]]
+
+
+def side_by_side(tensors: Sequence[TensorMeta], dim: int) -> Sides:
     """Sizes, whole names and dims of tensors that run side by side in all dims but `dim`, where the first is indexed.
 
-    A dim that the index does not cover entirely stays whole, under a name of its own for every tensor.
+    A dim that the index does not cover entirely stays whole, under a name of its own for every tensor. The indexed
+    dim is `"indexed"` in the first tensor, and `"index"` in the others if these cover each other.
     """
     sizes: dict[str, int] = {}
     whole: list[str] = []
@@ -74,13 +87,14 @@ def _side_by_side(call: OpCall, tensors: Sequence[TensorMeta], dim: int) -> tupl
     for position in range(len(tensors[0].shape)):
         lengths = [tensor.shape[position] for tensor in tensors]
         for which, length in enumerate(lengths):
-            if position == dim:
-                covered = which > 0 and len(set(lengths[1:])) == 1
-                name = "index" if covered else f"d{position}_{which}"
+            name = f"d{position}_{which}"
+            if position != dim and len(set(lengths)) == 1:
+                name = f"d{position}"
+            elif position == dim and which == 0:
+                name = "indexed"
+            elif position == dim and len(set(lengths[1:])) == 1:
+                name = "index"
             else:
-                covered = len(set(lengths)) == 1
-                name = f"d{position}" if covered else f"d{position}_{which}"
-            if not covered:
                 whole.append(name)
             sizes[name] = length
             dims[which].append([name])
@@ -92,48 +106,58 @@ def _gather(call: OpCall) -> Rule | None:
     operand, index = call.operands
     if not operand.shape or len(operand.shape) != len(index.shape):
         return None
-    sizes, whole, dims = _side_by_side(call, call.operands, call.arg("dim") % len(operand.shape))
-    return build(sizes, dims, [dims[1]], whole=whole, linear=[{0}])
+    sizes, whole, dims = side_by_side(call.operands, call.arg("dim") % len(operand.shape))
+    return build(
+        sizes,
+        dims,
+        [dims[1]],
+        whole=[*whole, *_whole_if_truth(call, ["indexed"])],
+        contiguous=["indexed"],
+        linear=[{0}],
+        local=_local_gather,
+        uneven=True,
+        fill={"indexed": None},  # indices never point at padding
+    )
 
 
-@rule_maker("aten.scatter_add")
-def _scatter_add(call: OpCall) -> Rule | None:
-    """The elements added are a contracted factor; what they are added to counts once."""
-    operand = call.operands[0]
-    if not operand.shape or any(len(meta.shape) != len(operand.shape) for meta in call.operands):
-        return None
-    sizes, whole, dims = _side_by_side(call, call.operands, call.arg("dim") % len(operand.shape))
-    return build(sizes, dims, [dims[0]], whole=whole, linear=[{0, 2}], local=_added_to_first)
+def _local_gather(call: LocalCall) -> Any:
+    if not call.axes("indexed"):
+        return call.run()
+    table, index = call.operands
+    shape = call.operand_shape(0)
+    place, outside = within_stretch(call, index, "indexed", shape[call.arg("dim") % len(shape)])
+    return call.emit.call(aten.masked_fill.Scalar, call.run(operands=[table, place]), outside, 0)
 
 
-@rule_maker("aten.scatter.src", "aten.scatter.value")
-def _scatter(call: OpCall) -> Rule | None:
-    """Elements that overwrite others: the indexed dim stays whole everywhere."""
-    operand = call.operands[0]
-    if not operand.shape or any(len(meta.shape) != len(operand.shape) for meta in call.operands):
-        return None
-    sizes, whole, dims = _side_by_side(call, call.operands, call.arg("dim") % len(operand.shape))
-    overwritten_by_zero = len(call.operands) == 2 and call.arg("value") == 0
-    linear = [{0, 2}] if len(call.operands) == 3 else [{0}] if overwritten_by_zero else []
-    return build(sizes, dims, [dims[0]], whole=[*whole, "index"], linear=linear)
+class Advanced:
+    """The dims of advanced indexing: `operand[indices]`, where None stands for a dim that is not indexed.
 
-
-class _Advanced:
-    """The dims of advanced indexing: `operand[indices]`, where None stands for a dim that is not indexed."""
+    Attributes:
+        tensors: the indices.
+        indexed: the dims of the operand that they index.
+        sizes: size of every name: `d0`, ... for the dims of the operand, `index0`, ... for those of the indices.
+        names: names of the dims that are indexed.
+        source: dims of the operand.
+        index_names: names of the dims of the indices.
+        behind: how many dims of `taken` follow those of the indices.
+        taken: dims of what the indices pick.
+    """
 
     def __init__(self, operand: TensorMeta, indices: Sequence[TensorMeta | None]) -> None:
         padded = [*indices, *[None] * (len(operand.shape) - len(indices))]
         self.tensors = [index for index in padded if index is not None]
-        indexed = [dim for dim, index in enumerate(padded) if index is not None]
+        self.indexed = [dim for dim, index in enumerate(padded) if index is not None]
         shape = torch.broadcast_shapes(*(index.shape for index in self.tensors))
-        self.sizes = _named(operand) | {f"index{dim}": size for dim, size in enumerate(shape)}
-        self.whole = [f"d{dim}" for dim in indexed]
+        self.sizes = named_dims(operand) | {f"index{dim}": size for dim, size in enumerate(shape)}
+        self.names = [f"d{dim}" for dim in self.indexed]
         self.source = [[f"d{dim}"] for dim in range(len(operand.shape))]
         self.index_names = [f"index{dim}" for dim in range(len(shape))]
         # The dims of the index stand where the indexed dims were, or first if those were not neighbours.
-        neighbours = indexed == list(range(indexed[0], indexed[-1] + 1))
-        before = [names for dim, names in enumerate(self.source) if dim < indexed[0]] if neighbours else []
-        after = [names for dim, names in enumerate(self.source) if dim not in indexed and names not in before]
+        first, last = self.indexed[0], self.indexed[-1]
+        neighbours = self.indexed == list(range(first, last + 1))
+        before = self.source[:first] if neighbours else []
+        after = [names for dim, names in enumerate(self.source) if dim not in self.indexed and names not in before]
+        self.behind = len(after)
         self.taken = [*before, *([name] for name in self.index_names), *after]
 
     def broadcast(self, meta: TensorMeta, names: list[list[str]]) -> list[list[str]]:
@@ -146,37 +170,129 @@ class _Advanced:
         return [self.broadcast(meta, [[name] for name in self.index_names]) for meta in self.tensors]
 
 
-def _advanced(call: OpCall) -> _Advanced | None:
+def advanced(call: OpCall) -> Advanced | None:
+    """The dims of a call with advanced indices; None where a mask is among them, or nothing is indexed."""
     indices = call.arg("indices")
     tensors = [index for index in indices if index is not None]
     if not tensors or any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
         return None  # masks: the size of the result depends on their values
-    return _Advanced(call.operands[0], indices)
+    return Advanced(call.operands[0], indices)
+
+
+def split_indices(call: LocalCall, dims: Advanced, spare: bool = False) -> tuple[list[Any], Any]:
+    """The indices of advanced indexing as they count in the local operand, and where they point outside of it.
+
+    Args:
+        call: the call; its operands from the second on are the indices.
+        dims: its dims.
+        spare: whether an index outside points behind the end of its dim, instead of at its start.
+
+    Returns:
+        The indices, and a mask that is broadcast to what they pick; None where no indexed dim is sharded.
+    """
+    emit, outside = call.emit, None
+    whole, local = call.call.operands[0].shape, call.operand_shape(0)
+    indices = list(call.operands[1 : 1 + len(dims.tensors)])
+    for which, dim in enumerate(dims.indexed):
+        if not call.axes(f"d{dim}"):
+            continue
+        index = counted_from_start(call, indices[which], whole[dim])
+        indices[which], beyond = within_stretch(call, index, f"d{dim}", local[dim], local[dim] if spare else 0)
+        outside = beyond if outside is None else emit.call(aten.logical_or.default, outside, beyond)
+    if outside is not None:
+        outside = emit.call(aten.reshape.default, outside, [*emit.shape(outside), *[1] * dims.behind])
+    return indices, outside
+
+
+def counted_from_start(call: LocalCall, index: Any, size: int) -> Any:
+    """An index into a dim of `size` without negative numbers, which count from the end."""
+    emit = call.emit
+    behind = emit.call(aten.add.Scalar, index, size)
+    return emit.call(aten.where.self, emit.call(aten.lt.Scalar, index, 0), behind, index)
 
 
 @rule_maker("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def _index(call: OpCall) -> Rule | None:
-    dims = _advanced(call)
+    dims = advanced(call)
     if dims is None:
         return None
-    return build(dims.sizes, [dims.source, *dims.indices()], [dims.taken], whole=dims.whole, linear=[{0}])
 
+    def local(program: LocalCall) -> Any:
+        indices, outside = split_indices(program, dims)
+        if outside is None:
+            return program.run()
+        picked = program.run(operands=[program.operands[0], *indices])
+        return program.emit.call(aten.masked_fill.Scalar, picked, outside, 0)
 
-@rule_maker("aten.index_put", "aten._unsafe_index_put")
-def _index_put(call: OpCall) -> Rule | None:
-    """Where values are added up, the dims of the index are contracted; where they overwrite, these stay whole."""
-    dims = _advanced(call)
-    if dims is None:
-        return None
-    values = call.operands[-1]
-    if len(values.shape) > len(dims.taken):
-        return None
-    accumulate = call.arg("accumulate")
     return build(
         dims.sizes,
-        [dims.source, *dims.indices(), dims.broadcast(values, dims.taken)],
-        [dims.source],
-        whole=dims.whole if accumulate else [*dims.whole, *dims.index_names],
-        linear=[{0, len(call.operands) - 1}],
-        local=_added_to_first,
+        [dims.source, *dims.indices()],
+        [dims.taken],
+        whole=_whole_if_truth(call, dims.names),
+        contiguous=dims.names,
+        linear=[{0}],
+        local=local,
+        uneven=True,
+        fill=dict.fromkeys(dims.names),  # indices never point at padding
     )
+
+
+@rule_maker("aten.take")
+def _take(call: OpCall) -> Rule:
+    """Elements by their row-major position, of which the first dim may be sharded in stretches."""
+    operand, index = call.operands
+    sizes, source, target, whole = flat_dims(operand, index)
+    return build(
+        sizes,
+        [source, target],
+        [target],
+        whole=[*whole, *_whole_if_truth(call, ["d0"])],
+        contiguous=["d0"],
+        linear=[{0}],
+        local=_local_take,
+    )
+
+
+def flat_dims(operand: TensorMeta, index: TensorMeta) -> tuple[dict[str, int], Any, Any, list[str]]:
+    """Sizes, dims of an operand indexed by row-major position and of the index, and what must be whole."""
+    numbered = {f"index{dim}": size for dim, size in enumerate(index.shape)}
+    own = named_dims(operand)
+    return own | numbered, [[name] for name in own], [[name] for name in numbered], list(own)[1:]
+
+
+def flat_places(call: LocalCall, outside_at: int) -> tuple[Any, Any]:
+    """Row-major positions as they count in the local operand, and where they lie outside of it."""
+    index = counted_from_start(call, call.operands[1], math.prod(call.call.operands[0].shape))
+    return within_stretch(call, index, "d0", math.prod(call.operand_shape(0)), outside_at)
+
+
+def _local_take(call: LocalCall) -> Any:
+    if not call.axes("d0"):
+        return call.run()
+    place, outside = flat_places(call, 0)
+    return call.emit.call(aten.masked_fill.Scalar, call.run(operands=[call.operands[0], place]), outside, 0)
+
+
+@rule_maker("aten.one_hot")
+def _one_hot(call: OpCall) -> Rule:
+    """Every rank marks the classes that are its own."""
+    (index,), (result,) = call.operands, call.results
+    assert result is not None
+    sizes = named_dims(index)
+    source = [[name] for name in sizes]
+    return build(
+        {**sizes, "classes": result.shape[-1]},
+        [source],
+        [[*source, ["classes"]]],
+        contiguous=["classes"],
+        local=_local_one_hot,
+    )
+
+
+def _local_one_hot(call: LocalCall) -> Any:
+    if not call.axes("classes"):
+        return call.run(num_classes=call.result_shape()[-1])
+    emit, (index,) = call.emit, call.operands
+    classes = positions(call, "classes", call.result_shape()[-1], emit.device(index))
+    marked = emit.call(aten.eq.Tensor, emit.call(aten.unsqueeze.default, index, -1), classes)
+    return emit.call(aten._to_copy.default, marked, dtype=torch.int64)

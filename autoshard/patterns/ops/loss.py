@@ -11,6 +11,7 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, bind_named, named_values, reduced, shape_of, split_axes
 from autoshard.patterns.ops.embedding import local_positions
+from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -45,6 +46,7 @@ def nll_loss(call: OpCall) -> Rule:
         reduce=dict.fromkeys([*samples, "c"], ("sum", None)),
         exchange=dict.fromkeys([*samples, "c"], call.operands[0].dtype.itemsize),
         local=_nll_loss,
+        fill=dict.fromkeys([*samples, "c"]),
     )
 
 
@@ -52,13 +54,23 @@ def _nll_loss(call: LocalCall) -> Any:
     names = ["c", *_likelihood_items(call.call)["target"].split()]
     if not split_axes(call, names):
         return call.run()
-    if call.arg("reduction") == _NONE:
+    if call.arg("reduction") == _NONE and len(names) > 1:  # of one sample alone, torch gives the total weight always
         return _run_on_stretch(call)
+    call.operands = tuple(_without_padded_samples(call).values())
     loss, weight = _run_on_stretch(call, reduction=_SUM)
     weight = reduced(call, weight, names)
     if call.arg("reduction") == _MEAN:
         loss = call.emit.call(aten.div.Tensor, loss, weight)
     return loss, weight
+
+
+def _without_padded_samples(call: LocalCall) -> dict[str, Any]:
+    """The operands by argument name, samples that are padding having the target that is ignored."""
+    values = named_values(call)
+    samples = _likelihood_items(call.call)["target"].split()
+    place = list(values).index("target")
+    values["target"] = without_padding(call, place, values["target"], samples, call.arg("ignore_index"))
+    return values
 
 
 def _run_on_stretch(call: LocalCall, **changed: Any) -> Any:
@@ -79,7 +91,7 @@ def _run_on_stretch(call: LocalCall, **changed: Any) -> Any:
 def nll_loss_backward(call: OpCall) -> Rule:
     """Gradient of the scores; the total weight that it gets is already that of all samples."""
     items = _likelihood_items(call)
-    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_run_on_stretch)
+    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_run_on_stretch, uneven=True)
 
 
 _ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
@@ -92,13 +104,23 @@ def elementwise_loss(call: OpCall) -> Rule | None:
         return None
     items = dict.fromkeys(("self", "target", "weight"), "...")
     whole = call.arg("reduction") == _NONE
-    return bind_named(call, items, ["..." if whole else ""], local=None if whole else _reduced_loss)
+    # Zeros are at no distance from zeros, and are probabilities; the soft margin alone knows no such numbers.
+    fill = {} if call.op is aten.soft_margin_loss.default else {"...": 0.0}
+    return bind_named(call, items, ["..." if whole else ""], local=None if whole else _reduced_loss, fill=fill)
 
 
 def _reduced_loss(call: LocalCall) -> Any:
     if call.arg("reduction") != _MEAN:
         return call.run()
     return call.emit.call(aten.div.Scalar, call.run(reduction=_SUM), math.prod(shape_of(call.call, "self")))
+
+
+@rule_maker("aten.binary_cross_entropy_with_logits")
+def loss_of_logits(call: OpCall) -> Rule:
+    """Binary cross-entropy of logits; the weights of elements and of positive ones are broadcast."""
+    items = dict.fromkeys(("self", "target", "weight", "pos_weight"), "...")
+    whole = call.arg("reduction") == _NONE
+    return bind_named(call, items, ["..." if whole else ""], local=None if whole else _reduced_loss)
 
 
 @rule_maker(*(f"aten.{name}_backward.default" for name in _ELEMENTWISE))
@@ -109,4 +131,4 @@ def elementwise_loss_backward(call: OpCall) -> Rule | None:
         return None
     items = dict.fromkeys(("self", "target", "weight"), "...")
     items["grad_output"] = "..." if shape_of(call, "grad_output") else ""
-    return bind_named(call, items, ["..."], linear=[{"grad_output"}], local=_reduced_loss)
+    return bind_named(call, items, ["..."], linear=[{"grad_output"}], local=_reduced_loss, uneven=True)

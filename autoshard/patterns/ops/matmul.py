@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
+from autoshard.patterns.ops._helpers import aten, bind_named, operand_names, shape_of
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -27,8 +27,8 @@ def first_only(call: LocalCall, operand: int, names: Sequence[str]) -> list[Any]
     values = list(call.operands)
     axes = sorted(axis for name in names for axis in call.axes(name))
     if axes:
-        first = call.emit.call(torch.ops.aten.eq.Scalar, call.linear_index(axes), 0)
-        values[operand] = call.emit.call(torch.ops.aten.where.ScalarOther, first, values[operand], 0)
+        first = call.emit.call(aten.eq.Scalar, call.linear_index(axes), 0)
+        values[operand] = call.emit.call(aten.where.ScalarOther, first, values[operand], 0)
     return values
 
 
@@ -41,7 +41,8 @@ def _added(call: OpCall, product: str, result: str, *contracted: str) -> Rule:
     """`result + product`: jointly linear in the added tensor and either of the others; `added` is broadcast."""
     added = result.split()[len(result.split()) - len(call.operands[0].shape) :]
     text = f"{' '.join(added)}, {product} -> {result}"
-    return bind(text, call, linear="0+1, 0+2", local=_contracting(*contracted))
+    padded: dict[str, Any] = {"uneven": True, "fill": dict.fromkeys(contracted, 0.0)}
+    return bind(text, call, linear="0+1, 0+2", local=_contracting(*contracted), **padded)
 
 
 @rule_maker("aten.addmm")
@@ -73,7 +74,7 @@ def _addr(call: OpCall) -> Rule:
 def _linear(call: OpCall) -> Rule:
     if len(call.operands) == 2:
         return bind("... k, j k -> ... j", call, linear="0, 1")
-    return bind("... k, j k, j -> ... j", call, linear="0+2, 1+2", local=_linear_local)
+    return bind("... k, j k, j -> ... j", call, linear="0+2, 1+2", local=_linear_local, uneven=True, fill={"k": 0.0})
 
 
 def _linear_local(call: LocalCall) -> Any:
@@ -89,3 +90,75 @@ def _matmul(call: OpCall) -> Rule:
     rows, columns = " i" if left > 1 else "", " j" if right > 1 else ""
     dots = "..." if max(left, right) > 1 else ""
     return bind(f"{first}, {second} -> {dots}{rows}{columns}", call, linear="0, 1")
+
+
+def in_units(size: int, unit: int) -> tuple[int, int]:
+    """A size as a number of units; as one unit if `unit` does not divide it. Kernels ask for aligned rows."""
+    return (size // unit, unit) if size % unit == 0 else (1, size)
+
+
+def _unit_sizes(call: OpCall, unit: int) -> dict[str, int]:
+    """Sizes of the factors of `i k, k j -> i j` where only whole units of `k` and of `j` may be taken."""
+    contracted, columns = call.operands[1].shape
+    sizes = {}
+    for name, size in (("k", contracted), ("j", columns)):
+        sizes[name], sizes[f"{name}_lane"] = in_units(size, unit)
+    return sizes
+
+
+@rule_maker("aten._int_mm")
+def _int_mm(call: OpCall) -> Rule:
+    """Products of integers, exact sums included; kernels take eight at a time."""
+    return bind("i (k k_lane!), (k k_lane!) (j j_lane!) -> i (j j_lane!)", call, sizes=_unit_sizes(call, 8))
+
+
+rule("aten._weight_int8pack_mm", "i k, j k, j -> i j", linear="0", uneven=("i",))  # its kernel reads whole vectors
+
+
+@rule_maker("aten._addmm_activation")
+def _addmm_activation(call: OpCall) -> Rule:
+    """The activation of a sum is no sum: the contracted dim must be whole."""
+    added = ["i", "j"][2 - len(call.operands[0].shape) :]
+    return bind(f"{' '.join(added)}, i k!, k! j -> i j", call)
+
+
+@rule_maker("aten._scaled_mm")
+def _scaled_mm(call: OpCall) -> Rule | None:
+    """A product of matrices in eight bits, with one scale for all, or one per row and one per column.
+
+    Where the result has eight bits itself, or is scaled in its turn, it is rounded too early to be part of a sum.
+    """
+    (result,) = call.results
+    assert result is not None
+    scales = shape_of(call, "scale_a"), shape_of(call, "scale_b")
+    single = all(math.prod(shape) == 1 for shape in scales)
+    if not single and scales != ((result.shape[0], 1), (1, result.shape[1])):
+        return None  # scales of blocks
+    ones = [" ".join("1" * len(shape)) for shape in scales]
+    dims = {
+        "self": "i (k k_lane!)",
+        "mat2": "(k k_lane!) (j j_lane!)",
+        "scale_a": ones[0] if single else "i 1",
+        "scale_b": ones[1] if single else "1 (j j_lane!)",
+        "bias": "(j j_lane!)",
+        "scale_result": " ".join("1" * len(shape_of(call, "scale_result"))) if call.arg("scale_result") else "",
+    }
+    rounded = result.dtype.itemsize == 1 or call.arg("scale_result") is not None
+    return bind_named(
+        call,
+        dims,
+        ["i (j j_lane!)"],
+        whole=["k"] if rounded else [],
+        sizes=_unit_sizes(call, 16),
+        local=_local_scaled_mm,
+    )
+
+
+def _local_scaled_mm(call: LocalCall) -> Any:
+    """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
+    emit, names = call.emit, operand_names(call.call)
+    values = first_only(call, names.index("bias"), ["k"]) if "bias" in names else list(call.operands)
+    values[0] = emit.call(aten.contiguous.default, values[0])
+    columns = emit.call(aten.contiguous.default, emit.call(aten.t.default, values[1]))
+    values[1] = emit.call(aten.t.default, columns)
+    return call.run(operands=values)

@@ -1,4 +1,4 @@
-"""Layer, root-mean-square and group normalisation.
+"""Layer and root-mean-square normalisation.
 
 Dims of the batch are independent. The normalised dims may be sharded as well: the ranks then exchange moments, which
 have one number per row. The gradients of weight and bias are partial over the batch.
@@ -30,12 +30,14 @@ from autoshard.patterns.rule import OpCall, Rule
 
 
 def pooled_moments(call: LocalCall, mean: Any, variance: Any, names: Sequence[str]) -> tuple[Any, Any]:
-    """Mean and biased variance over all ranks that share the factors `names`, from those of each rank's equal part.
+    """Mean and biased variance over all ranks that share the factors `names`, from those of each rank's part.
 
+    Parts are of equal size, padding included, which holds zeros; only true elements count.
     One collective: the moments about zero travel in float64, so that nothing cancels that single precision tells apart.
     """
     emit, dtype = call.emit, call.emit.dtype(mean)
-    share = math.prod(call.mesh.sizes[axis] for axis in split_axes(call, names))
+    factors = [call.rule.factors[index] for name in names for index in call.rule.indices(name)]
+    share = math.prod(factor.size for factor in factors) / math.prod(call.size(name) for name in names)
     mean, variance = cast(call, mean, torch.float64), cast(call, variance, torch.float64)
     square = emit.call(aten.add.Tensor, variance, emit.call(aten.mul.Tensor, mean, mean))
     sums = reduced_together(call, [mean, square], names)
@@ -72,6 +74,8 @@ def normalization(call: OpCall) -> Rule:
         reduce=dict.fromkeys(names),
         exchange=dict.fromkeys(names, _statistics_bytes(call, statistics, 8)),
         local=_layer_norm if statistics == 2 else _rms_norm,
+        uneven=True,
+        fill=dict.fromkeys(names, 0.0),
     )
 
 
@@ -140,6 +144,8 @@ def normalization_backward(call: OpCall) -> Rule:
         linear=[{"grad_out"}],
         exchange=dict.fromkeys(names, _statistics_bytes(call, 2, accumulation_dtype(dtype).itemsize)),
         local=_normalization_backward,
+        uneven=True,
+        fill=dict.fromkeys(names, 0.0),
     )
 
 
@@ -182,38 +188,3 @@ def _batch_sum(call: LocalCall, value: Any) -> Any:
     """Sum over the dims that are not normalised."""
     dims = list(range(len(call.emit.shape(value)) - len(call.arg("normalized_shape"))))
     return call.emit.call(aten.sum.dim_IntList, value, dims) if dims else value
-
-
-@rule_maker("aten.native_group_norm")
-def group_norm(call: OpCall) -> Rule:
-    """Group norm: batch and groups are independent; what lies inside a group stays together."""
-    return bind_named(
-        call,
-        {"input": "n (g k!) ...!", "weight": "(g k!)", "bias": "(g k!)"},
-        ["n (g k!) ...!", "n g", "n g"],
-        sizes=_group_sizes(call),
-        local=_group_norm,
-    )
-
-
-@rule_maker("aten.native_group_norm_backward")
-def group_norm_backward(call: OpCall) -> Rule:
-    """Its gradients, linear in the incoming one; those of weight and bias are partial over the batch."""
-    return bind_named(
-        call,
-        {"grad_out": "n (g k!) ...!", "input": "n (g k!) ...!", "mean": "n g", "rstd": "n g", "weight": "(g k!)"},
-        ["n (g k!) ...!", "(g k!)", "(g k!)"],
-        linear=[{"grad_out"}],
-        sizes=_group_sizes(call),
-        local=_group_norm,
-    )
-
-
-def _group_sizes(call: OpCall) -> dict[str, int]:
-    return {"g": call.arg("group"), "k": call.arg("C") // call.arg("group")}
-
-
-def _group_norm(call: LocalCall) -> Any:
-    """The operator itself, told the local numbers of samples, channels and groups."""
-    groups = call.share("g")
-    return call.run(N=call.arg("N") // call.share("n"), C=call.arg("C") // groups, group=call.arg("group") // groups)

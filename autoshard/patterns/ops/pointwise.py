@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autoshard.patterns.build import build
 from autoshard.patterns.notation import bind
-from autoshard.patterns.registry import rule, rule_maker
+from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 Sets = Mapping[int, str]
@@ -24,27 +24,41 @@ def pointwise_rule(call: OpCall, linear: Sets | None = None) -> Rule:
     exact = all(meta and not (meta.dtype.is_floating_point or meta.dtype.is_complex) for meta in call.results)
     sets = "" if exact or linear is None else linear.get(count, "")
     text = ", ".join(["..."] * count) + " -> " + ", ".join(["..."] * len(call.results))
-    return bind(text, call, linear=sets)
+    # Integers are not divided by what pads them, which may be zero.
+    divides = call.op._schema.name.partition("::")[2] in _DIVISIONS and not any(
+        meta and meta.dtype.is_floating_point for meta in call.results
+    )
+    return bind(text, call, linear=sets, fill={"...": 1.0} if divides else {})
 
 
+_DIVISIONS = ("floor_divide", "remainder", "fmod", "div")
 _ONE_OPERAND = """
     abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp
-    exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf
-    leaky_relu lgamma log log10 log1p log2 log_sigmoid_forward logical_not logit mish nan_to_num polygamma rad2deg
-    reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
-    special_entr special_erfcx special_i0e special_i1 special_i1e special_ndtri sqrt square tan tanh threshold trunc
-    add.Scalar sub.Scalar rsub.Scalar div.Scalar_mode where.Scalar
+    exp2 expm1 floor frac frexp.Tensor gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf
+    isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid_forward logical_not logit mish mvlgamma nan_to_num
+    polygamma rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus
+    softshrink special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr
+    special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0
+    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 sqrt square tan
+    tanh threshold trunc add.Scalar sub.Scalar rsub.Scalar div.Scalar_mode where.Scalar _add_relu.Scalar
 """
 _SEVERAL_OPERANDS = """
-    __and__ __lshift__ __or__ __rshift__ __xor__ _prelu_kernel atan2 bitwise_and bitwise_left_shift bitwise_or
-    bitwise_right_shift bitwise_xor clamp clamp_max clamp_min complex copysign div.Tensor_mode eq fill floor_divide
-    fmax fmin fmod ge gt heaviside hypot igamma igammac isclose le logaddexp logaddexp2 logical_and logical_or
-    logical_xor lt maximum minimum ne nextafter polar pow remainder special_xlog1py special_zeta xlogy
+    __and__ __lshift__ __or__ __rshift__ __xor__ _add_relu.Tensor _prelu_kernel atan2 bitwise_and
+    bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor clamp clamp_max clamp_min clip complex copysign
+    div.Tensor_mode eq fill float_power floor_divide fmax fmin fmod gcd ge gt heaviside hypot igamma igammac isclose lcm
+    ldexp.Tensor le logaddexp logaddexp2 logical_and logical_or logical_xor lt max.other maximum min.other minimum ne
+    nextafter polar pow remainder special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+    special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_h
+    special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
+    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_xlog1py special_zeta xlogy
 """
 rule_maker(*(f"aten.{name}" for name in (_ONE_OPERAND + _SEVERAL_OPERANDS).split()))(pointwise_rule)
 
 _LINEAR: tuple[tuple[str, Sets], ...] = (
-    ("neg positive real imag _conj conj_physical _neg_view div.Scalar mul.Scalar", {1: "0"}),
+    ("neg positive real imag _conj conj_physical _conj_physical _neg_view div.Scalar mul.Scalar", {1: "0"}),
+    ("_masked_scale", {2: "0, 1"}),
     ("add.Tensor sub.Tensor rsub.Tensor", {2: "0+1"}),
     ("mul.Tensor", {1: "0", 2: "0, 1"}),
     ("div.Tensor true_divide.Tensor", {1: "0", 2: "0"}),
@@ -95,6 +109,3 @@ def _glu(call: OpCall) -> Rule:
     large = [["halves", *names] if index == dim else names for index, names in enumerate(small)]
     operands, results = ([small, large], [large]) if backward else ([large], [small])
     return build({"halves": 2, **sizes}, operands, results, whole=["halves"], linear=[{0}] if backward else [])
-
-
-rule("aten.bucketize.Tensor", "..., b! -> ...")

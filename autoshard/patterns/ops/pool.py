@@ -1,60 +1,176 @@
-"""Pooling and resampling: leading dims (batch, channels) are independent, positions stay together."""
+"""Pooling by windows of one size: leading dims (batch, channels) are independent, positions may be sharded.
+
+As for convolutions, a dim of positions is sharded where the operand has exactly `stride` positions for each window;
+ranks exchange the rows that windows reach beyond a stretch. Where windows lie in no such order, positions are whole.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.notation import bind
-from autoshard.patterns.registry import rule, rule_maker
-from autoshard.patterns.rule import OpCall, Rule
-
-_PLANES = "... h! w! -> ... y! x!"
-_PLANES_BACK = "... y! x!, ... h! w! -> ... h! w!"
-
-rule("aten.max_pool2d_with_indices", "... h! w! -> ... y! x!, ... y! x!")
-rule(
-    "aten.max_pool2d_with_indices_backward.default",
-    "... y! x!, ... h! w!, ... y! x! -> ... h! w!",
-    linear="0",
-)
-rule("aten.max_pool3d_with_indices", "... t! h! w! -> ... z! y! x!, ... z! y! x!")
-rule(
-    "aten.max_pool3d_with_indices_backward.default",
-    "... z! y! x!, ... t! h! w!, ... z! y! x! -> ... t! h! w!",
-    linear="0",
-)
-rule(["aten.adaptive_max_pool2d.default"], "... h! w! -> ... y! x!, ... y! x!")
-rule(
-    "aten.adaptive_max_pool2d_backward.default",
-    "... y! x!, ... h! w!, ... y! x! -> ... h! w!",
-    linear="0",
-)
-rule(["aten.avg_pool2d.default", "aten._adaptive_avg_pool2d.default"], _PLANES, linear="0")
-rule(["aten.avg_pool2d_backward.default", "aten._adaptive_avg_pool2d_backward.default"], _PLANES_BACK, linear="0")
-rule(["aten.avg_pool3d.default", "aten._adaptive_avg_pool3d.default"], "... t! h! w! -> ... z! y! x!", linear="0")
-rule(
-    ["aten.avg_pool3d_backward.default", "aten._adaptive_avg_pool3d_backward.default"],
-    "... z! y! x!, ... t! h! w! -> ... t! h! w!",
-    linear="0",
-)
-rule(
-    ["aten.upsample_nearest2d", "aten.upsample_bilinear2d", "aten.upsample_bicubic2d", "aten.reflection_pad2d.default"],
-    _PLANES,
-    linear="0",
-)
-rule("aten.reflection_pad2d_backward.default", _PLANES_BACK, linear="0")
+from autoshard.patterns.ops._helpers import aten, bind_named, named_values, numbered, shape_of
+from autoshard.patterns.ops.halo import Halo, Positions, extended, folded, gathered_borders, positions, setting, sharded
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
 
-@rule_maker(
-    "aten.upsample_nearest2d_backward.default",
-    "aten.upsample_bilinear2d_backward.default",
-    "aten.upsample_bicubic2d_backward.default",
-)
-def upsample_backward(call: OpCall) -> Rule:
-    """The gradient of a resampled image: the operator is told the size of the local image."""
-    return bind("n c y! x! -> n c h! w!", call, linear="0", local=_upsample_backward)
+def _spatial(call: OpCall) -> int:
+    return 3 if "3d" in call.op.name() else 2
 
 
-def _upsample_backward(call: LocalCall) -> Any:
-    return call.run(input_size=list(call.result_shape()))
+def _dims(call: OpCall) -> list[Positions]:
+    """The dims of positions, last in the operand."""
+    shape, spatial = shape_of(call, "self"), _spatial(call)
+    pooled = call.arg("grad_output") if "backward" in call.op.name() else call.results[0]
+    assert isinstance(pooled, TensorMeta)
+    dims = []
+    for place in range(spatial):
+        dim = len(shape) - spatial + place
+        kernel = setting(call.arg("kernel_size"), place)
+        stride = setting(call.arg("stride") or call.arg("kernel_size"), place)
+        padding = setting(call.arg("padding"), place)
+        small = pooled.shape[dim] if _in_order(call, padding) else 0
+        reach = (kernel - 1) * (setting(call.arg("dilation"), place) if "max" in call.op.name() else 1)
+        dims.append(positions(place, dim, small, shape[dim], stride, padding, reach))
+    return dims
+
+
+def _in_order(call: OpCall, padding: int) -> bool:
+    """Whether windows at the ends are like all others, their padding being zeros (infinitely small for a maximum)."""
+    if call.arg("ceil_mode"):
+        return False
+    if "max" in call.op.name():
+        return call.operands[0].dtype.is_floating_point
+    return padding == 0 or bool(call.arg("count_include_pad")) or call.arg("divisor_override") is not None
+
+
+def _images(call: OpCall) -> tuple[str, str, dict[str, int]]:
+    """Dims of the operand and of the pooled image, and the sizes of the names in them."""
+    dims = _dims(call)
+    lead = numbered("b", len(shape_of(call, "self")) - len(dims))
+    sizes = {name: size for dim in dims for name, size in dim.sizes.items()}
+    return " ".join([*lead, *(dim.large for dim in dims)]), " ".join([*lead, *(dim.small for dim in dims)]), sizes
+
+
+@rule_maker("aten.avg_pool2d.default", "aten.avg_pool3d.default")
+def mean_pool(call: OpCall) -> Rule:
+    """Means of windows."""
+    large, small, sizes = _images(call)
+    exchange = gathered_borders(_dims(call), call.operands[0])
+    return bind_named(
+        call, {"self": large}, [small], linear=[{"self"}], sizes=sizes, exchange=exchange, local=_mean_pool
+    )
+
+
+def _bare(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
+    """The padding of the windows, none where a halo takes its place."""
+    spatial = _spatial(call.call)
+    first = len(shape_of(call.call, "self")) - spatial
+    bare = {halo.dim - first for halo in halos}
+    return [0 if place in bare else setting(call.arg("padding"), place) for place in range(spatial)]
+
+
+def _mean_pool(call: LocalCall) -> Any:
+    halos, value = sharded(call, _dims(call.call)), call.operands[0]
+    for halo in halos:
+        value = extended(call, value, halo)
+    return call.run(operands=[value], padding=_bare(call, halos))
+
+
+@rule_maker("aten.avg_pool2d_backward.default", "aten.avg_pool3d_backward.default")
+def mean_pool_backward(call: OpCall) -> Rule:
+    """The gradient of the operand, of which only the shape is looked at."""
+    large, small, sizes = _images(call)
+    return bind_named(
+        call,
+        {"grad_output": small, "self": large},
+        [large],
+        linear=[{"grad_output"}],
+        sizes=sizes,
+        exchange=gathered_borders(_dims(call), call.operands[1]),
+        local=_pool_backward,
+    )
+
+
+def _pool_backward(call: LocalCall) -> Any:
+    """The gradient of the operand with its halos, which goes back to the neighbours."""
+    halos, values = sharded(call, _dims(call.call)), named_values(call)
+    if not halos:
+        return call.run()
+    values["self"] = call.emit.call(aten.new_zeros.default, values["self"], _extended_shape(call, halos))
+    if "indices" in values:
+        values["indices"] = _recoded(call, values["indices"], halos, inwards=True)
+    gradient = call.run(operands=list(values.values()), padding=_bare(call, halos))
+    for halo in halos:
+        gradient = folded(call, gradient, halo)
+    return gradient
+
+
+def _extended_shape(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
+    shape = list(call.emit.shape(named_values(call)["self"]))
+    for halo in halos:
+        shape[halo.dim] += halo.before + halo.after
+    return shape
+
+
+@rule_maker("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default")
+def max_pool(call: OpCall) -> Rule:
+    """The largest numbers of windows, and where in the whole image each stands."""
+    large, small, sizes = _images(call)
+    exchange = gathered_borders(_dims(call), call.operands[0])
+    return bind_named(call, {"self": large}, [small, small], sizes=sizes, exchange=exchange, local=_max_pool)
+
+
+def _max_pool(call: LocalCall) -> Any:
+    halos, value = sharded(call, _dims(call.call)), call.operands[0]
+    if not halos:
+        return call.run()
+    for halo in halos:
+        value = extended(call, value, halo, -math.inf)
+    result, indices = call.run(operands=[value], padding=_bare(call, halos))
+    return result, _recoded(call, indices, halos, inwards=False)
+
+
+def _recoded(call: LocalCall, indices: Any, halos: Sequence[Halo], *, inwards: bool) -> Any:
+    """Places in the whole image from places in this rank's stretch and its halos, or the other way round (`inwards`).
+
+    A place is the row-major number of a position among all of an image.
+    """
+    emit, spatial = call.emit, _spatial(call.call)
+    names = list(named_values(call))
+    whole = shape_of(call.call, "self")
+    local, extent = call.operand_shape(names.index("self")), _extended_shape(call, halos)
+    found, scale = None, 1
+    for dim in reversed(range(len(whole) - spatial, len(whole))):
+        source, target = (whole[dim], extent[dim]) if inwards else (extent[dim], whole[dim])
+        place = emit.call(aten.remainder.Scalar, indices, source)
+        indices = emit.call(aten.div.Scalar_mode, indices, source, rounding_mode="floor")
+        halo = next((halo for halo in halos if halo.dim == dim), None)
+        if halo is not None:
+            start = emit.call(aten.mul.Scalar, call.position(halo.name), local[dim])
+            start = emit.call(aten.sub.Scalar, start, halo.before)
+            place = emit.call(aten.sub.Tensor if inwards else aten.add.Tensor, place, start)
+            # A window of which all numbers are infinitely small may point at what lies outside the image.
+            place = emit.call(aten.clamp.default, place, 0, target - 1)
+        place = emit.call(aten.mul.Scalar, place, scale) if scale > 1 else place
+        found = place if found is None else emit.call(aten.add.Tensor, found, place)
+        scale *= target
+    return found
+
+
+@rule_maker("aten.max_pool2d_with_indices_backward.default", "aten.max_pool3d_with_indices_backward.default")
+def max_pool_backward(call: OpCall) -> Rule:
+    """The gradient of the operand, of which only the shape is looked at."""
+    large, small, sizes = _images(call)
+    return bind_named(
+        call,
+        {"grad_output": small, "self": large, "indices": small},
+        [large],
+        linear=[{"grad_output"}],
+        sizes=sizes,
+        exchange=gathered_borders(_dims(call), call.operands[1]),
+        local=_pool_backward,
+    )

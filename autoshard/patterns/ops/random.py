@@ -36,22 +36,27 @@ def draw(
         dtype: its element type; that of the first result by default.
     """
     emit = call.emit
-    shard = call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0])
     device = emit.device(call.operands[0]) if call.operands else call.arg("device") or torch.get_default_device()
     return emit.call(
         op,
         list(call.result_shape() if size is None else size),
         *parameters,
-        *(emit.seed(), emit.stream(), shard),
+        *step_of(call),
         dtype=result_dtype(call) if dtype is None else dtype,
         device=device,
     )
 
 
+def step_of(call: LocalCall) -> tuple[Any, int, Any]:
+    """What every drawing operator takes: the step's seed, a number of its own, and which shard is drawn."""
+    shard = call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0])
+    return call.emit.seed(), call.emit.stream(), shard
+
+
 @rule_maker("aten.native_dropout")
 def native_dropout(call: OpCall) -> Rule:
     """Result and mask."""
-    return bind("... -> ..., ...", call, local=_native_dropout)
+    return bind("... -> ..., ...", call, local=_native_dropout, uneven=True)
 
 
 def _native_dropout(call: LocalCall) -> Any:
@@ -71,21 +76,21 @@ def _fresh(call: OpCall, local: LocalProgram) -> Rule:
     """The rule of an operator without tensor operands: the dims of its result are its only loops."""
     meta = call.results[0]
     assert meta is not None
-    return bind(f"-> {' '.join(numbered('d', len(meta.shape)))}", call, local=local)
+    return bind(f"-> {' '.join(numbered('d', len(meta.shape)))}", call, local=local, uneven=True)
 
 
-def _register(program: LocalProgram, *names: str) -> None:
+def drawn_like(program: LocalProgram, *names: str) -> None:
     """Register operators whose operands and result are broadcast together, or that have a result alone."""
 
     def make(call: OpCall) -> Rule:
         if not call.operands:
             return _fresh(call, program)
-        return bind(f"{', '.join('...' for _ in call.operands)} -> ...", call, local=program)
+        return bind(f"{', '.join('...' for _ in call.operands)} -> ...", call, local=program, uneven=True)
 
     rule_maker(*names)(make)
 
 
-def _from(op: Any, *arguments: str | float) -> Callable[[LocalCall], Any]:
+def drawn_from(op: Any, *arguments: str | float) -> Callable[[LocalCall], Any]:
     """A program that draws with parameters that are numbers, or the call's arguments of these names."""
 
     def program(call: LocalCall) -> Any:
@@ -94,26 +99,26 @@ def _from(op: Any, *arguments: str | float) -> Callable[[LocalCall], Any]:
     return program
 
 
-_register(
-    _from(draws.uniform.default, 0.0, 1.0),
+drawn_like(
+    drawn_from(draws.uniform.default, 0.0, 1.0),
     *("aten.rand.default", "aten.rand.generator", "aten.rand_like.default", "aten.rand_like.generator"),
 )
-_register(
-    _from(draws.normal.default, 0.0, 1.0),
+drawn_like(
+    drawn_from(draws.normal.default, 0.0, 1.0),
     *("aten.randn.default", "aten.randn.generator", "aten.randn_like.default", "aten.randn_like.generator"),
 )
-_register(
-    _from(draws.integers.default, 0, "high"),
+drawn_like(
+    drawn_from(draws.integers.default, 0, "high"),
     *("aten.randint.default", "aten.randint.generator", "aten.randint_like.default", "aten.randint_like.generator"),
 )
-_register(
-    _from(draws.integers.default, "low", "high"),
+drawn_like(
+    drawn_from(draws.integers.default, "low", "high"),
     *("aten.randint.low", "aten.randint.low_generator", "aten.randint_like.low_dtype"),
     "aten.randint_like.low_generator_dtype",
 )
-_register(_from(draws.uniform.default, "from", "to"), "aten.uniform.default")
-_register(_from(draws.normal.default, "mean", "std"), "aten.normal_functional.default", "aten.normal.float_float")
-_register(_from(draws.bernoulli.default, "p"), "aten.bernoulli.p")
+drawn_like(drawn_from(draws.uniform.default, "from", "to"), "aten.uniform.default")
+drawn_like(drawn_from(draws.normal.default, "mean", "std"), "aten.normal_functional.default", "aten.normal.float_float")
+drawn_like(drawn_from(draws.bernoulli.default, "p"), "aten.bernoulli.p")
 
 
 def _exponential_noise(call: LocalCall, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Any:
@@ -126,7 +131,7 @@ def _exponential(call: LocalCall) -> Any:
     return call.emit.call(aten.mul.Scalar, _exponential_noise(call), -1.0 / call.arg("lambd"))
 
 
-_register(_exponential, "aten.exponential.default")
+drawn_like(_exponential, "aten.exponential.default")
 
 
 def _bernoulli(call: LocalCall) -> Any:
@@ -136,7 +141,7 @@ def _bernoulli(call: LocalCall) -> Any:
     return cast(call, call.emit.call(aten.lt.Tensor, uniform, probabilities), result_dtype(call))
 
 
-_register(_bernoulli, "aten.bernoulli.default", "aten.bernoulli.Tensor")
+drawn_like(_bernoulli, "aten.bernoulli.default", "aten.bernoulli.Tensor")
 
 
 def _normal(call: LocalCall) -> Any:
@@ -152,7 +157,7 @@ def _normal(call: LocalCall) -> Any:
     return emit.call(aten.add.Scalar, value, mean)
 
 
-_register(_normal, "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor")
+drawn_like(_normal, "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor")
 
 
 @rule_maker("aten.randperm")
@@ -169,7 +174,7 @@ def _randperm(call: LocalCall) -> Any:
 @rule_maker("aten.multinomial")
 def multinomial(call: OpCall) -> Rule:
     """Indices drawn by weight; rows are independent."""
-    return bind("... d! -> ... k!", call, local=_multinomial)
+    return bind("... d! -> ... k!", call, local=_multinomial, uneven=True)
 
 
 def _multinomial(call: LocalCall) -> Any:

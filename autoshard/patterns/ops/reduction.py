@@ -1,4 +1,4 @@
-"""Reductions, scans and sorts."""
+"""Reductions whose shards leave partial results of some kind, or agree by one reduction inside."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import aten, cast, reduced, result_dtype
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule
-
-aten = torch.ops.aten
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
     """The dims that a reduction removes: those in its argument `dim`, all without one."""
     ndim = len(call.operands[0].shape)
     dim = call.arg("dim") if any(argument.name == "dim" for argument in call.op._schema.arguments) else None
+    if dim == () and call.op._schema.name in ("aten::any", "aten::all"):
+        return ()  # these take an empty list at its word
     if dim is None or dim == ():
         return tuple(range(ndim))
     dims = dim if isinstance(dim, tuple) else (dim,)
@@ -29,18 +30,23 @@ def reduced_dims(call: OpCall) -> tuple[int, ...]:
 def reduction_rule(
     call: OpCall,
     *,
-    kind: str | None = "sum",
+    kinds: Sequence[str | None] = ("sum",),
     split: bool = True,
+    contiguous: bool = False,
     linear: Sequence[Collection[int]] = (),
     local: LocalProgram | None = None,
     exchange: int = 0,
+    fill: float | None = None,
 ) -> Rule:
     """A reduction over the dims in the argument `dim`, for any number of results.
 
     Args:
-        kind: kind of partial that the shards of a reduced dim leave; None where `local` reduces inside.
+        kinds: kind of partial that the shards of a reduced dim leave, for all results or one kind for each; None
+            where `local` reduces inside.
         split: whether a reduced dim may be sharded at all.
+        contiguous: whether of a reduced dim only whole stretches may be taken.
         exchange: bytes that `local` all-reduces inside.
+        fill: the number that does not change the result, where there is one; it takes the place of padding.
     """
     operand = call.operands[0]
     reduced = reduced_dims(call)
@@ -55,65 +61,79 @@ def reduction_rule(
         [source],
         results,
         whole=[] if split else names,
-        reductions={name: (kind,) * len(results) for name in names},
+        contiguous=names if contiguous else [],
+        reductions={name: tuple(kinds) * (len(results) // len(kinds)) for name in names},
         exchange=dict.fromkeys(names, exchange),
         linear=linear,
         local=local,
+        uneven=[f"d{dim}" for dim in range(len(operand.shape)) if dim not in reduced],
+        fill={} if fill is None else dict.fromkeys(names, fill),
     )
+
+
+def sharded_dims(call: LocalCall) -> list[str]:
+    """Names of the dims that a reduction removes and that are sharded."""
+    return [name for name in (f"d{dim}" for dim in reduced_dims(call.call)) if call.axes(name)]
 
 
 @rule_maker("aten.sum", "aten.nansum", "aten.count_nonzero")
 def _sum(call: OpCall) -> Rule:
-    return reduction_rule(call, linear=[{0}] if call.op._schema.name == "aten::sum" else [])
+    return reduction_rule(call, linear=[{0}] if call.op._schema.name == "aten::sum" else [], fill=0.0)
 
 
 @rule_maker("aten.mean")
 def _mean(call: OpCall) -> Rule:
     """A mean over shards is no plain partial sum: each rank's mean counts for its share of the elements."""
-    return reduction_rule(call, linear=[{0}], local=_local_mean)
+    return reduction_rule(call, linear=[{0}], local=_local_mean, fill=0.0)
 
 
 def _local_mean(call: LocalCall) -> Any:
-    share = math.prod(call.share(f"d{dim}") for dim in reduced_dims(call.call))
+    dims = reduced_dims(call.call)
+    whole = math.prod(call.call.operands[0].shape[dim] for dim in dims)
+    own = math.prod(call.size(f"d{dim}") for dim in dims)
     mean = call.run()
-    return mean if share == 1 else call.emit.call(aten.div.Scalar, mean, share)
+    return mean if own == whole else call.emit.call(aten.mul.Scalar, mean, own / whole)
 
 
 @rule_maker("aten.amax", "aten.max.default")
 def _amax(call: OpCall) -> Rule:
-    return reduction_rule(call, kind="max")
+    return reduction_rule(call, kinds=("max",), fill=-math.inf)
 
 
 @rule_maker("aten.amin", "aten.min.default")
 def _amin(call: OpCall) -> Rule:
-    return reduction_rule(call, kind="min")
+    return reduction_rule(call, kinds=("min",), fill=math.inf)
 
 
 @rule_maker("aten.prod")
 def _prod(call: OpCall) -> Rule:
-    return reduction_rule(call, kind="product")
+    return reduction_rule(call, kinds=("product",), fill=1.0)
 
 
-@rule_maker(
-    "aten.max.dim",
-    "aten.min.dim",
-    "aten.argmax",
-    "aten.argmin",
-    "aten.any",
-    "aten.all",
-    "aten.var",
-    "aten.var_mean",
-    "aten.std",
-    "aten.std_mean",
-    "aten.linalg_vector_norm",
-    "aten.norm",
-    "aten.median",
-    "aten.mode",
-    "aten.kthvalue",
-    "aten.aminmax",
-)
-def _whole_reduction(call: OpCall) -> Rule:
-    """Reductions that need all elements of a reduced dim at once."""
+@rule_maker("aten.aminmax", "aten._aminmax")
+def _aminmax(call: OpCall) -> Rule:
+    return reduction_rule(call, kinds=("min", "max"))
+
+
+@rule_maker("aten.any", "aten.all", "aten._is_any_true", "aten._is_all_true")
+def _truth(call: OpCall) -> Rule:
+    """Truth values are no numbers that a partial result could be made of: they are agreed upon at once."""
+    assert call.results[0] is not None
+    fill = 0.0 if "any" in call.op._schema.name else 1.0
+    return reduction_rule(call, kinds=(None,), local=_local_truth, exchange=call.results[0].bytes, fill=fill)
+
+
+def _local_truth(call: LocalCall) -> Any:
+    value, names = call.run(), sharded_dims(call)
+    if not names:
+        return value
+    kind = "max" if "any" in call.call.op._schema.name else "min"
+    return cast(call, reduced(call, cast(call, value, torch.uint8), names, kind), result_dtype(call))
+
+
+@rule_maker("aten.median", "aten.nanmedian", "aten.mode", "aten.kthvalue")
+def _ranked(call: OpCall) -> Rule:
+    """Elements picked by their rank among all of a dim, which must be whole."""
     return reduction_rule(call, split=False)
 
 
@@ -121,81 +141,26 @@ def _whole_reduction(call: OpCall) -> Rule:
 def _logsumexp(call: OpCall) -> Rule:
     """A sharded dim exchanges the maximum and the sum of exponentials."""
     assert call.results[0] is not None
-    return reduction_rule(call, kind=None, local=_local_logsumexp, exchange=2 * call.results[0].bytes)
+    return reduction_rule(
+        call,
+        kinds=(None,),
+        split=not call.results[0].dtype.is_complex,  # complex numbers have no maximum
+        local=_local_logsumexp,
+        exchange=2 * call.results[0].bytes,
+        fill=None if call.operands[0].dtype is torch.bool else -math.inf,  # False counts as exp(0)
+    )
 
 
 def _local_logsumexp(call: LocalCall) -> Any:
-    dims = reduced_dims(call.call)
-    names = [f"d{dim}" for dim in dims]
-    if not any(call.axes(name) for name in names):
+    dims, names = list(reduced_dims(call.call)), sharded_dims(call)
+    if not names:
         return call.run()
-    emit, (value,) = call.emit, call.operands
-    top = emit.call(aten.amax.default, value, list(dims), True)
-    for name in names:
-        top = call.all_reduce(top, name, "max")
+    emit, value = call.emit, cast(call, call.operands[0], result_dtype(call))  # differences of integers may overflow
+    top = reduced(call, emit.call(aten.amax.default, value, dims, True), names, "max")
     # An infinite maximum is its own logarithm of the sum; subtracting it would give nan.
     infinite = emit.call(aten.eq.Scalar, emit.call(aten.abs.default, top), math.inf)
     top = emit.call(aten.masked_fill.Scalar, top, infinite, 0)
     total = emit.call(aten.exp.default, emit.call(aten.sub.Tensor, value, top))
-    total = emit.call(aten.sum.dim_IntList, total, list(dims), True)
-    for name in names:
-        total = call.all_reduce(total, name)
+    total = reduced(call, emit.call(aten.sum.dim_IntList, total, dims, True), names)
     whole = emit.call(aten.add.Tensor, emit.call(aten.log.default, total), top)
-    return emit.call(aten.reshape.default, whole, list(call.result_shape()))
-
-
-def scan_rule(call: OpCall, dims: Collection[int], linear: Sequence[Collection[int]] = ()) -> Rule:
-    """An operator along some dims that keeps all dims; these must be whole, whatever size they have in the results."""
-    operand = call.operands[0]
-    sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}
-    source = [[name] for name in sizes]
-    whole = [f"d{dim}" for dim in dims]
-    results: list[list[list[str]] | None] = []
-    for meta in call.results:
-        if meta is None:
-            results.append(None)
-            continue
-        target = list(source)
-        for dim in dims:
-            if meta.shape[dim] != operand.shape[dim]:
-                sizes[f"result{dim}"] = meta.shape[dim]
-                whole.append(f"result{dim}")
-                target[dim] = [f"result{dim}"]
-        results.append(target)
-    return build(sizes, [source], results, whole=whole, linear=linear)
-
-
-@rule_maker(
-    "aten.cumsum",
-    "aten.cumprod",
-    "aten.cummax",
-    "aten.cummin",
-    "aten.logcumsumexp",
-    "aten.sort",
-    "aten.argsort",
-    "aten.topk",
-)
-def _scan(call: OpCall) -> Rule:
-    ndim = len(call.operands[0].shape)
-    linear = [{0}] if call.op._schema.name == "aten::cumsum" else []
-    return scan_rule(call, [call.arg("dim") % ndim] if ndim else [], linear)
-
-
-@rule_maker("aten.value_selecting_reduction_backward")
-def _selected_backward(call: OpCall) -> Rule:
-    """Gradient of max, min, median along a dim: the dim is whole in the result."""
-    (result,) = call.results
-    assert result is not None
-    ndim = len(result.shape)
-    sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)}
-    target = [[name] for name in sizes]
-    dim = call.arg("dim") % ndim if ndim else 0
-    source = [[] if index == dim else names for index, names in enumerate(target)]
-    if not call.arg("keepdim"):
-        source = source[:dim] + source[dim + 1 :]
-    whole = [f"d{dim}"]
-    return build(sizes, [source, source], [target], whole=whole, linear=[{0}], local=_selected_local)
-
-
-def _selected_local(call: LocalCall) -> Any:
-    return call.run(sizes=list(call.result_shape()))
+    return cast(call, emit.call(aten.reshape.default, whole, list(call.result_shape())), result_dtype(call))

@@ -12,7 +12,7 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import accumulation_dtype, aten, bind_named, cast, result_dtype
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 
 
 def _items(call: OpCall, whole: str = "") -> str:
@@ -34,23 +34,38 @@ def _row_bytes(call: OpCall) -> int:
 @rule_maker("aten._softmax", "aten._log_softmax")
 def softmax(call: OpCall) -> Rule:
     """Forward."""
-    items = _items(call)
-    local = _softmax if call.op is aten._softmax.default else _log_softmax
-    return bind_named(call, {"self": items}, [items], exchange={"d": 2 * _row_bytes(call)}, local=local)
+    return _forward(call, _softmax if call.op is aten._softmax.default else _log_softmax)
+
+
+def _forward(call: OpCall, local: LocalProgram) -> Rule:
+    items, exchange, fill = _items(call), {"d": 2 * _row_bytes(call)}, {"d": -math.inf}
+    return bind_named(call, {"self": items}, [items], exchange=exchange, local=local, uneven=True, fill=fill)
 
 
 @rule_maker("aten._safe_softmax")
 def safe_softmax(call: OpCall) -> Rule:
     """Softmax that gives zeros for rows that are masked out."""
-    items = _items(call, "!")
-    return bind_named(call, {"self": items}, [items])
+    return _forward(call, _safe_softmax)
+
+
+def _wide(call: LocalCall) -> Any:
+    return cast(call, call.operands[0], accumulation_dtype(call.call.operands[0].dtype))
+
+
+def _maximum(call: LocalCall, value: Any) -> Any:
+    """The largest number of every row, other ranks included."""
+    return call.all_reduce(call.emit.call(aten.amax.default, value, [call.arg("dim")], True), "d", "max")
 
 
 def _shifted(call: LocalCall) -> tuple[Any, Any]:
     """The operand less the maximum of its row, and the row's sum of exponentials."""
+    value = _wide(call)
+    return _less(call, value, _maximum(call, value))
+
+
+def _less(call: LocalCall, value: Any, maximum: Any) -> tuple[Any, Any]:
+    """`value - maximum`, and the sum of its exponentials over the row."""
     emit, dim = call.emit, [call.arg("dim")]
-    value = cast(call, call.operands[0], accumulation_dtype(call.call.operands[0].dtype))
-    maximum = call.all_reduce(emit.call(aten.amax.default, value, dim, True), "d", "max")
     value = emit.call(aten.sub.Tensor, value, maximum)
     total = emit.call(aten.sum.dim_IntList, emit.call(aten.exp.default, value), dim, True)
     return value, call.all_reduce(total, "d")
@@ -62,6 +77,17 @@ def _softmax(call: LocalCall) -> Any:
     value, total = _shifted(call)
     result = call.emit.call(aten.div.Tensor, call.emit.call(aten.exp.default, value), total)
     return cast(call, result, result_dtype(call))
+
+
+def _safe_softmax(call: LocalCall) -> Any:
+    if not call.axes("d"):
+        return call.run()
+    emit, value = call.emit, _wide(call)
+    maximum = _maximum(call, value)
+    value, total = _less(call, value, maximum)
+    result = emit.call(aten.div.Tensor, emit.call(aten.exp.default, value), total)
+    masked = emit.call(aten.eq.Scalar, maximum, -math.inf)
+    return cast(call, emit.call(aten.masked_fill.Scalar, result, masked, 0.0), result_dtype(call))
 
 
 def _log_softmax(call: LocalCall) -> Any:
@@ -84,6 +110,8 @@ def softmax_backward(call: OpCall) -> Rule:
         linear=[{"grad_output"}],
         exchange={"d": _row_bytes(call)},
         local=local,
+        uneven=True,
+        fill={"d": 0.0},
     )
 
 

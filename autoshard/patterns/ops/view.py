@@ -25,7 +25,7 @@ rule_maker(
 )(view_rule)
 
 rule(["aten.alias", "aten.detach", "aten.lift_fresh"], "... -> ...", linear="0", free=True)
-rule(["aten.clone", "aten.contiguous", "aten.lift_fresh_copy"], "... -> ...", linear="0")
+rule(["aten.clone", "aten.contiguous", "aten.lift", "aten.lift_fresh_copy"], "... -> ...", linear="0")
 
 
 @rule_maker("aten.view.dtype")
@@ -97,10 +97,10 @@ def _grown(call: OpCall, grown_by: str, keeps: bool) -> Rule:
         shape = program.result_shape()
         if keeps:
             return program.run(**{grown_by: list(shape)})
-        return program.run(**{grown_by: [count // program.share(f"new{dim}") for dim, count in enumerate(counts)]})
+        return program.run(**{grown_by: [program.size(f"new{dim}") for dim in range(ndim)]})
 
-    counts = [sizes[f"new{dim}"] for dim in range(len(result.shape))]
-    return build(sizes, [source], [target], linear=[{0}], local=local, free=keeps)
+    ndim = len(result.shape)
+    return build(sizes, [source], [target], linear=[{0}], local=local, free=keeps, uneven=True)
 
 
 @rule_maker("aten.expand")
@@ -116,14 +116,27 @@ def _repeat(call: OpCall) -> Rule | None:
     return _grown(call, "repeats", keeps=False) if math.prod(operand.shape) and math.prod(result.shape) else None
 
 
-@rule_maker("aten.tril", "aten.triu")
-def _triangle(call: OpCall) -> Rule:
-    return _in_place_dims(call, (-2, -1))
-
-
 @rule_maker("aten.roll", "aten.flip")
 def _moved(call: OpCall) -> Rule:
     return _in_place_dims(call, call.arg("dims") or tuple(range(len(call.operands[0].shape))))
+
+
+@rule_maker("aten.rot90")
+def _rotated(call: OpCall) -> Rule:
+    """A quarter turn in the plane of two dims, which must be whole; the result has them swapped after an odd number."""
+    (operand,) = call.operands
+    names = [f"d{index}" for index in range(len(operand.shape))]
+    first, second = (dim % len(names) for dim in call.arg("dims"))
+    target = list(names)
+    if call.arg("k") % 2:
+        target[first], target[second] = names[second], names[first]
+    return build(
+        dict(zip(names, operand.shape, strict=True)),
+        [[[name] for name in names]],
+        [[[name] for name in target]],
+        whole=[names[first], names[second]],
+        linear=[{0}],
+    )
 
 
 def _in_place_dims(call: OpCall, dims: tuple[int, ...]) -> Rule:
@@ -134,37 +147,6 @@ def _in_place_dims(call: OpCall, dims: tuple[int, ...]) -> Rule:
     return build(
         dict(zip(names, shape, strict=True)), [named], [named], whole=[names[dim] for dim in dims], linear=[{0}]
     )
-
-
-@rule_maker("aten.diagonal")
-def _diagonal(call: OpCall) -> Rule:
-    """The two dims stay whole, as does the diagonal, which becomes the last dim."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    ndim = len(operand.shape)
-    crossed = {call.arg("dim1") % ndim, call.arg("dim2") % ndim}
-    names = [f"d{index}" for index in range(ndim)]
-    sizes = dict(zip(names, operand.shape, strict=True)) | {"diagonal": result.shape[-1]}
-    target = [[name] for index, name in enumerate(names) if index not in crossed] + [["diagonal"]]
-    whole = [names[index] for index in crossed] + ["diagonal"]
-    return build(sizes, [[[name] for name in names]], [target], whole=whole, linear=[{0}], free=True)
-
-
-@rule_maker("aten.unfold")
-def _unfold(call: OpCall) -> Rule:
-    """Windows over a dim, which stays whole; their elements become the last dim."""
-    (operand,), (result,) = call.operands, call.results
-    assert result is not None
-    names = [f"d{index}" for index in range(len(operand.shape))]
-    sizes = dict(zip(names, operand.shape, strict=True))
-    if not names:
-        return build({"window": result.shape[-1]}, [[]], [[["window"]]], whole=["window"], linear=[{0}], free=True)
-    dim = call.arg("dimension") % len(names)
-    target = [[name] for name in names]
-    target[dim] = ["windows"]
-    sizes |= {"windows": result.shape[dim], "window": result.shape[-1]}
-    whole = [names[dim], "windows", "window"]
-    return build(sizes, [[[name] for name in names]], [[*target, ["window"]]], whole=whole, linear=[{0}], free=True)
 
 
 @rule_maker("aten.view_as_real", "aten.view_as_complex")

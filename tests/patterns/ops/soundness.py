@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.check import check
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.soundness import check
 
 aten = torch.ops.aten
 

@@ -4,12 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.nn import functional
 
+import autoshard
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.rule import Rule
 from autoshard.patterns.strategy import result_spec
 from autoshard.specs.axes import MeshShape
+from tests.partition.meshes import simulated
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
+from tests.training import TOLERANCE, compare, fast_links, train
 
 HEADS = [(6, 6), (6, 3), (12, 2)]
 MASKS = [(4, None, 6, 6), (4, 1, 6, 6), (1, 1, 1, 6), (1, None, 1, 6), (6, 6)]
@@ -22,7 +28,7 @@ def _tensors(heads: int, groups: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_on_cpu(heads: int, groups: int, causal: bool) -> None:
-    shards = "b h" + (" r" if heads != groups else "") + ("" if causal else " s")
+    shards = "b h s" + (" r" if heads != groups else "")
     tensors = _tensors(heads, groups)
     forward = aten._scaled_dot_product_flash_attention_for_cpu
     assert_sound(forward.default, *tensors, 0.0, causal, shards=shards)
@@ -39,6 +45,22 @@ def test_with_a_mask_that_is_broadcast(shape: tuple[int | None, ...]) -> None:
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     kept = forward(*tensors, 0.0, False, attn_mask=mask)
     assert_sound(backward, normal(4, 6, 6, 8), *tensors, *kept, 0.0, False, attn_mask=mask)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(12, 8), (4, 24)])
+def test_causal_with_other_numbers_of_keys_than_queries(queries: int, keys: int) -> None:
+    query, key, value = normal(2, 2, queries, 8), normal(2, 2, keys, 8), normal(2, 2, keys, 8) + 1
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    assert_sound(forward.default, query, key, value, 0.0, True, scale=0.3, shards="b h s")
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    kept = forward(query, key, value, 0.0, True, scale=0.3)
+    assert_sound(backward, query + 1, query, key, value, *kept, 0.0, True, scale=0.3, shards="b h s")
+
+
+def test_a_stretch_of_causal_queries_is_contiguous() -> None:
+    tensors = _tensors(6, 6)
+    _, rule = bound(aten._scaled_dot_product_flash_attention_for_cpu.default, *tensors, 0.0, True)
+    assert [factor.contiguous for factor in rule.factors if factor.name == "s"] == [True]
 
 
 def test_gradients_of_keys_are_partial_over_queries() -> None:
@@ -109,3 +131,29 @@ def test_overrideable() -> None:
 def test_no_rule_with_dropout_inside() -> None:
     query = _on_accelerator(2, 12, 8, 64)
     assert _rule(aten._scaled_dot_product_flash_attention.default, query, query, query, 0.1)[1] is None
+
+
+class Causal(nn.Module):
+    """Causal attention of a few heads, with queries pinned by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key = autoshard.shard(self.query(x), Shard(2)), self.key(x)
+        result = functional.scaled_dot_product_attention(query, key, x, is_causal=True)
+        return autoshard.shard(result, Shard(2)).square().mean()
+
+
+def test_causal_queries_sharded_by_position_train_as_on_one_device() -> None:
+    torch.set_default_dtype(torch.float64)
+    inputs = {"x": torch.randn(1, 3, 12, 8)}
+    torch.manual_seed(1)
+    reference = train(Causal(), inputs)
+    torch.manual_seed(1)
+    module = Causal()
+    with simulated(dp=4) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
+        trace = train(module, inputs)
+    assert compare(trace, reference).worst <= TOLERANCE

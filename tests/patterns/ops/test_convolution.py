@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.patterns.ops.soundness import assert_sound, aten, normal
+from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 
 CASES = [  # groups, input channels, output channels, transposed, what may be sharded
     (1, 6, 12, False, "n i o"),
@@ -39,3 +39,79 @@ def test_backward(groups: int, inputs: int, outputs: int, transposed: bool, shar
 def test_other_numbers_of_positions(spatial: int) -> None:
     x, weight, bias, settings = _tensors(1, 6, 4, False, spatial)
     assert_sound(aten.convolution.default, x, weight, bias, *settings)
+
+
+HALOS = [  # size, kernel, stride, padding, dilation, what may be sharded
+    (12, 3, 1, 1, 1, "x0"),
+    (12, 1, 1, 0, 1, "x0"),
+    (24, 3, 2, 1, 1, "x0"),
+    (24, 7, 2, 3, 1, "x0"),
+    (24, 1, 2, 0, 1, "x0"),
+    (24, 2, 2, 0, 1, "x0"),
+    (24, 3, 1, 2, 2, "x0"),
+    (24, 4, 4, 0, 1, "x0"),
+    (24, 2, 3, 0, 1, "x0"),
+    (24, 5, 1, 2, 1, "x0"),
+    (12, 3, 1, 0, 1, ""),
+]
+
+
+@pytest.mark.parametrize(("size", "kernel", "stride", "padding", "dilation", "shards"), HALOS)
+def test_positions(size: int, kernel: int, stride: int, padding: int, dilation: int, shards: str) -> None:
+    x, weight, bias = normal(1, 2, size), normal(3, 2, kernel), normal(3)
+    settings = ([stride], [padding], [dilation], False, [0], 1)
+    assert_sound(aten.convolution.default, x, weight, bias, *settings, shards=f"i o {shards}")
+    assert_sound(aten.convolution.default, x, weight, None, *settings)
+    gradient = normal(*aten.convolution(x, weight, bias, *settings).shape) + 1
+    for mask in ([True, True, True], [False, True, True], [True, False, False]):
+        sizes = [3] if mask[2] else None
+        assert_sound(aten.convolution_backward.default, gradient, x, weight, sizes, *settings, mask)
+
+
+TRANSPOSED = [  # size, kernel, stride, padding, dilation, output padding
+    (12, 3, 1, 1, 1, 0),
+    (12, 2, 2, 0, 1, 0),
+    (12, 4, 2, 1, 1, 0),
+    (12, 3, 2, 1, 1, 1),
+    (12, 1, 2, 0, 1, 1),
+    (24, 5, 1, 4, 2, 0),
+]
+
+
+@pytest.mark.parametrize(("size", "kernel", "stride", "padding", "dilation", "extra"), TRANSPOSED)
+def test_positions_of_a_transposed_convolution(
+    size: int, kernel: int, stride: int, padding: int, dilation: int, extra: int
+) -> None:
+    x, weight, bias = normal(1, 2, size), normal(2, 3, kernel), normal(3)
+    settings = ([stride], [padding], [dilation], True, [extra], 1)
+    assert_sound(aten.convolution.default, x, weight, bias, *settings, shards="i o x0")
+    assert_sound(aten.convolution.default, x, weight, None, *settings)
+    gradient = normal(*aten.convolution(x, weight, bias, *settings).shape) + 1
+    for mask in ([True, True, True], [False, True, True], [True, False, False]):
+        sizes = [3] if mask[2] else None
+        assert_sound(aten.convolution_backward.default, gradient, x, weight, sizes, *settings, mask)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_positions_of_two_dims_at_once(transposed: bool) -> None:
+    x, weight, bias = normal(2, 4, 8, 6), normal(4, 2, 3, 3), normal(8 if transposed else 4)[:4]
+    settings = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], 2)
+    assert_sound(aten.convolution.default, x, weight, bias, *settings, shards="g i n o x0 x1")
+    gradient = normal(*aten.convolution(x, weight, bias, *settings).shape) + 1
+    assert_sound(
+        aten.convolution_backward.default,
+        gradient,
+        x,
+        weight,
+        [4],
+        *settings,
+        [True, True, True],
+        shards="g i n o x0 x1",
+    )
+
+
+def test_a_stretch_is_never_shorter_than_its_halo() -> None:
+    _, rule = bound(aten.convolution.default, normal(1, 1, 24), normal(1, 1, 7), None, [1], [3], [1], False, [0], 1)
+    sizes = {factor.name: (factor.size, factor.shardable, factor.contiguous) for factor in rule.factors}
+    assert sizes["x0"] == (8, True, True)
+    assert sizes["m0"] == (3, False, False)

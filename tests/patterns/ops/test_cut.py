@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.patterns.check import check
 from autoshard.patterns.ops.cut import CUT
 from autoshard.patterns.registry import call_of, rule_for
+from autoshard.patterns.soundness import check
+from tests.patterns.ops.soundness import assert_sound, normal
 
 aten = torch.ops.aten
 
@@ -23,10 +24,11 @@ CALLS = {
     "slice from the end": (aten.slice.Tensor, (_x(4, 36), -1, -12, 9223372036854775807)),
     "slice of everything": (aten.slice.Tensor, (_x(4, 36), 1)),
     "slice of nothing": (aten.slice.Tensor, (_x(4, 36), 1, 24, 12)),
-    "slice by a step": (aten.slice.Tensor, (_x(4, 36), 1, 0, 36, 2)),
+    "slice by a step that does not divide": (aten.slice.Tensor, (_x(4, 35), 1, 0, 35, 2)),
+    "slice by a step, not of everything": (aten.slice.Tensor, (_x(4, 36), 1, 2, 36, 2)),
+    "slice of nothing by a step": (aten.slice.Tensor, (_x(4, 36), 1, 0, 0, 2)),
     "slice at odd places": (aten.slice.Tensor, (_x(4, 36), 1, 1, 8)),
     "slice_backward": (aten.slice_backward.default, (_x(4, 12), [4, 36], 1, 12, 24, 1)),
-    "slice_backward by a step": (aten.slice_backward.default, (_x(4, 18), [4, 36], 1, 0, 36, 2)),
     "slice_scatter": (aten.slice_scatter.default, (_x(4, 36), _x(4, 12), 1, 12, 24)),
     "narrow": (aten.narrow.default, (_x(4, 36), 1, -24, 12)),
     "split": (aten.split.Tensor, (_x(4, 36), 12, -1)),
@@ -34,14 +36,6 @@ CALLS = {
     "split_with_sizes": (aten.split_with_sizes.default, (_x(4, 48), [24, 12, 12], 1)),
     "chunk": (aten.chunk.default, (_x(4, 36), 3, 1)),
     "cat": (aten.cat.default, ([_x(4, 12), _x(4, 24)], 1)),
-    "stack": (aten.stack.default, ([_x(4, 6), _x(4, 6)], -1)),
-    "select": (aten.select.int, (_x(4, 6, 12), 1, -1)),
-    "unbind": (aten.unbind.int, (_x(4, 3, 12), 1)),
-    "select_backward": (aten.select_backward.default, (_x(4, 12), [4, 6, 12], 1, 2)),
-    "select_scatter": (aten.select_scatter.default, (_x(4, 6, 12), _x(4, 12), 1, 2)),
-    "constant_pad_nd": (aten.constant_pad_nd.default, (_x(12, 12, 12), [12, 0, 6, 6])),
-    "constant_pad_nd by ones": (aten.constant_pad_nd.default, (_x(12, 6), [1, 1], 1.0)),
-    "constant_pad_nd that cuts": (aten.constant_pad_nd.default, (_x(12, 12), [-4, 0])),
 }
 
 
@@ -58,7 +52,6 @@ def test_rule_is_sound(op: Any, args: tuple[Any, ...]) -> None:
         (aten.split_with_sizes.default, (_x(4, 48), [24, 12, 12], 1), 12),
         (aten.chunk.default, (_x(4, 36), 3, 1), 12),
         (aten.cat.default, ([_x(4, 12), _x(4, 24)], 1), 12),
-        (aten.constant_pad_nd.default, (_x(4, 12), [8, 0]), None),
     ],
 )
 def test_the_factor_inside_the_pieces_may_be_sharded(op: Any, args: tuple[Any, ...], inner: int | None) -> None:
@@ -71,3 +64,11 @@ def test_the_factor_inside_the_pieces_may_be_sharded(op: Any, args: tuple[Any, .
 def test_cat_with_an_empty_tensor_of_one_dim_has_no_rule() -> None:
     tensors = [_x(4, 6), _x(0)]
     assert rule_for(call_of(aten.cat.default, (tensors, 0), {}, torch.cat(tensors))) is None
+
+
+@pytest.mark.parametrize(("step", "start"), [(2, 0), (2, 1), (3, 2), (4, 1)])
+def test_groups_of_which_one_element_is_taken_may_be_sharded(step: int, start: int) -> None:
+    count = 24 // step
+    assert_sound(aten.slice.Tensor, normal(4, 24), 1, start, 2**63 - 1, step, shards="d0 cut")
+    assert_sound(aten.slice_scatter.default, normal(4, 24), normal(4, count), 1, start, 24, step, shards="d0 cut")
+    assert_sound(aten.slice_backward.default, normal(4, count), [4, 24], 1, start, 24, step, shards="d0 cut")

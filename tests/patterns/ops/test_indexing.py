@@ -1,67 +1,83 @@
-"""Rules of gathering and scattering against the operators themselves."""
+"""Rules of gathering by index: the indexed dim may be sharded, too."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
-from autoshard.patterns.check import check
 from autoshard.patterns.registry import call_of, rule_for
+from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 
-aten = torch.ops.aten
-
-
-def _x(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
+X = normal(4, 12, 6)
+GENERATOR = torch.Generator().manual_seed(0)
 
 
-def _index(below: int, *shape: int) -> torch.Tensor:
-    return torch.randint(0, below, shape)
+def index(below: int, *shape: int) -> torch.Tensor:
+    """Indices from zero to `below`."""
+    return torch.randint(0, below, shape, generator=GENERATOR)
 
 
-UNIQUE = torch.stack([torch.randperm(6)[:4] for _ in range(4)])
-
-CALLS = {
-    "index_select": (aten.index_select.default, (_x(4, 6, 2), 1, _index(6, 12))),
-    "index_select by one": (aten.index_select.default, (_x(4, 6), 0, torch.tensor(2))),
-    "index_add": (aten.index_add.default, (_x(4, 6), 1, _index(6, 12), _x(4, 12))),
-    "gather": (aten.gather.default, (_x(4, 6), 1, _index(6, 4, 12))),
-    "gather of a part": (aten.gather.default, (_x(6, 6), 1, _index(6, 4, 12))),
-    "scatter_add": (aten.scatter_add.default, (_x(4, 6), 1, _index(6, 4, 12), _x(4, 12))),
-    "scatter_add of a part": (aten.scatter_add.default, (_x(4, 6), 1, _index(6, 4, 8), _x(4, 12))),
-    "scatter": (aten.scatter.src, (_x(4, 6), 1, UNIQUE, _x(4, 4))),
-    "scatter of a number": (aten.scatter.value, (_x(4, 6), 1, UNIQUE, 2.0)),
-    "scatter of zero": (aten.scatter.value, (_x(4, 6), 1, UNIQUE, 0)),
-    "index": (aten.index.Tensor, (_x(6, 4), [_index(6, 12)])),
-    "index in the middle": (aten.index.Tensor, (_x(4, 6, 2), [None, _index(6, 12, 2)])),
-    "index by two": (aten.index.Tensor, (_x(4, 6, 2), [_index(4, 12, 1), _index(6, 2)])),
-    "index by two apart": (aten.index.Tensor, (_x(4, 6, 2), [_index(4, 12), None, _index(2, 12)])),
-    "index_put": (aten.index_put.default, (_x(6, 4), [torch.tensor([1, 3, 0, 2])], _x(4, 4))),
-    "index_put adding": (aten.index_put.default, (_x(6, 4), [_index(6, 12)], _x(12, 4), True)),
-    "index_put adding rows": (aten.index_put.default, (_x(6, 4), [_index(6, 12)], _x(4), True)),
-    "index_put adding by two": (
-        aten.index_put.default,
-        (_x(4, 6, 2), [_index(4, 12, 1), _index(6, 2)], _x(12, 2, 2), True),
+CASES = {
+    "index_select": partial(assert_sound, aten.index_select.default, X, 1, index(12, 8), shards="d0 d1 d2 index"),
+    "index_select by one": partial(assert_sound, aten.index_select.default, X, 0, torch.tensor(2), shards="d0 d1 d2"),
+    "index_select of a number": partial(
+        assert_sound, aten.index_select.default, normal(), 0, torch.tensor([0]), shards=""
     ),
-    "one_hot": (aten.one_hot.default, (_index(6, 4, 12), 6)),
-    "bucketize": (aten.bucketize.Tensor, (_x(4, 6), torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64))),
+    "index_select of integers": partial(
+        assert_sound, aten.index_select.default, index(9, 12, 4), 0, index(12, 8), shards="d0 d1 index"
+    ),
+    "index_select of truths": partial(
+        assert_sound, aten.index_select.default, X > 0, 1, index(12, 8), shards="d0 d2 index"
+    ),
+    "gather": partial(assert_sound, aten.gather.default, X, 1, index(12, 4, 8, 6), shards="d0 indexed index d2"),
+    "gather of a part": partial(assert_sound, aten.gather.default, X, 1, index(12, 2, 8, 6), shards="indexed index d2"),
+    "gather of one each": partial(assert_sound, aten.gather.default, X, -1, index(6, 4, 12, 1), shards="d0 d1 indexed"),
+    "gather of truths": partial(assert_sound, aten.gather.default, X > 0, 1, index(12, 4, 8, 6), shards="d0 index d2"),
+    "index": partial(assert_sound, aten.index.Tensor, normal(12, 4), [index(12, 8)], shards="d0 d1 index0"),
+    "index from the end": partial(
+        assert_sound, aten.index.Tensor, normal(12, 4), [index(24, 8) - 12], shards="d0 d1 index0"
+    ),
+    "index in the middle": partial(
+        assert_sound, aten.index.Tensor, X, [None, index(12, 4, 2)], shards="d0 d1 d2 index0 index1"
+    ),
+    "index by two": partial(
+        assert_sound, aten.index.Tensor, X, [index(4, 12, 1), index(12, 6)], shards="d0 d1 d2 index0 index1"
+    ),
+    "index by two apart": partial(
+        assert_sound, aten.index.Tensor, X, [index(4, 12), None, index(6, 12) - 3], shards="d0 d1 d2 index0"
+    ),
+    "_unsafe_index": partial(
+        assert_sound, aten._unsafe_index.Tensor, X, [None, None, index(6, 4)], shards="d0 d1 d2 index0"
+    ),
+    "index of truths": partial(
+        assert_sound, aten.index.Tensor, X > 0, [None, index(12, 4, 1), index(6, 2)], shards="d0 index0 index1"
+    ),
+    "take": partial(assert_sound, aten.take.default, X, index(288, 4, 6) - 100, shards="d0 index0 index1"),
+    "take of a number": partial(assert_sound, aten.take.default, normal(), torch.tensor([0, 0]), shards="index0"),
+    "take of truths": partial(assert_sound, aten.take.default, X > 0, index(288, 4, 6), shards="index0 index1"),
+    "one_hot": partial(assert_sound, aten.one_hot.default, index(12, 4, 6), 12, shards="d0 d1 classes"),
 }
 
 
-@pytest.mark.parametrize(("op", "args"), CALLS.values(), ids=CALLS)
-def test_rule_is_sound(op: Any, args: tuple[Any, ...]) -> None:
-    assert check(op, args) == []
+@pytest.mark.parametrize("sound", CASES.values(), ids=CASES)
+def test_rule_is_sound(sound: partial[None]) -> None:
+    sound()
 
 
 def test_indexing_by_a_mask_has_no_rule() -> None:
-    x = _x(4, 6)
-    assert rule_for(call_of(aten.index.Tensor, (x, [x > 0]), {}, x[x > 0])) is None
+    assert rule_for(call_of(aten.index.Tensor, (X, [X > 0]), {}, X[X > 0])) is None
 
 
-def test_elements_that_are_added_may_be_sharded() -> None:
-    args = (_x(6, 4), [_index(6, 12)], _x(12, 4), True)
-    rule = rule_for(call_of(aten.index_put.default, args, {}, torch.ops.aten.index_put(*args)))
-    assert rule is not None
-    assert rule.factors[rule.indices("index0")[0]].shardable
+def test_a_sharded_table_leaves_a_partial_sum() -> None:
+    _, rule = bound(aten.index.Tensor, normal(12, 4), [index(12, 8)])
+    table = rule.factors[rule.indices("d0")[0]]
+    assert table.contiguous
+    assert table.reduction(0) == "sum"
+
+
+def test_what_is_infinite_elsewhere_does_not_leak() -> None:
+    table = normal(12, 4)
+    table[3], table[7] = torch.inf, torch.nan
+    assert_sound(aten.index_select.default, table, 0, torch.tensor([0, 1, 7, 11]), shards="d0 d1 index")

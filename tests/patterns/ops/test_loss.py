@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -70,3 +72,12 @@ def test_no_rule_for_operands_that_are_broadcast() -> None:
     x, target = normal(4, 6), normal(1, 6)
     op = aten.mse_loss.default
     assert rule_for(call_of(op, (x, target), {}, op(x, target))) is None
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("weight", [None, (4, 6), (6,)])
+@pytest.mark.parametrize("positive", [None, (6,)])
+def test_binary_cross_entropy_with_logits(reduction: int, weight: Any, positive: Any) -> None:
+    weights = [None if shape is None else normal(*shape).abs() for shape in (weight, positive)]
+    args = (normal(4, 6), normal(4, 6).sigmoid(), *weights, reduction)
+    assert_sound(aten.binary_cross_entropy_with_logits.default, *args, shards="dim0 dim1")

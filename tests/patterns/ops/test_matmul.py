@@ -2,50 +2,103 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
-from autoshard.patterns.check import check
+from autoshard.patterns.soundness import check
+from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 
-aten = torch.ops.aten
+LEFT, RIGHT = normal(12, 6), normal(6, 4)
+LEFTS, RIGHTS = normal(4, 12, 6), normal(4, 6, 2)
 
-
-def _x(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-CALLS = {
-    "mm": (aten.mm.default, (_x(12, 6), _x(6, 4)), {}),
-    "bmm": (aten.bmm.default, (_x(4, 12, 6), _x(4, 6, 2)), {}),
-    "mv": (aten.mv.default, (_x(12, 6), _x(6)), {}),
-    "dot": (aten.dot.default, (_x(12), _x(12)), {}),
-    "outer": (aten.outer.default, (_x(12), _x(6)), {}),
-    "addr": (aten.addr.default, (_x(6), _x(12), _x(6)), {"alpha": 2}),
-    "addmm": (aten.addmm.default, (_x(4), _x(12, 6), _x(6, 4)), {}),
-    "addmm scaled": (aten.addmm.default, (_x(4), _x(12, 6), _x(6, 4)), {"beta": 0.5, "alpha": 2}),
-    "addmm of a matrix": (aten.addmm.default, (_x(12, 1), _x(12, 6), _x(6, 4)), {}),
-    "addmm of a number": (aten.addmm.default, (_x(), _x(12, 6), _x(6, 4)), {}),
-    "baddbmm": (aten.baddbmm.default, (_x(4, 1, 2), _x(4, 12, 6), _x(4, 6, 2)), {}),
-    "addbmm": (aten.addbmm.default, (_x(12, 2), _x(4, 12, 6), _x(4, 6, 2)), {}),
-    "addmv": (aten.addmv.default, (_x(12), _x(12, 6), _x(6)), {}),
-    "linear": (aten.linear.default, (_x(2, 6, 12), _x(4, 12)), {}),
-    "linear with bias": (aten.linear.default, (_x(2, 6, 12), _x(4, 12), _x(4)), {}),
-    "matmul of vectors": (aten.matmul.default, (_x(12), _x(12)), {}),
-    "matmul of vector and matrices": (aten.matmul.default, (_x(12), _x(4, 12, 6)), {}),
-    "matmul of matrices and vector": (aten.matmul.default, (_x(4, 6, 12), _x(12)), {}),
-    "matmul of batches": (aten.matmul.default, (_x(4, 1, 6, 12), _x(2, 12, 4)), {}),
+CASES = {
+    "mm": partial(assert_sound, aten.mm.default, LEFT, RIGHT, shards="i k j"),
+    "bmm": partial(assert_sound, aten.bmm.default, LEFTS, RIGHTS, shards="b i k j"),
+    "mv": partial(assert_sound, aten.mv.default, LEFT, normal(6), shards="i k"),
+    "dot": partial(assert_sound, aten.dot.default, normal(12), normal(12), shards="k"),
+    "outer": partial(assert_sound, aten.outer.default, normal(12), normal(6), shards="i j"),
+    "addr": partial(assert_sound, aten.addr.default, normal(6), normal(12), normal(6), alpha=2, shards="i j"),
+    "addmm": partial(assert_sound, aten.addmm.default, normal(4), LEFT, RIGHT, shards="i k j"),
+    "addmm scaled": partial(assert_sound, aten.addmm.default, normal(4), LEFT, RIGHT, beta=0.5, alpha=2),
+    "addmm of a matrix": partial(assert_sound, aten.addmm.default, normal(12, 1), LEFT, RIGHT, shards="i k j"),
+    "addmm of a number": partial(assert_sound, aten.addmm.default, normal(), LEFT, RIGHT, shards="i k j"),
+    "baddbmm": partial(assert_sound, aten.baddbmm.default, normal(4, 1, 2), LEFTS, RIGHTS, shards="b i k j"),
+    "addbmm": partial(assert_sound, aten.addbmm.default, normal(12, 2), LEFTS, RIGHTS, shards="b i k j"),
+    "addmv": partial(assert_sound, aten.addmv.default, normal(12), LEFT, normal(6), shards="i k"),
+    "linear": partial(assert_sound, aten.linear.default, normal(2, 6, 12), normal(4, 12), shards="dim0 dim1 k j"),
+    "linear with bias": partial(
+        assert_sound, aten.linear.default, normal(2, 6, 12), normal(4, 12), normal(4), shards="dim0 dim1 k j"
+    ),
+    "matmul of vectors": partial(assert_sound, aten.matmul.default, normal(12), normal(12), shards="k"),
+    "matmul of vector and matrices": partial(
+        assert_sound, aten.matmul.default, normal(12), normal(4, 12, 6), shards="dim0 k j"
+    ),
+    "matmul of matrices and vector": partial(
+        assert_sound, aten.matmul.default, normal(4, 6, 12), normal(12), shards="dim0 i k"
+    ),
+    "matmul of batches": partial(
+        assert_sound, aten.matmul.default, normal(4, 1, 6, 12), normal(2, 12, 4), shards="dim0 dim1 i k j"
+    ),
+    "_addmm_activation": partial(assert_sound, aten._addmm_activation.default, normal(4), LEFT, RIGHT, shards="i j"),
+    "_addmm_activation of a matrix": partial(
+        assert_sound, aten._addmm_activation.default, normal(12, 4), LEFT, RIGHT, use_gelu=True, shards="i j"
+    ),
 }
 
 
-@pytest.mark.parametrize(("op", "args", "kwargs"), CALLS.values(), ids=CALLS)
-def test_rule_is_sound(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    assert check(op, args, kwargs) == []
+@pytest.mark.parametrize("sound", CASES.values(), ids=CASES)
+def test_rule_is_sound(sound: partial[None]) -> None:
+    sound()
 
 
 def test_an_infinite_bias_is_added_once() -> None:
     bias = torch.tensor([float("inf"), 1, 2, 3], dtype=torch.float64)
     # Not by parts: an infinite number is no sum of two others, so only strategies without linear sets apply.
-    findings = check(aten.addmm.default, (bias, _x(12, 6), _x(6, 4)))
+    findings = check(aten.addmm.default, (bias, normal(12, 6), normal(6, 4)))
     assert [finding for finding in findings if "partial sum" not in finding.strategy] == []
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.randint(-9, 9, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+
+
+def test_products_of_integers_are_split_in_units_of_eight() -> None:
+    assert_sound(aten._int_mm.default, _integers(24, 32), _integers(32, 16), shards="i k j")
+    _, rule = bound(aten._int_mm.default, _integers(24, 32), _integers(32, 16))
+    assert {factor.name: factor.size for factor in rule.factors if factor.shardable} == {"i": 24, "k": 4, "j": 2}
+    assert_sound(aten._int_mm.default, _integers(24, 12), _integers(12, 16), shards="i j")
+
+
+def test_weights_of_eight_bits() -> None:
+    scales = torch.rand(48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    args = (normal(24, 64).bfloat16(), _integers(48, 64), scales)
+    assert_sound(aten._weight_int8pack_mm.default, *args, shards="i j k")
+
+
+def _eight_bits(*shape: int) -> torch.Tensor:
+    return normal(*shape).to(torch.float8_e4m3fn)
+
+
+ONE = torch.tensor(0.5)
+SCALED = (_eight_bits(48, 64), _eight_bits(48, 64).t())
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        (ONE, ONE),
+        (ONE, ONE, normal(48).bfloat16()),
+        (ONE.expand(1, 1), ONE.expand(1, 1)),
+        (normal(48, 1).abs().float(), normal(1, 48).abs().float()),
+    ],
+    ids=["one scale", "bias", "one scale as a matrix", "scales of rows and columns"],
+)
+def test_products_in_eight_bits(rest: tuple[torch.Tensor, ...]) -> None:
+    assert_sound(aten._scaled_mm.default, *SCALED, *rest, out_dtype=torch.bfloat16, shards="i k j")
+
+
+def test_a_result_of_eight_bits_is_no_partial_sum() -> None:
+    _, rule = bound(aten._scaled_mm.default, *SCALED, ONE, ONE, None, ONE, out_dtype=torch.float8_e4m3fn)
+    assert {factor.name for factor in rule.factors if factor.shardable} == {"i", "j"}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.patterns.check import check
 from autoshard.patterns.registry import call_of, rule_for
+from autoshard.patterns.soundness import check
 
 aten = torch.ops.aten
 

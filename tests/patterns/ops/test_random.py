@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from autoshard.patterns.check import shard_unevenly
 from autoshard.patterns.local import LocalCall, emit_local
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.ops._draws import draws
+from autoshard.patterns.soundness import shard_unevenly
 from autoshard.patterns.strategy import axis_choices, fits, operand_spec, result_spec
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.tensors import unshard
@@ -72,6 +73,14 @@ CALLS = [  # the call, and its mean and standard deviation (None: those of the p
     (aten.normal.float_Tensor, (1.0, torch.full_like(X, 2.0)), {}, 1.0, 2.0),
     (aten.normal.Tensor_Tensor, (torch.full_like(X, 3.0), torch.full_like(X, 2.0)), {}, 3.0, 2.0),
     (aten.exponential.default, (X, 2.0), {}, 0.5, 0.5),
+    (aten.geometric.default, (X, 0.3), {}, 1 / 0.3, 0.7**0.5 / 0.3),
+    (aten.log_normal.default, (X, 0.2, 0.5), {}, math.exp(0.325), (math.expm1(0.25) * math.exp(0.65)) ** 0.5),
+    (aten.random.to, (X.long(), 10), {}, 4.5, 8.25**0.5),
+    (getattr(aten.random, "from"), (X, 5, 10), {}, 7.0, 2.0**0.5),
+    (aten.random.default, (X.byte(),), {}, 127.5, 256 / 12**0.5),
+    (aten.poisson.default, (torch.full_like(X, 3.0),), {}, 3.0, 3.0**0.5),
+    (aten._standard_gamma.default, (torch.full_like(X, 4.0),), {}, 4.0, 2.0),
+    (aten.binomial.default, (torch.full_like(X, 10.0), torch.full_like(X, 0.3)), {}, 3.0, 2.1**0.5),
 ]
 
 
@@ -138,3 +147,43 @@ def test_multinomial() -> None:
     for (values,) in _drawn(aten.multinomial.default, weights, 5, True):
         assert abs((values == 3).double().mean().item() - 0.6) < 5 * (0.24 / 2000) ** 0.5
         assert not (values == 0).any()
+
+
+def test_cauchy_by_its_quartiles() -> None:
+    for (values,) in _drawn(aten.cauchy.default, X, 1.0, 2.0):
+        quartiles = values.flatten().quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
+        torch.testing.assert_close(quartiles, torch.tensor([-1.0, 1.0, 3.0], dtype=torch.float64), rtol=0, atol=0.4)
+
+
+def test_there_is_at_least_one_trial() -> None:
+    for (values,) in _drawn(aten.geometric.default, X.long(), 0.9):
+        assert values.min() == 1
+
+
+def test_dirichlet() -> None:
+    for (values,) in _drawn(aten._sample_dirichlet.default, torch.full_like(X, 2.0)):
+        torch.testing.assert_close(values.sum(-1), torch.ones(64, dtype=torch.float64))
+        assert values.unique().numel() == COUNT
+    _, rule = bound(aten._sample_dirichlet.default, P)
+    assert [factor.name for factor in rule.factors if factor.shardable] == ["dim0"]
+
+
+def test_gradients_of_draws() -> None:
+    drawn, concentration = normal(4, 6).abs() + 0.1, normal(4, 6).abs() + 1
+    assert_sound(aten._standard_gamma_grad.default, concentration, drawn, shards="dim0 dim1")
+    drawn = drawn / drawn.sum(-1, keepdim=True)
+    total = concentration.sum(-1, keepdim=True).expand(4, 6)
+    assert_sound(aten._dirichlet_grad.default, drawn, concentration, total, shards="dim0")
+
+
+def test_rectifier_with_random_slopes() -> None:
+    noise = torch.zeros_like(X)
+    for result, slopes in _drawn(aten.rrelu_with_noise_functional.default, X, noise, 0.1, 0.3, True):
+        torch.testing.assert_close(result, torch.where(X > 0, X, X * slopes))
+        assert (slopes[X > 0] == 1).all()
+        drawn = slopes[X <= 0]
+        assert abs(drawn.mean().item() - 0.2) < 5 * (0.2 / 12**0.5) / drawn.numel() ** 0.5
+        assert drawn.unique().numel() == drawn.numel()
+    assert_sound(aten.rrelu_with_noise_functional.default, X, noise, 0.1, 0.3, False, shards="dim0 dim1")
+    backward = aten.rrelu_with_noise_backward.default
+    assert_sound(backward, normal(4, 6), normal(4, 6) + 1, normal(6, 4).T, 0.1, 0.3, True, False, shards="dim0 dim1")

@@ -1,88 +1,88 @@
-"""Rules of reductions, scans and sorts against the operators themselves."""
+"""Rules of reductions against the operators themselves."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from autoshard.patterns.check import check
-from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.strategy import result_spec
 from autoshard.specs.axes import MeshShape
+from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 
-aten = torch.ops.aten
+X = normal(4, 12, 6)
+MASK = X > 1
+INFINITE = torch.full((4, 12), -torch.inf, dtype=torch.float64)
+ALL = "d0 d1 d2"
 
-
-def _x(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-CALLS = {
-    "sum": (aten.sum.dim_IntList, (_x(4, 6, 12), [1, -1])),
-    "sum keeping dims": (aten.sum.dim_IntList, (_x(4, 6, 12), [1], True)),
-    "sum of everything": (aten.sum.default, (_x(4, 6),)),
-    "sum over no dims": (aten.sum.dim_IntList, (_x(4, 6), [])),
-    "sum of a number": (aten.sum.dim_IntList, (_x(), [0])),
-    "sum of integers": (aten.sum.default, (torch.arange(12).reshape(6, 2),)),
-    "mean": (aten.mean.dim, (_x(4, 6, 12), [0, 2])),
-    "mean keeping dims": (aten.mean.dim, (_x(4, 6, 12), [-1], True)),
-    "mean of everything": (aten.mean.default, (_x(12, 6),)),
-    "amax": (aten.amax.default, (_x(4, 6), [1], True)),
-    "amin": (aten.amin.default, (_x(4, 6), [0])),
-    "max of everything": (aten.max.default, (_x(4, 6),)),
-    "min of everything": (aten.min.default, (_x(4, 6),)),
-    "max with indices": (aten.max.dim, (_x(4, 6), 1)),
-    "prod": (aten.prod.dim_int, (_x(4, 6), 1)),
-    "prod of everything": (aten.prod.default, (_x(4, 6),)),
-    "argmax": (aten.argmax.default, (_x(4, 6), 1)),
-    "argmax of everything": (aten.argmax.default, (_x(4, 6),)),
-    "any": (aten.any.dim, (_x(4, 6) > 1, 0)),
-    "all": (aten.all.default, (_x(4, 6) > 1,)),
-    "var": (aten.var.correction, (_x(4, 6), [1])),
-    "var_mean": (aten.var_mean.correction, (_x(4, 6), [0])),
-    "std": (aten.std.correction, (_x(4, 6),)),
-    "vector norm": (aten.linalg_vector_norm.default, (_x(4, 6), 2, [1], True)),
-    "vector norm of everything": (aten.linalg_vector_norm.default, (_x(4, 6),)),
-    "logsumexp": (aten.logsumexp.default, (_x(4, 12, 6), [1, 2])),
-    "logsumexp keeping dims": (aten.logsumexp.default, (_x(4, 12), [0], True)),
-    "logsumexp of infinities": (aten.logsumexp.default, (torch.full((4, 12), -torch.inf, dtype=torch.float64), [1])),
-    "cumsum": (aten.cumsum.default, (_x(4, 6), 1)),
-    "cumprod": (aten.cumprod.default, (_x(4, 6), -1)),
-    "sort": (aten.sort.default, (_x(4, 6), 0)),
-    "topk": (aten.topk.default, (_x(4, 6), 2)),
-    "topk of everything": (aten.topk.default, (_x(4, 6), 6)),
-    "count_nonzero": (aten.count_nonzero.dim_IntList, (_x(4, 6), [1])),
-    "gradient of max": (
-        aten.value_selecting_reduction_backward.default,
-        (_x(4), 1, torch.tensor([0, 5, 2, 2]), [4, 6], False),
-    ),
-    "gradient of max keeping dims": (
-        aten.value_selecting_reduction_backward.default,
-        (_x(4, 1), 1, torch.tensor([[0], [5], [2], [2]]), [4, 6], True),
-    ),
+CASES = {
+    "sum": partial(assert_sound, aten.sum.dim_IntList, X, [1, -1], shards=ALL),
+    "sum keeping dims": partial(assert_sound, aten.sum.dim_IntList, X, [1], True, shards=ALL),
+    "sum of everything": partial(assert_sound, aten.sum.default, X, shards=ALL),
+    "sum over no dims": partial(assert_sound, aten.sum.dim_IntList, X, [], shards=ALL),
+    "sum of a number": partial(assert_sound, aten.sum.dim_IntList, normal(), [0], shards=""),
+    "sum of integers": partial(assert_sound, aten.sum.default, torch.arange(12).reshape(6, 2), shards="d0 d1"),
+    "nansum": partial(assert_sound, aten.nansum.default, X.where(X > -2, torch.nan), [1], shards=ALL),
+    "mean": partial(assert_sound, aten.mean.dim, X, [0, 2], shards=ALL),
+    "mean keeping dims": partial(assert_sound, aten.mean.dim, X, [-1], True, shards=ALL),
+    "mean of everything": partial(assert_sound, aten.mean.default, X, shards=ALL),
+    "amax": partial(assert_sound, aten.amax.default, X, [1], True, shards=ALL),
+    "amin": partial(assert_sound, aten.amin.default, X, [0], shards=ALL),
+    "max of everything": partial(assert_sound, aten.max.default, X, shards=ALL),
+    "min of everything": partial(assert_sound, aten.min.default, X, shards=ALL),
+    "aminmax": partial(assert_sound, aten.aminmax.default, X, dim=1, shards=ALL),
+    "aminmax of everything": partial(assert_sound, aten.aminmax.default, X, keepdim=True, shards=ALL),
+    "prod": partial(assert_sound, aten.prod.dim_int, X, 1, shards=ALL),
+    "prod of everything": partial(assert_sound, aten.prod.default, X, shards=ALL),
+    "count_nonzero": partial(assert_sound, aten.count_nonzero.dim_IntList, X, [1], shards=ALL),
+    "any along a dim": partial(assert_sound, aten.any.dim, MASK, 1, True, shards=ALL),
+    "any along dims": partial(assert_sound, aten.any.dims, MASK, [0, 2], shards=ALL),
+    "any along no dims": partial(assert_sound, aten.any.dims, MASK, [], shards=ALL),
+    "any of bytes": partial(assert_sound, aten.any.default, MASK.to(torch.uint8), shards=ALL),
+    "any of numbers": partial(assert_sound, aten.any.dims, X, None, shards=ALL),
+    "all along a dim": partial(assert_sound, aten.all.dim, X > -2, 1, shards=ALL),
+    "all": partial(assert_sound, aten.all.default, X > -9, shards=ALL),
+    "all of bytes": partial(assert_sound, aten.all.default, MASK.to(torch.uint8), shards=ALL),
+    "_is_all_true": partial(assert_sound, aten._is_all_true.default, X > -9, shards=ALL),
+    "_is_any_true": partial(assert_sound, aten._is_any_true.default, MASK, shards=ALL),
+    "median": partial(assert_sound, aten.median.dim, X, 1, shards="d0 d2"),
+    "nanmedian": partial(assert_sound, aten.nanmedian.dim, X, 1, shards="d0 d2"),
+    "median of everything": partial(assert_sound, aten.median.default, X, shards=""),
+    "mode": partial(assert_sound, aten.mode.default, X.round(), 1, shards="d0 d2"),
+    "kthvalue": partial(assert_sound, aten.kthvalue.default, X, 3, 1, shards="d0 d2"),
+    "logsumexp": partial(assert_sound, aten.logsumexp.default, X, [1, 2], shards=ALL),
+    "logsumexp keeping dims": partial(assert_sound, aten.logsumexp.default, X, [0], True, shards=ALL),
+    "logsumexp of infinities": partial(assert_sound, aten.logsumexp.default, INFINITE, [1], shards="d0 d1"),
+    "logsumexp of integers": partial(assert_sound, aten.logsumexp.default, torch.arange(12), [0], shards="d0"),
 }
 
 
-@pytest.mark.parametrize(("op", "args"), CALLS.values(), ids=CALLS)
-def test_rule_is_sound(op: Any, args: tuple[Any, ...]) -> None:
-    assert check(op, args) == []
+@pytest.mark.parametrize("sound", CASES.values(), ids=CASES)
+def test_rule_is_sound(sound: partial[None]) -> None:
+    sound()
 
 
 @pytest.mark.parametrize(
-    ("op", "kind"), [(aten.sum.dim_IntList, "sum"), (aten.mean.dim, "sum"), (aten.amax.default, "max")]
+    ("op", "args", "placements"),
+    [
+        (aten.sum.default, (X,), ["P(sum)"]),
+        (aten.mean.default, (X,), ["P(sum)"]),
+        (aten.amax.default, (X, [0, 1]), ["P(max)"]),
+        (aten.prod.default, (X,), ["P(product)"]),
+        (aten.aminmax.default, (X,), ["P(min)", "P(max)"]),
+        (aten.any.default, (MASK,), ["R"]),
+        (aten.logsumexp.default, (X, [0, 1]), ["R"]),
+    ],
 )
-def test_shards_of_a_reduced_dim_leave_partials(op: Any, kind: str) -> None:
-    args = (_x(4, 6), [1])
-    rule = rule_for(call_of(op, args, {}, op(*args)))
-    assert rule is not None
-    assert str(result_spec(rule, rule.indices("d1"), MeshShape.of({"x": 2}), 0)) == f"P({kind})"
+def test_what_shards_of_a_reduced_dim_leave(op: Any, args: tuple[Any, ...], placements: list[str]) -> None:
+    _, rule = bound(op, *args)
+    mesh = MeshShape.of({"x": 2})
+    specs = [result_spec(rule, rule.indices("d1"), mesh, result) for result in range(len(placements))]
+    assert [str(spec) for spec in specs] == placements
 
 
-def test_logsumexp_reduces_inside_and_says_what_it_costs() -> None:
-    args = (_x(4, 6), [1])
-    rule = rule_for(call_of(aten.logsumexp.default, args, {}, torch.logsumexp(*args)))
-    assert rule is not None
-    assert rule.factors[1].exchange == 2 * 4 * 8
-    assert str(result_spec(rule, (1,), MeshShape.of({"x": 2}), 0)) == "R"
+def test_logsumexp_says_what_it_exchanges() -> None:
+    _, rule = bound(aten.logsumexp.default, X, [1])
+    assert rule.factors[1].exchanges == (("all_reduce", 2 * 4 * 6 * 8),)

@@ -31,12 +31,14 @@ def test_single_precision_is_not_widened() -> None:
     assert_sound(aten._log_softmax.default, normal(4, 12).bfloat16(), -1, False)
 
 
-def test_safe_softmax_keeps_its_dim_whole() -> None:
+def test_safe_softmax_gives_zeros_for_rows_that_are_masked_out() -> None:
     x = normal(4, 12)
     x[2] = -torch.inf
-    assert_sound(aten._safe_softmax.default, x, -1, shards="b0")
+    x[1, :7] = -torch.inf
+    assert_sound(aten._safe_softmax.default, x, -1, shards="b0 d")
+    assert_sound(aten._safe_softmax.default, x.float(), 1, torch.float64)
 
 
 def test_exchange_is_two_numbers_per_row() -> None:
     _, rule = bound(aten._log_softmax.default, normal(4, 12), -1, False)
-    assert rule.factors[rule.indices("d")[0]].exchange == 2 * 8 * 4
+    assert rule.factors[rule.indices("d")[0]].exchanges == (("all_reduce", 2 * 8 * 4),)

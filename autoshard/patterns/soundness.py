@@ -7,6 +7,7 @@ together by its specs, and compare with the operator on the whole tensors.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +15,21 @@ from typing import Any
 import torch
 
 from autoshard.errors import RuleError
-from autoshard.patterns._torch import OpOverload
+from autoshard.patterns.chance import Draws, reference_draws
 from autoshard.patterns.local import LocalCall, emit_local
 from autoshard.patterns.lockstep import Lockstep, PerRank
-from autoshard.patterns.registry import call_of, rule_for
-from autoshard.patterns.rule import OpCall, Rule, refine
-from autoshard.patterns.strategy import Choices, axis_choices, describe, fits, operand_spec, result_spec
+from autoshard.patterns.registry import call_of, knows, rule_for
+from autoshard.patterns.rule import Factor, OpCall, Rule, refine
+from autoshard.patterns.sample import Operator, sample_call
+from autoshard.patterns.strategy import Choices, axis_choices, describe, fits, operand_spec, result_spec, uneven_axis
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
 from autoshard.specs.tensors import shard, unshard
 
 Coordinate = tuple[int, ...]
+Shards = dict[Coordinate, torch.Tensor]
+"""One tensor per coordinate of the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +46,22 @@ class Finding:
 
 
 def check(
-    op: OpOverload,
-    args: Sequence[Any],
+    op: Operator,
+    sample: Any = (),
     kwargs: Mapping[str, Any] | None = None,
+    *,
     sizes: Sequence[int] = (2, 3, 4),
 ) -> list[Finding]:
     """Check the rule of one operator call, on real tensors.
 
+    Every strategy that the rule offers is run on all ranks and compared with the operator on the whole tensors. Of an
+    operator that draws at random, replicas must agree bit for bit, shards must draw numbers of their own, all must
+    follow from the seed, and the numbers must be distributed as the operator's own.
+
     Args:
-        op: the operator.
-        args: its arguments; floating tensors are best in float64.
+        op: the operator: an overload, a packet, what `torch.library.custom_op` returned, or a name: `"mylib::op"`.
+        sample: its arguments; or a pair of arguments and keyword arguments; or torch's `SampleInput`. Floating tensors
+            are best in float64. Dims of 12 are split evenly on axes of 2, 3 and 4, others are padded.
         kwargs: its keyword arguments.
         sizes: sizes of a mesh of one axis to check all strategies on; a mesh of (2, 2) is checked besides.
 
@@ -59,23 +69,32 @@ def check(
         What was found wrong; nothing if the rule is sound here.
 
     Raises:
-        RuleError: the library has no rule for the call, or the rule does not fit it.
+        RuleError: there is no such operator, it has no rule for the call, or the rule does not fit it.
     """
-    kwargs = kwargs or {}
-    whole = op(*args, **kwargs)
-    call = call_of(op, args, kwargs, whole)
+    overload, args, keywords = sample_call(op, sample, kwargs)
+    draws = reference_draws(overload, args, keywords)
+    whole = draws.whole[0]
+    call = call_of(overload, args, keywords, whole)
     rule = rule_for(call)
     if rule is None:
-        raise RuleError(f"{op} has no rule for {call.operands}: register one with register_rule before checking it.")
-    operands = list(_tensors([*args, *kwargs.values()]))
-    results = list(whole) if isinstance(whole, (tuple, list)) else [whole]
+        raise RuleError(_without_rule(call))
+    operands = list(_tensors([*args, *keywords.values()]))
     meshes = [MeshShape.of({"x": size}) for size in sizes] + [MeshShape.of({"x": 2, "y": 2})]
     return [
-        Finding(str(op), str(mesh), describe(refined, choices, mesh), problem)
+        Finding(str(overload), str(mesh), describe(refined, choices, mesh), problem)
         for mesh in meshes
         for refined, choices in strategies(rule, mesh)
-        for problem in _problems(call, refined, choices, mesh, operands, results)
+        for problem in _problems(call, refined, choices, mesh, operands, draws)
     ]
+
+
+def _without_rule(call: OpCall) -> str:
+    shapes = ", ".join(str(list(meta.shape)) for meta in call.operands) or "no tensors"
+    if knows(call.op):
+        return (
+            f"the rule of {call.op} declines this call, on {shapes}: it is replicated, and there is nothing to check."
+        )
+    return f"{call.op} has no rule, so that it is replicated: register one with register_rule before checking it."
 
 
 def strategies(rule: Rule, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
@@ -84,24 +103,44 @@ def strategies(rule: Rule, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
         if fits(rule, choices, mesh):
             yield rule, choices
     if mesh.ndim == 1:
-        size = mesh.sizes[0]
-        for index, factor in enumerate(rule.factors):
-            if factor.shardable and not factor.contiguous and factor.size > size and factor.size % size == 0:
-                # the outer part is the smallest that leaves a part that `size` divides
-                outer = next((part for part in range(2, factor.size) if factor.size % (part * size) == 0), None)
-                if outer is not None:
-                    yield refine(rule, {index: (outer,)}), (index + 1,)
+        for each, index, factor in _implemented(rule):
+            if factor.shardable and not factor.contiguous:
+                yield from _inner_parts(each, index, factor.size, mesh)
+
+
+def _inner_parts(rule: Rule, index: int, size: int, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
+    """Strategies of a factor cut in two: a strided shard, and padded blocks of either part, as far as it has such."""
+    cuts = [outer for outer in range(2, size) if size % outer == 0]
+    parts = [(refine(rule, {index: (outer,)}), (index + part,)) for part in (1, 0) for outer in cuts]
+    parts = [(cut, choices) for cut, choices in parts if fits(cut, choices, mesh)]
+    strided = [one for one in parts if one[1] == (index + 1,) and not _is_padded(*one, mesh)]
+    padded = [[one for one in parts if one[1] == (index + part,) and _is_padded(*one, mesh)] for part in (1, 0)]
+    for found in (strided, *padded):
+        yield from found[:1]
+
+
+def _is_padded(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
+    return any(uneven_axis(rule, choices, mesh, choice) is not None for choice in choices)
+
+
+def _implemented(rule: Rule) -> Iterator[tuple[Rule, int, Factor]]:
+    """Every factor, with the first variant that has it and its index there."""
+    known: set[str] = set()
+    for each in (rule, *rule.variants):
+        yield from ((each, index, factor) for index, factor in enumerate(each.factors) if factor.name not in known)
+        known |= {factor.name for factor in each.factors}
 
 
 def run_all_ranks(
-    call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]
-) -> list[dict[Coordinate, torch.Tensor] | None]:
+    call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor], seed: int = 0
+) -> list[Shards | None]:
     """Run a strategy on all ranks: the shards of every result by coordinate; None for a result that is no tensor.
 
     Args:
         operands: the whole tensors.
+        seed: of the step, for what is drawn at random.
     """
-    emit = Lockstep(mesh)
+    emit = Lockstep(mesh, seed)
     values = []
     for position, operand in enumerate(operands):
         shards = shard_unevenly(operand, operand_spec(rule, choices, mesh, position), mesh)
@@ -127,7 +166,15 @@ def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Co
         }
     # The terms are cut as if they were the same everywhere, so only shard placements are left to be applied.
     whole = Spec.of(*(Spec.replicated(1)[0] if axis in spec.partial_axes else spec[axis] for axis in range(mesh.ndim)))
-    return {coordinate: shard(term, whole, mesh, coordinate) for coordinate, term in terms.items()}
+    return {
+        coordinate: shard(term, whole, mesh, coordinate, padded=True, padding=_poison(term.dtype))
+        for coordinate, term in terms.items()
+    }
+
+
+def _poison(dtype: torch.dtype) -> float:
+    """What pads uneven shards, where programs may read anything: no number, or one that no index should be."""
+    return math.nan if dtype.is_floating_point or dtype.is_complex else 1 if dtype == torch.bool else 101
 
 
 def _uneven_terms(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -150,17 +197,21 @@ def _problems(
     choices: Choices,
     mesh: MeshShape,
     operands: Sequence[torch.Tensor],
-    results: Sequence[Any],
+    draws: Draws,
 ) -> Iterator[str]:
+    specs = [result_spec(rule, choices, mesh, position) for position in range(len(call.results))]
     try:
-        outputs = run_all_ranks(call, rule, choices, mesh, operands)
+        runs = [run_all_ranks(call, rule, choices, mesh, operands, seed) for seed in draws.seeds]
+        if draws.random:
+            yield from draws.problems(runs, specs, mesh)
+            return
     except Exception as error:  # whatever the operator raises on shards is what is wrong with the strategy
         yield f"the local program fails with {type(error).__name__}: {error}"
         return
     tolerance = max((_tolerance(tensor.dtype) for tensor in operands), default=0.0)
-    for position, (shards, result) in enumerate(zip(outputs, results, strict=True)):
+    for position, (shards, result) in enumerate(zip(runs[0], draws.whole[0], strict=True)):
         if shards is not None:
-            problem = compare(shards, result_spec(rule, choices, mesh, position), mesh, result, tolerance)
+            problem = compare(shards, specs[position], mesh, result, tolerance)
             if problem is not None:
                 yield f"result {position}: {problem}"
 
@@ -207,7 +258,8 @@ def _tolerance(dtype: torch.dtype) -> float:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     eps = torch.finfo(dtype).eps
-    return 1e-9 if eps < 1e-12 else 1e-4 if eps < 1e-6 else 5e-2
+    # The terms of partial sums are larger than the sum, so that numbers of half precision lose several bits of it.
+    return 1e-9 if eps < 1e-12 else 1e-4 if eps < 1e-6 else max(5e-2, 16 * eps)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,0 +1,135 @@
+"""Bags of embeddings that are all of one size, `[B, K]` indices of rows of a table `[V, D]`, as operators of their own.
+
+ATen's operators take bags of any size one after another in one dim, whose borders no shard can know. Where the indices
+come as a matrix, every row is a bag: bags are sharded as any batch is. The sums are made without a tensor `[B, K, D]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+aten = torch.ops.aten
+
+SUM, MEAN = 0, 1  # what ATen's `mode` arguments mean
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+_OPTIONS = "int mode, int padding"
+_library.define(f"bags(Tensor table, Tensor indices, Tensor? weights, {_OPTIONS}) -> Tensor")
+_library.define(f"bags_backward(Tensor grad, Tensor indices, Tensor? weights, int rows, {_OPTIONS}) -> Tensor")
+_library.define(f"bags_weights_backward(Tensor grad, Tensor table, Tensor indices, {_OPTIONS}) -> Tensor")
+
+bags = torch.ops.autoshard
+
+
+def _offsets(indices: Tensor) -> Tensor:
+    """Where every bag begins."""
+    return torch.arange(0, indices.numel(), indices.shape[1], device=indices.device)
+
+
+def _bags(table: Tensor, indices: Tensor, weights: Tensor | None, mode: int, padding: int) -> Tensor:
+    """Sum or mean of the rows of every bag, `[B, D]`; rows at the index `padding` do not count."""
+    flat = None if weights is None else weights.reshape(-1)
+    result: Tensor = aten._embedding_bag_forward_only(
+        table, indices.reshape(-1), _offsets(indices), False, mode, False, flat, False, padding
+    )[0]
+    return result
+
+
+def _per_index(grad: Tensor, indices: Tensor, mode: int, padding: int) -> Tensor:
+    """What the gradient of a bag is to each of its rows but for their weights, `[B, D]`."""
+    if mode == SUM:
+        return grad
+    count = (indices != padding).sum(1, keepdim=True).clamp_min(1)
+    return grad / count.to(grad.dtype)
+
+
+def _bags_backward(grad: Tensor, indices: Tensor, weights: Tensor | None, rows: int, mode: int, padding: int) -> Tensor:
+    """The gradient of the table, `[V, D]`."""
+    offsets = _offsets(indices)
+    bag = torch.arange(indices.shape[0], device=indices.device).repeat_interleave(indices.shape[1])
+    flat = None if weights is None else weights.reshape(-1)
+    result: Tensor = aten._embedding_bag_dense_backward(
+        *(_per_index(grad, indices, mode, padding), indices.reshape(-1), bag),
+        *(torch.zeros_like(offsets), torch.zeros_like(offsets), rows, False, SUM, flat, padding),
+    )
+    return result
+
+
+def _bags_weights_backward(grad: Tensor, table: Tensor, indices: Tensor, mode: int, padding: int) -> Tensor:
+    """The gradient of the weights, `[B, K]`."""
+    offsets = _offsets(indices)
+    bag = torch.arange(indices.shape[0], device=indices.device).repeat_interleave(indices.shape[1])
+    flat: Tensor = aten._embedding_bag_per_sample_weights_backward(
+        grad, table, indices.reshape(-1), offsets, bag, mode, padding
+    )
+    return flat.view(indices.shape)
+
+
+def _bags_like(table: Tensor, indices: Tensor, weights: Tensor | None, mode: int, padding: int) -> Tensor:
+    return table.new_empty(indices.shape[0], table.shape[1])
+
+
+def _bags_backward_like(
+    grad: Tensor, indices: Tensor, weights: Tensor | None, rows: int, mode: int, padding: int
+) -> Tensor:
+    return grad.new_empty(rows, grad.shape[1])
+
+
+def _bags_weights_backward_like(grad: Tensor, table: Tensor, indices: Tensor, mode: int, padding: int) -> Tensor:
+    return grad.new_empty(indices.shape)
+
+
+for _name, _program, _shapes in (
+    ("bags", _bags, _bags_like),
+    ("bags_backward", _bags_backward, _bags_backward_like),
+    ("bags_weights_backward", _bags_weights_backward, _bags_weights_backward_like),
+):
+    _library.impl(_name, _program, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autoshard::{_name}", _shapes, lib=_library)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    table, indices, weights, ctx.mode, ctx.padding = inputs
+    ctx.rows = table.shape[0]
+    ctx.save_for_backward(None if weights is None else table, indices, weights)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    table, indices, weights = ctx.saved_tensors
+    options = (ctx.mode, ctx.padding)
+    of_table = bags.bags_backward(grad, indices, weights, ctx.rows, *options) if ctx.needs_input_grad[0] else None
+    of_weights = None
+    if weights is not None and ctx.needs_input_grad[2]:
+        of_weights = bags.bags_weights_backward(grad, table, indices, *options)
+    return of_table, None, of_weights, None, None
+
+
+torch.library.register_autograd("autoshard::bags", _gradients, setup_context=_keep, lib=_library)
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """`torch.nn.functional.embedding_bag`, by the operators of this file where they can do what is asked for."""
+    if input.dim() != 2 or offsets is not None or mode == "max" or scale_grad_by_freq or sparse or max_norm is not None:
+        return functional.embedding_bag(
+            *(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse),
+            *(per_sample_weights, include_last_offset, padding_idx),
+        )
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    result: Tensor = bags.bags(weight, input, per_sample_weights, SUM if mode == "sum" else MEAN, padding)
+    return result

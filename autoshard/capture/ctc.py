@@ -1,0 +1,99 @@
+"""The connectionist temporal classification loss with results whose shapes do not depend on lengths.
+
+ATen's operator also gives a table as wide as the longest target, which a graph of fixed shapes can not hold; here the
+backward makes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+_ARGUMENTS = (
+    "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
+)
+_library = torch.library.Library("autoshard", "FRAGMENT")
+_library.define(f"ctc_loss({_ARGUMENTS}) -> Tensor")
+_library.define(f"ctc_loss_backward(Tensor grad, {_ARGUMENTS}) -> Tensor")
+
+losses = torch.ops.autoshard
+
+
+def _loss(log_probs: Tensor, *options: Any) -> Tensor:
+    """Negative log-likelihood of every sample, `[N]`, of log-probabilities `[T, N, C]`."""
+    likelihood: Tensor = aten._ctc_loss.Tensor(log_probs, *options)[0]
+    return likelihood
+
+
+def _loss_backward(grad: Tensor, log_probs: Tensor, *options: Any) -> Tensor:
+    """The gradient of the log-probabilities, `[T, N, C]`."""
+    *lengths, blank, zero_infinity = options
+    tables = aten._ctc_loss.Tensor(log_probs, *options)
+    gradient: Tensor = aten._ctc_loss_backward.Tensor(grad, log_probs, *lengths, *tables, blank, zero_infinity)
+    return gradient
+
+
+_library.impl("ctc_loss", _loss, "CompositeExplicitAutograd")
+_library.impl("ctc_loss_backward", _loss_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("autoshard::ctc_loss", lib=_library)
+def _loss_like(log_probs: Tensor, *options: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@torch.library.register_fake("autoshard::ctc_loss_backward", lib=_library)
+def _loss_backward_like(grad: Tensor, log_probs: Tensor, *options: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    options = (*ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
+    return losses.ctc_loss_backward(grad, *options), None, None, None, None, None
+
+
+torch.library.register_autograd("autoshard::ctc_loss", _gradients, setup_context=_keep, lib=_library)
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: int | str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.ctc_loss`, or `torch.ctc_loss`, whose reductions are numbers: none, mean and sum."""
+    single = log_probs.dim() == 2
+    lengths = [_as_tensor(value, log_probs.device).reshape(-1) for value in (input_lengths, target_lengths)]
+    samples = log_probs.unsqueeze(1) if single else log_probs
+    if single and targets.dim() == 1:
+        targets = targets.unsqueeze(0)
+    loss: Tensor = losses.ctc_loss(samples, targets, *lengths, blank, zero_infinity)
+    if zero_infinity:
+        loss = torch.where(loss == torch.inf, 0.0, loss)
+    if reduction in (1, "mean"):
+        return (loss / lengths[1].clamp_min(1).to(loss)).mean()
+    if reduction in (2, "sum"):
+        return loss.sum()
+    return loss.squeeze(0) if single else loss
+
+
+def _as_tensor(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Lengths as a tensor; numbers are spelt out by operators, since a graph holds no tensors of its own."""
+    if isinstance(lengths, Tensor):
+        return lengths
+    if len(set(lengths)) == 1:
+        return torch.full((len(lengths),), lengths[0], device=device)
+    return torch.cat([torch.full((1,), length, device=device) for length in lengths])

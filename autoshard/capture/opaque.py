@@ -1,0 +1,54 @@
+"""Objects that no graph can hand back, such as key-value caches: left out of what `forward` returns."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture._torch import pytree
+
+_PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+
+
+class OpaqueOutputs:
+    """A forward hook that puts None in the place of objects that are neither tensors nor plain nor known containers.
+
+    Hugging Face models return their key-value cache beside the loss unless they are told not to. A training step has
+    no use for it, and the graph can give back tensors alone.
+
+    Attributes:
+        found: path in the output -> name of the type that was left out there.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The output without such objects; the output itself where nothing else would be left of it."""
+        leaves, _ = pytree.tree_flatten_with_path(output)
+        opaque = {_name(path): type(leaf).__name__ for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
+        if not opaque or not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
+            return output
+        self.found.update(opaque)
+        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, output)
+
+    def warn(self, model: str) -> None:
+        """Tell the user what was left out, if anything was."""
+        if self.found:
+            said = ", ".join(f"{path} ({kind})" for path, kind in self.found.items())
+            warnings.warn(
+                f"{model} returns what no graph can hold: {said}. The parallelised module returns None there. Ask the "
+                "model not to make it (Hugging Face: use_cache=False for the key-value cache), or register the type "
+                "with torch.utils._pytree.register_pytree_node to keep it.",
+                stacklevel=2,
+            )
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    first = path[0] if path else None
+    if isinstance(first, pytree.MappingKey):
+        return str(first.key) + pytree.keystr(path[1:])
+    return "output" + pytree.keystr(path)

@@ -1,0 +1,176 @@
+"""A dry run that does not stop at what capture would stop at: every such line is found in one go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    OpOverload,
+    TorchDispatchMode,
+    outside_modes,
+    pytree,
+    survey_mode,
+)
+from autoshard.capture.failure import running_line, user_line
+from autoshard.capture.twin import fake_like, fake_twin
+
+aten = torch.ops.aten
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A line that capture stops at.
+
+    Attributes:
+        module: path of the module whose forward runs the line, `""` for the root.
+        where: `model.py:12 (if x.sum() > 0:)`; empty where no line of the user's is to be seen.
+        what: what the line does that no graph can hold, or the error that ended the dry run.
+    """
+
+    module: str
+    where: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a dry run met.
+
+    Attributes:
+        findings: the lines, in the order in which they were met, each once.
+        calls: module path -> positional and keyword arguments of its first call, in fake tensors; the modules that
+            the dry run did not reach are absent.
+    """
+
+    findings: tuple[Finding, ...]
+    calls: dict[str, Call]
+
+
+def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Survey:
+    """Run a fake twin of the module once, with stand-ins where the numbers in a tensor are asked for.
+
+    A condition is true at its first evaluation at a line and false from then on, so that loops end; numbers are one;
+    sizes that depend on numbers are as large as they can be. What cannot be stood in for ends the run, and is the last
+    of the findings. Nothing of the module is touched.
+
+    Args:
+        module: the module; its parameters may be on several devices.
+        args: positional arguments, tensors of global shape.
+        kwargs: keyword arguments.
+
+    Raises:
+        CaptureError: the module cannot be copied, or has parameters without a shape.
+    """
+    mode, device = survey_mode(), torch.device("cpu")
+    with outside_modes():
+        twin = fake_twin(module, mode, device, None, one_device=False)
+        fake_args, fake_kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda leaf: fake_like(leaf, mode, device), (args, dict(kwargs))
+        )
+        visits = _Visits(twin)
+        stand_ins = _StandIns(visits)
+        try:
+            with mode, stand_ins:
+                twin(*fake_args, **fake_kwargs)
+        except DynamicOutputShapeException:
+            pass  # noted where it was raised
+        except Exception as error:
+            text = next(iter(str(error).strip().splitlines()), "no further message")
+            stand_ins.note(f"{type(error).__name__}: {text}", user_line(error.__traceback__).removeprefix(" at "))
+    return Survey(tuple(stand_ins.findings.values()), visits.calls)
+
+
+class _Visits:
+    """Which module runs now, and how every module was called first."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.stack = [""]
+        self.calls: dict[str, Call] = {}
+        for path, part in root.named_modules():
+            if path:
+                part.register_forward_pre_hook(partial(self._enter, path), prepend=True, with_kwargs=True)
+                part.register_forward_hook(self._leave)
+
+    def _enter(self, path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stack.append(path)
+        self.calls.setdefault(path, (args, kwargs))
+
+    def _leave(self, part: nn.Module, args: Any, output: Any) -> None:
+        self.stack.pop()
+
+
+class _StandIns(TorchDispatchMode):
+    """Gives results to operators that need numbers, and notes the lines that asked for them."""
+
+    def __init__(self, visits: _Visits) -> None:
+        super().__init__()
+        self.visits = visits
+        self.findings: dict[str, Finding] = {}
+        self.asked: Counter[str] = Counter()
+
+    def note(self, what: str, where: str) -> None:
+        """Add a finding at the module that runs now, unless its line has one."""
+        self.findings.setdefault(where or what, Finding(self.visits.stack[-1], where, what))
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            where = running_line()
+            self.note("data-dependent: a Python number, or the way at a branch, is taken from a tensor", where)
+            self.asked[where] += 1
+            dtype = args[0].dtype if func is aten._local_scalar_dense.default else torch.bool
+            first = self.asked[where] == 1
+            return first if dtype is torch.bool else (1.0 if dtype.is_floating_point else 1)
+        except DynamicOutputShapeException:
+            self.note(f"data-dependent: the size of what {func} returns is taken from a tensor", running_line())
+            stand_in = _LARGEST.get(func)
+            if stand_in is None:
+                raise
+            return stand_in(*args)
+
+
+def _nonzero(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.numel(), x.ndim), dtype=torch.int64)
+
+
+def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x.expand(torch.broadcast_shapes(x.shape, mask.shape)).reshape(-1)
+
+
+def _index(x: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
+    """`x[mask]` as if the mask were true everywhere."""
+    whole: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            whole += [index.new_empty((index.numel(),), dtype=torch.int64) for _ in index.shape]
+        else:
+            whole.append(index)
+    return aten.index.Tensor(x, whole)
+
+
+def _unique(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    flat = x.reshape(-1)
+    return flat, x.new_empty(x.shape, dtype=torch.int64), flat.new_empty(flat.shape, dtype=torch.int64)
+
+
+_LARGEST: dict[Any, Any] = {
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten.index.Tensor: _index,
+    aten._unique2.default: _unique,
+}
+"""Results of operators whose size depends on numbers, as large as they can be."""

@@ -1,0 +1,66 @@
+"""Positions in the whole tensor, for local programs that hold a stretch of one of its dims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoshard.patterns.local import LocalCall, collectives
+
+aten = torch.ops.aten
+
+
+def stretch_start(call: LocalCall, name: str, stretch: int) -> Any:
+    """Where this rank's stretch of the factor `name` begins: a 0-d int64 value.
+
+    Args:
+        call: the call; the factor is sharded, and contiguous.
+        name: the factor.
+        stretch: length of a rank's stretch.
+    """
+    return call.emit.call(aten.mul.Tensor, call.position(name), stretch)
+
+
+def positions(call: LocalCall, name: str, stretch: int, device: torch.device | None) -> Any:
+    """Positions in the whole factor `name` of the elements that this rank holds: int64 `[stretch]`."""
+    counted = call.emit.call(aten.arange.default, stretch, dtype=torch.int64, device=device)
+    if not call.axes(name):
+        return counted
+    return call.emit.call(aten.add.Tensor, counted, stretch_start(call, name, stretch))
+
+
+def along(call: LocalCall, value: Any, dim: int, ndim: int) -> Any:
+    """A vector as a tensor of `ndim` dims that lies along `dim`; all other dims have size one."""
+    shape = [1] * ndim
+    shape[dim] = call.emit.shape(value)[0]
+    return call.emit.call(aten.reshape.default, value, shape)
+
+
+def gathered(call: LocalCall, value: Any, name: str) -> Any:
+    """The values of all ranks that hold stretches of the factor `name`, in its order: `[share, *shape of value]`."""
+    emit = call.emit
+    value = emit.call(aten.unsqueeze.default, value, 0)
+    value = emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+    for axis in reversed(call.axes(name)):
+        size = call.mesh.sizes[axis]
+        pending = emit.call(collectives.all_gather_into_tensor.default, value, size, emit.group(axis))
+        value = emit.call(collectives.wait_tensor.default, pending)
+    return value
+
+
+def within_stretch(call: LocalCall, index: Any, name: str, stretch: int, outside_at: int = 0) -> tuple[Any, Any]:
+    """An index into the factor `name` as it counts in this rank's stretch, and where it points outside of that.
+
+    Args:
+        call: the call; the factor is sharded, and contiguous.
+        index: positions in the whole factor, none negative.
+        name: the factor.
+        stretch: length of a rank's stretch.
+        outside_at: what an index that points outside becomes.
+    """
+    emit = call.emit
+    place = emit.call(aten.sub.Tensor, index, stretch_start(call, name, stretch))
+    before, behind = emit.call(aten.lt.Scalar, place, 0), emit.call(aten.ge.Scalar, place, stretch)
+    outside = emit.call(aten.logical_or.default, before, behind)
+    return emit.call(aten.masked_fill.Scalar, place, outside, outside_at), outside

@@ -1,0 +1,106 @@
+"""Random operators of further distributions, each a function of the step's seed as in `random`.
+
+Numbers of one distribution are made of others by its quantile function, where it has a simple one, so that they need
+no operator of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.notation import bind
+from autoshard.patterns.ops._draws import draws
+from autoshard.patterns.ops._helpers import aten, cast, result_dtype
+from autoshard.patterns.ops.random import draw, drawn_from, drawn_like, step_of
+from autoshard.patterns.registry import rule, rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+
+def _uniform(call: LocalCall) -> Any:
+    """Uniform numbers in [0, 1) of the result's shape, in double precision."""
+    return draw(call, draws.uniform.default, 0.0, 1.0, dtype=torch.float64)
+
+
+def _cauchy(call: LocalCall) -> Any:
+    emit = call.emit
+    angle = emit.call(aten.mul.Scalar, emit.call(aten.sub.Scalar, _uniform(call), 0.5), math.pi)
+    value = emit.call(aten.mul.Scalar, emit.call(aten.tan.default, angle), call.arg("sigma"))
+    return cast(call, emit.call(aten.add.Scalar, value, call.arg("median")), result_dtype(call))
+
+
+def _geometric(call: LocalCall) -> Any:
+    """Number of trials up to the first success, at least one."""
+    emit = call.emit
+    survival = emit.call(aten.log1p.default, emit.call(aten.neg.default, _uniform(call)))
+    trials = emit.call(aten.ceil.default, emit.call(aten.div.Scalar, survival, math.log1p(-call.arg("p"))))
+    return cast(call, emit.call(aten.clamp_min.default, trials, 1.0), result_dtype(call))
+
+
+def _log_normal(call: LocalCall) -> Any:
+    normal = draw(call, draws.normal.default, call.arg("mean"), call.arg("std"))
+    return call.emit.call(aten.exp.default, normal)
+
+
+drawn_like(_cauchy, "aten.cauchy.default")
+drawn_like(_geometric, "aten.geometric.default")
+drawn_like(_log_normal, "aten.log_normal.default")
+drawn_like(drawn_from(draws.integers.default, 0, "to"), "aten.random.to")
+
+
+def _from_to(call: LocalCall) -> Any:
+    low, high = call.arg("from"), call.arg("to")
+    return draw(call, draws.integers.default, low, _largest(result_dtype(call)) if high is None else high)
+
+
+def _any_number(call: LocalCall) -> Any:
+    return draw(call, draws.integers.default, 0, _largest(result_dtype(call)))
+
+
+def _largest(dtype: torch.dtype) -> int:
+    """The end of the numbers that `Tensor.random_` draws: all that a dtype holds without gaps."""
+    if dtype.is_floating_point:
+        return round(2 / torch.finfo(dtype).eps) + 1
+    return 2 if dtype is torch.bool else min(torch.iinfo(dtype).max + 1, 2**63 - 1)
+
+
+drawn_like(_from_to, "aten.random.from")
+drawn_like(_any_number, "aten.random.default")
+
+
+def _register(kernel: Any, text: str, *names: str) -> None:
+    """Register operators that draw with tensors as parameters, by a kernel that takes these and the step."""
+
+    def program(call: LocalCall) -> Any:
+        return call.emit.call(kernel, *call.operands, *step_of(call))
+
+    rule(names, text, local=program)
+
+
+_register(draws.poisson.default, "... -> ...", "aten.poisson.default")
+_register(draws.gamma.default, "... -> ...", "aten._standard_gamma.default")
+_register(draws.dirichlet.default, "... k! -> ... k!", "aten._sample_dirichlet.default")
+_register(draws.binomial.default, "..., ... -> ...", "aten.binomial.default")
+rule("aten._standard_gamma_grad.default", "..., ... -> ...")
+rule("aten._dirichlet_grad.default", "... k!, ... k!, ... k! -> ... k!")
+
+
+@rule_maker("aten.rrelu_with_noise_functional.default")
+def rrelu(call: OpCall) -> Rule:
+    """A rectifier whose slope for negative numbers is drawn; results are the value and the slopes."""
+    return bind("..., ... -> ..., ...", call, local=_rrelu)
+
+
+def _rrelu(call: LocalCall) -> Any:
+    if not call.arg("training"):
+        return call.run()
+    emit, x = call.emit, call.operands[0]
+    slope = draw(call, draws.uniform.default, call.arg("lower"), call.arg("upper"))
+    slope = emit.call(aten.masked_fill.Scalar, slope, emit.call(aten.gt.Scalar, x, 0), 1.0)
+    return emit.call(aten.mul.Tensor, x, slope), slope
+
+
+rule("aten.rrelu_with_noise_backward.default", "..., ..., ... -> ...", linear="0")

@@ -1,0 +1,170 @@
+"""Group normalisation and its gradients.
+
+Batch and groups are independent. The channels of a group and the positions may be sharded as well: the ranks then
+exchange moments, one number per group and sample. The gradients of weight and bias are partial over batch and
+positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import (
+    accumulation_dtype,
+    aten,
+    bind_named,
+    cast,
+    named_values,
+    numbered,
+    reduced_together,
+    result_dtype,
+    shape_of,
+    split_axes,
+)
+from autoshard.patterns.ops.norm import pooled_moments
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+
+def _reduced_dims(call: OpCall) -> list[str]:
+    """Names of the dims over which statistics are taken: the channels of a group and the positions."""
+    return ["k", *numbered("s", len(shape_of(call, "input")) - 2)]
+
+
+def _image(call: OpCall) -> str:
+    return " ".join(["n (g k)", *_reduced_dims(call)[1:]])
+
+
+def _sizes(call: OpCall) -> dict[str, int]:
+    return {"g": call.arg("group"), "k": call.arg("C") // call.arg("group")}
+
+
+def _statistics_bytes(call: OpCall, itemsize: int) -> int:
+    """Bytes of two numbers per group and sample."""
+    return 2 * itemsize * call.arg("N") * call.arg("group")
+
+
+@rule_maker("aten.native_group_norm")
+def group_norm(call: OpCall) -> Rule:
+    """Result, mean and reciprocal deviation."""
+    names = _reduced_dims(call)
+    return bind_named(
+        call,
+        {"input": _image(call), "weight": "(g k)", "bias": "(g k)"},
+        [_image(call), "n g", "n g"],
+        sizes=_sizes(call),
+        reduce=dict.fromkeys(names),
+        exchange=dict.fromkeys(names, _statistics_bytes(call, 8)),
+        local=_group_norm,
+        uneven=True,
+        fill=dict.fromkeys(names, 0.0),
+    )
+
+
+def _group_norm(call: LocalCall) -> Any:
+    names = _reduced_dims(call.call)
+    if not split_axes(call, names):
+        return _run(call)
+    emit, values = call.emit, named_values(call)
+    x = _grouped(call, values["input"])
+    variance, mean = emit.call(aten.var_mean.correction, x, [2], correction=0)
+    mean, variance = pooled_moments(call, mean, variance, names)
+    scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, variance, call.arg("eps")))
+    result = emit.call(aten.mul.Tensor, emit.call(aten.sub.Tensor, x, _column(call, mean)), _column(call, scale))
+    result = emit.call(aten.view.default, result, list(emit.shape(values["input"])))
+    if "weight" in values:
+        result = emit.call(aten.mul.Tensor, result, _per_channel(call, values["weight"]))
+    if "bias" in values:
+        result = emit.call(aten.add.Tensor, result, _per_channel(call, values["bias"]))
+    return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((result, mean, scale)))
+
+
+def _run(call: LocalCall) -> Any:
+    """The operator itself, told the local numbers of samples, channels and groups."""
+    groups = call.size("g")
+    return call.run(N=call.size("n"), C=call.arg("C") // call.arg("group") * groups, group=groups)
+
+
+def _grouped(call: LocalCall, value: Any) -> Any:
+    """An image as `[n, g, channels of the group and positions]`, in the dtype that sums are taken in."""
+    emit = call.emit
+    groups = call.size("g")
+    value = cast(call, value, accumulation_dtype(emit.dtype(value)))
+    return emit.call(aten.reshape.default, value, [emit.shape(value)[0], groups, -1])
+
+
+def _column(call: LocalCall, value: Any) -> Any:
+    return call.emit.call(aten.unsqueeze.default, value, -1)
+
+
+def _per_channel(call: LocalCall, value: Any) -> Any:
+    """A value per channel, shaped to broadcast over an image."""
+    positions = len(shape_of(call.call, "input")) - 2
+    value = cast(call, value, accumulation_dtype(call.emit.dtype(value)))
+    return call.emit.call(aten.view.default, value, [-1, *[1] * positions])
+
+
+@rule_maker("aten.native_group_norm_backward")
+def group_norm_backward(call: OpCall) -> Rule:
+    """Gradients of input, weight and bias, linear in the incoming one."""
+    image = _image(call)
+    itemsize = accumulation_dtype(call.operands[0].dtype).itemsize
+    return bind_named(
+        call,
+        {"grad_out": image, "input": image, "mean": "n g", "rstd": "n g", "weight": "(g k)"},
+        [image, "(g k)", "(g k)"],
+        linear=[{"grad_out"}],
+        sizes=_sizes(call),
+        exchange=dict.fromkeys(_reduced_dims(call), _statistics_bytes(call, itemsize)),
+        local=_group_norm_backward,
+        uneven=True,
+        fill=dict.fromkeys(_reduced_dims(call), 0.0),
+    )
+
+
+def _group_norm_backward(call: LocalCall) -> Any:
+    if not split_axes(call, _reduced_dims(call.call)):
+        return _run(call)
+    emit, values = call.emit, named_values(call)
+    local = list(emit.shape(values["input"]))
+    mean, scale = (_column(call, cast(call, values[name], _wide(call))) for name in ("mean", "rstd"))
+    normal = emit.call(aten.mul.Tensor, emit.call(aten.sub.Tensor, _grouped(call, values["input"]), mean), scale)
+    gradient = cast(call, values["grad_out"], _wide(call))
+    along = emit.call(aten.mul.Tensor, gradient, emit.call(aten.view.default, normal, local))
+    mask = call.arg("output_mask")
+    whole = _input_gradient(call, gradient, normal, scale) if mask[0] else None
+    dims = [dim for dim in range(len(local)) if dim != 1]
+    sums = [emit.call(aten.sum.dim_IntList, value, dims) for value in (along, gradient)]
+    results = [whole, *(value if asked else None for asked, value in zip(mask[1:], sums, strict=True))]
+    return tuple(
+        None if value is None else cast(call, value, result_dtype(call, index)) for index, value in enumerate(results)
+    )
+
+
+def _wide(call: LocalCall) -> Any:
+    return accumulation_dtype(call.call.operands[0].dtype)
+
+
+def _input_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any) -> Any:
+    """`scale · (g - mean(g) - normal · mean(g · normal))` over each group, where g has the weight in it."""
+    emit, values = call.emit, named_values(call)
+    if "weight" in values:
+        gradient = emit.call(aten.mul.Tensor, gradient, _per_channel(call, values["weight"]))
+    gradient = _grouped(call, gradient)
+    sums = _group_means(call, [gradient, emit.call(aten.mul.Tensor, gradient, normal)])
+    gradient = emit.call(aten.sub.Tensor, gradient, sums[0])
+    gradient = emit.call(aten.sub.Tensor, gradient, emit.call(aten.mul.Tensor, normal, sums[1]))
+    result = emit.call(aten.mul.Tensor, gradient, scale)
+    return emit.call(aten.view.default, result, list(emit.shape(values["input"])))
+
+
+def _group_means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
+    """Means over all elements of each group, those on other ranks included: `[n, g, 1]`."""
+    emit = call.emit
+    count = math.prod(shape_of(call.call, "input")[1:]) // call.arg("group")
+    sums = [emit.call(aten.sum.dim_IntList, value, [2], True) for value in values]
+    sums = reduced_together(call, sums, _reduced_dims(call.call))
+    return [emit.call(aten.div.Scalar, value, count) for value in sums]

@@ -1,0 +1,117 @@
+"""Products of groups of rows with a matrix of their own each, as in a mixture of experts.
+
+The groups lie behind each other along one dim, and `offs` says where each of them ends. A rank that holds a stretch of
+that dim cuts the ends to its stretch. A rank that holds some of the groups needs only their elements: it turns the dim
+round until they come first, so that the operator computes them and no others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoshard.patterns.build import build
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import aten
+from autoshard.patterns.ops._positions import along, positions, stretch_start
+from autoshard.patterns.ops.matmul import in_units
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+_ALIGNED_BYTES = 16
+"""Rows must begin at multiples of so many bytes, which a shard of a row must keep to."""
+
+_GROUPED = {(2, 3): "i", (2, 2): "k", (3, 2): "j"}
+"""Which dim of a product `i k, k j -> i j` the groups lie along, by the number of dims of its operands.
+
+Two operands of three dims are a batch of matrices.
+"""
+
+
+@rule_maker("aten._grouped_mm")
+def _grouped_mm(call: OpCall) -> Rule | None:
+    """Rows, columns and contracted dim of all groups, and the groups."""
+    if call.arg("bias") is not None:
+        return None
+    left, right = call.operands[:2]
+    ndims = len(left.shape), len(right.shape)
+    grouped = _GROUPED.get(ndims)
+    sizes = (
+        {"g": left.shape[0]} if grouped is None else {"g": call.operands[2].shape[0], "ends": call.operands[2].shape[0]}
+    )
+    dims: dict[str, list[str]] = {}
+    for name, size in (("i", left.shape[-2]), ("k", left.shape[-1]), ("j", right.shape[-1])):
+        lanes = 1 if name == grouped else _ALIGNED_BYTES // left.dtype.itemsize
+        sizes[name], sizes[f"{name}_lane"] = in_units(size, lanes)
+        dims[name] = [name, f"{name}_lane"]
+
+    def matrix(ndim: int, *names: str) -> list[list[str]]:
+        return [["g"]] * (ndim - 2) + [dims[name] for name in names]
+
+    return build(
+        sizes,
+        [matrix(ndims[0], "i", "k"), matrix(ndims[1], "k", "j"), *([["ends"]] for _ in call.operands[2:])],
+        [matrix(2 if grouped in ("i", "j") else 3, "i", "j")],
+        whole=["ends", "i_lane", "k_lane", "j_lane"],
+        contiguous=[] if grouped is None else ["g", grouped],
+        linear=[{0}, {1}],
+        local=None if grouped is None else _local_grouped_mm,
+    )
+
+
+def _local_grouped_mm(call: LocalCall) -> Any:
+    left, right, ends = call.operands
+    grouped = _GROUPED[len(call.call.operands[0].shape), len(call.call.operands[1].shape)]
+    length = call.operand_shape(1)[-1] if grouped == "j" else call.operand_shape(0)[0 if grouped == "i" else 1]
+    if call.axes(grouped):
+        ends = call.emit.call(aten.sub.Tensor, ends, stretch_start(call, grouped, length))
+        ends = call.emit.call(aten.clamp.default, ends, 0, length)
+        ends = call.emit.call(aten._to_copy.default, ends, dtype=torch.int32)
+    start = None
+    if call.axes("g"):
+        start, ends = _own_ends(call, ends)
+    if grouped in "ik":
+        left = _laid_out(call, left, 0 if grouped == "i" else 1, start)
+    if grouped in "kj":
+        right = _laid_out(call, right, 0 if grouped == "k" else 1, start)
+    product = call.run(operands=[left, right, ends])
+    if start is None or grouped == "k":
+        return product
+    dim = 0 if grouped == "i" else 1
+    computed = along(call, _before_last_end(call, length, ends), dim, 2)
+    product = call.emit.call(aten.where.ScalarOther, computed, product, 0)
+    return _laid_out(call, product, dim, call.emit.call(aten.neg.default, start))
+
+
+def _own_ends(call: LocalCall, ends: Any) -> tuple[Any, Any]:
+    """Where this rank's groups start, and where each of them ends, counted from there."""
+    emit, groups = call.emit, call.rule.factors[call.rule.indices("g")[0]].size // call.share("g")
+    own = positions(call, "g", groups, emit.device(ends))
+    bounds = emit.call(aten.constant_pad_nd.default, ends, [1, 0])  # the first group starts at zero
+    start = emit.call(aten.index_select.default, bounds, 0, emit.call(aten.slice.Tensor, own, 0, 0, 1))
+    return start, emit.call(aten.sub.Tensor, emit.call(aten.index_select.default, ends, 0, own), start)
+
+
+def _before_last_end(call: LocalCall, length: int, ends: Any) -> Any:
+    """Which of `length` positions lie before the last end."""
+    counted = call.emit.call(aten.arange.default, length, device=call.emit.device(ends))
+    return call.emit.call(aten.lt.Tensor, counted, call.emit.call(aten.slice.Tensor, ends, 0, -1))
+
+
+def _laid_out(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
+    """A matrix whose dim `dim`, which the groups lie along, is the outer one in memory, so that groups are aligned.
+
+    Args:
+        start: the position whose element comes first, and what stands before it comes last; None to turn nothing.
+    """
+    emit = call.emit
+    if dim == 1:
+        value = emit.call(aten.t.default, value)
+    if start is None:
+        value = emit.call(aten.contiguous.default, value)
+    else:
+        length = emit.shape(value)[0]
+        order = emit.call(aten.add.Tensor, emit.call(aten.arange.default, length, device=emit.device(start)), start)
+        value = emit.call(aten.index_select.default, value, 0, emit.call(aten.remainder.Scalar, order, length))
+    return emit.call(aten.t.default, value) if dim == 1 else value

@@ -1,0 +1,47 @@
+"""Losses that compare the scores of a sample's classes with each other: samples are independent, classes whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import aten, bind_named, shape_of
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+_NONE, _MEAN, _SUM = 0, 1, 2  # what ATen's `reduction` arguments mean
+
+
+def _items(call: OpCall) -> dict[str, str]:
+    """Dims of the operands by argument name; a single sample has no dim of its own."""
+    samples = "n" if len(shape_of(call, "self")) == 2 else ""
+    scores = f"{samples} c!"
+    items = dict.fromkeys(("self", "is_target"), scores)
+    items["target"] = scores if "multilabel" in call.op.name() else samples
+    items["weight"] = "c!"
+    items["loss"] = items["grad_output"] = samples if call.arg("reduction") == _NONE else ""
+    return items
+
+
+@rule_maker("aten.multi_margin_loss.default", "aten.multilabel_margin_loss_forward.default")
+def margin_loss(call: OpCall) -> Rule:
+    """The loss and, for several labels, which classes are among them."""
+    items = _items(call)
+    return bind_named(call, items, [items["loss"], items["is_target"]][: len(call.results)], local=_averaged)
+
+
+@rule_maker("aten.multi_margin_loss_backward.default", "aten.multilabel_margin_loss_backward.default")
+def margin_loss_backward(call: OpCall) -> Rule:
+    """The gradient of the scores, linear in the incoming one."""
+    items = _items(call)
+    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_averaged)
+
+
+def _averaged(call: LocalCall) -> Any:
+    """A mean over samples is the sum over a rank's samples divided by the number of all."""
+    if call.arg("reduction") != _MEAN or not call.axes("n"):
+        return call.run()
+    results = call.run(reduction=_SUM)
+    first, *others = results if isinstance(results, tuple) else (results,)
+    mean = call.emit.call(aten.div.Scalar, first, shape_of(call.call, "self")[0])
+    return (mean, *others) if others else mean

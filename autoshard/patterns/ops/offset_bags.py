@@ -1,0 +1,126 @@
+"""ATen's bags of embeddings, which lie one after another in one dim, each as long as the offsets say.
+
+Bags stay together, since no shard could tell where its own begin. Embedding dim and, but for maxima, vocabulary may be
+sharded: a rank that holds a stretch of the vocabulary adds up those rows of every bag that it has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import aten, bind_named, cast, named_values, shape_of
+from autoshard.patterns.ops.embedding_bag import masked_weights, own_rows
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+_SUM, _MEAN, _MAX = 0, 1, 2  # what ATen's `mode` arguments mean
+_ITEMS = {
+    "weight": "v^ d",
+    "indices": "i!",
+    "per_sample_weights": "i!",
+    "offsets": "o!",
+    "offset2bag": "x!",
+    "bag_size": "y!",
+    "grad": "b! d",
+}
+"""Dims by the names of arguments; those of `maximum_indices` depend on the mode."""
+
+
+def _maxima(shape: tuple[int, ...]) -> str:
+    return "b! d" if len(shape) == 2 else "z!"
+
+
+@rule_maker("aten._embedding_bag", "aten._embedding_bag_forward_only")
+def bags(call: OpCall) -> Rule:
+    """Forward: the rows' sums, means or maxima, and what tells bags apart, which is the same for all columns."""
+    assert call.results[3] is not None
+    maxima = _maxima(call.results[3].shape)
+    return bind_named(
+        call,
+        _ITEMS,
+        ["b! d", "x!", "y!", maxima],
+        reduce={"d": None, "v": ("sum", None, None, None)},
+        whole=("v",) if call.arg("mode") == _MAX else (),
+        local=_bags,
+    )
+
+
+def _bags(call: LocalCall) -> Any:
+    if not call.axes("v"):
+        return call.run()
+    emit, values = call.emit, named_values(call)
+    table, offsets = values["weight"], values["offsets"]
+    last, padding = call.arg("include_last_offset"), call.arg("padding_idx")
+    place, outside = own_rows(call, call.operand_shape(0)[0], padding)
+    weights = masked_weights(call, table, values.get("per_sample_weights"), outside)
+    sums = emit.call(call.call.op, table, place, offsets, False, _SUM, False, weights, last, -1)[0]
+    # What tells bags apart does not depend on the table: one of two rows, for padding and for all else, does as well.
+    is_padding = emit.call(aten.eq.Scalar, values["indices"], padding)
+    tiny = emit.call(aten.new_zeros.default, table, [2, 1])
+    settings = (False, call.arg("mode"), False, values.get("per_sample_weights"), last, 1 if padding >= 0 else -1)
+    _, *apart = emit.call(call.call.op, tiny, cast(call, is_padding, torch.int64), offsets, *settings)
+    if call.arg("mode") == _MEAN:
+        counts = emit.call(aten.slice.Tensor, apart[1], 0, 0, emit.shape(sums)[0])
+        sums = emit.call(aten.div.Tensor, sums, _column(call, emit.call(aten.clamp_min.default, counts, 1)))
+    return (sums, *apart)
+
+
+def _column(call: LocalCall, value: Any) -> Any:
+    return call.emit.call(aten.unsqueeze.default, value, 1)
+
+
+@rule_maker("aten._embedding_bag_backward", "aten._embedding_bag_dense_backward")
+def bags_backward(call: OpCall) -> Rule | None:
+    """The gradient of the table, unless it is asked for as a sparse tensor."""
+    if "dense" not in call.op.name() and call.arg("sparse"):
+        return None
+    counted = call.arg("scale_grad_by_freq")  # the frequency of a word is that among all indices
+    items = _ITEMS | {"maximum_indices": _maxima(shape_of(call, "maximum_indices"))}
+    whole = ("v",) if counted or call.arg("mode") == _MAX else ()
+    return bind_named(call, items, ["v^ d"], linear=[{"grad"}], whole=whole, local=_bags_backward)
+
+
+def _bags_backward(call: LocalCall) -> Any:
+    if not call.axes("v"):
+        return call.run()
+    emit, values, rows = call.emit, named_values(call), call.result_shape()[0]
+    bag = _bag_of_index(call)
+    gradient = emit.call(aten.index_select.default, values["grad"], 0, bag)
+    if call.arg("mode") == _MEAN:
+        counts = emit.call(aten.clamp_min.default, values["bag_size"], 1)
+        counts = emit.call(aten.index_select.default, counts, 0, bag)
+        gradient = emit.call(aten.div.Tensor, gradient, _column(call, counts))
+    if "per_sample_weights" in values:
+        gradient = emit.call(aten.mul.Tensor, gradient, _column(call, values["per_sample_weights"]))
+    place, outside = own_rows(call, rows, call.arg("padding_idx"))
+    place = emit.call(aten.masked_fill.Scalar, place, outside, -1)  # which the operator skips
+    return emit.call(aten.embedding_dense_backward.default, gradient, place, rows, -1, False)
+
+
+def _bag_of_index(call: LocalCall) -> Any:
+    """The number of the bag that every index is in; kernels that need it not leave it out of their results."""
+    emit, values = call.emit, named_values(call)
+    if "offsets" not in values:
+        return values["offset2bag"]
+    count, device = emit.shape(values["indices"])[0], emit.device(values["indices"])
+    order = emit.call(aten.arange.default, count, dtype=emit.dtype(values["offsets"]), device=device)
+    bag = emit.call(aten.searchsorted.Tensor, values["offsets"], order, right=True)
+    return emit.call(aten.sub.Scalar, bag, 1)
+
+
+@rule_maker("aten._embedding_bag_per_sample_weights_backward")
+def bags_weights_backward(call: OpCall) -> Rule:
+    """The gradient of the rows' weights: a product over the embedding dim."""
+    return bind_named(call, _ITEMS, ["i!"], linear=[{"grad"}, {"weight"}], local=_bags_weights_backward)
+
+
+def _bags_weights_backward(call: LocalCall) -> Any:
+    if not call.axes("v"):
+        return call.run()
+    values = named_values(call)
+    values["indices"], outside = own_rows(call, call.emit.shape(values["weight"])[0], call.arg("padding_idx"))
+    result = call.run(operands=list(values.values()), padding_idx=-1)
+    return call.emit.call(aten.masked_fill.Scalar, result, outside, 0.0)

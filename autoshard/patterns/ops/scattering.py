@@ -1,0 +1,255 @@
+"""Scattering by index.
+
+Where elements are added into the result, the dims of the index may be sharded: they leave partial sums, to which what
+is added to counts once. Where the dim that is written to is sharded, a rank writes what falls into its stretch: what
+does not is made zero where elements are added, and goes to a spare row behind the end where they overwrite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard.patterns.build import build
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import aten
+from autoshard.patterns.ops._positions import along, within_stretch
+from autoshard.patterns.ops.indexing import (
+    advanced,
+    flat_dims,
+    flat_places,
+    named_dims,
+    side_by_side,
+    split_indices,
+    with_index,
+)
+from autoshard.patterns.ops.matmul import first_only
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+
+def _with_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
+    """The value with one more row behind the end of every dim in `dims`."""
+    ndim = len(call.emit.shape(value))
+    pad = [int(position % 2 == 1 and ndim - 1 - position // 2 in dims) for position in range(2 * ndim)]
+    return call.emit.call(aten.constant_pad_nd.default, value, pad)
+
+
+def _without_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
+    shape = call.emit.shape(value)
+    for dim in dims:
+        value = call.emit.call(aten.slice.Tensor, value, dim, 0, shape[dim] - 1)
+    return value
+
+
+# One index along one dim -----------------------------------------------------------------------------------------
+
+
+def _row_rule(call: OpCall, *, adds: bool, linear: Sequence[set[int]] = ()) -> Rule | None:
+    """Rows of the third operand, or a number, are written to where the index says."""
+    operand, index, *rest = call.operands
+    rows = rest[0] if rest and rest[0].shape else None
+    if not operand.shape or not index.shape or (rows is not None and len(rows.shape) != len(operand.shape)):
+        return None
+    dim = call.arg("dim") % len(operand.shape)
+    source = [[name] for name in named_dims(operand)]
+    written = [with_index(source, dim)] if rows is not None else [[]] * len(rest)
+    return build(
+        named_dims(operand) | {"index": index.shape[0]},
+        [source, [["index"]], *written],
+        [source],
+        whole=[] if adds else ["index"],
+        contiguous=[f"d{dim}"],
+        linear=linear,
+        local=_added_rows if adds else _written_rows,
+    )
+
+
+@rule_maker("aten.index_add")
+def _index_add(call: OpCall) -> Rule | None:
+    return _row_rule(call, adds=True, linear=[{0, 2}])
+
+
+@rule_maker("aten.index_copy")
+def _index_copy(call: OpCall) -> Rule | None:
+    return _row_rule(call, adds=False, linear=[{0, 2}])
+
+
+@rule_maker("aten.index_fill")
+def _index_fill(call: OpCall) -> Rule | None:
+    by_tensor = len(call.operands) == 3
+    return _row_rule(call, adds=False, linear=[{0, 2}] if by_tensor else [{0}] if call.arg("value") == 0 else [])
+
+
+@rule_maker("aten.index_reduce")
+def _index_reduce(call: OpCall) -> Rule | None:
+    return _row_rule(call, adds=False)
+
+
+def _added_rows(call: LocalCall) -> Any:
+    values = first_only(call, 0, ["index"])
+    shape = call.operand_shape(0)
+    dim = call.arg("dim") % len(shape)
+    if call.axes(f"d{dim}"):
+        values[1], outside = within_stretch(call, values[1], f"d{dim}", shape[dim])
+        outside = along(call, outside, dim, len(shape))
+        values[2] = call.emit.call(aten.masked_fill.Scalar, values[2], outside, 0)
+    return call.run(operands=values)
+
+
+def _written_rows(call: LocalCall) -> Any:
+    shape = call.operand_shape(0)
+    dim = call.arg("dim") % len(shape)
+    if not call.axes(f"d{dim}"):
+        return call.run()
+    target, index, *rest = call.operands
+    place, _ = within_stretch(call, index, f"d{dim}", shape[dim], shape[dim])
+    written = call.run(operands=[_with_spare(call, target, [dim]), place, *rest])
+    return _without_spare(call, written, [dim])
+
+
+# An index for every element --------------------------------------------------------------------------------------
+
+
+def _element_rule(
+    call: OpCall, local: Callable[[LocalCall], Any], *, kind: str | None = None, linear: Sequence[set[int]] = ()
+) -> Rule | None:
+    """Elements are written to where an index of their shape says.
+
+    Args:
+        kind: what shards of the index leave; None where the elements of the index must be whole.
+    """
+    operand = call.operands[0]
+    if not operand.shape or any(len(meta.shape) != len(operand.shape) for meta in call.operands):
+        return None
+    sizes, whole, dims = side_by_side(call.operands, call.arg("dim") % len(operand.shape))
+    return build(
+        sizes,
+        dims,
+        [dims[0]],
+        whole=whole if kind else [*whole, "index"],
+        contiguous=["indexed"],
+        reductions={"index": (kind,)} if kind else None,
+        linear=linear,
+        local=local,
+    )
+
+
+@rule_maker("aten.scatter_add")
+def _scatter_add(call: OpCall) -> Rule | None:
+    return _element_rule(call, _added_elements, kind="sum", linear=[{0, 2}])
+
+
+@rule_maker("aten.scatter.src", "aten.scatter.value")
+def _scatter(call: OpCall) -> Rule | None:
+    by_zero = len(call.operands) == 2 and call.arg("value") == 0
+    linear = [{0, 2}] if len(call.operands) == 3 else [{0}] if by_zero else []
+    return _element_rule(call, _written_elements, linear=linear)
+
+
+_KINDS = {"sum": "sum", "add": "sum", "amax": "max", "amin": "min"}
+"""Reductions of scattered elements as kinds of partial results."""
+
+
+@rule_maker("aten.scatter_reduce", "aten.scatter.reduce", "aten.scatter.value_reduce")
+def _scatter_reduce(call: OpCall) -> Rule | None:
+    """What was there before takes part: once in a sum, as often as one likes in a maximum."""
+    two = call.op._schema.name == "aten::scatter_reduce"
+    kind = _KINDS.get(call.arg("reduce")) if not two or call.arg("include_self") else None
+    if kind == "sum" and len(call.operands) == 3:
+        return _element_rule(call, _added_elements, kind=kind, linear=[{0, 2}])
+    return _element_rule(call, _written_elements, kind=kind if kind != "sum" else None)
+
+
+def _added_elements(call: LocalCall) -> Any:
+    values = first_only(call, 0, ["index"])
+    if call.axes("indexed"):
+        shape = call.operand_shape(0)
+        whole_source = call.emit.shape(values[2]) != call.emit.shape(values[1])
+        values[1], outside = within_stretch(call, values[1], "indexed", shape[call.arg("dim") % len(shape)])
+        if whole_source:  # the index covers a part of the source, from the start of every dim
+            for dim, size in enumerate(call.emit.shape(values[1])):
+                values[2] = call.emit.call(aten.slice.Tensor, values[2], dim, 0, size)
+        values[2] = call.emit.call(aten.masked_fill.Scalar, values[2], outside, 0)
+    return call.run(operands=values)
+
+
+def _written_elements(call: LocalCall) -> Any:
+    if not call.axes("indexed"):
+        return call.run()
+    target, index, *rest = call.operands
+    shape = call.operand_shape(0)
+    dim = call.arg("dim") % len(shape)
+    place, _ = within_stretch(call, index, "indexed", shape[dim], shape[dim])
+    written = call.run(operands=[_with_spare(call, target, [dim]), place, *rest])
+    return _without_spare(call, written, [dim])
+
+
+# Advanced indices ------------------------------------------------------------------------------------------------
+
+
+@rule_maker("aten.index_put", "aten._unsafe_index_put")
+def _index_put(call: OpCall) -> Rule | None:
+    """Where values are added up, the dims of the index are contracted; where they overwrite, these stay whole."""
+    dims = advanced(call)
+    if dims is None:
+        return None
+    values = call.operands[-1]
+    if len(values.shape) > len(dims.taken):
+        return None
+    accumulate = call.arg("accumulate")
+
+    def added(program: LocalCall) -> Any:
+        indices, outside = split_indices(program, dims)
+        target, *_, added = first_only(program, 0, dims.index_names)
+        if outside is not None:
+            added = program.emit.call(aten.masked_fill.Scalar, added, outside, 0)
+        return program.run(operands=[target, *indices, added])
+
+    def written(program: LocalCall) -> Any:
+        split = [dim for dim in dims.indexed if program.axes(f"d{dim}")]
+        indices, _ = split_indices(program, dims, spare=True)
+        target = _with_spare(program, program.operands[0], split) if split else program.operands[0]
+        return _without_spare(program, program.run(operands=[target, *indices, program.operands[-1]]), split)
+
+    return build(
+        dims.sizes,
+        [dims.source, *dims.indices(), dims.broadcast(values, dims.taken)],
+        [dims.source],
+        whole=[] if accumulate else dims.index_names,
+        contiguous=dims.names,
+        linear=[{0, len(call.operands) - 1}],
+        local=added if accumulate else written,
+    )
+
+
+@rule_maker("aten.put")
+def _put(call: OpCall) -> Rule | None:
+    """Elements by their row-major position, of which the first dim may be sharded in stretches."""
+    operand, index, source = call.operands
+    if index.shape != source.shape:
+        return None
+    sizes, target, indexed, whole = flat_dims(operand, index)
+    accumulate = call.arg("accumulate")
+    return build(
+        sizes,
+        [target, indexed, indexed],
+        [target],
+        whole=whole if accumulate else [*whole, *(name for dim in indexed for name in dim)],
+        contiguous=["d0"],
+        linear=[{0, 2}],
+        local=_local_put,
+    )
+
+
+def _local_put(call: LocalCall) -> Any:
+    contracted = [f"index{dim}" for dim in range(len(call.call.operands[1].shape))]
+    target, index, source = first_only(call, 0, contracted)
+    if not call.axes("d0"):
+        return call.run(operands=[target, index, source])
+    emit, shape = call.emit, call.operand_shape(0)
+    place, _ = flat_places(call, math.prod(shape))
+    flat = _with_spare(call, emit.call(aten.reshape.default, target, [-1]), [0])
+    written = _without_spare(call, call.run(operands=[flat, place, source]), [0])
+    return emit.call(aten.reshape.default, written, list(shape))

@@ -1,0 +1,131 @@
+"""Sorting, and looking up in what is sorted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.patterns.build import build
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.notation import bind
+from autoshard.patterns.ops._helpers import aten, cast, reduced
+from autoshard.patterns.ops._positions import gathered, stretch_start
+from autoshard.patterns.registry import rule, rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+
+def kept_dims_rule(call: OpCall, dims: Collection[int], linear: Sequence[Collection[int]] = ()) -> Rule:
+    """An operator along some dims that keeps all dims: those in `dims` must be whole."""
+    sizes = {f"d{dim}": size for dim, size in enumerate(call.operands[0].shape)}
+    named = [[name] for name in sizes]
+    results = [None if meta is None else named for meta in call.results]
+    return build(sizes, [named], results, whole=[f"d{dim}" for dim in dims], linear=linear)
+
+
+@rule_maker("aten.sort", "aten.argsort")
+def _sort(call: OpCall) -> Rule:
+    ndim = len(call.operands[0].shape)
+    return kept_dims_rule(call, [call.arg("dim") % ndim] if ndim else [])
+
+
+@rule_maker("aten.topk")
+def _topk(call: OpCall) -> Rule:
+    """The largest of a sharded dim are among the largest of every stretch, which the ranks exchange."""
+    (operand,), results = call.operands, call.results
+    if not operand.shape:
+        return kept_dims_rule(call, [])
+    dim = call.arg("dim") % len(operand.shape)
+    sizes = {f"d{index}": size for index, size in enumerate(operand.shape)} | {"top": call.arg("k")}
+    source = [[f"d{index}"] for index in range(len(operand.shape))]
+    target = [["top"] if index == dim else names for index, names in enumerate(source)]
+    gathers = [("gather_of_each", meta.bytes) for meta in results if meta is not None]
+    return build(
+        sizes,
+        [source],
+        [target, target],
+        whole=["top"],
+        contiguous=[f"d{dim}"],
+        reductions={f"d{dim}": (None, None)},
+        exchange={f"d{dim}": gathers},
+        local=_local_topk,
+    )
+
+
+def _local_topk(call: LocalCall) -> Any:
+    shape = call.operand_shape(0)
+    dim = call.arg("dim") % len(shape) if shape else 0
+    name = f"d{dim}"
+    if not call.axes(name):
+        return call.run()
+    emit = call.emit
+    values, places = call.run(k=min(call.arg("k"), shape[dim]))
+    places = emit.call(aten.add.Tensor, places, stretch_start(call, name, shape[dim]))
+    values, places = (_joined(call, gathered(call, value, name), dim) for value in (values, places))
+    values, chosen = call.run(operands=[values])
+    return values, emit.call(aten.gather.default, places, dim, chosen)
+
+
+def _joined(call: LocalCall, stacked: Any, dim: int) -> Any:
+    """`[ranks, ..., n, ...]` with the ranks' parts of the dim `dim` behind each other: `[..., ranks * n, ...]`."""
+    shape = list(call.emit.shape(stacked))
+    order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
+    moved = call.emit.call(aten.permute.default, stacked, order)
+    ranks = shape.pop(0)
+    shape[dim] *= ranks
+    return call.emit.call(aten.reshape.default, moved, shape)
+
+
+# How many elements stand before a value is the sum of how many do in every part of what is sorted.
+rule("aten.bucketize.Tensor", "..., sorted -> ...")
+rule("aten.bucketize.Scalar", "sorted -> ")
+
+
+@rule_maker("aten.searchsorted.Tensor", "aten.searchsorted.Scalar")
+def _searchsorted(call: OpCall) -> Rule:
+    """Rows that are sorted, one for all values or one for each row of them; with a sorter a row must be whole."""
+    single = len(call.operands[0].shape) == 1
+    rows = "sorted" if single else "... sorted"
+    sorter = call.arg("sorter") is not None
+    whole = ["sorted"] if sorter else []
+    if call.op._schema.overload_name == "Scalar":
+        return bind(f"{rows}, {rows} -> " if sorter else f"{rows} -> ", call, whole=whole)
+    values = "..." if single else "... values"
+    operands = [rows, values, rows] if sorter else [rows, values]
+    return bind(f"{', '.join(operands)} -> {values}", call, whole=whole)
+
+
+@rule_maker("aten.isin")
+def _isin(call: OpCall) -> Rule:
+    """Each element for itself; of the tests, any may hold it, or none must where the answer is inverted."""
+    (result,) = call.results
+    assert result is not None
+    tested = {"Tensor_Tensor": ["elements", "test_elements"], "Tensor_Scalar": ["elements"]}
+    names = tested.get(call.op._schema.overload_name, ["test_elements"])
+    tests = [f"t{dim}" for dim in range(len(call.operands[-1].shape) if names[-1] == "test_elements" else 0)]
+    text = ", ".join({"elements": "...", "test_elements": " ".join(tests)}[name] for name in names)
+    return bind(
+        f"{text} -> {'...' if 'elements' in names else ''}",
+        call,
+        reduce=dict.fromkeys(tests),
+        exchange=dict.fromkeys(tests, result.bytes),
+        local=_local_isin,
+    )
+
+
+def _local_isin(call: LocalCall) -> Any:
+    held = call.run()
+    names = [factor.name for factor in call.rule.factors if factor.name.startswith("t") and call.axes(factor.name)]
+    if not names:
+        return held
+    kind = "min" if call.arg("invert") else "max"
+    return cast(call, reduced(call, cast(call, held, torch.uint8), names, kind), torch.bool)
+
+
+@rule_maker("aten.histc")
+def _histc(call: OpCall) -> Rule | None:
+    """Counts add up, once the bins are told; without bounds they follow from the extremes of all elements."""
+    if call.arg("min") == call.arg("max"):
+        return None
+    return bind("... -> bins!", call)

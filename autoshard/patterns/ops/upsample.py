@@ -1,0 +1,85 @@
+"""Images resampled to another size: batch and channels are independent.
+
+Where every position becomes a whole number of copies, or one of several is kept, positions may be sharded too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.notation import bind
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+_NEAREST = [f"{kind}{spatial}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for spatial in (1, 2, 3)]
+_SMOOTH = [
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+]
+
+
+def _names(prefix: str, spatial: int) -> str:
+    return " ".join(f"{prefix}{place}!" for place in range(spatial))
+
+
+@rule_maker(*(f"aten.{name}.default" for name in _SMOOTH), *(f"aten.{name}.vec" for name in (*_SMOOTH, *_NEAREST)))
+def smooth(call: OpCall) -> Rule:
+    """Interpolated images, a position of the result between several of the operand; or sizes given by scales alone."""
+    spatial = len(call.operands[0].shape) - 2
+    return bind(f"n c {_names('p', spatial)} -> n c {_names('q', spatial)}", call, linear="0")
+
+
+@rule_maker(*(f"aten.{name}_backward.default" for name in _SMOOTH))
+def smooth_backward(call: OpCall) -> Rule:
+    """Its gradient: the operator is told the size of the local image."""
+    spatial = len(call.operands[0].shape) - 2
+    text = f"n c {_names('q', spatial)} -> n c {_names('p', spatial)}"
+    return bind(text, call, linear="0", local=_resampled_back)
+
+
+def _resampled_back(call: LocalCall) -> Any:
+    return call.run(output_size=list(call.operand_shape(0)[2:]), input_size=list(call.result_shape()))
+
+
+@rule_maker(*(f"aten.{name}.default" for name in _NEAREST))
+def nearest(call: OpCall) -> Rule:
+    """Copies of positions, or a choice of them."""
+    source, result, sizes = _images(call, call.operands[0].shape, call.arg("output_size"))
+    return bind(f"n c {source} -> n c {result}", call, linear="0", sizes=sizes, local=_resampled)
+
+
+def _resampled(call: LocalCall) -> Any:
+    return call.run(output_size=list(call.result_shape()[2:]))
+
+
+@rule_maker(*(f"aten.{name}_backward.default" for name in _NEAREST))
+def nearest_backward(call: OpCall) -> Rule:
+    """Its gradient: the operator is told the size of the local image."""
+    source, result, sizes = _images(call, call.arg("input_size"), call.arg("output_size"))
+    return bind(f"n c {result} -> n c {source}", call, linear="0", sizes=sizes, local=_resampled_back)
+
+
+def _images(call: OpCall, shape: tuple[int, ...], resampled: tuple[int, ...]) -> tuple[str, str, dict[str, int]]:
+    """Dims of positions of the operand and of the result, and the sizes of names; e are the copies."""
+    source, result = [], []
+    sizes: dict[str, int] = {}
+    for place, (before, after) in enumerate(zip(shape[2:], resampled, strict=True)):
+        copies, step = divmod(max(before, after), min(before, after))
+        ratio = _given_scale(call, place, len(resampled))
+        if step == 0 and ratio in (None, after / before):
+            many, one = f"(x{place} e{place}!)", f"x{place}"
+            source.append(one if after > before else many)
+            result.append(many if after > before else one)
+            sizes |= {f"x{place}": min(before, after), f"e{place}": copies}
+        else:
+            source.append(f"p{place}!")
+            result.append(f"q{place}!")
+    return " ".join(source), " ".join(result), sizes
+
+
+def _given_scale(call: OpCall, place: int, spatial: int) -> float | None:
+    """The scale that the call names for a dim of positions, if any."""
+    name = "scales" if spatial == 1 else ("scales_d", "scales_h", "scales_w")[3 - spatial + place]
+    scale: float | None = call.arg(name)
+    return scale

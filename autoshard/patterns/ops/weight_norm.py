@@ -1,0 +1,103 @@
+"""Weight normalisation: the direction of a weight and its length, one number per slice of the dim `dim`.
+
+The other dims may be sharded as well: the ranks then exchange sums of one number per slice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import (
+    accumulation_dtype,
+    aten,
+    bind_named,
+    cast,
+    named_values,
+    numbered,
+    reduced,
+    result_dtype,
+    shape_of,
+    split_axes,
+)
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+
+def _names(call: OpCall, tensor: str) -> tuple[str, str, list[str]]:
+    """Dims of the weight, dims of its lengths, and the names of the dims that are summed over."""
+    rank = len(shape_of(call, tensor))
+    names = numbered("d", rank)
+    kept = call.arg("dim") % rank
+    lengths = ["o" if dim == kept else "1" for dim in range(rank)]
+    return (
+        " ".join("o" if dim == kept else name for dim, name in enumerate(names)),
+        " ".join(lengths),
+        [name for dim, name in enumerate(names) if dim != kept],
+    )
+
+
+@rule_maker("aten._weight_norm_interface")
+def weight_norm(call: OpCall) -> Rule:
+    """The weight `v · g / |v|`, and the lengths `|v|`."""
+    weight, lengths, summed = _names(call, "v")
+    size = shape_of(call, "v")[call.arg("dim")]
+    return bind_named(
+        call,
+        {"v": weight, "g": lengths},
+        [weight, lengths],
+        reduce=dict.fromkeys(summed),
+        exchange=dict.fromkeys(summed, 4 * size),
+        local=_weight_norm,
+    )
+
+
+def _row_sum(call: LocalCall, tensor: str, value: Any) -> Any:
+    """Sum over all dims but the one that is kept, other ranks included; dims of size one stay."""
+    _, _, summed = _names(call.call, tensor)
+    rank = len(summed) + 1
+    dims = [dim for dim in range(rank) if dim != call.arg("dim") % rank]
+    return reduced(call, call.emit.call(aten.sum.dim_IntList, value, dims, True), summed)
+
+
+def _weight_norm(call: LocalCall) -> Any:
+    if not split_axes(call, _names(call.call, "v")[2]):
+        return call.run()
+    emit, values = call.emit, named_values(call)
+    v, g = (cast(call, values[name], accumulation_dtype(emit.dtype(values[name]))) for name in ("v", "g"))
+    lengths = emit.call(aten.sqrt.default, _row_sum(call, "v", emit.call(aten.mul.Tensor, v, v)))
+    weight = emit.call(aten.mul.Tensor, v, emit.call(aten.div.Tensor, g, lengths))
+    return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((weight, lengths)))
+
+
+@rule_maker("aten._weight_norm_interface_backward")
+def weight_norm_backward(call: OpCall) -> Rule:
+    """Gradients of direction and length, linear in the incoming one."""
+    weight, lengths, summed = _names(call, "saved_v")
+    size = shape_of(call, "saved_v")[call.arg("dim")]
+    return bind_named(
+        call,
+        {"grad_w": weight, "saved_v": weight, "saved_g": lengths, "saved_norms": lengths},
+        [weight, lengths],
+        linear=[{"grad_w"}],
+        reduce=dict.fromkeys(summed),
+        exchange=dict.fromkeys(summed, 4 * size),
+        local=_weight_norm_backward,
+    )
+
+
+def _weight_norm_backward(call: LocalCall) -> Any:
+    """`grad_g = sum(grad · v) / |v|` and `grad_v = g / |v| · (grad - v · grad_g / |v|)`."""
+    if not split_axes(call, _names(call.call, "saved_v")[2]):
+        return call.run()
+    emit, values = call.emit, named_values(call)
+    gradient, v, g, lengths = (
+        cast(call, values[name], accumulation_dtype(emit.dtype(values[name])))
+        for name in ("grad_w", "saved_v", "saved_g", "saved_norms")
+    )
+    total = _row_sum(call, "saved_v", emit.call(aten.mul.Tensor, gradient, v))
+    grad_g = emit.call(aten.div.Tensor, total, lengths)
+    along = emit.call(aten.mul.Tensor, v, emit.call(aten.div.Tensor, grad_g, lengths))
+    across = emit.call(aten.sub.Tensor, gradient, along)
+    grad_v = emit.call(aten.mul.Tensor, across, emit.call(aten.div.Tensor, g, lengths))
+    return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((grad_v, grad_g)))

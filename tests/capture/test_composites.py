@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from autoshard.capture import capture
+from autoshard.capture.composites import attention_with_dropout, replace_composites
+from tests.capture.interpret import run_joint
+
+aten = torch.ops.aten
+
+
+class Attention(nn.Module):
+    """Attention of a tensor with itself."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(x, x, x, dropout_p=self.dropout, is_causal=True)
+
+
+def test_attention_with_dropout_is_spelt_out() -> None:
+    x = torch.randn(2, 3, 4, 8, requires_grad=True)
+    for dropout, expected in ((0.1, attention_with_dropout), (0.0, aten.scaled_dot_product_attention.default)):
+        module = torch.export.export(Attention(dropout), (x,), strict=False).graph_module
+        replace_composites(module)
+        assert expected in {node.target for node in module.graph.nodes}
+    targets = {str(node.target) for node in capture(Attention(0.1), (x,), {}).graph.nodes}
+    assert "aten.native_dropout.default" in targets
+    assert not any("scaled_dot_product" in target for target in targets)
+
+
+def test_it_is_the_same_attention() -> None:
+    q, k, v = torch.randn(3, 2, 3, 4, 8).unbind()
+    torch.testing.assert_close(
+        attention_with_dropout(q, k, v, None, 0.0, True),
+        aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, True)[0],
+    )
+    torch.testing.assert_close(
+        attention_with_dropout(q, k, v, is_causal=True), scaled_dot_product_attention(q, k, v, is_causal=True)
+    )
+
+
+class Region(nn.Module):
+    """A recurrent layer in a region of its own, and a linear layer after it."""
+
+    def __init__(self, region: Any) -> None:
+        super().__init__()
+        self.region = region
+        self.layer, self.last = nn.GRU(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.region():
+            x, _ = self.layer(x)
+        return self.last(x.float()).sum()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("region", [torch.no_grad, partial(torch.autocast, "cpu", torch.bfloat16)])
+def test_regions_of_an_exported_graph_are_rewritten_too(kind: type[nn.RNNBase], region: Any) -> None:
+    module, x = Region(region), torch.randn(4, 2, 6)
+    module.layer = kind(6, 8)
+    graph = capture(module, (x,), {})
+    assert any("_steps" in str(node.target) for node in graph.graph.nodes)
+    # What bfloat16 rounds, it rounds in another order here.
+    torch.testing.assert_close(run_joint(graph, module, (x,)).output, module(x), rtol=2e-2, atol=2e-2)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.library import opcheck
+
+from autoshard.capture import capture
+from autoshard.capture.recurrence import steps
+from autoshard.errors import CaptureError
+from tests.capture.interpret import run_joint
+
+F64 = torch.float64
+LAYERS = {
+    "lstm": lambda: nn.LSTM(6, 8, dtype=F64),
+    "lstm of two layers": lambda: nn.LSTM(6, 8, 2, batch_first=True, dtype=F64),
+    "lstm both ways": lambda: nn.LSTM(6, 8, 2, bidirectional=True, dtype=F64),
+    "lstm without biases": lambda: nn.LSTM(6, 8, bias=False, dtype=F64),
+    "lstm that projects": lambda: nn.LSTM(6, 8, 2, bidirectional=True, proj_size=3, dtype=F64),
+    "gru": lambda: nn.GRU(6, 8, 2, bidirectional=True, batch_first=True, dtype=F64),
+    "gru without biases": lambda: nn.GRU(6, 8, bias=False, dtype=F64),
+    "rnn": lambda: nn.RNN(6, 8, 2, bidirectional=True, dtype=F64),
+    "rnn of relu": lambda: nn.RNN(6, 8, nonlinearity="relu", bias=False, dtype=F64),
+}
+
+
+class Weighted(nn.Module):
+    """A recurrent layer and a loss that weighs every output and last state differently."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+        given = () if not states else (states,) if len(states) == 2 else states
+        output, last = self.layer(x, *given)
+        last = last if isinstance(last, tuple) else (last,)
+        weighted = [value * torch.linspace(-1, 2, value.numel(), dtype=F64).view_as(value) for value in (output, *last)]
+        return sum(value.square().sum() for value in weighted)
+
+
+def _states(layer: nn.Module, samples: int) -> tuple[torch.Tensor, ...]:
+    count = layer.num_layers * (2 if layer.bidirectional else 1)
+    h = torch.randn(count, samples, layer.proj_size or layer.hidden_size, dtype=F64)
+    return (h, torch.randn(count, samples, layer.hidden_size, dtype=F64)) if isinstance(layer, nn.LSTM) else (h,)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_graph_is_the_layer(name: str, given: bool) -> None:
+    module = Weighted(LAYERS[name]())
+    x = torch.randn(4, 5, 6, dtype=F64)
+    samples = 4 if module.layer.batch_first else 5
+    args = (x.requires_grad_(), *(state.requires_grad_() for state in _states(module.layer, samples) if given))
+    step = run_joint(capture(module, args, {}), module, args)
+    loss = module(*args)
+    loss.backward()
+    expected = {name: parameter.grad for name, parameter in module.named_parameters()}
+    assert loss.item() == pytest.approx(step.output.item(), rel=1e-12)
+    for key, gradient in expected.items():
+        torch.testing.assert_close(step.gradients[key], gradient, rtol=1e-10, atol=1e-12)
+    inputs = [value for key, value in step.gradients.items() if key not in expected]
+    for gradient, arg in zip(inputs, args, strict=True):
+        torch.testing.assert_close(gradient, arg.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_sequence_without_a_batch_dim_and_inference() -> None:
+    module, x = nn.LSTM(6, 8), torch.randn(5, 6)
+    output, (h, c) = run_joint(capture(module, (x,), {}, grad=False), module, (x,)).output
+    expected, (last_h, last_c) = module(x)
+    for ours, theirs in ((output, expected), (h, last_h), (c, last_c)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_the_dropout_between_layers_is_captured(kind: type[nn.RNNBase]) -> None:
+    x = torch.randn(4, 5, 6)
+    for training in (True, False):
+        graph = capture(kind(6, 8, 3, dropout=0.5), (x,), {}, training=training)
+        drops = [node for node in graph.graph.nodes if "dropout" in str(node.target) and graph.phase(node) == "forward"]
+        assert len(drops) == (2 if training else 0)
+
+
+def test_the_graph_does_not_grow_with_the_sequence() -> None:
+    sizes = {len(capture(nn.LSTM(6, 8), (torch.randn(length, 2, 6),), {}).graph.nodes) for length in (4, 40)}
+    assert len(sizes) == 1
+
+
+class Packed(nn.Module):
+    """A recurrent layer that is given sequences of different lengths, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(6, 8)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.layer(nn.utils.rnn.pack_padded_sequence(x, lengths))[1]
+
+
+def test_packed_sequences_are_refused_with_advice() -> None:
+    with pytest.raises(CaptureError, match=r"pack_padded_sequence.*padded batch"):
+        capture(Packed(), (torch.randn(4, 3, 6), torch.tensor([4, 3, 1])), {})
+
+
+def test_the_operators_keep_torchs_contract() -> None:
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=F64, requires_grad=True)
+
+    opcheck(steps.lstm_steps.default, (made(3, 2, 16), made(2, 4), made(2, 4), made(16, 4), None))
+    opcheck(steps.lstm_steps.default, (made(3, 2, 16), made(2, 3), made(2, 4), made(16, 3), made(3, 4)))
+    opcheck(steps.gru_steps.default, (made(3, 2, 12), made(2, 4), made(12, 4), made(12)))
+    opcheck(steps.rnn_steps.default, (made(3, 2, 4), made(2, 4), made(4, 4), True))

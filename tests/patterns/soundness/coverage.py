@@ -1,0 +1,233 @@
+"""Write docs/coverage.md, what is known of every operator: python -m tests.patterns.soundness.coverage [--check]"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from autoshard.errors import RuleError
+from autoshard.patterns.registry import knows, registered, rule_for
+from autoshard.patterns.sample import sample_call
+from autoshard.specs.spec import placement_text
+from tests.patterns.soundness.peers import (
+    Offer,
+    holds,
+    is_covered,
+    own_offers,
+    passes_sums_only,
+    torch_offers,
+    torch_operators,
+)
+from tests.patterns.soundness.record import Recorded
+from tests.patterns.soundness.sweep import (
+    NOT_COMPARED,
+    SIZES,
+    Met,
+    ambiguous,
+    collect,
+    everything,
+    findings,
+    strategy_count,
+)
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "coverage.md"
+COMMAND = "python -m tests.patterns.soundness.coverage"
+MOST = 4
+_NOT_LINEAR = ("aten.any.", "aten.all.", "aten.nansum.")
+
+HEAD = """\
+# Coverage: which operators have a rule, and how it was checked
+
+Written by `{command}`; a test sees that page and registry agree.
+Every function of torch's operator database (`torch.testing`), and some of our own with friendlier sizes, were run
+forward and backward, as a capture sees them, and every operator that they call was looked at. A rule's strategies are
+run on all ranks of axes of {sizes} and of a 2 × 2 mesh, and compared with the operator; of random operators
+the distribution is.
+
+{totals}
+
+* **rule**: `own`; `own, declines` where it has none for some of the calls (they are replicated); `none`: replicated,
+  with a warning that names the operator.
+* **calls**: distinct calls met, by shapes and arguments; in brackets how many were checked, taken so that each adds a
+  strategy.
+* **strategies**: how many were run on all ranks and compared.
+* **torch besides**: placements on one axis (operands → results) that torch's own registry (DTensor) offers, that hold
+  when the operator is run on such shards, and that ours does not offer.
+
+{peers}
+
+| operator | rule | calls | strategies | torch besides | why not here |
+|---|---|---|---|---|---|
+"""
+
+PEERS = """\
+torch also lets partial averages, maxima, minima or products pass through an operator ({passing} of its strategies on
+these calls). Ours passes partial sums only: these come of every contraction, the others seldom do, and are reduced at
+once. What torch offers and what does not hold when the operator is run unchanged ({unverified}) has an argument that
+speaks of the whole tensor, such as a shape, which torch changes on the way; it is not compared here. torch's registry
+knows {registry} functional operators that are not made of others; {missing} of these have no rule here: operators on
+lists, which optimizers are made of, and {others}."""
+
+UNMET = """
+## Rules of operators that no sample meets
+
+Overloads that the samples do not use, kernels of other devices, what only captures of modules give. What is tested of
+them is in `tests/patterns/ops`.
+
+"""
+
+
+@dataclass(slots=True)
+class Row:
+    """What the page says of one operator."""
+
+    name: str
+    rule: str
+    calls: int
+    checked: int = 0
+    strategies: int = 0
+    besides: set[str] = field(default_factory=set)
+    unsound: list[str] = field(default_factory=list)
+
+
+def rows(met: dict[str, Met], tally: Counter[str]) -> Iterator[Row]:
+    """A row for every operator that was met, its strategies checked and compared with torch's."""
+    for name, entry in sorted(met.items()):
+        op = next(iter(entry.calls)).op
+        rule = "none" if not knows(op) else "own, declines" if entry.declined else "own"
+        row = Row(name, rule, len(entry.calls))
+        for recorded in entry.chosen:
+            if recorded.op._schema.name not in NOT_COMPARED and not ambiguous(recorded):
+                row.checked += 1
+                row.strategies += strategy_count(recorded)
+                row.unsound += findings(recorded)
+        for recorded in entry.chosen or entry.samples:
+            own = rule_for(recorded.call)
+            size = _dividing_size(recorded)
+            offered = set() if own is None else own_offers(recorded, own, size)
+            for offer in sorted(torch_offers(recorded, size), key=offer_text):
+                if is_covered(offer, offered):
+                    tally["covered"] += 1
+                elif not passes_sums_only(offer):
+                    tally["passing"] += 1
+                elif holds(recorded, offer, size):
+                    row.besides.add(offer_text(offer))
+                else:
+                    tally["unverified"] += 1
+        yield row
+
+
+def _dividing_size(recorded: Recorded) -> int:
+    """The smallest axis that divides some dim of an operand: torch is asked for even shards."""
+    dims = [dim for meta in recorded.call.operands for dim in meta.shape if dim > 1]
+    return next((size for size in SIZES if any(dim % size == 0 for dim in dims)), SIZES[0])
+
+
+def offer_text(offer: Offer) -> str:
+    """A strategy as the page has it, such as `S(1), S(0) → P(sum)`."""
+    ins, outs = (", ".join(placement_text(placement) for placement in side) for side in offer)
+    return f"`{ins} → {outs}`"
+
+
+def page(table: Iterable[Row], tally: Counter[str]) -> str:
+    """The text of docs/coverage.md."""
+    table = list(table)
+    own = sum(row.rule != "none" for row in table)
+    sound = "none of them unsound" if not any(row.unsound for row in table) else "UNSOUND ONES AMONG THEM"
+    totals = (
+        f"**{len(table)} operators met, {own} with a rule; {sum(row.checked for row in table)} calls and "
+        f"{sum(row.strategies for row in table)} strategies checked, {sound}.** Of torch's strategies on these calls "
+        f"{tally['covered']} are offered here too. torch {torch.__version__.partition('+')[0]}."
+    )
+    registry = torch_operators()
+    missing = [str(op) for op in registry if not knows(op)]
+    peers = PEERS.format(
+        passing=tally["passing"],
+        unverified=tally["unverified"],
+        registry=len(registry),
+        missing=len(missing),
+        others=", ".join(f"`{name}`" for name in missing if not name.startswith(("aten._foreach_", "aten._fused_"))),
+    )
+    sizes = ", ".join(map(str, SIZES))
+    head = HEAD.format(command=COMMAND, sizes=sizes, totals=textwrap.fill(totals, 120), peers=textwrap.fill(peers, 120))
+    lines = [_line(row) for row in table]
+    unmet = ", ".join(f"`{name}`" for name in unmet_rules(row.name for row in table))
+    return head + "".join(lines) + UNMET + f"{textwrap.fill(unmet, 120)}\n"
+
+
+def _line(row: Row) -> str:
+    calls = f"{row.calls} ({row.checked})"
+    return f"| `{row.name}` | {row.rule} | {calls} | {row.strategies} | {_besides(row)} | {reason(row)} |\n"
+
+
+def _besides(row: Row) -> str:
+    shown = sorted(row.besides, key=lambda text: (len(text), text))
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+
+def reason(row: Row) -> str:
+    """Why a rule does not offer what torch offers besides."""
+    if not row.besides:
+        return ""
+    if row.rule == "none":
+        return "no rule"
+    if row.name.startswith(_NOT_LINEAR):
+        return "it is not linear: on these samples it holds by chance"
+    outs = {text.strip("`").partition(" → ")[2] for text in row.besides}
+    if all(set(out.split(", ")) == {"R"} for out in outs):
+        return "the operand is not read: its placement is left to others"
+    ins = [text.strip("`").partition(" → ")[0].split(", ") for text in row.besides]
+    if any(sum(place != "R" for place in places) > 1 for places in ins):
+        return "a term that is added waits for the reduction of the others"
+    return "partial sums are reduced before it"
+
+
+def unmet_rules(met: Iterable[str]) -> list[str]:
+    """Registered names that stand for none of the operators met, in the form that torch prints."""
+    known = {name for operator in met for name in (operator, operator.rpartition(".")[0])}
+    return [name for key in registered() if (name := key.replace("::", ".")) not in known and "." in name]
+
+
+def problems(text: str) -> Iterator[str]:
+    """Where a page and the registry disagree."""
+    table = dict(re.findall(r"^\| `([\w.]+)` \| ([\w, ]+) \|", text, re.MULTILINE))
+    for name, rule in table.items():
+        try:
+            op = sample_call(name, ())[0]
+        except RuleError:  # of a part of torch that nothing has imported yet
+            continue
+        if knows(op) != (rule != "none"):
+            yield f"{name} stands there with rule: {rule}"
+    listed = re.findall(r"`([\w.]+)`", text.partition(UNMET)[2])
+    yield from (f"{name} has a rule and is missing" for name in sorted({*unmet_rules(table)} - {*listed}))
+    yield from (f"{name} stands there and has no rule" for name in sorted({*listed} - {*unmet_rules(table)}))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if page and registry disagree")
+    if parser.parse_args().check:
+        found = list(problems(PAGE.read_text(encoding="utf-8")))
+        sys.stdout.write("".join(f"docs/coverage.md: {problem}; run {COMMAND}\n" for problem in found))
+        return bool(found)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # torch's samples exercise what is deprecated
+    tally: Counter[str] = Counter()
+    table = list(rows(collect(everything(), MOST), tally))
+    unsound = [finding for row in table for finding in row.unsound]
+    sys.stdout.write("".join(f"{finding}\n" for finding in unsound))
+    PAGE.write_text(page(table, tally), encoding="utf-8")
+    return bool(unsound)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

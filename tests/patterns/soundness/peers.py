@@ -1,0 +1,197 @@
+"""What torch's own registry of sharding strategies offers for a call on one mesh axis, and whether it holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from autoshard.patterns.lockstep import Lockstep, PerRank
+from autoshard.patterns.rule import Rule
+from autoshard.patterns.soundness import compare, shard_unevenly
+from autoshard.patterns.strategy import axis_choices, fits, operand_spec, result_spec
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
+from tests.patterns.soundness._torch import (
+    DTensorSpec,
+    FakeStore,
+    OpOverload,
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    ShardingPlaceholder,
+    TorchTensorMeta,
+    TupleStrategy,
+    is_composite,
+    tree_leaves,
+    tree_map_only,
+)
+from tests.patterns.soundness.record import Recorded
+
+Offer = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+"""Placements of all operands and of all results on one axis."""
+
+_REGISTRY = DTensor._op_dispatcher.sharding_propagator
+
+
+def torch_operators() -> list[OpOverload]:
+    """The operators that torch has strategies for and that a captured graph can hold: functional, and not composite."""
+    known = {*_REGISTRY.op_single_dim_strategy_funcs, *_REGISTRY.op_strategy_funcs, *_REGISTRY.op_to_rules}
+    functional = (op for op in known if not op._schema.is_mutable and not is_composite(op))
+    return sorted(functional, key=str)
+
+
+def torch_offers(recorded: Recorded, size: int) -> set[Offer]:
+    """The strategies of torch in which `size` divides every dim that is sharded; none where it does not answer."""
+    try:
+        offers = list(_by_axis(recorded) if _single(recorded) else _by_mesh(recorded, size))
+    except Exception:  # torch's strategy functions raise whatever they like on what they do not expect
+        return set()
+    operands, results = _tensors((recorded.args, recorded.kwargs)), _tensors(recorded.results)
+    found = set()
+    for placements in offers:
+        outs, ins = placements[: len(results)], placements[len(results) :]
+        # Of a lookup in shards of a table torch makes a partial result that carries its mask: no placement of ours.
+        plain = all(isinstance(each, (Replicate, Shard)) or type(each) is Partial for each in placements)
+        if len(ins) == len(operands) and plain and not _adds_integers(ins, operands):
+            offer = (_normal(ins, operands), _normal(outs, results))
+            if not all(placement.is_replicate() for placement in offer[0]) and _even(offer, operands, results, size):
+                found.add(offer)
+    return found
+
+
+def _adds_integers(placements: Sequence[Placement], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether integers or truth values would be partial results: these are reduced at once here."""
+    pairs = zip(placements, tensors, strict=True)
+    return any(
+        isinstance(placement, Partial) and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        for placement, tensor in pairs
+    )
+
+
+def _single(recorded: Recorded) -> bool:
+    return recorded.op in _REGISTRY.op_single_dim_strategy_funcs
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _meta(tensor: torch.Tensor) -> Any:
+    return TorchTensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _by_axis(recorded: Recorded) -> Iterator[list[Placement]]:
+    """From a function that speaks of one mesh axis: results first, then operands."""
+    args, kwargs = tree_map_only(torch.Tensor, _meta, (recorded.args, recorded.kwargs))
+    for offer in _REGISTRY.op_single_dim_strategy_funcs[recorded.op](recorded.op, args, kwargs):
+        yield [Shard(each.dim) if isinstance(each, ShardingPlaceholder) else each for each in offer]
+
+
+def _by_mesh(recorded: Recorded, size: int) -> Iterator[list[Placement]]:
+    """From a function that speaks of a whole mesh, asked about one axis and every placement of its operands."""
+    function = _REGISTRY.op_strategy_funcs.get(recorded.op)
+    if function is None:
+        return
+    mesh = _mesh(size)
+
+    def strategy(tensor: torch.Tensor) -> Any:
+        placements = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim)), Partial()]
+        specs = (DTensorSpec(mesh, (placement,), tensor_meta=_meta(tensor)) for placement in placements)
+        return OpStrategy([OpSpec(spec, input_specs=()) for spec in specs])
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in value):
+            return TupleStrategy([argument(item) for item in value])
+        return strategy(value) if isinstance(value, torch.Tensor) else value
+
+    kwargs = {name: argument(value) for name, value in recorded.kwargs.items()}
+    answer = function(OpSchema(recorded.op, tuple(argument(value) for value in recorded.args), kwargs))
+    for spec in answer.strategies if isinstance(answer, OpStrategy) else ():
+        results = _tensors(recorded.results)
+        outs = spec.output_specs if isinstance(spec.output_specs, tuple) else (spec.output_specs,) * len(results)
+        yield [None if each is None else each.placements[0] for each in (*outs, *(spec.input_specs or ()))]
+
+
+def _mesh(size: int) -> DeviceMesh:
+    """A mesh of one axis of processes that do nothing."""
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    return DeviceMesh("cpu", list(range(size)))
+
+
+def _normal(placements: Sequence[Placement], tensors: Sequence[torch.Tensor]) -> tuple[Placement, ...]:
+    """The placements with dims counted from the front; a dim of size one is not sharded."""
+    normal = []
+    for placement, tensor in zip(placements, tensors, strict=True):
+        if isinstance(placement, Shard):
+            dim = placement.dim % max(1, tensor.ndim)
+            placement = Shard(dim) if dim < tensor.ndim and tensor.shape[dim] != 1 else Replicate()
+        normal.append(placement)
+    return tuple(normal)
+
+
+def _even(offer: Offer, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor], size: int) -> bool:
+    pairs = itertools.chain(zip(offer[0], operands, strict=True), zip(offer[1], results, strict=True))
+    return all(
+        not isinstance(placement, Shard) or (tensor.shape[placement.dim] and tensor.shape[placement.dim] % size == 0)
+        for placement, tensor in pairs
+    )
+
+
+def own_offers(recorded: Recorded, rule: Rule, size: int) -> set[Offer]:
+    """The strategies of a rule on an axis of `size`, in the same form."""
+    mesh = MeshShape.of({"x": size})
+    operands, results = _tensors((recorded.args, recorded.kwargs)), _tensors(recorded.results)
+    places = [index for index, dims in enumerate(rule.results) if dims is not None]
+    return {
+        (
+            _normal([operand_spec(rule, (choice,), mesh, index)[0] for index in range(len(operands))], operands),
+            _normal([result_spec(rule, (choice,), mesh, index)[0] for index in places], results),
+        )
+        for choice in axis_choices(rule, size)
+        if fits(rule, (choice,), mesh)
+    }
+
+
+def is_covered(offer: Offer, own: set[Offer]) -> bool:
+    """Whether a rule offers as much: the same operands, and of every result the same, the whole, or another partial."""
+
+    def as_good(mine: Placement, theirs: Placement) -> bool:
+        return mine in (theirs, Replicate()) or (isinstance(mine, Partial) and isinstance(theirs, Partial))
+
+    return any(ins == offer[0] and all(map(as_good, outs, offer[1])) for ins, outs in own)
+
+
+def passes_sums_only(offer: Offer) -> bool:
+    """Whether no operand is partial in another way than a sum."""
+    return all(not isinstance(placement, Partial) or placement.reduce_op == "sum" for placement in offer[0])
+
+
+def holds(recorded: Recorded, offer: Offer, size: int) -> bool:
+    """Whether the operator itself, run on the shards, gives shards of its result; sums are split as `check` does.
+
+    Args:
+        offer: a strategy whose operands are sharded, replicated, or partial sums.
+    """
+    mesh = MeshShape.of({"x": size})
+    operands = _tensors((recorded.args, recorded.kwargs))
+    shards = [shard_unevenly(tensor, Spec.of(each), mesh) for tensor, each in zip(operands, offer[0], strict=True)]
+    values = iter(PerRank(tuple(shard[place] for place in mesh.coordinates())) for shard in shards)
+    args, kwargs = tree_map_only(torch.Tensor, lambda _: next(values), (recorded.args, recorded.kwargs))
+    try:
+        results = Lockstep(mesh).call(recorded.op, *args, **kwargs)
+    except Exception:  # an operator raises whatever it likes on shapes that do not fit its arguments
+        return False
+    outputs = results if isinstance(results, tuple) else (results,)
+    wholes = recorded.results if isinstance(recorded.results, (tuple, list)) else (recorded.results,)
+    pairs = [(output, whole) for output, whole in zip(outputs, wholes, strict=True) if isinstance(whole, torch.Tensor)]
+    return all(
+        compare(dict(zip(mesh.coordinates(), output.values, strict=True)), Spec.of(each), mesh, whole, 1e-9) is None
+        for (output, whole), each in zip(pairs, offer[1], strict=True)
+    )

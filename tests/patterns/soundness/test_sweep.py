@@ -1,0 +1,69 @@
+"""Every operator that torch's own samples meet, forward and backward: no strategy that its rule offers is unsound."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.patterns.soundness.record import record
+from tests.patterns.soundness.samples import own_calls
+from tests.patterns.soundness.sweep import Met, ambiguous, collect, everything, findings
+
+aten = torch.ops.aten
+
+PARTS = 8
+MOST = 4
+"""Calls checked of every operator; those that add a strategy are taken first come, first served."""
+
+
+@cache
+def _met() -> dict[str, Met]:
+    return collect(everything(), MOST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_strategy_of_every_operator_that_torch_samples_meet(part: int) -> None:
+    chosen = [recorded for met in _met().values() for recorded in met.chosen]
+    found = [finding for recorded in chosen[part::PARTS] for finding in findings(recorded)]
+    assert found == []
+
+
+@pytest.mark.slow
+def test_no_rule_fails_on_a_call_that_torch_samples_make() -> None:
+    assert [error for met in _met().values() for error in met.errors] == []
+
+
+@pytest.mark.slow
+def test_most_of_what_torch_samples_meet_has_a_rule() -> None:
+    assert len(_met()) > 500
+    assert sum(bool(met.chosen) for met in _met().values()) > 0.75 * len(_met())
+
+
+def test_every_strategy_of_the_operators_of_neural_networks() -> None:
+    met = collect(own_calls(), 1)
+    assert len(met) > 90
+    assert [error for entry in met.values() for error in entry.errors] == []
+    found = [finding for entry in met.values() for recorded in entry.chosen for finding in findings(recorded)]
+    assert found == []
+
+
+def test_records_are_functional_and_hold_the_backward_half() -> None:
+    x = torch.randn(4, 6, dtype=torch.float64).requires_grad_()
+    calls = record(lambda t: t.sin().mul_(2).relu_(), (x,), {}, "sample")
+    names = [call.op for call in calls]
+    assert [op for op in names if op._schema.is_mutable] == []
+    assert names[:3] == [aten.sin.default, aten.mul.Tensor, aten.relu.default]
+    assert aten.threshold_backward.default in names[3:]
+    assert not any(isinstance(call.results, torch.Tensor) and call.results.requires_grad for call in calls)
+
+
+def test_calls_whose_answer_torch_leaves_open_are_not_compared() -> None:
+    different, tied = torch.arange(12.0).reshape(3, 4), torch.ones(3, 4)
+    (open_answer,) = record(torch.topk, (tied, 2), {}, "sample")
+    (one_answer,) = record(torch.topk, (different, 2), {}, "sample")
+    assert ambiguous(open_answer)
+    assert not ambiguous(one_answer)
+    assert findings(open_answer) == []

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoshard.patterns.soundness import strategies
+from autoshard.patterns.strategy import describe, operand_spec, result_spec
+from autoshard.patterns.variants import offered_factors
+from autoshard.specs.axes import MeshShape
+from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
+from tests.patterns.units.whole import attention_model, plan_with, worst_error
+from tests.training import TOLERANCE
+
+FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+MESH = MeshShape.of({"x": 4})
+
+# one key head for all queries of a rank; several ranks with one; ranks whose queries need several
+HEADS = [(8, 2), (4, 1), (12, 6), (12, 3)]
+
+
+def _tensors(heads: int, groups: int) -> list[torch.Tensor]:
+    return [normal(4, heads, 6, 8), normal(4, groups, 6, 8), normal(4, groups, 6, 8) + 1]
+
+
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_forward_and_backward(heads: int, groups: int, causal: bool) -> None:
+    tensors = _tensors(heads, groups)
+    _, rule = bound(FORWARD, *tensors, 0.0, causal)
+    assert "g" in {factor.name for factor in offered_factors(rule)}
+    assert "g on x" in {describe(refined, choices, MESH) for refined, choices in strategies(rule, MESH)}
+    assert_sound(FORWARD, *tensors, 0.0, causal)
+    assert_sound(BACKWARD, normal(4, heads, 6, 8) - 1, *tensors, *FORWARD(*tensors, 0.0, causal), 0.0, causal)
+
+
+def test_with_a_mask_of_heads() -> None:
+    tensors, mask = _tensors(8, 2), normal(4, 8, 6, 6)
+    assert_sound(FORWARD, *tensors, 0.0, False, attn_mask=mask)
+    kept = FORWARD(*tensors, 0.0, False, attn_mask=mask)
+    assert_sound(BACKWARD, normal(4, 8, 6, 8), *tensors, *kept, 0.0, False, attn_mask=mask)
+
+
+def test_keys_stay_whole_and_their_gradients_are_partial() -> None:
+    tensors = _tensors(8, 2)
+    for op, args, specs in (
+        (FORWARD, tensors, ["S(1)", "R", "R"]),
+        (BACKWARD, [tensors[0], *tensors, *FORWARD(*tensors), 0.0, False], ["S(1)", "S(1)", "R", "R"]),
+    ):
+        _, rule = bound(op, *args)
+        choice = ([factor.name for factor in offered_factors(rule)].index("g"),)
+        assert [str(operand_spec(rule, choice, MESH, operand)) for operand in range(len(specs))] == specs
+    assert [str(result_spec(rule, choice, MESH, result)) for result in range(3)] == ["S(1)", "P(sum)", "P(sum)"]
+
+
+def test_as_many_key_heads_need_no_variant() -> None:
+    _, rule = bound(FORWARD, *_tensors(6, 6))
+    assert "g" not in {factor.name for factor in offered_factors(rule)}
+
+
+def test_whole_model_on_four_times_as_many_devices_as_key_heads() -> None:
+    assert (
+        worst_error(attention_model, {"tp": 8}, plan=plan_with(attention_model, {"tp": 8}, "attention", "g"))
+        < TOLERANCE
+    )
