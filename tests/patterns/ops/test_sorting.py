@@ -67,4 +67,4 @@ def test_bins_that_follow_from_the_elements_have_no_rule() -> None:
 
 def test_what_topk_exchanges_is_priced() -> None:
     _, rule = bound(aten.topk.default, X, 2, 1)
-    assert rule.factors[1].exchanges == (("all_gather", 2 * 4 * 2 * 6 * 8),) * 2
+    assert rule.factors[1].exchanges == (("gather_of_each", 4 * 2 * 6 * 8),) * 2
