@@ -28,7 +28,7 @@ lint: install
 	.venv/bin/python docs/compatibility.py --check
 
 test: lint
-	$(BIN) pytest -n 2
+	$(BIN) pytest -n 2 --dist loadgroup
 
 benchmark: install
 	.venv/bin/python benchmarks/planning.py

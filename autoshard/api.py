@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autoshard import hints as hint_rules
 from autoshard.arguments import check_examples, check_mesh, check_module, check_plain, check_plan
 from autoshard.capture import outside_modes
+from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.capture.twin import check_parameters
 from autoshard.cluster.cluster import Cluster
@@ -27,13 +28,15 @@ from autoshard.partition.localize import Localizer
 from autoshard.partition.module import Runtime, Tangents, check_constants, wants_gradient
 from autoshard.partition.shards import replace_parameters, synchronize_buffers
 from autoshard.partition.split import split
+from autoshard.partition.steady import check_steady
 from autoshard.partition.step import Program, Ranks
 from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.patterns.generic import generic_sizes
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import METHODS, Planner, Settings
 from autoshard.planner.problem import Wishes
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import canonical
+from autoshard.specs.layout import canonical, padded_segments_of
 from autoshard.specs.spec import Spec
 
 Hints = Mapping[str, Any]
@@ -55,6 +58,7 @@ class Options:
     output_placements: Placements = None
     method: str = "auto"
     time_limit: float = 30.0
+    dynamic: Dynamic | None = None
 
     def settings(self) -> Settings:
         return Settings(self.memory_limit, self.optimizer_bytes_per_element, self.method, self.time_limit)
@@ -72,6 +76,7 @@ def _options(
     output_placements: Placements,
     method: str,
     time_limit: float,
+    dynamic: Dynamic | None,
 ) -> Options:
     if inputs not in ("global", "local"):
         raise PlanError(
@@ -99,6 +104,7 @@ def _options(
         output_placements=output_placements,
         method=method,
         time_limit=time_limit,
+        dynamic=dynamic,
     )
 
 
@@ -117,6 +123,7 @@ def plan(
     output_placements: Placements = None,
     method: str = "auto",
     time_limit: float = 30.0,
+    dynamic: Dynamic | None = None,
 ) -> ShardingPlan:
     """Decide how `module` should lie on `mesh`, and change nothing.
 
@@ -132,12 +139,19 @@ def plan(
         optimizer_bytes_per_element: optimizer state per trained parameter element; 8 is Adam's two float32.
         cluster: a preset's name, a path of a cluster file, or a `Cluster`; by default `"cpu"` for a CPU mesh and
             `"h100"` for everything else.
-        inputs: `"global"`: every rank will pass whole tensors; `"local"`: its own shards.
+        inputs: `"global"`: every rank will pass whole tensors; `"local"`: its own shards, as a data loader yields them.
+            Where the example's batch does not divide, shards may be of different lengths: those that `Shard` makes,
+            the last ones shorter or empty; the ranks then tell each other the lengths at every call.
         input_placements: input path -> placements, for local inputs.
         output_placements: None: outputs come back whole; `"planned"`: as they lie, as DTensors; or a mapping of output
             paths to placements.
         method: `"auto"`, `"eliminate"`, `"alternate"` or `"ilp"`.
         time_limit: seconds that the search may take.
+        dynamic: sizes that calls may change: for inputs by name, `{dim: name}`, such as
+            `{"input_ids": {0: "batch", 1: "seq"}, "labels": {0: "batch", 1: "seq"}}`; dims of one name have one size.
+            In place of a name, a `torch.export.Dim` may limit the size, or make it a multiple (`8 * Dim("batch")`).
+            Costs are those of the example's sizes. Other sizes are all served by the one plan; what an axis does
+            not divide is padded, so that at most one axis splits such a dim.
 
     Returns:
         The plan.
@@ -145,6 +159,7 @@ def plan(
     Raises:
         CaptureError: the module cannot be captured as one graph.
         HintError: a hint does not fit the module or the mesh.
+        InputError: `dynamic` names no input, no dim, or sizes that the example cannot stand for.
         BudgetError: no plan fits `memory_limit`.
         MeshError: the mesh is none.
     """
@@ -154,10 +169,10 @@ def plan(
     device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else None
     options = _options(
         shape, device_type, hints, memory_limit, optimizer_bytes_per_element, cluster, inputs, input_placements,
-        output_placements, method, time_limit,
+        output_placements, method, time_limit, dynamic,
     )  # fmt: skip
     start = time.perf_counter()
-    graph = capture(module, args, kwargs, grad=torch.is_grad_enabled())
+    graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), dynamic=dynamic)
     seconds = time.perf_counter() - start
     planner = _planner(module, graph, shape, options)
     return _planned(planner, seconds, options)
@@ -179,8 +194,15 @@ def _planner(
     mesh: MeshShape,
     options: Options,
     placed: Mapping[str, tuple[Placement, ...]] | None = None,
+    placed_inputs: Mapping[str, tuple[Placement, ...]] | None = None,
 ) -> Planner:
-    """A planner for one graph; `placed` holds the placements of parameters that are not to move."""
+    """A planner for one graph.
+
+    Args:
+        module, graph, mesh, options: what is planned, and how.
+        placed: placements of parameters that are not to move.
+        placed_inputs: placements in which local inputs were asked for before, and arrive.
+    """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     modules = [name for name, _ in module.named_modules()]
     pinned: dict[str, tuple[Placement | None, ...]] = {}
@@ -188,7 +210,7 @@ def _planner(
         pinned.update(hint_rules.resolve(options.hints, shapes, graph.aliases, modules, mesh))
     else:
         pinned.update({source.name: placed[source.name] for source in graph.inputs if source.name in placed})
-    pinned.update(_input_pins(graph, mesh, options))
+    pinned.update(_input_pins(graph, mesh, options, placed_inputs or {}))
     planned = options.output_placements == "planned"
     wishes = Wishes(
         pinned=pinned,
@@ -199,15 +221,18 @@ def _planner(
     return Planner(graph, mesh, options.cluster, wishes, options.settings())
 
 
-def _input_pins(graph: JointGraph, mesh: MeshShape, options: Options) -> dict[str, tuple[Placement | None, ...]]:
+def _input_pins(
+    graph: JointGraph, mesh: MeshShape, options: Options, before: Mapping[str, tuple[Placement, ...]]
+) -> dict[str, tuple[Placement | None, ...]]:
     shapes = {s.name: tuple(s.node.meta["val"].shape) for s in graph.inputs if s.kind == "input"}
     if options.input_placements and options.inputs == "global":
         raise PlanError('input_placements is for inputs="local": global inputs are sliced by the program, for free.')
-    return {
+    asked: dict[str, tuple[Placement | None, ...]] = {
         name: _spec_of(f"input_placements[{name!r}]", value, shapes[name], mesh).placements
         for name, value in options.input_placements.items()
         if _known(name, shapes, "input")
     }
+    return {**{name: placements for name, placements in before.items() if name in shapes}, **asked}
 
 
 def _output_specs(graph: JointGraph, mesh: MeshShape, wanted: Placements) -> dict[str, Spec]:
@@ -234,9 +259,11 @@ def _spec_of(what: str, value: Any, shape: tuple[int, ...], mesh: MeshShape) -> 
     if len(placements) > mesh.ndim:
         raise HintError(f"{what} has {len(placements)} placements, the mesh has the axes {mesh}.")
     try:
-        return canonical(shape, Spec.of(*placements, *[Replicate()] * (mesh.ndim - len(placements))), mesh)
+        spec = canonical(shape, Spec.of(*placements, *[Replicate()] * (mesh.ndim - len(placements))), mesh)
+        padded_segments_of(shape, spec, mesh)
     except ValueError as error:
         raise HintError(f"{what} does not fit a tensor of shape {list(shape)}: {error}") from error
+    return spec
 
 
 def parallelize(
@@ -255,6 +282,7 @@ def parallelize(
     compile: bool = False,
     method: str = "auto",
     time_limit: float = 30.0,
+    dynamic: Dynamic | None = None,
     plan: ShardingPlan | None = None,
 ) -> nn.Module:
     """Shard `module` over `mesh` in place, so that it trains there with the numbers that one device would give.
@@ -270,7 +298,7 @@ def parallelize(
         compile: hand the local forward and backward programs to inductor.
         plan: apply this plan instead of making one.
         example_args, example_kwargs, hints, memory_limit, optimizer_bytes_per_element, cluster, inputs,
-            input_placements, output_placements, method, time_limit: as for `autoshard.plan`.
+            input_placements, output_placements, method, time_limit, dynamic: as for `autoshard.plan`.
 
     Returns:
         The module. `module.sharding_plan` is its plan.
@@ -287,7 +315,7 @@ def parallelize(
         check_plan(plan, module, shape)
     options = _options(
         shape, mesh.device_type, hints, memory_limit, optimizer_bytes_per_element, cluster, inputs, input_placements,
-        output_placements, method, time_limit,
+        output_placements, method, time_limit, dynamic,
     )  # fmt: skip
     parallelizer = _Parallelizer(module, mesh, options, compile, plan)
     parallelizer.start(args, kwargs)
@@ -320,13 +348,13 @@ class _Parallelizer:
         self.compile = compile
         self.plan = plan
         self.placed: dict[str, tuple[Placement, ...]] | None = None
-        self.runtime = Runtime(module, device_mesh, self.prepare, options.inputs)
+        self.runtime = Runtime(module, device_mesh, self.prepare, options.inputs, options.dynamic)
         self.runtime.planned_outputs = options.output_placements is not None
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan and place now if there is an example call, else replicate and plan at the first call."""
         if args or kwargs:
-            self.runtime.prepare(args, kwargs, torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs))
+            self.runtime.serve(args, kwargs, torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs))
         else:
             check_parameters(self.module)
             whole = Spec.replicated(self.mesh.ndim)
@@ -340,33 +368,57 @@ class _Parallelizer:
         self.module.__dict__[_RUNTIME] = self.runtime
 
     def prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, tangents: Tangents
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grad: bool,
+        tangents: Tangents,
+        signature: Hashable,
+        dynamic: bool,
     ) -> tuple[JointGraph, Program]:
         """Graph and program of one call."""
         device = torch.device(self.device_mesh.device_type)
         graph, planner, seconds = together(
-            self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, device)
+            self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic, device)
         )
         decided = self._decide(graph, planner, seconds)
         flow = Flow(planner.rules, Decisions.from_data(decided.decisions), self.mesh)
         ranks = Ranks(self.device_mesh, device)
         with outside_modes():
             step = Localizer(flow, planner.resharder, ranks.groups).run()
+            if graph.dynamic is not None:
+                others = generic_sizes(graph, self.mesh, flow.rules.generic)
+                check_steady(step, Localizer(flow, planner.resharder, ranks.groups, others).run(), others)
             halves = split(step, self.compile)
         if self.placed is None:
             self._place(decided)
-        self.runtime.input_placements.update(decided.input_placements)
-        return graph, Program(step, halves, ranks, self._general(args, kwargs, graph, grad, tangents))
+        self.runtime.know_inputs(step.inputs)
+        general = None
+        if grad and tangents != "all" and not _differentiates_all(graph):
+            like_args, like_kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
+
+            def general() -> Program:
+                return self.runtime.prepare(like_args, like_kwargs, grad, "all", signature, dynamic).program
+
+        return graph, Program(step, halves, ranks, general)
 
     def _capture(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, tangents: Tangents, device: torch.device
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grad: bool,
+        tangents: Tangents,
+        dynamic: bool,
+        device: torch.device,
     ) -> tuple[JointGraph, Planner, float]:
         """The graph of one call, its planner, and the seconds that the capture took."""
         start = time.perf_counter()
-        graph = capture(self.module, args, kwargs, grad=grad, device=device, tangents=tangents)
+        sizes = self.options.dynamic if dynamic else None
+        graph = capture(self.module, args, kwargs, grad=grad, device=device, tangents=tangents, dynamic=sizes)
         check_constants(graph, self.module)
         seconds = time.perf_counter() - start
-        return graph, _planner(self.module, graph, self.mesh, self.options, self.placed), seconds
+        known = self.runtime.input_placements if self.options.inputs == "local" else {}
+        return graph, _planner(self.module, graph, self.mesh, self.options, self.placed, known), seconds
 
     def _decide(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
         """The plan given by the user for the first call; else the first rank's."""
@@ -390,15 +442,10 @@ class _Parallelizer:
         self.placed = dict(decided.placements)
         self.module.sharding_plan = decided  # type: ignore[assignment]
 
-    def _general(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], graph: JointGraph, grad: bool, tangents: Tangents
-    ) -> Any:
-        """For a program that differentiates the loss alone: how to make the one that differentiates every output."""
-        outputs = [output for output in graph.outputs if output.kind == "output"]
-        if not grad or tangents == "all" or len(graph.tangent_outputs) == len(outputs):
-            return None
-        like_args, like_kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
-        return lambda: self.runtime.prepare(like_args, like_kwargs, grad, "all").program
+
+def _differentiates_all(graph: JointGraph) -> bool:
+    """Whether the program of a graph starts its backward half from every output."""
+    return len(graph.tangent_outputs) == sum(output.kind == "output" for output in graph.outputs)
 
 
 def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ from autoshard.cluster.cost import CostModel
 from autoshard.doctor_report import Operator, Problem, Report
 from autoshard.errors import AutoshardError
 from autoshard.patterns.graph import GraphRules
-from autoshard.patterns.registry import rule_for
+from autoshard.patterns.registry import is_borrowed, rule_for
+from autoshard.patterns.rule import OpCall
 from autoshard.patterns.variants import WHOLE
 from autoshard.planner.options import OptionTables
 from autoshard.specs.axes import MeshShape
@@ -153,11 +154,19 @@ class _Examination:
         rules = GraphRules(graph, _MESH)
         for node in rules.operators:
             call = rules.calls[node]
-            known = graph.pin(node) is not None or rule_for(call) is not None
-            calls = self.operators.setdefault((str(call.op), "rule" if known else "replicated"), _Calls())
+            calls = self.operators.setdefault((str(call.op), _source(call, graph.pin(node) is not None)), _Calls())
             calls.count += 1
             calls.seconds += self.tables.strategy_seconds(call, rules.rules[node], (WHOLE,))
             calls.modules[".".join(filter(None, (path, graph.module_path(node))))] = None
+
+
+def _source(call: OpCall, pinned: bool) -> str:
+    """Where the ways to shard a call come from, as `Operator.source` says."""
+    if pinned:
+        return "rule"
+    if rule_for(call) is None:
+        return "replicated"
+    return "borrowed" if is_borrowed(call.op) else "rule"
 
 
 def _parameter_problems(module: nn.Module) -> Iterator[Problem]:

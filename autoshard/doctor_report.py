@@ -43,7 +43,9 @@ class Operator:
 
     Attributes:
         name: such as `"aten.mm.default"`.
-        source: `"rule"`: a sharding rule; `"replicated"`: none, so that every device does all of its work.
+        source: `"rule"`: a sharding rule of the library or of yours; `"borrowed"`: the strategies that torch's own
+            registry has for it, DTensor's or what `register_sharding` added; `"replicated"`: neither, so that every
+            device does all of its work.
         count: calls in one step, forward and backward.
         modules: paths of the modules that call it, `""` for the root, each once.
         seconds: predicted time of all its calls on one device.
@@ -125,7 +127,7 @@ def report_page(report: Report) -> Group:
         parts += [Padding(Text(note), (0, 0, 0, 2)) for note in report.notes]
         parts.append(Text(""))
     if report.operators:
-        known = [one for one in report.operators if one.source == "rule"]
+        known = [one for one in report.operators if one.source != "replicated"]
         parts.append(_operator_table([*report.replicated, *known[:_ROWS]]))
         if known[_ROWS:]:
             rest = format_seconds(sum(one.seconds for one in known[_ROWS:]))
@@ -144,7 +146,9 @@ def _verdict(report: Report) -> str:
     if report.operators:
         known = sum(one.count for one in report.operators) - sum(one.count for one in report.replicated)
         total = sum(one.count for one in report.operators)
-        lines.append(f"{known} of {total} operator calls have a sharding rule")
+        borrowed = sum(one.count for one in report.operators if one.source == "borrowed")
+        of_torch = f" ({borrowed} borrowed from torch)" if borrowed else ""
+        lines.append(f"{known} of {total} operator calls have a sharding rule{of_torch}")
         lines.append(f"compute of a step on one device ({report.cluster}): {format_seconds(report.step_seconds)}")
     if report.replicated:
         lines.append(
@@ -172,7 +176,7 @@ def _operator_table(operators: Iterable[Operator]) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for one in operators:
         cells = (one.name, one.source, _patterns(one.modules), str(one.count), format_seconds(one.seconds))
-        style = "" if one.source == "rule" else "bold"
+        style = "bold" if one.source == "replicated" else ""
         table.add_row(*(Text(cell, style=style) for cell in cells))
     return table
 

@@ -24,7 +24,7 @@ class Collective:
     """Equal collectives of one step at one place of the model.
 
     Attributes:
-        kind: `"all_gather"`, `"all_reduce"`, `"reduce_scatter"` or `"all_to_all"`.
+        kind: `"all_gather"`, `"all_reduce"`, `"reduce_scatter"`, `"all_to_all"` or `"shift"`.
         axis: name of the mesh axis that it runs over.
         bytes: what one device holds before one of them.
         count: how many of them a step runs.

@@ -44,6 +44,8 @@ def test_the_rules_of_the_page_are_sound(page: dict[str, Any]) -> None:
     assert check("mylib::scaled_backward", (x, y, scale)) == []
     assert check("mylib::roll", (x, 1)) == []
     assert check("mylib::sum_of_squares", x) == []
+    assert check("mylib::mixed", (x, torch.randn(12, 6, dtype=torch.float64))) == []
+    assert check("mylib::span", torch.randn(5, 7, dtype=torch.float64)) == []
 
 
 def test_the_notation_of_the_tables_parses() -> None:

@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
 import autoshard
-from autoshard.errors import BudgetError, PlanError
+from autoshard.errors import BudgetError, InputError, PlanError
 from autoshard.partition.shards import cut, local_of, whole
 from autoshard.plan import ShardingPlan
 from autoshard.specs import Spec
 from tests import models
+from tests.models.routed import sorted_experts
+from tests.patterns.units.whole import attention_model, plan_with, worst_error
 from tests.training import TOLERANCE, compare, fast_links, on_processes, one_device, relative_difference, train
 from tests.workers import Workers
 
@@ -60,6 +62,55 @@ def worst_difference(model: str) -> float:
     trace = on_processes(model, {"dp": 2, "tp": 2})
     assert any(placement != Replicate() for placements in trace.placements.values() for placement in placements)
     return compare(trace, one_device(model)).worst
+
+
+def test_hidden_units_that_processes_share(workers: Workers) -> None:
+    assert max(workers.run(worst_difference_of_units)) <= TOLERANCE
+
+
+def worst_difference_of_units() -> float:
+    """A layer on one sample, whose only way to be sharded on both axes is by its units."""
+    reference = train(*single_sample(), steps=2)
+    module, inputs = single_sample()
+    autoshard.parallelize(module, mesh(), (), inputs, cluster=fast_links())
+    trace = train(module, inputs, steps=2)
+    loops = {decision.strategy for decision in module.sharding_plan.choices if "_steps" in decision.operator}
+    assert loops == {"h on dp, h on tp"}, loops
+    return compare(trace, reference).worst
+
+
+def single_sample() -> models.Model:
+    return models.ZOO["lstm"](dtype=torch.float64, batch=1)
+
+
+def test_keys_that_go_round_processes(workers: Workers) -> None:
+    """Ranks of a ring that are no neighbours: a stretch comes from its place in the group."""
+    plan = plan_with(attention_model, {"cp": 2, "tp": 2}, "attention", "n", axis=0)
+    assert max(workers.run(worst_difference_of_keys, plan.to_json())) <= TOLERANCE
+
+
+def worst_difference_of_keys(plan: str) -> float:
+    return worst_error(attention_model, {"cp": 2, "tp": 2}, processes=True, plan=ShardingPlan.from_json(plan))
+
+
+def test_ranks_that_hold_unequally_many_rows(workers: Workers) -> None:
+    """Tokens sent to the ranks of their experts, on an axis of two; the first rank gets none."""
+    assert max(workers.run(worst_of_routed, "none to the first")) <= TOLERANCE
+
+
+def worst_of_routed(routing: str) -> float:
+    module, inputs = sorted_experts(dtype=torch.float64, routing=routing)
+    expected = train(sorted_experts(dtype=torch.float64, routing=routing)[0], inputs)
+    plan = autoshard.plan(
+        *(module, mesh(), (), inputs),
+        cluster=fast_links(),
+        hints=dict.fromkeys(("up", "down"), (Replicate(), Shard(0))),
+    )
+    assert {choice.strategy for choice in plan.choices if "autoshard" in choice.operator} == {
+        "source on dp, group on tp"
+    }
+    autoshard.parallelize(module, mesh(), (), inputs, plan=plan)
+    return compare(train(module, inputs), expected).worst
 
 
 def test_the_first_rank_decides_parameters_and_buffers(workers: Workers) -> None:
@@ -119,6 +170,38 @@ def own_shards() -> None:
     assert compare(train(module, own), expected).worst <= TOLERANCE
 
 
+def test_local_inputs_of_different_lengths(workers: Workers) -> None:
+    """Five samples on two ranks, then other numbers of samples, one rank's share of them empty."""
+    errors = workers.run(shards_of_different_lengths)
+    assert all("were given 1, 3 elements of dim 0 of input_ids" in error for error in errors)
+    assert all("are 2, 2: every rank takes 2" in error for error in errors)
+
+
+def shards_of_different_lengths() -> str:
+    module, inputs = gpt()
+    alone, _ = gpt()
+    device_mesh = mesh()
+    placements = (Shard(0), Replicate())
+    autoshard.parallelize(
+        module,
+        device_mesh,
+        (),
+        {name: tensor[:5] for name, tensor in inputs.items()},
+        cluster=fast_links(),
+        inputs="local",
+        input_placements=dict.fromkeys(inputs, placements),
+    )
+    first = device_mesh.get_coordinate()[0] == 0
+    for batch, lengths in ((5, (3, 2)), (8, (4, 4)), (1, (1, 0))):
+        some = {name: tensor[:batch] for name, tensor in inputs.items()}
+        own = {name: cut(tensor, device_mesh, Spec.of(*placements)) for name, tensor in some.items()}
+        assert own["input_ids"].shape[0] == lengths[0 if first else 1]
+        assert compare(train(module, own, 1), train(alone, some, 1)).worst <= TOLERANCE
+    with pytest.raises(InputError) as caught:
+        module(**{name: tensor[: 1 if first else 3] for name, tensor in inputs.items()})
+    return str(caught.value)
+
+
 def test_other_signatures_and_a_loss_of_the_logits(workers: Workers) -> None:
     workers.run(several_signatures)
 
@@ -159,6 +242,29 @@ def planned_outputs() -> None:
     assert ours.to_local().numel() < logits.numel()
     torch.testing.assert_close(ours.full_tensor(), logits, rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(our_loss.full_tensor(), loss, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_planned_outputs_of_a_batch_that_does_not_divide(workers: Workers) -> None:
+    """Ranks hold the rows that are theirs, and no padding; gradients may come back through them."""
+    workers.run(planned_uneven_outputs)
+
+
+def planned_uneven_outputs() -> None:
+    module, inputs = gpt()
+    alone, _ = gpt()
+    some = {name: tensor[:5] for name, tensor in inputs.items()}
+    logits, _ = alone(**some)
+    logits.square().mean().backward()
+    device_mesh = mesh()
+    asked = {"output[0]": (Shard(0), Replicate())}
+    autoshard.parallelize(module, device_mesh, (), some, cluster=fast_links(), output_placements=asked)
+    ours, _ = module(**some)
+    assert isinstance(ours, DTensor)
+    assert ours.to_local().shape[0] == (3, 2)[device_mesh.get_coordinate()[0]]
+    torch.testing.assert_close(ours.full_tensor(), logits, rtol=TOLERANCE, atol=TOLERANCE)
+    ours.square().mean().backward()
+    for (name, parameter), other in zip(module.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole_of(parameter.grad), other.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_a_plan_from_a_file(workers: Workers, tmp_path: Path) -> None:

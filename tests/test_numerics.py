@@ -27,9 +27,12 @@ from tests.numerics import (
 from tests.training import TOLERANCE, compare, on_mesh, one_device, relative_difference
 
 FAST = {("mlp", mesh) for mesh in MESHES} | {("hf_gpt2", (2,)), ("hf_llama", (2, 2)), ("resnet18", (3,))}
+SLOW = [case for case in itertools.product(CORE, MESHES[2:]) if case not in FAST]
 CASES = [
-    pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in itertools.product(CORE, MESHES)
+    *(pytest.param(*case) for case in sorted(FAST)),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
+OTHER_CASES = [(model, SQUARE if place % 2 else MESHES[1 + place % 3]) for place, model in enumerate(OTHERS)]
 
 
 @pytest.mark.parametrize(("model", "mesh"), CASES)
@@ -40,10 +43,7 @@ def test_planned_training_equals_one_device(model: str, mesh: tuple[int, ...]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "mesh"),
-    [*((model, SQUARE) for model in OTHERS), *zip(OTHERS, itertools.cycle(MESHES[1:4]), strict=False)],
-)
+@pytest.mark.parametrize(("model", "mesh"), OTHER_CASES)
 def test_the_other_models_train_as_on_one_device(model: str, mesh: tuple[int, ...]) -> None:
     row = planned_row(model, mesh, steps=1)
     assert row.errors.worst <= TOLERANCE

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
+import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +42,8 @@ class Trace:
     """What training left behind, as whole tensors: for every name, the tensors that the ranks hold.
 
     `losses` are those of all steps; outputs and gradients are those of the last, parameters and buffers after it.
-    `collectives` counts, by kind, what one rank called in the last step; `placements` are those of the parameters.
+    `collectives` counts, by kind, what one rank called in the last step; `placements` are those of the parameters;
+    `replicated` names the operators that no sharding rule is for.
     """
 
     losses: dict[str, list[torch.Tensor]]
@@ -50,6 +53,7 @@ class Trace:
     buffers: dict[str, list[torch.Tensor]]
     collectives: dict[str, int]
     placements: dict[str, tuple[Placement, ...]]
+    replicated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +149,6 @@ def build(name: str, **options: Any) -> models.Model:
 
 
 @functools.cache
-def replicated(name: str) -> tuple[str, ...]:
-    """Names of the operators of a model's training step that no rule is for."""
-    module, inputs = build(name)
-    with Widened():
-        report = autoshard.doctor(module, (), inputs)
-    assert report.captured, report
-    return tuple(operator.name for operator in report.replicated)
-
-
-@functools.cache
 def one_device(name: str, steps: int = STEPS) -> Trace:
     """The trace of a model on one device."""
     module, inputs = build(name)
@@ -176,10 +170,23 @@ def on_processes(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> Trac
 
 def _train_planned(name: str, device_mesh: DeviceMesh, steps: int, **options: Any) -> Trace:
     module, inputs = build(name, **options)
-    with Widened():
+    with Widened(), warnings.catch_warnings(record=True) as raised:
         autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links(), time_limit=PLANNING_SECONDS)
     with doubles():
-        return train(module, inputs, steps)
+        trace = train(module, inputs, steps)
+    return dataclasses.replace(trace, replicated=_without_rule(raised))
+
+
+def _without_rule(raised: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
+    """The operators that planning warned of, for want of a rule; other warnings are raised again."""
+    found = []
+    for one in raised:
+        named = re.match("no sharding rule for (.*?) ", str(one.message))
+        if named:
+            found.append(named[1])
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    return tuple(found)
 
 
 def on_mesh_at_random(

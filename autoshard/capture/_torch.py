@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch._dynamo.exc import UserError  # what torch.export says of dynamic sizes that it cannot have
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,  # an output that is a gradient, and of which input
     InputMutationAOTOutput,  # an output that is the new value of a mutated input
@@ -24,13 +27,18 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # no public name yet
 from torch.export.graph_signature import InputKind, TensorArgument
-from torch.fx.experimental.symbolic_shapes import ShapeEnv  # lets data-dependent sizes be named in errors
+from torch.fx.experimental.symbolic_shapes import (
+    ShapeEnv,  # names sizes that depend on data, in errors, and holds what is known of dynamic ones
+    free_unbacked_symbols,  # the sizes in a value that depend on data
+)
 from torch.nn.parameter import is_lazy  # parameters whose shape is not known yet
 from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export sees them
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees every operator that is called while it is active
     _disable_current_modes,  # capture is not seen by modes active around it
 )
+from torch.utils._sympy import functions as symbolic  # what torch writes where sizes are divided
+from torch.utils._sympy.numbers import int_oo  # no limit of a size
 
 __all__ = [
     "DataDependentOutputException",
@@ -47,11 +55,16 @@ __all__ = [
     "TangentAOTInput",
     "TensorArgument",
     "TorchDispatchMode",
+    "UserError",
     "fake_mode",
+    "free_unbacked_symbols",
     "is_lazy",
     "outside_modes",
     "pytree",
     "survey_mode",
+    "symbolic",
+    "symbolic_conditions",
+    "symbolic_hint",
     "trace_joint",
 ]
 
@@ -75,3 +88,21 @@ def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.
     """The functional graph of forward and backward, each placeholder and output described in `meta["desc"]`."""
     with contextlib.ExitStack() as stack:
         return aot_export_joint_with_descriptors(stack, module, inputs).graph_module
+
+
+def symbolic_hint(value: torch.SymInt) -> int:
+    """The number that a symbolic size has in the example."""
+    return int(value.node.hint)
+
+
+def symbolic_conditions(
+    mode: FakeTensorMode, symbols: Mapping[Any, sympy.Symbol]
+) -> tuple[dict[sympy.Symbol, tuple[int, int | None]], tuple[sympy.Expr, ...]]:
+    """Under what ranges, and what conditions in torch's own terms, all that ran in a mode would go the same way."""
+    env = mode.shape_env
+    assert env is not None
+    ranges = {}
+    for own, ours in symbols.items():
+        limits = env.var_to_range[own]
+        ranges[ours] = (int(limits.lower), None if limits.upper == int_oo else int(limits.upper))
+    return ranges, tuple(env.replace(guard.expr) for guard in env.guards)

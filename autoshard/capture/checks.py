@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import fx
 
-from autoshard.capture._torch import pytree
+from autoshard.capture._torch import free_unbacked_symbols, pytree
 from autoshard.capture.export import Exported
 from autoshard.capture.graph import JointOutput
 from autoshard.errors import CaptureError
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 def check_sizes(graph: fx.Graph) -> None:
     """Refuse an exported graph with sizes that depend on the numbers in a tensor: no plan can be made for them."""
     for node in graph.nodes:
-        if not _has_symbols(node.meta.get("val")):
+        if not _depends_on_data(node.meta.get("val")):
             continue
         stack = node.meta.get("nn_module_stack")
         path = next(reversed(stack.values()))[0] if stack else ""
@@ -32,10 +32,12 @@ def check_sizes(graph: fx.Graph) -> None:
         )
 
 
-def _has_symbols(value: object) -> bool:
-    leaves = pytree.tree_leaves(value)
-    sizes = [size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape]
-    return any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in (*leaves, *sizes))
+def _depends_on_data(value: object) -> bool:
+    return any(
+        free_unbacked_symbols(leaf)
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+    )
 
 
 def check_effects(graph: fx.Graph) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,15 +28,67 @@ def attention_with_dropout(*args: Any, **kwargs: Any) -> Tensor:
     return result
 
 
+def gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """`torch.nn.functional.gaussian_nll_loss`, which looks at the numbers in `var` to refuse negative ones.
+
+    Here these count as `eps`, as all variances below it do.
+
+    Raises:
+        ValueError: `var` has another shape than `input`, and than `input` with the last dim left out or one dim of
+            size one; or `reduction` is none of "none", "mean" and "sum".
+    """
+    if not isinstance(var, Tensor):
+        return functional.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)
+    if var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    differing = [mine for mine, theirs in zip(var.shape, input.shape, strict=False) if mine != theirs]
+    if var.dim() != input.dim() or differing not in ([], [1]):
+        raise ValueError(
+            f"gaussian_nll_loss: var has shape {list(var.shape)}, input {list(input.shape)}: they must be equal, but "
+            "that var may lack the last dim, or have size one in one dim."
+        )
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f'gaussian_nll_loss: reduction={reduction!r} is none of "none", "mean" and "sum".')
+    # A variance that is raised to eps keeps its gradient.
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (var.log() + (input - target).square() / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
 _CALLED_AS: dict[Any, Callable[..., Any]] = {
     torch.ctc_loss: ctc_loss,
     functional.ctc_loss: ctc_loss,
     functional.embedding_bag: embedding_bag,
+    functional.gaussian_nll_loss: gaussian_nll_loss,
 }
 
 
+_LAYERS_CALLED_AS: dict[Any, Callable[..., Any]] = {
+    torch.lstm: lstm,
+    torch.gru: gru,
+    torch.rnn_tanh: rnn_tanh,
+    torch.rnn_relu: rnn_relu,
+}
+
+
+def _is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether a recurrent layer is called on a batch: input, states, weights, and whether there are biases.
+
+    Called on packed sequences, it takes the sizes of their steps besides.
+    """
+    return len(args) == 9 and isinstance(args[3], bool)
+
+
 class Exportable(TorchFunctionMode):
-    """While active, losses and bags are computed by the functions of this room, as `torch.export` needs it."""
+    """While active, losses and bags are computed by the functions of this room, as `torch.export` needs it.
+
+    So are recurrent layers, every time step of which torch would run without numbers. Under autocast they are left to
+    it, as it alone says of which element type their results are, and replaced in the exported graph.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -46,6 +99,9 @@ class Exportable(TorchFunctionMode):
                 "and no plan can be made for such a size. Give the recurrent layer the padded batch, and leave out "
                 "what lies behind the end of each sequence with a mask (its last state is the output at lengths - 1)."
             )
+        layer = _LAYERS_CALLED_AS.get(func)
+        if layer is not None and _is_plain(args) and not torch.is_autocast_enabled(args[0].device.type):
+            return layer(*args, dtype=args[0].dtype)
         return _CALLED_AS.get(func, func)(*args, **(kwargs or {}))
 
 

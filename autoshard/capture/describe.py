@@ -16,6 +16,7 @@ from autoshard.capture._torch import (
     TangentAOTInput,
 )
 from autoshard.capture.checks import check_effects, check_gradients
+from autoshard.capture.dynamic import with_sizes
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.fingerprint import fingerprint
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
@@ -31,6 +32,10 @@ def describe(traced: fx.GraphModule, exported: Exported, signature: Hashable) ->
     _complete_metadata(graph)
     check_effects(graph)
     inputs = tuple(_joint_input(node, exported) for node in graph.find_nodes(op="placeholder"))
+    sizes = None
+    if exported.dynamic:
+        named = [(item.name, item.node) for item in inputs if item.kind == "input"]
+        sizes = with_sizes(graph, named, exported.dynamic)
     tangents = {item.name for item in inputs if item.kind == "tangent"}
     node = next(reversed(graph.nodes))
     outputs = [
@@ -58,6 +63,7 @@ def describe(traced: fx.GraphModule, exported: Exported, signature: Hashable) ->
         fingerprint=fingerprint(inputs, outputs, graph),
         call=exported.call,
         result=exported.result,
+        dynamic=sizes,
     )
 
 

@@ -13,7 +13,9 @@ from autoshard.capture._torch import FakeTensor, FakeTensorMode, InputKind, Tens
 from autoshard.capture.assigned import AssignedTensors
 from autoshard.capture.calls import Attribute, CallLayout, Constant, ResultLayout, call_layout, result_names
 from autoshard.capture.composites import Exportable, replace_composites
+from autoshard.capture.dynamic import Dynamic, export_dynamic
 from autoshard.capture.opaque import OpaqueOutputs
+from autoshard.capture.routes import replace_routing
 from autoshard.capture.twin import fake_like
 
 ExportedKind = Literal["parameter", "buffer", "constant", "input"]
@@ -46,6 +48,7 @@ class Exported:
     call: CallLayout
     result: ResultLayout
     aliases: dict[str, tuple[str, ...]]
+    dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -58,17 +61,26 @@ class _Tensors:
 
 
 def export_forward(
-    twin: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: FakeTensorMode, device: torch.device
+    twin: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mode: FakeTensorMode,
+    device: torch.device,
+    dynamic: Dynamic | None = None,
 ) -> Exported:
-    """Export a fake twin called with fake inputs."""
+    """Export a fake twin called with fake inputs, of which some sizes may be dynamic."""
     opaque = OpaqueOutputs()
     assigned = AssignedTensors(twin)
     twin.register_forward_hook(opaque)
     twin.register_forward_hook(assigned)
     with assigned.told(type(twin).__name__), Exportable():
-        program = torch.export.export(twin, args, dict(kwargs), strict=False)
+        if dynamic:
+            program, sizes = export_dynamic(twin, args, kwargs, dynamic)
+        else:
+            program, sizes = torch.export.export(twin, args, dict(kwargs), strict=False), {}
     opaque.warn(type(twin).__name__)
     replace_composites(program.graph_module)
+    replace_routing(program.graph_module)
     names = _named_tensors(twin)
     structure = program.call_spec.in_spec
     assert structure is not None
@@ -76,9 +88,9 @@ def export_forward(
     leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
     call = call_layout(twin, structure, leaves)
     graph_module = program.graph_module
-    inputs = _take_inputs(program, names, call, leaves, mode, device)
+    inputs = _take_inputs(program, names, call, leaves, mode, device, bool(sizes))
     outputs, result = _take_outputs(program, assigned.found)
-    return Exported(graph_module, inputs, outputs, call, result, names.aliases)
+    return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes)
 
 
 def _named_tensors(module: nn.Module) -> _Tensors:
@@ -103,6 +115,7 @@ def _take_inputs(
     leaves: list[Any],
     mode: FakeTensorMode,
     device: torch.device,
+    dynamic: bool,
 ) -> tuple[ExportedInput, ...]:
     """Leave one placeholder per tensor: tied names share one, plain values have none."""
     graph = program.graph_module.graph
@@ -131,6 +144,8 @@ def _take_inputs(
             node.replace_all_uses_with(seen[kind, name])
             graph.erase_node(node)
             continue
+        if dynamic:  # export made fakes of its own, with symbols for sizes
+            fake = node.meta["val"].requires_grad_(fake.requires_grad)
         seen[kind, name] = node
         inputs.append(ExportedInput(kind, name, fake, value))
     return tuple(inputs)

@@ -23,6 +23,11 @@ _ADVICE = (
         "branch out of forward, or pass the value as a plain Python argument",
     ),
     (
+        ("Constraints violated",),
+        "leave the size out of dynamic, declare it as torch.export.Dim(name, min=..., max=...), or as a multiple such "
+        'as 8 * torch.export.Dim("batch")',
+    ),
+    (
         ("assigned during export", "mutat"),
         "forward must not assign tensors to attributes. Register a buffer and update it in place, or return the value",
     ),
@@ -48,6 +53,8 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
     where = user_line(error.__traceback__)
     text = str(error).strip()
     reason = text.splitlines()[0].split(" (unhinted:")[0] if text else "no further message"
+    said = [line.strip(" -") for line in text.splitlines() if line.startswith("  - ")]  # of every dynamic size
+    reason = " ".join([reason.split("!")[0] + ":", *said]) if "Constraints violated" in reason else reason
     advice = advice_for(text)
     return CaptureError(
         f"{model} could not be captured as one graph{where}: {type(error).__name__}: {reason.rstrip('.')}. "

@@ -10,6 +10,7 @@ from torch import fx
 
 from autoshard.capture._torch import pytree
 from autoshard.capture.graph import JointInput, JointOutput
+from autoshard.size import Ratio, Size
 
 
 def fingerprint(inputs: Iterable[JointInput], outputs: Iterable[JointOutput], graph: fx.Graph) -> str:
@@ -28,6 +29,9 @@ def fingerprint(inputs: Iterable[JointInput], outputs: Iterable[JointOutput], gr
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor):
                 digest.update(f" {tuple(value.shape)} {value.dtype}".encode())
+        for size in pytree.tree_leaves((node.args, node.kwargs, node.meta.get("sizes"))):
+            if isinstance(size, (Size, Ratio)):
+                digest.update(f" {size.expr}".encode())
         digest.update(b"\n")
     for output in outputs:
         digest.update(f"{output.kind} {output.name} {output.tangent}\n".encode())

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Placement
 
 from autoshard.capture.annotate import parse_pin
 from autoshard.capture.calls import CallLayout, ResultLayout
+from autoshard.capture.dynamic import DynamicSizes
 
 InputKind = Literal["parameter", "buffer", "input", "tangent", "constant"]
 OutputKind = Literal["output", "mutation", "gradient"]
@@ -59,6 +60,8 @@ class JointGraph:
         aliases: parameter or buffer -> all names under which it is registered.
         signature: key of the call that was captured, equal to `signature_of` of the like calls.
         fingerprint: hash of the graph as hexadecimal text, equal on all ranks and in all runs.
+        dynamic: the sizes that calls may change, if there are any: `meta["val"]` then has the example's shapes, and
+            `meta["sizes"]` of a node the shapes of its results with `Size`s in them.
     """
 
     graph_module: fx.GraphModule
@@ -69,6 +72,7 @@ class JointGraph:
     fingerprint: str
     call: CallLayout
     result: ResultLayout
+    dynamic: DynamicSizes | None = None
 
     @property
     def graph(self) -> fx.Graph:

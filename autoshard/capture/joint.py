@@ -14,6 +14,7 @@ from autoshard.capture.annotate import capturing
 from autoshard.capture.calls import signature_of
 from autoshard.capture.checks import check_sizes
 from autoshard.capture.describe import describe
+from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.export import Exported, export_forward
 from autoshard.capture.failure import capture_error
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
@@ -34,6 +35,7 @@ def capture(
     grad: bool = True,
     device: torch.device | None = None,
     tangents: Literal["loss", "all"] = "loss",
+    dynamic: Dynamic | None = None,
 ) -> JointGraph:
     """Capture one call of a module as a joint graph. Real weights are never touched: all runs on fake tensors.
 
@@ -46,6 +48,8 @@ def capture(
         device: type of device to trace for, which must be available in this build of torch; the CPU when None.
         tangents: "loss": where outputs are differentiable scalars, only these are differentiated, and gradients into
             other outputs are not propagated; "all": every differentiable output is.
+        dynamic: for inputs by name, the dims whose sizes later calls may change, each with a name (dims of one name
+            are of one size) or a `torch.export.Dim`. The graph then holds `Size`s.
 
     Returns:
         The graph, with dead code, identities and common subexpressions removed.
@@ -64,7 +68,7 @@ def capture(
             fake_args, fake_kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda leaf: fake_like(leaf, mode, device), (args, dict(kwargs))
             )
-            exported = export_forward(twin, fake_args, fake_kwargs, mode, device)
+            exported = export_forward(twin, fake_args, fake_kwargs, mode, device, dynamic)
             check_sizes(exported.graph_module.graph)
             everything = tuple(True for _ in exported.outputs)
             differentiated = _losses(exported) if tangents == "loss" else everything

@@ -29,6 +29,7 @@ _SAME_SHAPE = frozenset(
         aten.reshape.default,
         aten.expand.default,
         aten.slice.Tensor,
+        aten.slice_backward.default,
         aten._to_copy.default,
     }
 )
@@ -114,7 +115,8 @@ def _is_neutral(node: fx.Node) -> bool:
 
 def _layout(node: fx.Node) -> Hashable:
     value = node.meta["val"]
-    return (tuple(value.shape), value.stride(), value.dtype, value.device, value.storage_offset() == 0)
+    shape = node.meta.get("sizes", tuple(value.shape))
+    return (shape, value.stride(), value.dtype, value.device, value.storage_offset() == 0)
 
 
 def _merge_common(graph: fx.Graph) -> None:

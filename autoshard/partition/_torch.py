@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import sympy
 import torch
 from torch import Tensor, fx
+
+# Symbolic sizes of fake tensors.
+from torch._dispatch.python import enable_python_dispatcher  # kernels that know symbolic sizes come first
+from torch._dynamo.source import ConstantSource
 
 # Torch's partitioners of a joint graph into forward and backward: the plain one keeps every operator in its half,
 # the other recomputes cheap operators, which pays where the halves are compiled.
@@ -23,6 +29,27 @@ from torch.distributed.tensor import DTensor, Placement
 
 # How a DTensor lies: what its public constructors work out anew at every call, at six times the price.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+
+class SymbolicNumbers:
+    """Symbolic integers of torch's."""
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv(duck_shape=False)
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context in which operators run on tensors of symbolic sizes."""
+        with self.mode, enable_python_dispatcher(), torch.no_grad():
+            yield
+
+    def new(self, value: int, number: int) -> tuple[int | torch.SymInt, sympy.Symbol]:
+        """A symbolic integer that is `value` where it has to be a number, the `number`-th, and its symbol."""
+        source = ConstantSource(f"size_{number}")
+        own = self.env.create_symbol(value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True)
+        return self.env.create_symintnode(own, hint=value, source=source), own
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -37,14 +64,14 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) ->
     return forward, backward
 
 
-def compile_graph(graph: fx.GraphModule) -> Any:
-    """The graph compiled by inductor at its first call; its shapes are fixed.
+def compile_graph(graph: fx.GraphModule, dynamic: bool) -> Any:
+    """The graph compiled by inductor at its first call; its shapes are fixed unless sizes are dynamic.
 
     Inductor keeps the graph's order: its own, made for memory and locality, starts all gathers of parameters first and
     awaits each at once.
     """
     options: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
-    return torch.compile(graph, backend="inductor", dynamic=False, fullgraph=True, options=options)
+    return torch.compile(graph, backend="inductor", dynamic=dynamic, fullgraph=True, options=options)
 
 
 Arguments = ParamSpec("Arguments")

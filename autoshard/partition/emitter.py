@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from autoshard.partition._torch import FakeTensorMode
+from autoshard.partition.symbolic import SymbolicShapes
+from autoshard.size import Sizes, plain
 from autoshard.specs.axes import MeshShape
 
 
@@ -21,9 +23,18 @@ class GraphEmitter:
         groups: for every axis, the name of the process group of this rank's line along it.
         mode: the fake mode that the captured graph's tensors belong to.
         device: of the program's tensors.
+        sizes: where sizes are dynamic, those that the fake tensors have. What depends on them stands as `Size`s and
+            `Ratio`s in the graph's arguments.
     """
 
-    def __init__(self, mesh: MeshShape, groups: Sequence[str], mode: FakeTensorMode, device: torch.device) -> None:
+    def __init__(
+        self,
+        mesh: MeshShape,
+        groups: Sequence[str],
+        mode: FakeTensorMode,
+        device: torch.device,
+        sizes: Sizes | None = None,
+    ) -> None:
         self.mesh = mesh
         self.graph = fx.Graph()
         self.phase = "forward"
@@ -33,12 +44,15 @@ class GraphEmitter:
         self._streams = 0
         self._coordinates: list[fx.Node] = []
         self._seed: fx.Node | None = None
+        self._symbolic = SymbolicShapes(sizes) if sizes else None
 
     def placeholder(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
         """An input of the program, with its local shape."""
         node = self.graph.placeholder(name)
         with self._mode:
-            node.meta["val"] = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+            node.meta["val"] = torch.empty([int(size) for size in shape], dtype=dtype, device=self._device)
+        if self._symbolic is not None:
+            self._symbolic.placeholder(node, shape)
         return node
 
     def ranks(self) -> None:
@@ -48,10 +62,12 @@ class GraphEmitter:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         node = self.graph.call_function(op, args, kwargs)
-        fakes = fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
+        fakes = fx.node.map_aggregate((args, kwargs), _fake)
         with self._mode, torch.no_grad():
             val = op(*fakes[0], **fakes[1])
         self._finish(node, val)
+        if self._symbolic is not None:
+            self._symbolic.run(node, op, args, kwargs)
         if isinstance(val, (tuple, list)):
             return tuple(self._item(node, index, item) for index, item in enumerate(val))
         return node
@@ -61,6 +77,8 @@ class GraphEmitter:
             return None
         item = self.graph.call_function(operator.getitem, (node, index))
         self._finish(item, val)
+        if self._symbolic is not None:
+            self._symbolic.item(item, node, index)
         return item
 
     def _finish(self, node: fx.Node, val: Any) -> None:
@@ -82,7 +100,7 @@ class GraphEmitter:
         return self._streams
 
     def shape(self, value: fx.Node) -> tuple[int, ...]:
-        return tuple(value.meta["val"].shape)
+        return tuple(value.meta["val"].shape) if self._symbolic is None else self._symbolic.shape(value)
 
     def dtype(self, value: fx.Node) -> torch.dtype:
         dtype: torch.dtype = value.meta["val"].dtype
@@ -95,3 +113,8 @@ class GraphEmitter:
     def is_contiguous(self, value: fx.Node) -> bool:
         """Whether the value lies row-major in memory, by the strides of the fake tensor."""
         return bool(value.meta["val"].is_contiguous())
+
+
+def _fake(argument: Any) -> Any:
+    """What stands for an argument when shapes are found."""
+    return argument.meta["val"] if isinstance(argument, fx.Node) else plain(argument)

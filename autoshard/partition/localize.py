@@ -13,9 +13,12 @@ from autoshard.capture.joint import JointInput
 from autoshard.partition.emitter import GraphEmitter
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph import Value, operand_nodes, value_of
-from autoshard.patterns.local import LocalCall, collectives, emit_local
+from autoshard.patterns.local import LocalCall, collectives, emit_program, fill_operands
+from autoshard.patterns.padding import padded_factors, zero_results
+from autoshard.patterns.rule import TensorMeta
 from autoshard.reshard.lower import lower
-from autoshard.reshard.path import Resharder
+from autoshard.reshard.path import Resharder, Step
+from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
@@ -50,6 +53,8 @@ class Border:
 class LocalStep:
     """A step as one rank runs it, forward and backward in one graph.
 
+    Where sizes are dynamic, shapes and the graph's arguments hold them as `Size`s.
+
     The graph takes the tensors of `inputs` that are no tangents, then the rank's coordinates and the step's seed,
     then the tangents; it returns the tensors of `outputs`, forward ones first.
     """
@@ -74,17 +79,21 @@ class Localizer:
         flow: the graph, its rules and the decisions.
         resharder: finds the reshards, the same that priced them.
         groups: for every mesh axis, the name of the process group of this rank's line along it.
+        sizes: where sizes are dynamic, those that stand for all; by default those that the rules were made at.
     """
 
-    def __init__(self, flow: Flow, resharder: Resharder, groups: Sequence[str]) -> None:
-        self.flow = flow
+    def __init__(self, flow: Flow, resharder: Resharder, groups: Sequence[str], sizes: Sizes | None = None) -> None:
+        self.sizes = flow.rules.generic if sizes is None else sizes
+        self.flow = flow = flow.at(self.sizes)
         self.rules = flow.rules
         self.resharder = resharder
         example = next(node.meta["val"] for node in flow.graph.graph_module.graph.nodes if node.op == "placeholder")
-        self.emit = GraphEmitter(flow.mesh, groups, example.fake_mode, example.device)
+        self.emit = GraphEmitter(flow.mesh, groups, example.fake_mode, example.device, self.sizes)
         self.made: dict[str, fx.Node] = {}  # key of a value or copy -> the node that holds it
         self.results: dict[tuple[str, str], fx.Node] = {}  # kind and name of an output -> the node that holds it
         self._taken: set[fx.Node] = set()  # nodes whose memory is a gradient
+        self._zeros: set[fx.Node] = set()  # nodes in which all padding is zero
+        self._masked: dict[tuple[fx.Node, str], fx.Node] = {}  # node and phase -> its tensor with padding made zero
 
     def run(self) -> LocalStep:
         """Emit the whole program."""
@@ -96,7 +105,7 @@ class Localizer:
             for index in range(len(self.rules.calls[node].results)):
                 self._deliver(Value(node, index))
         outputs = [
-            Border(output.kind, output.name, value.meta.shape, value.meta.dtype, self.flow.delivered(output))
+            self._border(output.kind, output.name, value, self.flow.delivered(output))
             for kind in ("output", "mutation", "gradient")
             for output in self.flow.graph.outputs
             if output.kind == kind and output.node is not None
@@ -135,9 +144,18 @@ class Localizer:
     def _input(self, source: JointInput, name: str) -> Border:
         value = Value(source.node)
         spec = self.flow.produced(value)
-        border = Border(source.kind, source.name, value.meta.shape, value.meta.dtype, spec)
-        self.made[value.name] = self.emit.placeholder(name, border.local_shape(self.flow.mesh), value.meta.dtype)
+        border = self._border(source.kind, source.name, value, spec)
+        node = self.emit.placeholder(name, border.local_shape(self.flow.mesh), border.dtype)
+        self.made[value.name] = node
+        self._zeros.add(node)  # as inputs are padded
         return border
+
+    def _border(self, kind: str, name: str, value: Value, spec: Spec) -> Border:
+        meta = self._meta(value)
+        return Border(kind, name, meta.shape, meta.dtype, spec)
+
+    def _meta(self, value: Value) -> TensorMeta:
+        return at(value.meta, self.sizes)
 
     def _operator(self, node: fx.Node) -> None:
         phase = self.flow.graph.phase(node)
@@ -150,23 +168,43 @@ class Localizer:
             self.made[Value(node).name] = operands[0]
             return
         choices = self.flow.decisions.choices[node.name]
-        call = LocalCall(self.rules.calls[node], self.rules.rules[node], choices, self.flow.mesh, self.emit, operands)
-        results = emit_local(call)
+        operands = [self._masked.get((operand, phase), operand) for operand in operands]
+        call = LocalCall(
+            *(self.rules.calls[node], self.rules.rules[node], choices, self.flow.mesh, self.emit, operands),
+            zeros=[operand in self._zeros for operand in operands],
+        )
+        fill_operands(call)
+        for operand, value, zero in zip(operands, call.operands, call.zeros, strict=True):
+            if zero and value is not operand:
+                self._masked[operand, phase] = value
+                self._zeros.add(value)
+        padded = padded_factors(call.rule, call.choices, call.mesh)
+        zeros = zero_results(call.rule, padded, call.zeros)
+        results = emit_program(call)
         for index, result in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
             if result is not None:
                 self.made[Value(node, index).name] = result
+                if zeros[index]:
+                    self._zeros.add(result)
 
     def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
         """The value as `target`, for an optimizer if it is a `gradient`; every copy on the way is made once."""
         self.emit.phase = phase
-        node, meta = self.made[value.name], value.meta
+        node, meta = self.made[value.name], self._meta(value)
         for key, source, spec in self.flow.legs(value, phase, target):
             if key not in self.made:
                 resharder = self.resharder.gradients if gradient and spec is target else self.resharder
                 path = resharder.path(meta.shape, meta.dtype.itemsize, source, spec)
                 self.made[key] = lower(path, node, self.emit, meta.dtype)
+                if node in self._zeros and all(_keeps_zeros(step) for step in path.steps):
+                    self._zeros.add(self.made[key])
             node = self.made[key]
         return node
+
+
+def _keeps_zeros(step: Step) -> bool:
+    """Whether a step leaves zeros where they are, and pads with such; all do but one that makes a product's ones."""
+    return step.kind != "make_partial" or "P(product)" not in str(step.target)
 
 
 def _memory_of(node: fx.Node) -> fx.Node:

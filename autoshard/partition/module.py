@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,15 +14,20 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.calls import call_layout, signature_of
+from autoshard.capture.dynamic import Dynamic, may_be_dynamic
 from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.errors import InputError
+from autoshard.partition.lengths import whole_shapes
 from autoshard.partition.localize import Border
 from autoshard.partition.shards import local_of
 from autoshard.partition.step import Program
+from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.spec import Spec, is_shard
+from autoshard.specs.layout import is_even
+from autoshard.specs.spec import Spec
 
 Tangents = Literal["loss", "all"]
+Prepare = Callable[[tuple[Any, ...], dict[str, Any], bool, Tangents, Hashable, bool], tuple[JointGraph, Program]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,22 +46,27 @@ class Runtime:
         module: the module; its parameters are DTensors.
         device_mesh: the mesh.
         prepare: makes graph and program for a call that was not met before. Its arguments are those of the call,
-            with tensors of global shape, whether gradients are wanted, and of which outputs.
+            with tensors of global shape, whether gradients are wanted, of which outputs, the call's signature, and
+            whether the sizes that may be dynamic are to be.
         inputs: `"global"`: every rank passes whole tensors; `"local"`: its own shards.
+        dynamic: for inputs by name, the dims whose sizes calls may change, as `autoshard.plan` takes them.
     """
 
     def __init__(
         self,
         module: nn.Module,
         device_mesh: DeviceMesh,
-        prepare: Callable[[tuple[Any, ...], dict[str, Any], bool, Tangents], tuple[JointGraph, Program]],
+        prepare: Prepare,
         inputs: Literal["global", "local"],
+        dynamic: Dynamic | None = None,
     ) -> None:
         self.module = module
         self.device_mesh = device_mesh
         self.mesh = MeshShape.of(device_mesh)
         self.inputs = inputs
+        self.dynamic = dynamic or {}
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
+        self.uneven_inputs = False
         self._prepare = prepare
         self._served: dict[Hashable, Served] = {}
 
@@ -65,6 +75,13 @@ class Runtime:
             "a parallelised module cannot be deep-copied: its programs and process groups are bound to this object. "
             "Copy the module before parallelize and parallelize the copy with the same plan."
         )
+
+    def know_inputs(self, borders: Sequence[Border]) -> None:
+        """Remember how a program takes its inputs: local ones arrive so in other calls too."""
+        for border in borders:
+            if border.kind == "input":
+                self.input_placements[border.name] = border.spec.placements
+                self.uneven_inputs |= not is_even(border.shape, border.spec, self.mesh)
 
     def install(self) -> None:
         """Put this runtime in the place of the module's `forward`."""
@@ -80,24 +97,41 @@ class Runtime:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grad = torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs)
         whole_args, whole_kwargs = (args, kwargs) if self.inputs == "global" else self._whole((args, kwargs))
-        signature = signature_of(self.module, whole_args, whole_kwargs, grad)
-        served = self._served.get(signature)
-        if served is None:
-            served = self.prepare(whole_args, whole_kwargs, grad, signature=signature)
-        return self._run(served, args, kwargs)
+        served, sizes = self.serve(whole_args, whole_kwargs, grad)
+        return self._run(served, sizes, args, kwargs)
+
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> tuple[Served, Sizes]:
+        """What serves a call whose tensors have global shapes, made if there is none yet, and its dynamic sizes.
+
+        Calls that the dynamic graph is not for, with sizes outside its range or a batch of one, have graphs of their
+        own.
+        """
+        if self.dynamic:
+            shapes = dict(_shapes(self.module, (args, kwargs)))
+            if may_be_dynamic(self.dynamic, shapes):
+                masked_args, masked_kwargs = _masked(self.module, (args, kwargs), self.dynamic)
+                signature = signature_of(self.module, masked_args, masked_kwargs, grad)
+                served = self._served.get(signature) or self.prepare(args, kwargs, grad, "loss", signature, True)
+                assert served.graph.dynamic is not None
+                sizes = served.graph.dynamic.sizes_of(shapes)
+                if served.graph.dynamic.serves(sizes):
+                    return served, sizes
+        signature = signature_of(self.module, args, kwargs, grad)
+        return self._served.get(signature) or self.prepare(args, kwargs, grad, "loss", signature, False), {}
 
     def prepare(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         grad: bool,
-        tangents: Tangents = "loss",
-        signature: Hashable = None,
+        tangents: Tangents,
+        signature: Hashable,
+        dynamic: bool,
     ) -> Served:
-        """Capture, plan and partition a call whose tensors have global shapes; serve it from now on."""
-        graph, program = self._prepare(args, kwargs, grad, tangents)
+        """Capture, plan and partition a call whose tensors have global shapes; serve calls of the signature with it."""
+        graph, program = self._prepare(args, kwargs, grad, tangents, signature, dynamic)
         served = Served(graph, program, tuple(self._place(graph, border) for border in program.step.inputs))
-        self._served[graph.signature if signature is None else signature] = served
+        self._served[signature] = served
         return served
 
     def _place(self, graph: JointGraph, border: Border) -> tuple[dict[str, Any], str] | torch.Tensor | None:
@@ -111,7 +145,7 @@ class Runtime:
             return _attribute(self.module, item) or item.value
         return None
 
-    def _run(self, served: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, served: Served, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program, step = served.program, served.program.step
         given = iter(served.graph.flatten_inputs(args, kwargs))
         tensors = []
@@ -125,13 +159,13 @@ class Runtime:
                 tensors.append(self._input(next(given), border))
         if any(tensor.is_meta for tensor in tensors):
             raise _no_numbers(step.inputs, tensors)
-        results = program(tensors)
+        results = program(tensors, sizes)
         outputs = []
         for border, result in zip(step.forward_outputs, results, strict=True):
             if border.kind == "mutation":
                 self._update(served, border, result, tensors)
             else:
-                outputs.append(self._output(result, border))
+                outputs.append(self._output(result, at(border, sizes)))
         for path, value in served.graph.result.assigned(outputs).items():
             owner, _, name = path.rpartition(".")
             setattr(self.module.get_submodule(owner), name, value)
@@ -168,19 +202,22 @@ class Runtime:
 
     def _whole(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call with this rank's shards replaced by meta tensors of the global shapes they are shards of."""
-        names = iter(_names(self.module, call))
-
-        def whole(leaf: Any) -> Any:
-            name = next(names)
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
-                return leaf
-            shape = list(leaf.shape)
-            for placement, size in zip(self._placements(name), self.mesh.sizes, strict=True):
-                if is_shard(placement) and shape:
-                    shape[placement.dim] *= size  # type: ignore[attr-defined]
-            return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-
-        args, kwargs = pytree.tree_map(whole, call)
+        leaves, structure = pytree.tree_flatten(call)
+        local = {
+            name or str(place): (place, leaf)
+            for place, (name, leaf) in enumerate(zip(_names(self.module, call), leaves, strict=True))
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
+        }
+        shapes = whole_shapes(
+            {name: leaf.shape for name, (_, leaf) in local.items()},
+            {name: self._placements(name) for name in local},
+            self.device_mesh,
+            uneven=self.uneven_inputs,
+        )
+        for name, (place, leaf) in local.items():
+            like = torch.empty(shapes[name], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+            leaves[place] = like
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
         return args, kwargs
 
     def _placements(self, name: str) -> tuple[Placement, ...]:
@@ -221,6 +258,42 @@ def _no_numbers(borders: Sequence[Border], tensors: Sequence[torch.Tensor]) -> I
         f"the {border.kind} {border.name} is on the meta device and has no numbers: call autoshard.materialize(model), "
         "or autoshard.load_safetensors, first."
     )
+
+
+def _shapes(
+    module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors of a call."""
+    for name, leaf in zip(_names(module, call), pytree.tree_leaves(call), strict=True):
+        if isinstance(leaf, torch.Tensor):
+            yield name, tuple(leaf.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _AnySize:
+    """What a signature says of a tensor some of whose sizes calls may change."""
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def _masked(
+    module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic: Dynamic
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with its tensors replaced by what of them does not change."""
+    names = iter(_names(module, call))
+
+    def masked(leaf: Any) -> Any:
+        dims = dynamic.get(next(names), {})
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        free = {dim % leaf.ndim for dim in dims}
+        shape = tuple(None if dim in free else size for dim, size in enumerate(leaf.shape))
+        return _AnySize(shape, leaf.dtype, leaf.requires_grad)
+
+    args, kwargs = pytree.tree_map(masked, call)
+    return args, kwargs
 
 
 def _names(module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[str]:

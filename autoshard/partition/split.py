@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
+import sympy
 from torch import fx
 
 from autoshard.partition._torch import compile_graph, split_joint
 from autoshard.partition.bucket import bucket_reductions
 from autoshard.partition.localize import LocalStep
 from autoshard.partition.overlap import await_late, gather_ahead
+from autoshard.patterns.ring import lower_shifts
+from autoshard.patterns.routed_exchange import programs
+from autoshard.size import Ratio, Size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +31,8 @@ class Halves:
     backward: fx.GraphModule | None
     saved: int
     draws: bool  # whether the program takes random numbers
+    forward_sizes: tuple[sympy.Expr, ...] = ()  # the numbers, by expression, that a half takes last
+    backward_sizes: tuple[sympy.Expr, ...] = ()
 
 
 def split(step: LocalStep, compile: bool) -> Halves:
@@ -32,25 +40,65 @@ def split(step: LocalStep, compile: bool) -> Halves:
 
     Args:
         step: the program.
-        compile: hand both halves to inductor; cheap operators are then recomputed in the backward half.
+        compile: hand both halves to inductor, unless the data decides how many rows a rank holds; cheap operators are
+            then recomputed in the backward half.
     """
     joint = step.graph_module
+    compile = compile and not _is_sized_by_data(joint)
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
     if any(border.kind == "gradient" for border in step.outputs):
         forward, backward = split_joint(joint, len(step.forward_outputs), recompute=compile)
     else:
         forward, backward = joint, None
+    sizes = []
     for half in (forward, backward):
         if half is not None:
             bucket_reductions(half.graph)
             await_late(half.graph)
             gather_ahead(half.graph)
+            if compile:
+                lower_shifts(half.graph)
+            sizes.append(take_sizes(half.graph))
             half.graph.lint()
             half.recompile()
     output = next(iter(forward.graph.find_nodes(op="output")))
     saved = len(output.args[0]) - len(step.forward_outputs)
     if compile:
-        forward = compile_graph(forward)
-        backward = None if backward is None else compile_graph(backward)
-    return Halves(forward, backward, saved, draws)
+        forward = compile_graph(forward, dynamic=any(sizes))
+        backward = None if backward is None else compile_graph(backward, dynamic=any(sizes))
+    return Halves(forward, backward, saved, draws, *sizes)
+
+
+def take_sizes(graph: fx.Graph) -> tuple[sympy.Expr, ...]:
+    """Make every number that depends on dynamic sizes an input of the graph, behind the others: their expressions."""
+    last = list(graph.find_nodes(op="placeholder"))[-1]
+    taken: dict[sympy.Expr, fx.Node] = {}
+
+    def number(value: Any) -> Any:
+        nonlocal last
+        if not isinstance(value, (Size, Ratio)):
+            return value
+        if value.expr not in taken:
+            with graph.inserting_after(last):
+                taken[value.expr] = last = graph.placeholder(f"size_{len(taken)}")
+            last.meta["val"] = int(value) if isinstance(value, Size) else float(value)
+        return taken[value.expr]
+
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), number)
+    return tuple(taken)
+
+
+def _is_sized_by_data(joint: fx.GraphModule) -> bool:
+    """Whether ranks send each other as many rows as the data says; compiled code knows one size only."""
+    if not joint.graph.find_nodes(op="call_function", target=programs.exchange.default):
+        return False
+    warnings.warn(
+        "compile=True has no effect on this program, which runs operator by operator: it sends rows to the ranks of "
+        "their groups, such as tokens to their experts, as many as the data says, and compiled code knows one size "
+        "only. To have it compiled, place the groups' weights otherwise by a hint, such as Shard(1) for the weights of "
+        "experts.",
+        stacklevel=2,
+    )
+    return True

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,7 @@ from autoshard.partition.localize import Border, LocalStep
 from autoshard.partition.shards import coordinate_of, local_of, wrap
 from autoshard.partition.split import Halves
 from autoshard.patterns.local import collectives
+from autoshard.size import Sizes, at, evaluate
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_even, true_local_shape
 from autoshard.specs.tensors import pad_to
@@ -67,24 +69,25 @@ class Program:
     ranks: Ranks
     general: Callable[[], Program] | None = None
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
         """Run the forward half; gradients flow to what requires them if the step has a backward half.
 
         Args:
             tensors: for every input that is no tangent: DTensors for parameters, local tensors for the rest.
+            sizes: the call's dynamic sizes, if there are any.
 
         Returns:
             Local tensors, in the order of the step's forward outputs.
         """
         if self.halves.backward is None:
             with torch.no_grad():
-                return list(self.forward(self.local(tensors))[0])
-        return list(_Run.apply(self, *tensors))
+                return list(self.forward(self.local(tensors, sizes), sizes)[0])
+        return list(_Run.apply(self, sizes, *tensors))
 
-    def local(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def local(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
         """The tensors as the program takes them: local, and padded where a dim does not divide."""
         return [
-            self._padded(local_of(tensor) if isinstance(tensor, DTensor) else tensor, border)
+            self._padded(local_of(tensor) if isinstance(tensor, DTensor) else tensor, at(border, sizes))
             for tensor, border in zip(tensors, self.step.inputs, strict=False)
         ]
 
@@ -94,35 +97,51 @@ class Program:
         return _padded(tensor, border.local_shape(self.ranks.mesh))
 
     def forward(
-        self, locals_: Sequence[torch.Tensor], seed: torch.Tensor | None = None
+        self, locals_: Sequence[torch.Tensor], sizes: Sizes, seed: torch.Tensor | None = None
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Outputs and saved tensors of the forward half."""
+        """Outputs, without padding, and saved tensors of the forward half."""
         seed = self.ranks.seed(self.halves.draws) if seed is None else seed
-        results = self.halves.forward(*locals_, *self.ranks.coordinates, seed)
-        outputs = len(self.step.forward_outputs)
-        return results[:outputs], results[outputs:]
+        numbers = _numbers(self.halves.forward_sizes, sizes)
+        results = self.halves.forward(*locals_, *self.ranks.coordinates, seed, *numbers)
+        borders = self.step.forward_outputs
+        outputs = [self._true(result, at(border, sizes)) for result, border in zip(results, borders, strict=False)]
+        return outputs, results[len(borders) :]
 
-    def backward(self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    def _true(self, tensor: torch.Tensor, border: Border) -> torch.Tensor:
+        """What leaves the program, without padding, in memory that nothing else looks at."""
+        if is_even(border.shape, border.spec, self.ranks.mesh):
+            return tensor
+        return _unpadded(tensor, border, self.ranks.mesh, coordinate_of(self.ranks.device_mesh)).clone()
+
+    def backward(
+        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
+    ) -> list[torch.Tensor]:
         """Local gradients, in the order of the step's gradient outputs."""
         assert self.halves.backward is not None
         whole = [
-            torch.zeros(border.local_shape(self.ranks.mesh), dtype=border.dtype, device=self.ranks.device)
+            torch.zeros(at(border, sizes).local_shape(self.ranks.mesh), dtype=border.dtype, device=self.ranks.device)
             if tangent is None
-            else tangent
+            else self._padded(tangent, at(border, sizes))
             for tangent, border in zip(tangents, self.step.tangents, strict=True)
         ]
-        return list(self.halves.backward(*saved, *whole))
+        return list(self.halves.backward(*saved, *whole, *_numbers(self.halves.backward_sizes, sizes)))
+
+
+def _numbers(expressions: Sequence[sympy.Expr], sizes: Sizes) -> list[int | float]:
+    """What expressions are at these sizes."""
+    values = [evaluate(expression, sizes) for expression in expressions]
+    return [int(value) if value.is_Integer else float(value) for value in values]
 
 
 class _Run(torch.autograd.Function):
     """The two halves as one differentiable operation on DTensor parameters and local inputs."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        locals_ = program.local(tensors)
+    def forward(ctx: Any, program: Program, sizes: Sizes, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        locals_ = program.local(tensors, sizes)
         seed = program.ranks.seed(program.halves.draws)
-        outputs, saved = program.forward(locals_, seed)
-        ctx.program, ctx.seed = program, seed
+        outputs, saved = program.forward(locals_, sizes, seed)
+        ctx.program, ctx.sizes, ctx.seed = program, sizes, seed
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved, *_read_again(tensors, locals_, saved))
         ctx.count = len(saved)
@@ -150,12 +169,12 @@ class _Run(torch.autograd.Function):
             results = dict(
                 zip(
                     (border.name for border in program.step.outputs if border.kind == "gradient"),
-                    program.backward(ctx.saved_tensors[: ctx.count], [given[name] for name in expected]),
+                    program.backward(ctx.saved_tensors[: ctx.count], [given[name] for name in expected], ctx.sizes),
                     strict=True,
                 )
             )
         primals = [border for border in program.step.inputs if border.kind != "tangent"]
-        return None, *(_handed_back(program, border, results.get(border.name)) for border in primals)
+        return None, None, *(_handed_back(program, border, results.get(border.name)) for border in primals)
 
 
 def _read_again(
@@ -198,8 +217,8 @@ def _differentiate_all(ctx: Any, program: Program, given: dict[str, torch.Tensor
             "were modified by an inplace operation, such as an optimizer's step. Call backward before it."
         )
     general = program.general()
-    _, saved = general.forward(ctx.whole, ctx.seed)
-    gradients = general.backward(saved, [given[border.name] for border in general.step.tangents])
+    _, saved = general.forward(ctx.whole, ctx.sizes, ctx.seed)
+    gradients = general.backward(saved, [given[border.name] for border in general.step.tangents], ctx.sizes)
     names = (border.name for border in general.step.outputs if border.kind == "gradient")
     return dict(zip(names, gradients, strict=True))
 
@@ -208,10 +227,10 @@ def _handed_back(program: Program, border: Border, gradient: torch.Tensor | None
     """A gradient as autograd takes it: a DTensor for a parameter, without padding."""
     if gradient is None:
         return None
-    if border.kind != "parameter":
-        return gradient
     if not is_even(border.shape, border.spec, program.ranks.mesh):
         gradient = _unpadded(gradient, border, program.ranks.mesh, coordinate_of(program.ranks.device_mesh))
+    if border.kind != "parameter":
+        return gradient
     return wrap(gradient, program.ranks.device_mesh, border.spec, border.shape, border.dtype)
 
 

@@ -2,20 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._library.custom_ops import CustomOpDef  # what torch.library.custom_op returns
 from torch._ops import (
     OpOverload,  # the type of an operator such as torch.ops.aten.mm.default
     OpOverloadPacket,  # the type of torch.ops.aten.mm, all overloads of one name
 )
+from torch._subclasses import FakeTensorMode  # in which an operator says what shapes it makes of shards
+from torch.distributed._local_tensor import (
+    LocalTensor,  # one tensor for every rank, as a tensor
+    LocalTensorMode,  # active where one process holds the tensors of all ranks
+    maybe_disable_local_tensor_mode,  # leaves it for a while
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # a group by the name that operators take
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import (
+    DTensorSpec,  # a tensor on a mesh, as torch's sharding strategies see it
+    TensorMeta,  # its shape, strides and element type
+)
+from torch.distributed.tensor._op_schema import (
+    OpSchema,  # a call, as torch's sharding strategies see it
+    OpSpec,  # one strategy
+    OpStrategy,  # the strategies of an operator, or the placements that an operand may have
+    TupleStrategy,  # operands in a list
+)
+from torch.utils._python_dispatch import _disable_current_modes  # rules are looked up within modes
 
 collectives = torch.ops._c10d_functional
 """Collectives as operators on tensors, which a graph can hold."""
 
-__all__ = ["CustomOpDef", "OpOverload", "OpOverloadPacket", "collectives", "overload_for"]
+__all__ = [
+    "CustomOpDef",
+    "DTensorSpec",
+    "FakeTensorMode",
+    "LocalTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
+    "OpSchema",
+    "OpStrategy",
+    "Placer",
+    "TensorMeta",
+    "TupleStrategy",
+    "collectives",
+    "dtensor_meta",
+    "mesh_placer",
+    "of_all_ranks",
+    "on_one_device",
+    "outside_modes",
+    "overload_for",
+    "place_in_group",
+    "runs_on_all_ranks",
+    "runs_unchanged",
+    "schema_of",
+    "single_axis_placer",
+    "values_of_ranks",
+]
+
+
+def of_all_ranks(values: Sequence[Tensor]) -> Tensor:
+    """The tensors of ranks 0, 1, ... as one, every operator on which is run for each of them."""
+    return LocalTensor(dict(enumerate(values)))
+
+
+def values_of_ranks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that `of_all_ranks` made one of."""
+    assert isinstance(tensor, LocalTensor), type(tensor)
+    return tuple(value for _, value in sorted(tensor._local_tensors.items()))
+
+
+def place_in_group(group: str) -> tuple[int, int]:
+    """This rank's place among the ranks of a group, and how many they are."""
+    found = _resolve_process_group(group)  # type: ignore[arg-type]  # later releases give names a type of their own
+    return found.rank(), found.size()
+
+
+Placer = Callable[..., Any]
+"""A function of torch's registry: from a call to its sharding strategies."""
+
+_dispatcher = DTensor._op_dispatcher
+_registry = _dispatcher.sharding_propagator
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Context in which none of the modes is active in which somebody looks up a rule, such as a tracer's."""
+    with maybe_disable_local_tensor_mode(), _disable_current_modes():
+        yield
+
+
+def single_axis_placer(op: OpOverload) -> Placer | None:
+    """The function that lists placements of an operator's results and operands on one axis, if one is registered."""
+    return getattr(_registry, "op_single_dim_strategy_funcs", {}).get(op)  # younger than torch 2.11's first releases
+
+
+def mesh_placer(op: OpOverload) -> Placer | None:
+    """The function from an `OpSchema` to an `OpStrategy` on a whole mesh, if one is registered."""
+    return _registry.op_strategy_funcs.get(op)
+
+
+def runs_unchanged(op: OpOverload) -> bool:
+    """Whether DTensor runs the operator itself on the shards, with the arguments that it got.
+
+    Of some operators it changes arguments that are shapes or counts, others it hands to code of its own.
+    """
+    changed = ("op_to_shape_and_stride_idx", "op_to_scalar_shape_adjuster", "squeeze_op_to_dims_variant")
+    handled = getattr(_dispatcher, "_custom_op_handlers", {})
+    return op not in handled and not any(op in getattr(_registry, name, {}) for name in changed)
+
+
+def dtensor_meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
+    """A contiguous tensor, as torch's strategies see it."""
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return TensorMeta(torch.Size(shape), strides, dtype)
+
+
+def on_one_device(meta: TensorMeta, placements: Sequence[Placement]) -> OpStrategy:
+    """An operand that may have any of these placements on a mesh of one device."""
+    specs = (DTensorSpec(_one_device(), (placement,), tensor_meta=meta) for placement in placements)
+    return OpStrategy([OpSpec(spec, input_specs=()) for spec in specs])
+
+
+@cache
+def _one_device() -> DeviceMesh:
+    """A mesh of one device, which needs no process group."""
+    return DeviceMesh("cpu", [0], mesh_dim_names=("axis",), _init_backend=False, _rank=0)
+
+
+def schema_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
+    """A call, as torch's strategies see it; operands are `OpStrategy`, lists of them `TupleStrategy`."""
+    return OpSchema(op, tuple(args), dict(kwargs), schema_info=_registry.op_to_schema_info.get(op))
 
 
 def overload_for(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload:
@@ -23,3 +146,15 @@ def overload_for(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[
     # torch resolves overloads so when it traces a call of a packet
     name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     return getattr(packet, name)
+
+
+def runs_on_all_ranks(name: str, program: Callable[..., Any]) -> None:
+    """Where one process holds all ranks, run an operator's program on all of them at once: it communicates.
+
+    Every other operator runs once for each rank there.
+    """
+
+    def at_once(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return program(*args, **(kwargs or {}))
+
+    torch.library.register_torch_dispatch(name, LocalTensorMode, at_once)

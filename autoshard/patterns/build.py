@@ -25,6 +25,7 @@ def build(
     variants: Sequence[Rule] = (),
     uneven: Collection[str] | bool | None = None,
     fill: Mapping[str, float | None] | None = None,
+    routed: Collection[int] = (),
 ) -> Rule:
     """A rule from the names and sizes of its factors; names of size one stand for no factor.
 
@@ -46,6 +47,8 @@ def build(
             operands that all have it. True for all names; by default all without a local program, none with one.
         fill: further such names, with what to replace the padding of operands by: 0 where a sum is taken, minus
             infinity for a maximum, None where padding may hold anything. (Padding of indices is always replaced by 0.)
+        routed: tensors, operands counted first and then results, that the data places where one of the names `"source"`
+            and `"group"` is split (see `Factor.routed`).
     """
     names = [name for name, size in sizes.items() if size != 1]
     index = {name: position for position, name in enumerate(names)}
@@ -53,7 +56,7 @@ def build(
     def dims(tensor: NamedDims) -> Dims:
         return tuple(tuple(index[name] for name in dim if sizes[name] != 1) for dim in tensor)
 
-    padding = _Padding(operands, results, reductions or {}, linear, local is not None)
+    padding = Padding(operands, results, reductions or {}, linear, local is not None)
     asked = (names if local is None else ()) if uneven is None else names if uneven is True else uneven or ()
     fills = {name: padding.fill(name) for name in asked if padding.is_known(name)} | dict(fill or {})
     return Rule(
@@ -67,6 +70,7 @@ def build(
                 exchanges=_exchanges((exchange or {}).get(name, 0)),
                 uneven=name in fills,
                 fill=fills.get(name),
+                routed=name if routed and name in ("source", "group") else "",
             )
             for name in names
         ),
@@ -76,6 +80,7 @@ def build(
         local=local,
         free=free,
         variants=tuple(variants),
+        routed=frozenset(routed),
     )
 
 
@@ -85,7 +90,7 @@ def _exchanges(exchange: int | Sequence[Exchange]) -> tuple[Exchange, ...]:
     return tuple(exchange)
 
 
-class _Padding:
+class Padding:
     """What follows from a rule about padding behind the end of a factor."""
 
     def __init__(

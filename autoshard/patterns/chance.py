@@ -66,9 +66,11 @@ def reference_draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     """Run an operator on whole tensors, as often as it takes to know what it draws. The generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         first = _run(op, args, kwargs, 0)
-        if torch.Tag.nondeterministic_seeded not in op.tags or _same(first, _run(op, args, kwargs, 1)):
-            return Draws((first,), random=False)
-        return Draws((first, *(_run(op, args, kwargs, seed) for seed in range(1, _COUNT))), random=True)
+        seeded = torch.Tag.nondeterministic_seeded in op.tags
+        whole = (first, *(_run(op, args, kwargs, seed) for seed in range(1, _COUNT if seeded else 1)))
+        # A few draws out of few outcomes, such as three coins, may come up alike under some of the seeds.
+        random = not all(_same(first, other) for other in whole[1:])
+        return Draws(whole if random else (first,), random)
 
 
 def _run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -12,8 +12,10 @@ from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.errors import PlanError
 from autoshard.patterns.graph import GraphRules, Value
 from autoshard.patterns.strategy import Choices, operand_spec, result_spec
+from autoshard.size import Sizes
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.spec import Spec
+from autoshard.specs.layout import dim_of
+from autoshard.specs.spec import Spec, block_of, is_shard, split_factor_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,36 @@ class Flow:
     @property
     def graph(self) -> JointGraph:
         return self.rules.graph
+
+    def at(self, sizes: Sizes) -> Flow:
+        """The same decisions at sizes that stand for all, where sizes are dynamic: what a program is made of.
+
+        Strategies are named by factors, which are the same at all sizes. The spec of a shared copy is that of the
+        tensor's maker, or of the first of its users, that has the same at the example's sizes; where none has, and it
+        is more than a dim cut into stretches, there is no such copy, and every user reshards for itself.
+        """
+        if self.graph.dynamic is None:
+            return self
+        generic = Flow(self.rules.at(sizes), self.decisions, self.mesh)
+        hubs: dict[str, Spec] = {}
+        for value in self.rules.values():
+            for key in (value.name, f"{value.name}@forward", f"{value.name}@backward"):
+                if key in self.decisions.hubs:
+                    spec = self._taken_over(value, self.decisions.hubs[key], generic)
+                    hubs |= {} if spec is None else {key: spec}
+        generic.decisions = replace(self.decisions, hubs=hubs)
+        return generic
+
+    def _taken_over(self, value: Value, spec: Spec, generic: Flow) -> Spec | None:
+        pairs = [(self.produced(value), generic.produced(value))]
+        pairs += [
+            (self.wanted(use.node, use.operand), generic.wanted(use.node, use.operand))
+            for use in self.rules.uses.get(value, ())
+        ]
+        plain = all(split_factor_of(one) == 1 and block_of(one) is None for one in spec)
+        dims = [dim_of(one, len(value.meta.shape)) for one in spec if is_shard(one)]
+        alike = (taken for own, taken in pairs if str(own) == str(spec))
+        return next(alike, spec if plain and len(dims) == len(set(dims)) else None)
 
     def produced(self, value: Value) -> Spec:
         """The spec in which a tensor is made, or lies before the step."""

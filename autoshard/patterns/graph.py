@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 from collections import defaultdict
@@ -16,12 +17,16 @@ from torch.distributed.tensor import Placement, Replicate
 
 from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.errors import HintError
+from autoshard.patterns.generic import generic_sizes
 from autoshard.patterns.ops.unknown import whole_rule
-from autoshard.patterns.registry import op_call, rule_for
+from autoshard.patterns.padding import zero_results
+from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Factor, OpCall, Rule, TensorMeta, refine
 from autoshard.patterns.units.merged_dims import with_merged_dims
+from autoshard.patterns.units.routed_rows import with_routed_rows
+from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import canonical, is_even
+from autoshard.specs.layout import canonical, is_placeable
 from autoshard.specs.spec import Spec, placement_text
 
 _LONGEST_CHAIN = 6
@@ -42,9 +47,7 @@ class Value:
     @property
     def meta(self) -> TensorMeta:
         """Global shape and dtype."""
-        val = self.node.meta["val"]
-        tensor = val[self.index] if isinstance(val, (tuple, list)) else val
-        return TensorMeta(tuple(tensor.shape), tensor.dtype)
+        return tensor_meta(self.node, self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ class GraphRules:
             among them.
         calls: the call that each operator makes.
         rules: its rule, refined by the cuts that travel through the graph.
+        generic: sizes that stand for all that calls may have, where some are dynamic: no axis divides them, and they
+            equal no other size of the graph. What rules are made of does not depend on the example's then.
         unknown: names of operators without a rule, which are replicated.
         uses: for every value, where it is used.
         outputs_of: for every value that the step hands back, the outputs that it is.
@@ -106,7 +111,9 @@ class GraphRules:
         computing = (node for node in calls if node.target is not operator.getitem)
         self.operators: tuple[fx.Node, ...] = tuple(sorted(computing, key=lambda node: graph.phase(node) == "backward"))
         interned: dict[OpCall, OpCall] = {}  # equal calls are one object, so that work is done once for each
-        self.calls = {node: interned.setdefault(call, call) for node in self.operators for call in (op_call(node),)}
+        self.generic: Sizes = {} if graph.dynamic is None else generic_sizes(graph, mesh)
+        calls_of = ((node, at(op_call(node), self.generic)) for node in self.operators)
+        self.calls = {node: interned.setdefault(call, call) for node, call in calls_of}
         self.unknown: dict[str, int] = {}
         self._pinned: dict[tuple[fx.Node, MeshShape], Spec] = {}
         merged: dict[OpCall, Rule] = {}  # equal calls share one rule
@@ -117,7 +124,8 @@ class GraphRules:
                 rule = merged.setdefault(call, with_merged_dims(rule, call, mesh))
             plain[node] = rule
         for source in graph.inputs:
-            plain[source.node] = _rest_rule(Value(source.node).meta)
+            plain[source.node] = _rest_rule(at(Value(source.node).meta, self.generic))
+        plain = with_routed_rows(plain, self.calls, self._places(), self._leaving())
         cuts = _useful(_Cuts(self._links(plain), plain).solve(), plain, mesh)
         refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
         self.rules: dict[fx.Node, Rule] = {}
@@ -127,6 +135,22 @@ class GraphRules:
             if key not in refined:
                 refined[key] = refine(rule, dict(own))
             self.rules[node] = refined[key]
+        if graph.dynamic is not None:
+            self._take(graph.dynamic.example)
+
+    def at(self, sizes: Sizes) -> GraphRules:
+        """The same calls and rules with dynamic sizes taken at `sizes`."""
+        rules = copy.copy(self)
+        rules._take(sizes)
+        return rules
+
+    def _take(self, sizes: Sizes) -> None:
+        """Count all dynamic sizes at `sizes`; what was one object stays one."""
+        taken: dict[int, Any] = {}
+        for each in (*self.calls.values(), *self.rules.values()):
+            taken.setdefault(id(each), at(each, sizes))
+        self.calls = {node: taken[id(call)] for node, call in self.calls.items()}
+        self.rules = {node: taken[id(rule)] for node, rule in self.rules.items()}
 
     def pinned(self, node: fx.Node, mesh: MeshShape) -> Spec | None:
         """The spec that the user pinned this node to with `autoshard.shard`, if it is such a node.
@@ -142,10 +166,19 @@ class GraphRules:
             self._pinned[key] = pinned_spec(placements, Value(node).meta.shape, mesh, self.graph.module_path(node))
         return self._pinned[key]
 
+    def _places(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
+        """The tensors that every operator takes."""
+        taken = {node: map(value_of, operand_nodes(node)) for node in self.operators}
+        return {node: [(value.node, value.index) for value in values] for node, values in taken.items()}
+
+    def _leaving(self) -> list[tuple[fx.Node, int]]:
+        """The tensors that the step hands back."""
+        return [(value.node, value.index) for value in self.outputs_of]
+
     def _plain_rule(self, node: fx.Node) -> Rule:
         call = self.calls[node]
         if self.graph.pin(node) is not None:
-            at_rest = _rest_rule(Value(node).meta)
+            at_rest = _rest_rule(at(Value(node).meta, self.generic))
             assert at_rest.results[0] is not None
             return replace(at_rest, operands=(at_rest.results[0],))
         rule = rule_for(call)
@@ -153,6 +186,21 @@ class GraphRules:
             self.unknown[str(call.op)] = self.unknown.get(str(call.op), 0) + 1
             return whole_rule(call)
         return rule
+
+    @cached_property
+    def zeros(self) -> dict[fx.Node, tuple[bool, ...]]:
+        """For every operator, which operands hold zeros in their padding, however they are sharded.
+
+        The tensors that the step is given are padded with zeros, and so is what is sliced of a larger tensor.
+        """
+        known = {Value(source.node) for source in self.graph.inputs}
+        found: dict[fx.Node, tuple[bool, ...]] = {}
+        for node in self.operators:
+            found[node] = zeros = tuple(value_of(source) in known for source in operand_nodes(node))
+            rule = self.rules[node]
+            variants = [zero_results(each, range(len(each.factors)), zeros) for each in (rule, *rule.variants)]
+            known |= {Value(node, index) for index, kept in enumerate(zip(*variants, strict=True)) if all(kept)}
+        return found
 
     @cached_property
     def uses(self) -> dict[Value, list[Use]]:
@@ -199,7 +247,7 @@ def pinned_spec(placements: Sequence[Placement], shape: tuple[int, ...], mesh: M
     """The spec that `autoshard.shard(x, *placements)` asks for; axes that are not named stay replicated.
 
     Raises:
-        HintError: more placements than axes, a dim out of range, or a dim that the axes do not divide.
+        HintError: more placements than axes, a dim out of range, or a dim that several axes, or strides, do not divide.
     """
     said = f"autoshard.shard(x, {', '.join(map(placement_text, placements))}) in {where or 'the root module'}"
     if len(placements) > mesh.ndim:
@@ -208,10 +256,10 @@ def pinned_spec(placements: Sequence[Placement], shape: tuple[int, ...], mesh: M
         spec = canonical(shape, Spec.of(*placements, *[Replicate()] * (mesh.ndim - len(placements))), mesh)
     except ValueError as error:
         raise HintError(f"{said} does not fit a tensor of shape {list(shape)}: {error}") from error
-    if not is_even(shape, spec, mesh):
+    if not is_placeable(shape, spec, mesh):
         raise HintError(
             f"{said} does not divide a tensor of shape {list(shape)} evenly over the mesh {mesh}: choose a dim that "
-            "the axis divides."
+            "the axes divide, or a plain Shard of a dim that no other axis shards, which need not be divided."
         )
     return spec
 

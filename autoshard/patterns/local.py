@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from autoshard.patterns._torch import collectives
-from autoshard.patterns.padding import filled
+from autoshard.patterns.padding import filled, filled_with_zeros
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import Choices, local_shape, local_size
 from autoshard.patterns.variants import resolved
@@ -67,16 +67,25 @@ class LocalCall:
         mesh: the mesh axes.
         emit: where to emit the local program.
         operands: local values of the operands, in the order of `OpCall.operands`.
+        zeros: for every operand, whether all padding in it is known to be zero.
     """
 
     def __init__(
-        self, call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, emit: Emitter, operands: Sequence[Any]
+        self,
+        call: OpCall,
+        rule: Rule,
+        choices: Choices,
+        mesh: MeshShape,
+        emit: Emitter,
+        operands: Sequence[Any],
+        zeros: Sequence[bool] = (),
     ) -> None:
         self.call = call
         self.rule, self.choices = resolved(rule, choices)
         self.mesh = mesh
         self.emit = emit
         self.operands = tuple(operands)
+        self.zeros = tuple(zeros) or (False,) * len(self.operands)
 
     def arg(self, name: str) -> Any:
         """A non-tensor argument by its name in the operator's schema."""
@@ -136,7 +145,7 @@ class LocalCall:
         """Emit the operator on local operands, with the arguments named in `changed` replaced.
 
         Args:
-            op: the operator to run; the call's own by default.
+            op: the operator to run, whose first arguments are those of the call; the call's own by default.
             operands: values to use for the tensors; the local operands by default.
             changed: arguments by their schema name.
         """
@@ -151,20 +160,28 @@ class LocalCall:
 
         args = [local(value) for value in self.call.args]
         kwargs = {name: local(value) for name, value in self.call.kwargs}
-        names = [argument.name for argument in self.call.op._schema.arguments]
+        op = self.call.op if op is None else op
+        names = [argument.name for argument in op._schema.arguments]
         for name, value in changed.items():
             position = names.index(name)
             if position < len(args):
                 args[position] = value
             else:
                 kwargs[name] = value
-        return self.emit.call(self.call.op if op is None else op, *args, **kwargs)
+        return self.emit.call(op, *args, **kwargs)
+
+
+def fill_operands(call: LocalCall) -> None:
+    """Emit what replaces the padding of operands, where a factor is padded, by what the rule says is harmless."""
+    call.operands, call.zeros = filled(call), filled_with_zeros(call)
 
 
 def emit_local(call: LocalCall) -> Any:
-    """Emit what a rank runs for this call: the rule's own program, or the operator itself on the shards.
+    """Emit what a rank runs for this call: the rule's own program, or the operator itself on the shards."""
+    fill_operands(call)
+    return emit_program(call)
 
-    Where a factor is padded, the padding of operands is replaced first by what the rule says is harmless.
-    """
-    call.operands = filled(call)
+
+def emit_program(call: LocalCall) -> Any:
+    """As `emit_local`, for a call whose operands are filled."""
     return call.run() if call.rule.local is None else call.rule.local(call)

@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
+from autoshard.patterns._torch import of_all_ranks, values_of_ranks
+from autoshard.patterns.exchanging import program_of
 from autoshard.patterns.local import collectives
+from autoshard.patterns.ring import shift
+from autoshard.patterns.routed_exchange import programs
 from autoshard.specs.axes import MeshShape
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -40,8 +44,13 @@ class Lockstep:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operator on every rank, or a functional collective among them."""
-        if op.namespace == "_c10d_functional":
+        if op.namespace == "_c10d_functional" or op is shift:
             return self._collective(op, *args)
+        program = program_of(op)
+        if program is not None:
+            return self._exchanging(program, args, kwargs)
+        if op == programs.exchange.default:
+            return self._exchange(*args)
         outputs = [
             op(*(_of_rank(value, rank) for value in args), **{name: _of_rank(kwargs[name], rank) for name in kwargs})
             for rank in range(self.mesh.size)
@@ -49,6 +58,18 @@ class Lockstep:
         if isinstance(outputs[0], (tuple, list)):
             return tuple(PerRank(values) for values in zip(*outputs, strict=True))
         return PerRank(tuple(outputs))
+
+    def _exchanging(self, program: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A program with collectives inside, run once on tensors that are those of all ranks."""
+
+        def collective(op: Any, value: torch.Tensor, *args: Any) -> torch.Tensor:
+            return of_all_ranks(self._collective(op, PerRank(values_of_ranks(value)), *args).values)
+
+        merged = [of_all_ranks(value.values) if isinstance(value, PerRank) else value for value in args]
+        outputs = program(*merged, **kwargs, collective=collective)
+        if isinstance(outputs, tuple):
+            return tuple(PerRank(values_of_ranks(output)) for output in outputs)
+        return PerRank(values_of_ranks(outputs))
 
     def coordinate(self, axis: int) -> PerRank:
         """Every rank's coordinate on an axis."""
@@ -98,6 +119,18 @@ class Lockstep:
             results.append(_collective_result(op, tensors, line.index(rank), args))
         return PerRank(tuple(results))
 
+    def _exchange(self, rows: PerRank, splits: PerRank, ranks: int, back: bool, group: str) -> PerRank:
+        """Rows cut as every rank's own counts say (`routed_exchange.exchanged`)."""
+        axis = self.mesh.index(group)
+        sent = [split.view(2, ranks, -1).sum(2)[int(back)].tolist() for split in splits.values]
+        pieces = [value.split(sizes) for value, sizes in zip(rows.values, sent, strict=True)]
+        return PerRank(
+            tuple(
+                torch.cat([pieces[other][coordinate[axis]] for other in self._line(rank, axis)])
+                for rank, coordinate in enumerate(self._coordinates)
+            )
+        )
+
 
 def _of_rank(value: Any, rank: int) -> Any:
     if isinstance(value, PerRank):
@@ -113,8 +146,8 @@ def _collective_result(op: Any, tensors: Sequence[torch.Tensor], index: int, arg
         return _reduced(tensors, args[0])
     if op == collectives.reduce_scatter_tensor.default:
         return _reduced(tensors, args[0]).chunk(len(tensors))[index]
-    if op == collectives.broadcast.default:
-        return tensors[args[0]]
+    if op is shift:
+        return tensors[(index - args[0]) % len(tensors)]
     assert op == collectives.all_to_all_single.default, op
     _, input_sizes, _ = args
     return torch.cat([tensor.split(list(input_sizes))[index] for tensor in tensors])

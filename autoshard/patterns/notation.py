@@ -184,12 +184,13 @@ def check_options(
     for name, kinds in (reduce or {}).items():
         if name not in notation.names:
             raise RuleError(f'rule "{notation.text}": reduce names "{name}", which does not occur in the rule.')
-        for kind in _kinds(notation, name, kinds):
+        for kind in kinds_of(notation, name, kinds):
             if kind not in REDUCTIONS:
                 raise RuleError(f'rule "{notation.text}": reduce["{name}"] is {kind!r}: use one of {REDUCTIONS}.')
 
 
-def _kinds(notation: Notation, name: str, kinds: Reduction | Sequence[Reduction]) -> tuple[Reduction, ...]:
+def kinds_of(notation: Notation, name: str, kinds: Reduction | Sequence[Reduction]) -> tuple[Reduction, ...]:
+    """The kinds of partial results that the option `reduce` says a name leaves, one for each result."""
     if kinds is None or isinstance(kinds, str):
         return (kinds,) * len(notation.results)
     if len(kinds) != len(notation.results):
@@ -239,7 +240,7 @@ def bind(
     check_options(parsed, linear, reduce)
     return _Binding(parsed, call, sizes or {}).rule(
         linear=linear_sets(linear, parsed.text, len(call.operands)),
-        reductions={name: _kinds(parsed, name, kinds) for name, kinds in (reduce or {}).items()},
+        reductions={name: kinds_of(parsed, name, kinds) for name, kinds in (reduce or {}).items()},
         whole=parsed.whole | frozenset(whole),
         contiguous=parsed.contiguous | frozenset(contiguous),
         exchange=exchange or {},

@@ -9,44 +9,112 @@ coordinate.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoshard.patterns.rule import Dims, TensorMeta
-from autoshard.patterns.strategy import local_size, uneven_axis
+from autoshard.patterns.rule import Dims, OpCall, Rule
+from autoshard.patterns.strategy import Choices, local_size, uneven_axis
+from autoshard.specs.axes import MeshShape
 
 if TYPE_CHECKING:
     from autoshard.patterns.local import LocalCall
 
 aten = torch.ops.aten
 
+PLACES = 4
+"""Operators on a vector that a mask takes before it is put in place, as `_fill` emits them."""
 
-def padded_factors(call: LocalCall) -> dict[int, int]:
-    """The factors that are padded, each with the mesh axis that does not divide it."""
-    axes = ((choice, uneven_axis(call.rule, call.choices, call.mesh, choice)) for choice in call.choices if choice >= 0)
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What replaces padding of one operand along one factor before an operator runs.
+
+    Attributes:
+        operand: its position.
+        factor: the factor that is padded.
+        axis: the mesh axis that does not divide it.
+        fill: the number.
+    """
+
+    operand: int
+    factor: int
+    axis: int
+    fill: float
+
+
+def padded_factors(rule: Rule, choices: Choices, mesh: MeshShape) -> dict[int, int]:
+    """The factors of a rule without variants that are padded, each with the mesh axis that does not divide it."""
+    axes = ((choice, uneven_axis(rule, choices, mesh, choice)) for choice in choices if choice >= 0)
     return {factor: axis for factor, axis in axes if axis is not None}
 
 
-def filled(call: LocalCall) -> tuple[Any, ...]:
-    """The operands, padding replaced by what the rule asks for, and by 0 where the operator reads indices.
+def masks(call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape) -> list[Mask]:
+    """Where padding is replaced before the operator runs: by what the rule asks for, by 0 where indices are read.
 
     Whatever an index points at in padding goes nowhere, but it has to be there.
     """
-    padded = padded_factors(call)
-    if not padded:
-        return call.operands
-    indexes = _indexes(call)
-    values = list(call.operands)
-    for position, (dims, meta) in enumerate(zip(call.rule.operands, call.call.operands, strict=True)):
+    found = []
+    padded = padded_factors(rule, choices, mesh)
+    indexes = bool(padded) and _indexes(call, rule)
+    for position, (dims, meta) in enumerate(zip(rule.operands, call.operands, strict=True)) if padded else ():
         for factor, axis in padded.items():
-            fill = call.rule.factors[factor].fill
+            fill = rule.factors[factor].fill
             if fill is None and indexes and _is_integer(meta.dtype):
                 fill = 0
             if fill is not None and any(factor in dim for dim in dims):
-                values[position] = _fill(call, values[position], dims, factor, axis, _number(fill, meta))
+                found.append(Mask(position, factor, axis, _number(fill, meta.dtype)))
+    return found
+
+
+def filled(call: LocalCall) -> tuple[Any, ...]:
+    """The operands, their padding replaced where it has to be; those that hold zeros there already are left alone."""
+    values = list(call.operands)
+    for mask in masks(call.call, call.rule, call.choices, call.mesh):
+        if mask.fill != 0 or not call.zeros[mask.operand]:
+            dims = call.rule.operands[mask.operand]
+            values[mask.operand] = _fill(call, values[mask.operand], dims, mask.factor, mask.axis, mask.fill)
     return tuple(values)
+
+
+def filled_with_zeros(call: LocalCall) -> tuple[bool, ...]:
+    """For every operand, whether all of its padding is zero once `filled`."""
+    padded = padded_factors(call.rule, call.choices, call.mesh)
+    zero = {
+        (mask.operand, mask.factor): mask.fill == 0 for mask in masks(call.call, call.rule, call.choices, call.mesh)
+    }
+    return tuple(
+        all(zero.get((position, factor), known) for dim in dims for factor in dim if factor in padded)
+        for position, (dims, known) in enumerate(zip(call.rule.operands, call.zeros, strict=True))
+    )
+
+
+def zero_results(rule: Rule, padded: Collection[int], zeros: Sequence[bool]) -> tuple[bool, ...]:
+    """For every result, whether all padding along some factors is known to be zero, given for which operands it is.
+
+    So it is where elements only change their place, and where the operator runs as it stands and is linear in all that
+    has the padded factor: a step in which all of that is zero is zero in the result (other operands being finite).
+
+    Args:
+        rule: the rule; of several variants, the one that was chosen.
+        padded: the factors.
+        zeros: for every operand, whether all of its padding is zero.
+    """
+    linear = frozenset().union(*rule.linear)
+
+    def is_zero(factor: int) -> bool:
+        having = {position for position, dims in enumerate(rule.operands) if any(factor in dim for dim in dims)}
+        if not having or not all(zeros[position] for position in having):
+            return False
+        return rule.free or (having <= linear and any(group <= having for group in rule.linear))
+
+    return tuple(
+        dims is not None
+        and all((rule.free or rule.local is None) and is_zero(one) for dim in dims for one in dim if one in padded)
+        for dims in rule.results
+    )
 
 
 def without_padding(call: LocalCall, operand: int, value: Any, names: Sequence[str], fill: float) -> Any:
@@ -57,33 +125,50 @@ def without_padding(call: LocalCall, operand: int, value: Any, names: Sequence[s
         operand: position of the operand.
         value: its local value, or one made from it.
         names: the factors; those that are not padded leave the value as it is.
+        fill: what to put in the place of padding; infinities become the ends of what integers hold.
+    """
+    factors = [index for name in names for index in call.rule.indices(name)]
+    return _replaced(call, value, call.rule.operands[operand], factors, fill)
+
+
+def without_padded_steps(call: LocalCall, value: Any, dims: Sequence[str], fill: float = 0.0) -> Any:
+    """A value with one factor per dim, its padding replaced along all of them.
+
+    Args:
+        call: the call.
+        value: a local value, such as one number for every step of some factors.
+        dims: the factor of every dim.
         fill: what to put in the place of padding.
     """
-    dims = call.rule.operands[operand]
-    for factor, axis in padded_factors(call).items():
-        one = call.rule.factors[factor]
-        if (one.base in names or one.name in names) and any(factor in dim for dim in dims):
-            value = _fill(call, value, dims, factor, axis, fill)
+    placed = tuple(call.rule.indices(name) for name in dims)
+    return _replaced(call, value, placed, [factor for dim in placed for factor in dim], fill)
+
+
+def _replaced(call: LocalCall, value: Any, dims: Dims, factors: Sequence[int], fill: float) -> Any:
+    """`value`, a tensor of these dims, with padding along all of the factors replaced."""
+    for factor, axis in padded_factors(call.rule, call.choices, call.mesh).items():
+        if factor in factors and any(factor in dim for dim in dims):
+            value = _fill(call, value, dims, factor, axis, _number(fill, call.emit.dtype(value)))
     return value
 
 
-def _indexes(call: LocalCall) -> bool:
+def _indexes(call: OpCall, rule: Rule) -> bool:
     """Whether integers may be positions: not where elements are computed one by one, or only change their place."""
-    return not call.rule.free and torch.Tag.pointwise not in call.call.op.tags
+    return not rule.free and torch.Tag.pointwise not in call.op.tags
 
 
 def _is_integer(dtype: torch.dtype) -> bool:
     return dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
 
 
-def _number(fill: float, meta: TensorMeta) -> float | int:
-    """`fill` as a number of the operand's dtype: infinities become the ends of what integers hold."""
-    if meta.dtype == torch.bool:
+def _number(fill: float, dtype: torch.dtype) -> float | int:
+    """`fill` as a number of a dtype: infinities become the ends of what integers hold."""
+    if dtype == torch.bool:
         return int(fill > 0)
-    if not _is_integer(meta.dtype):
+    if not _is_integer(dtype):
         return fill
     if math.isinf(fill):
-        ends = torch.iinfo(meta.dtype)
+        ends = torch.iinfo(dtype)
         return int(ends.max if fill > 0 else ends.min)
     return int(fill)
 

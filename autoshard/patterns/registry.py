@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from torch import fx
 
 from autoshard.errors import RuleError
 from autoshard.patterns._torch import OpOverload
+from autoshard.patterns.borrowed import borrowed_rule, may_borrow
+from autoshard.patterns.fitted import fitted
 from autoshard.patterns.notation import Linear, Reduction, bind, check_options, parse
-from autoshard.patterns.rule import Factor, LocalProgram, OpCall, Rule, TensorMeta
+from autoshard.patterns.padding_options import check_padding
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
 Maker = Callable[[OpCall], Rule | None]
 
@@ -67,10 +70,7 @@ class Registry:
         if call not in self._rules:
             maker = self._find(call.op)
             rule = None if maker is None else maker(call)
-            if rule is not None:
-                rule.check(call)
-                rule = _without_sums_of_truth(_with_additive_sets(rule, call), call)
-            self._rules[call] = rule
+            self._rules[call] = None if rule is None else fitted(rule, call)
         return self._rules[call]
 
     def knows(self, op: OpOverload) -> bool:
@@ -87,43 +87,14 @@ class Registry:
         return self._makers.get(f"{name}.{overload}") or self._makers.get(name)
 
 
-def _with_additive_sets(rule: Rule, call: OpCall) -> Rule:
-    """The rule with those linear sets whose operands can be partial sums: not of truth values, not of indices."""
-    inexact = [meta.dtype.is_floating_point or meta.dtype.is_complex for meta in call.operands]
-    linear = tuple(operands for operands in rule.linear if all(inexact[operand] for operand in operands))
-    variants = tuple(_with_additive_sets(variant, call) for variant in rule.variants)
-    if (linear, variants) == (rule.linear, rule.variants):
-        return rule
-    return dataclasses.replace(rule, linear=linear, variants=variants)
-
-
-def _without_sums_of_truth(rule: Rule, call: OpCall) -> Rule:
-    """The rule without strategies that leave truth values to be added up, which no collective does.
-
-    `aten.index_add` adds numbers along a contracted index; of truth values it is a rule for nothing.
-    """
-    truths = [index for index, meta in enumerate(call.results) if meta is not None and meta.dtype is torch.bool]
-    if not truths:
-        return rule
-
-    def added_up(index: int, factor: Factor) -> bool:
-        dims = [rule.results[truth] for truth in truths if factor.reduction(truth) == "sum"]
-        return any(each is not None and all(index not in dim for dim in each) for each in dims)
-
-    factors = tuple(
-        dataclasses.replace(factor, shardable=factor.shardable and not added_up(index, factor))
-        for index, factor in enumerate(rule.factors)
-    )
-    variants = tuple(_without_sums_of_truth(variant, call) for variant in rule.variants)
-    return dataclasses.replace(rule, factors=factors, variants=variants)
-
-
 def _maker(maker_or_text: Maker | str, options: Mapping[str, Any]) -> Maker:
     if not isinstance(maker_or_text, str):
         maker = maker_or_text
         return (lambda call: maker(call, **options)) if options else maker
     notation = parse(maker_or_text)
     check_options(notation, options.get("linear", ()), options.get("reduce"))
+    kept = {name: options[name] for name in ("linear", "reduce", "local") if name in options}
+    check_padding(notation, options.get("uneven"), options.get("fill"), **kept)
     return lambda call: bind(notation, call, **options)
 
 
@@ -131,17 +102,22 @@ _default = Registry()
 
 
 def rule_for(call: OpCall) -> Rule | None:
-    """The rule of a call in the library; None where there is none.
+    """The rule of a call: the library's or a user's, else one borrowed from torch; None where there is none.
 
     Raises:
         RuleError: the rule that was registered does not fit the call.
     """
-    return _default.rule_for(call)
+    return _default.rule_for(call) if _default.knows(call.op) else borrowed_rule(call)
 
 
 def knows(op: OpOverload) -> bool:
-    """Whether the library has a rule for the operator; it may still decline some calls."""
-    return _default.knows(op)
+    """Whether a rule is registered for the operator, or torch has strategies to borrow; some calls may be declined."""
+    return _default.knows(op) or may_borrow(op)
+
+
+def is_borrowed(op: OpOverload) -> bool:
+    """Whether what rules the operator has are borrowed from torch, as none is registered here."""
+    return not _default.knows(op) and may_borrow(op)
 
 
 def registered() -> tuple[str, ...]:
@@ -173,6 +149,8 @@ def register_rule(
     linear: Linear = (),
     reduce: Mapping[str, Reduction | Sequence[Reduction]] | None = None,
     local: LocalProgram | None = None,
+    uneven: Collection[str] | bool | None = None,
+    fill: Mapping[str, float | None] | None = None,
     replace: bool = False,
 ) -> None:
     """Add a rule for an operator of your own, or for one that the library does not know.
@@ -185,27 +163,39 @@ def register_rule(
         reduce: the kind of partial result that the shards of a contracted name leave: `{"k": "max"}`; "sum" where
             absent, None where `local` reduces inside.
         local: what a rank runs on its shards; the operator itself by default.
+        uneven: names that an axis may split that does not divide them, where padding stands behind the last steps.
+            True for all of which the rule tells how it is kept out of results, False for none; by default True
+            without `local`, and False with it.
+        fill: further such names, with what replaces their padding in every operand before a rank runs: 0 where a sum
+            is taken that zeros do not change, -inf for a maximum, None where `local` never lets padding reach a result.
         replace: whether a rule registered before is meant to be replaced.
 
     Raises:
         RuleError: the name, text or options do not parse, or there is a rule already; nothing was changed then.
     """
+    options = {"linear": linear, "reduce": reduce, "local": local, "uneven": uneven, "fill": fill}
     if isinstance(text_or_maker, str):
-        _default.register(name, text_or_maker, replace=replace, linear=linear, reduce=reduce, local=local)
-    elif linear or reduce is not None or local is not None:
-        raise RuleError(f"{name}: linear, reduce and local go with a rule in text; a function puts them in its Rule.")
-    else:
-        _default.register(name, text_or_maker, replace=replace)
+        _default.register(name, text_or_maker, replace=replace, **options)
+        return
+    if linear or any(value is not None for value in (reduce, local, uneven, fill)):
+        raise RuleError(
+            f"{name}: linear, reduce, local, uneven and fill go with a rule in text; a function puts them in its Rule."
+        )
+    _default.register(name, text_or_maker, replace=replace)
 
 
-_READS_MEMORY = ("aten::as_strided", "aten::as_strided_scatter")
+_READS_MEMORY = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
 """Operators to which it matters how their operands lie in memory."""
 
 
 def op_call(node: fx.Node) -> OpCall:
     """The call that an FX node makes, from the fake tensors in `meta["val"]` of its arguments and of itself."""
     assert isinstance(node.target, OpOverload), node.target
-    return call_of(node.target, node.args, node.kwargs, node.meta.get("val"))
+    call = call_of(node.target, node.args, node.kwargs, node.meta.get("val"))
+    if "sizes" not in node.meta:
+        return call
+    results = (meta and tensor_meta(node, index) for index, meta in enumerate(call.results))
+    return dataclasses.replace(call, results=tuple(results))
 
 
 def call_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> OpCall:
@@ -220,10 +210,23 @@ def call_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     )
 
 
+def tensor_meta(node: fx.Node, result: int = 0) -> TensorMeta:
+    """Global shape, dynamic sizes included, and dtype of a result of a node of a joint graph."""
+    val = node.meta["val"]
+    tensor = val[result] if isinstance(val, (tuple, list)) else val
+    sizes = node.meta.get("sizes")
+    return TensorMeta(tuple(tensor.shape) if sizes is None else sizes[result], tensor.dtype)
+
+
+def _node_described(node: fx.Node, strided: bool) -> Any:
+    described = _described(node.meta["val"], strided)
+    return described if "sizes" not in node.meta else dataclasses.replace(described, shape=node.meta["sizes"][0])
+
+
 def _described(value: Any, strided: bool = False) -> Any:
     """The value with tensors replaced by their metadata, strides included if asked for, and lists by tuples."""
     if isinstance(value, fx.Node):
-        return _described(value.meta["val"], strided)
+        return _node_described(value, strided)
     if isinstance(value, torch.Tensor):
         return TensorMeta(tuple(value.shape), value.dtype, tuple(value.stride()) if strided else None)
     if isinstance(value, (tuple, list)):

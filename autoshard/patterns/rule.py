@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 Dims = tuple[tuple[int, ...], ...]
 """For every dim of a tensor, the indices of the factors whose product it is, major to minor."""
 
-Exchange = tuple[str, int]
-"""A collective inside a local program: its kind, such as `"all_gather"`, and the bytes of the whole tensor."""
+Exchange = tuple[str, int] | tuple[str, int, int]
+"""A collective inside a local program: its kind, such as `"all_gather"`, the bytes of the whole tensor, and, where it
+is run more than once, how many times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +96,17 @@ class Factor:
             means "sum" everywhere.
         exchanges: the collectives that the local program runs inside when the factor is sharded and nothing else is:
             the kind as the cost model knows it, and the bytes of the whole tensor that they reduce or put together.
-            A `"broadcast"` is one from every rank in turn; a `"gather_of_each"` is an all-gather to which every rank
-            gives so many bytes, however many ranks there are.
+            In a `"ring"`, parts are handed on from rank to rank until each rank has had all; in a `"ring_and_home"`,
+            once more, so that each ends where it began. A `"gather_of_each"` is an all-gather to which every rank gives
+            so many bytes, however many ranks there are, and an `"exchange_of_each"` such an all-to-all.
         uneven: an axis that does not divide the factor may split it too: what runs on a rank copes with padding behind
             the factor's end, which may hold anything.
         fill: what padding of operands along the factor is replaced by before it runs; None where that may be anything.
+        sequential: the operator runs one step of the loop after another, and at each one reads the operands that lack
+            the factor anew.
+        routed: `"source"` or `"group"` of a loop that places routed rows (see `specs.spec.Routed`): the tokens that
+            rows are made of, or the groups that they are sent to. Who takes some groups takes their rows, so that an
+            axis that splits the groups splits the rule's `"source"` factor too.
     """
 
     name: str
@@ -110,6 +117,8 @@ class Factor:
     exchanges: tuple[Exchange, ...] = ()
     uneven: bool = False
     fill: float | None = None
+    sequential: bool = False
+    routed: str = ""
 
     @property
     def base(self) -> str:
@@ -136,6 +145,8 @@ class Rule:
         free: the operator does no work (a view).
         variants: further implementations of the same call, with other factors or another local program, that a
             strategy may choose instead. A factor of a variant that bears the name of one of the rule is the same loop.
+        routed: the tensors, operands counted first and then results, that lie as the data decides where a factor that
+            is `routed` is split; the others lie as their dims say.
     """
 
     factors: tuple[Factor, ...]
@@ -145,6 +156,7 @@ class Rule:
     local: LocalProgram | None = field(default=None, compare=False)
     free: bool = False
     variants: tuple[Rule, ...] = ()
+    routed: frozenset[int] = frozenset()
 
     def indices(self, name: str) -> tuple[int, ...]:
         """Indices of the factor called `name`, or of all its refined parts."""

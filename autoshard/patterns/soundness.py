@@ -22,6 +22,7 @@ from autoshard.patterns.registry import call_of, knows, rule_for
 from autoshard.patterns.rule import Factor, OpCall, Rule, refine
 from autoshard.patterns.sample import Operator, sample_call
 from autoshard.patterns.strategy import Choices, axis_choices, describe, fits, operand_spec, result_spec, uneven_axis
+from autoshard.patterns.variants import offered_factors
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
@@ -98,13 +99,17 @@ def _without_rule(call: OpCall) -> str:
 
 
 def strategies(rule: Rule, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
-    """All strategies on a mesh; on one axis, also those of inner parts of factors, which are strided shards."""
+    """All strategies on a mesh; on one axis, also those of inner parts of factors, which are strided shards.
+
+    Without those of routed rows: which of them a rank holds, no operator alone can tell, only a route from end to end.
+    """
+    factors = offered_factors(rule)
     for choices in itertools.product(*(axis_choices(rule, size) for size in mesh.sizes)):
-        if fits(rule, choices, mesh):
+        if fits(rule, choices, mesh) and not any(factors[choice].routed for choice in choices if choice >= 0):
             yield rule, choices
     if mesh.ndim == 1:
         for each, index, factor in _implemented(rule):
-            if factor.shardable and not factor.contiguous:
+            if factor.shardable and not factor.contiguous and not factor.routed:
                 yield from _inner_parts(each, index, factor.size, mesh)
 
 

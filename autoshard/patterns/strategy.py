@@ -17,9 +17,10 @@ from autoshard.patterns.variants import (
     resolved,
     variant_for,
 )
+from autoshard.size import ceil_div, divides, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical
-from autoshard.specs.spec import BlockShard, Spec, shard_placement
+from autoshard.specs.spec import BlockShard, Routed, Spec, shard_placement
 
 __all__ = [
     "WHOLE",
@@ -34,11 +35,12 @@ __all__ = [
     "partial_kind",
     "result_spec",
     "share",
+    "splits",
     "uneven_axis",
 ]
 
 MOST_PADDING = 2
-"""An axis that does not divide a factor is offered where padding makes at most so many times as much of it."""
+"""A strategy is offered where padding makes at most so many times as much work of it, all axes together."""
 
 
 def axis_choices(rule: Rule, size: int) -> tuple[int, ...]:
@@ -48,26 +50,23 @@ def axis_choices(rule: Rule, size: int) -> tuple[int, ...]:
     factors = (
         index
         for index, factor in enumerate(offered_factors(rule))
-        if factor.shardable and (_divides(size, factor.size) or _pads(size, factor))
+        if factor.shardable and (divides(size, factor.size) or _pads(size, factor))
     )
     return (WHOLE, *factors, *(linear_choice(index) for index in range(len(offered_linear(rule)))))
-
-
-def _divides(size: int, whole: int) -> bool:
-    return whole > 0 and whole % size == 0
 
 
 def _pads(size: int, factor: Factor, steps: int | None = None) -> bool:
     """Whether `size` ranks may split a factor, or the `steps` of it that others left, in blocks that are padded."""
     steps = factor.size if steps is None else steps
-    return factor.uneven and steps > 1 and math.ceil(steps / size) * size <= MOST_PADDING * steps
+    return factor.uneven and steps > 1 and ceil_div(steps, size) * size <= MOST_PADDING * steps
 
 
 def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
     """Whether the choices go together.
 
-    A variant knows all of them, the axes of a factor divide it, all but the last, which may pad it, no dim holds two
-    factors that are padded, and no result is partial in two ways at once.
+    A variant knows all of them, the axes of a factor divide it, all but the last, which may pad it unless it divides
+    another part of the factor, no dim holds two factors that are padded, no result is partial in two ways at once, and
+    rows are sent to groups over one axis alone.
     """
     found = variant_for(rule, choices)
     if found is None:
@@ -75,14 +74,25 @@ def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
     rule, choices = found
     padded = set()
     for index, factor in enumerate(rule.factors):
-        sizes = [mesh.sizes[axis] for axis, choice in enumerate(choices) if choice == index and mesh.sizes[axis] > 1]
-        if not sizes or _divides(math.prod(sizes), factor.size):
+        sizes = [
+            size for choice, size in zip(choices, mesh.sizes, strict=True) if size > 1 and splits(rule, choice, index)
+        ]
+        if factor.routed == "group" and len(sizes) > 1:
+            return False
+        if not sizes or divides(math.prod(sizes), factor.size):
             continue
-        above, left = divmod(factor.size, math.prod(sizes[:-1]))
-        if left or not _pads(sizes[-1], factor, above) or (factor.contiguous and len(sizes) > 1):
+        others = math.prod(sizes[:-1])
+        above = factor.size // others
+        if not divides(others, factor.size) or not _pads(sizes[-1], factor, above):
+            return False
+        if factor.contiguous and len(sizes) > 1:
+            return False
+        if _divides_another_part(rule, choices, mesh, index, sizes[-1]):
             return False
         padded.add(index)
-    if len(padded) > 1 and _meet(rule, padded):
+    if len(padded) > 1 and (
+        _meet(rule, padded) or _split_into(choices, mesh) > MOST_PADDING * share(rule, choices, mesh)
+    ):
         return False
     kinds: set[str] = set()
     for result in range(len(rule.results)):
@@ -92,12 +102,46 @@ def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
     return True
 
 
+def _divides_another_part(rule: Rule, choices: Choices, mesh: MeshShape, index: int, size: int) -> bool:
+    """Whether an axis of `size` could split, without padding, another part of the factor that a part was cut from.
+
+    A part of dynamic size is padded for want of knowledge, and may be split all the same.
+    """
+    factor = rule.factors[index]
+    if factor.base == factor.name or is_dynamic(factor.size):
+        return False
+    return any(
+        part.base == factor.base
+        and part.shardable
+        and place != index
+        and divides(size * _taken(choices, mesh, place), part.size)
+        for place, part in enumerate(rule.factors)
+    )
+
+
+def _taken(choices: Choices, mesh: MeshShape, factor: int) -> int:
+    """Into how many parts the axes that chose a factor split it."""
+    return math.prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if choice == factor)
+
+
+def _split_into(choices: Choices, mesh: MeshShape) -> int:
+    """Into how many parts the axes that chose a factor split the work."""
+    return math.prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if choice >= 0)
+
+
 def uneven_axis(rule: Rule, choices: Choices, mesh: MeshShape, factor: int) -> int | None:
     """The mesh axis that pads a factor: the last that chose it, where it does not divide what the others left."""
     axes = [axis for axis, choice in enumerate(choices) if choice == factor and mesh.sizes[axis] > 1]
-    if not axes or _divides(math.prod(mesh.sizes[axis] for axis in axes), rule.factors[factor].size):
+    if not axes or divides(math.prod(mesh.sizes[axis] for axis in axes), rule.factors[factor].size):
         return None
     return axes[-1]
+
+
+def splits(rule: Rule, choice: int, factor: int) -> bool:
+    """Whether an axis with this choice splits a factor: the one that it chose, and with groups the sources of rows."""
+    if choice == factor:
+        return True
+    return choice >= 0 and rule.factors[choice].routed == "group" and rule.factors[factor].routed == "source"
 
 
 def _meet(rule: Rule, factors: set[int]) -> bool:
@@ -110,8 +154,8 @@ def local_size(rule: Rule, choices: Choices, mesh: MeshShape, factor: int, befor
     """Steps of a factor that one rank runs, padding included; only axes before the axis `before` count."""
     size = rule.factors[factor].size
     for axis, choice in enumerate(choices[:before]):
-        if choice == factor:
-            size = math.ceil(size / mesh.sizes[axis])
+        if splits(rule, choice, factor):
+            size = ceil_div(size, mesh.sizes[axis])
     return size
 
 
@@ -120,15 +164,17 @@ def partial_kind(rule: Rule, choice: int, result: int) -> str | None:
     if choice <= -2:
         return "sum"
     dims = rule.results[result]
-    if choice == WHOLE or dims is None or _holds(dims, choice):
+    if choice == WHOLE or dims is None or _holds(rule, dims, choice):
         return None
-    if not any(_holds(operand, choice) for operand in rule.operands):
+    if rule.factors[choice].routed and len(rule.operands) + result in rule.routed:
+        return None
+    if not any(_holds(rule, operand, choice) for operand in rule.operands):
         return None
     return rule.factors[choice].reduction(result)
 
 
-def _holds(dims: Dims, factor: int) -> bool:
-    return any(factor in dim for dim in dims)
+def _holds(rule: Rule, dims: Dims, choice: int) -> bool:
+    return any(splits(rule, choice, factor) for dim in dims for factor in dim)
 
 
 def operand_spec(rule: Rule, choices: Choices, mesh: MeshShape, operand: int) -> Spec:
@@ -137,7 +183,7 @@ def operand_spec(rule: Rule, choices: Choices, mesh: MeshShape, operand: int) ->
     partial = {
         axis: "sum" for axis, choice in enumerate(choices) if choice <= -2 and operand in rule.linear[-2 - choice]
     }
-    return _spec(rule, rule.operands[operand], choices, mesh, partial)
+    return _spec(rule, rule.operands[operand], choices, mesh, partial, operand in rule.routed)
 
 
 def result_spec(rule: Rule, choices: Choices, mesh: MeshShape, result: int) -> Spec:
@@ -147,32 +193,49 @@ def result_spec(rule: Rule, choices: Choices, mesh: MeshShape, result: int) -> S
     if dims is None:
         return Spec.replicated(mesh.ndim)
     kinds = ((axis, partial_kind(rule, choice, result)) for axis, choice in enumerate(choices))
-    return _spec(rule, dims, choices, mesh, {axis: kind for axis, kind in kinds if kind is not None})
+    partial = {axis: kind for axis, kind in kinds if kind is not None}
+    return _spec(rule, dims, choices, mesh, partial, len(rule.operands) + result in rule.routed)
 
 
-def _spec(rule: Rule, dims: Dims, choices: Choices, mesh: MeshShape, partial: dict[int, str]) -> Spec:
+def _spec(
+    rule: Rule, dims: Dims, choices: Choices, mesh: MeshShape, partial: dict[int, str], routed: bool = False
+) -> Spec:
     """Placements of a tensor whose dims are products of factors.
 
     Within a factor, axes split in mesh order, the first axis outermost. An axis' split factor is the product of what
     stands left of it in its dim when the axes before it have split the tensor, which is how torch reads placements.
-    Where the axis does not divide its factor, blocks are made of whole steps of the factor.
+    Where the axis does not divide its factor, blocks are made of whole steps of the factor. A tensor that is `routed`
+    lies as the data says on the axes that split the sources or the groups.
     """
     placements: list[Placement] = [Replicate()] * mesh.ndim
     for axis, kind in partial.items():
         placements[axis] = Partial(kind)
+    by_data = [routed and choice >= 0 and rule.factors[choice].routed != "" for choice in choices]
+    for axis, choice in enumerate(choices):
+        if by_data[axis] and mesh.sizes[axis] > 1:
+            along = (dim for dim, factors in enumerate(dims) if _holds(rule, (factors,), choice))
+            placements[axis] = Routed(next(along, None), rule.factors[choice].routed)
     for dim, factors in enumerate(dims):
-        for axis in (axis for axis, choice in enumerate(choices) if choice in factors):
-            place, size = factors.index(choices[axis]), mesh.sizes[axis]
+        for axis, place in _split_in(rule, factors, choices):
+            if by_data[axis]:
+                continue
+            size = mesh.sizes[axis]
             steps = [local_size(rule, choices, mesh, factor, axis) for factor in factors]
             outer = math.prod(steps[:place])
             placements[axis] = shard_placement(dim, outer)
             if steps[place] % size:
-                block = math.ceil(steps[place] / size) * math.prod(steps[place + 1 :])
+                block = ceil_div(steps[place], size) * math.prod(steps[place + 1 :])
                 placements[axis] = BlockShard(dim, block, outer)
     spec = Spec.of(*placements)
     if not spec.has_blocks:
         return spec
     return canonical([math.prod(rule.factors[factor].size for factor in dim) for dim in dims], spec, mesh)
+
+
+def _split_in(rule: Rule, factors: tuple[int, ...], choices: Choices) -> Iterator[tuple[int, int]]:
+    """The axes that split a factor of a dim, and its place among the dim's factors."""
+    for axis, choice in enumerate(choices):
+        yield from ((axis, place) for place, factor in enumerate(factors) if splits(rule, choice, factor))
 
 
 def local_shape(rule: Rule, dims: Dims, choices: Choices, mesh: MeshShape, whole: tuple[int, ...]) -> tuple[int, ...]:
@@ -185,11 +248,17 @@ def local_shape(rule: Rule, dims: Dims, choices: Choices, mesh: MeshShape, whole
 
 def share(rule: Rule, choices: Choices, mesh: MeshShape) -> float:
     """Into how many parts of the size of a rank's the strategy splits the operator's work; padding is work."""
+    split = dict.fromkeys(_worked_on(rule, choice) for choice in choices if choice >= 0)
     return math.prod(
-        rule.factors[choice].size / max(local_size(rule, choices, mesh, choice), 1)
-        for choice in dict.fromkeys(choices)
-        if choice >= 0
+        int(rule.factors[factor].size) / max(int(local_size(rule, choices, mesh, factor)), 1) for factor in split
     )
+
+
+def _worked_on(rule: Rule, choice: int) -> int:
+    """The factor whose split shares the work: of routed rows the rows, whichever way they are split."""
+    if rule.factors[choice].routed:
+        return next((index for index, factor in enumerate(rule.factors) if factor.routed == "source"), choice)
+    return choice
 
 
 def describe(rule: Rule, choices: Choices, mesh: MeshShape) -> str:

@@ -16,6 +16,7 @@ import torch
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.rule import Dims, OpCall, Rule
+from autoshard.size import common_divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class _Cutter:
             i, j = _next(source, i), _next(target, j)
             if i == len(source) or j == len(target):
                 return
-            common = math.gcd(source[i], target[j])
+            common = common_divisor(source[i], target[j])
             if common == 1:
                 i, j = self._skip(i, j)
                 continue
@@ -105,7 +106,7 @@ class _Cutter:
             products[side] *= self.rest[side][ends[side]]
             ends[side] += 1
         a, b = ends[0] - 1, ends[1] - 1
-        while (common := math.gcd(source[a], target[b])) > 1:
+        while (common := common_divisor(source[a], target[b])) > 1:
             factor = self._factor(common)
             self.right[0][a].insert(0, factor)
             self.right[1][b].insert(0, factor)

@@ -15,7 +15,6 @@ from autoshard.patterns.strategy import describe
 from autoshard.plan import Collective, Decision
 from autoshard.planner.options import OptionTables
 from autoshard.reshard.path import Path, Resharder
-from autoshard.simulate.events import Operation, Stream, Timeline, replay
 from autoshard.specs.spec import Spec
 
 
@@ -31,6 +30,7 @@ class Leg:
         position: number of the operator that asks for it, or before which it is done.
         phase: `"forward"` or `"backward"`.
         module: path of the module that it belongs to.
+        gradient: whether it hands a gradient to its optimizer, and is reduced together with others.
     """
 
     key: str
@@ -40,6 +40,7 @@ class Leg:
     position: int
     phase: str
     module: str
+    gradient: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,13 @@ class Account:
             for copy, source, spec in self.flow.legs(want.value, want.phase, want.target):
                 self._used(key, want.position)
                 if copy not in held:
-                    resharder = self.resharder.gradients if want.is_gradient(spec) else self.resharder
+                    gradient = want.is_gradient(spec)
+                    resharder = self.resharder.gradients if gradient else self.resharder
                     path = resharder.path(want.value.meta.shape, want.value.meta.dtype.itemsize, source, spec)
                     held[copy] = copy if path.steps else key
                     if path.steps:
                         module = self._module(want.node)
-                        self.legs.append(Leg(copy, key, want.value, path, want.position, want.phase, module))
+                        self.legs.append(Leg(copy, key, want.value, path, want.position, want.phase, module, gradient))
                 key = held[copy]
             self._used(key, want.position)
             if isinstance(want.user, Use):
@@ -137,19 +139,27 @@ class Account:
 
     def collectives(self) -> tuple[Collective, ...]:
         """All collectives of the step, equal ones counted."""
-        counts: Counter[tuple[str, int, int, str, str]] = Counter()
+        cost, counts = self.tables.cost, Counter[tuple[str, int, int, str, str, bool]]()
         for leg in self.legs:
             for step in leg.path.steps:
-                if step.kind not in _LOCAL_STEPS:
-                    counts[step.kind, step.axis, step.bytes, leg.module, leg.phase] += 1
+                if step.kind not in LOCAL_STEPS:
+                    counts[step.kind, step.axis, step.bytes, leg.module, leg.phase, leg.gradient] += 1
         for node in self.rules.operators:
             if not self._pinned(node):
+                module, phase = self.flow.graph.module_path(node), self.flow.graph.phase(node)
                 for kind, axis, size in self.tables.exchanges(self.rules.rules[node], self._choices(node)):
-                    counts[kind, axis, size, self.flow.graph.module_path(node), self.flow.graph.phase(node)] += 1
-        price = self.tables.cost.collective
+                    counts[kind, axis, size, module, phase, False] += 1
         return tuple(
-            Collective(kind, self.mesh.names[axis], size, count, module, phase, price(kind, size, axis))
-            for (kind, axis, size, module, phase), count in counts.items()
+            Collective(
+                kind,
+                self.mesh.names[axis],
+                size,
+                count,
+                module,
+                phase,
+                (cost.gradient_collective if gradient else cost.collective)(kind, size, axis),
+            )
+            for (kind, axis, size, module, phase, gradient), count in counts.items()
         )
 
     def _pinned(self, node: fx.Node) -> bool:
@@ -168,45 +178,14 @@ class Account:
             if pinned is None:
                 text = describe(self.rules.rules[node], self._choices(node), self.mesh)
             name = f"{op.namespace}.{op.overloadpacket.__name__}"
-            yield Decision(node.name, name, graph.module_path(node), graph.phase(node), text, self._seconds(node))
+            yield Decision(node.name, name, graph.module_path(node), graph.phase(node), text, self.seconds(node))
 
-    def _seconds(self, node: fx.Node) -> float:
+    def seconds(self, node: fx.Node) -> float:
+        """Seconds of an operator: its compute, and the collectives inside its local program."""
         if self._pinned(node):
             return 0.0
-        return self.tables.strategy_seconds(self.rules.calls[node], self.rules.rules[node], self._choices(node))
-
-    # Time
-
-    def timeline(self) -> Timeline:
-        """The step on two streams: compute in program order, collectives as soon as their data is there."""
-        operations: list[Operation] = []
-        made: dict[str, int] = {}
-        waiting: dict[int, list[Leg]] = {}
-        for leg in self.legs:
-            waiting.setdefault(leg.position, []).append(leg)
-        for position, node in enumerate((*self.rules.operators, None)):
-            for leg in waiting.get(position, ()):
-                self._replay_leg(leg, operations, made)
-            if node is not None:
-                self._replay_operator(node, operations, made)
-        return replay(operations)
-
-    def _replay_leg(self, leg: Leg, operations: list[Operation], made: dict[str, int]) -> None:
-        before = made.get(leg.source)
-        for step in leg.path.steps:
-            stream: Stream = "compute" if step.kind in _LOCAL_STEPS else "communication"
-            needs = () if before is None else (before,)
-            operations.append(Operation(f"{step.kind} {leg.key}", stream, step.seconds, needs))
-            before = len(operations) - 1
-        assert before is not None, f"{leg.key} is made by no step"
-        made[leg.key] = before
-
-    def _replay_operator(self, node: fx.Node, operations: list[Operation], made: dict[str, int]) -> None:
-        keys = (self.read[Use(node, operand)] for operand, _ in enumerate(operand_nodes(node)))
-        needs = sorted({made[key] for key in keys if key in made})
-        operations.append(Operation(node.name, "compute", self._seconds(node), tuple(needs)))
-        for index in range(len(self.rules.calls[node].results)):
-            made[Value(node, index).name] = len(operations) - 1
+        call, rule = self.rules.calls[node], self.rules.rules[node]
+        return self.tables.strategy_seconds(call, rule, self._choices(node), self.rules.zeros[node])
 
 
-_LOCAL_STEPS = ("slice", "make_partial")
+LOCAL_STEPS = ("slice", "make_partial")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,10 @@ import torch
 
 from autoshard.cluster.cost import CostModel
 from autoshard.cluster.flops import flops
-from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.padding import PLACES, masks
+from autoshard.patterns.rule import Dims, OpCall, Rule
 from autoshard.patterns.strategy import (
+    WHOLE,
     Choices,
     axis_choices,
     fits,
@@ -25,7 +28,21 @@ from autoshard.patterns.strategy import (
 from autoshard.patterns.variants import resolved
 from autoshard.specs.spec import Spec
 
-_COLLECTIVES = {"gather_of_each": "all_gather"}
+_COLLECTIVES = {
+    "gather_of_each": "all_gather",
+    "exchange_of_each": "all_to_all",
+    "ring": "shift",
+    "ring_and_home": "shift",
+}
+_OF_PARTS = ("all_gather", "all_to_all", "ring", "ring_and_home")  # a rank holds its part of the bytes before
+
+
+def _times_read(rule: Rule, dims: Dims) -> int:
+    """How often a tensor is read: once for every step of loops that it lacks and that run one step after another."""
+    held = {factor for dim in dims for factor in dim}
+    return math.prod(
+        factor.size for index, factor in enumerate(rule.factors) if factor.sequential and index not in held
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +78,7 @@ class OptionTables:
         self.cost = cost
         self.mesh = cost.mesh
         self._options: dict[tuple[int, tuple[int | None, ...] | None], Options] = {}
-        self._seconds: dict[tuple[int, int, int], np.ndarray] = {}
+        self._seconds: dict[tuple[int, int, int, tuple[bool, ...]], np.ndarray] = {}
         self._kept: list[object] = []  # objects whose identity is a key above
 
     def options(self, rule: Rule, fixed: tuple[int | None, ...] | None = None) -> Options:
@@ -90,21 +107,30 @@ class OptionTables:
             ),
         )
 
-    def seconds(self, call: OpCall, rule: Rule, options: Options) -> np.ndarray:
-        """Seconds of compute, and of the collectives inside the local program, of every strategy."""
-        key = (id(call), id(rule), id(options))
+    def seconds(self, call: OpCall, rule: Rule, options: Options, zeros: tuple[bool, ...] = ()) -> np.ndarray:
+        """Seconds of compute, and of the collectives inside the local program, of every strategy.
+
+        Args:
+            call: the call.
+            rule: its rule.
+            options: the strategies.
+            zeros: for every operand, whether its padding is zero in any case; none is, by default.
+        """
+        key = (id(call), id(rule), id(options), zeros)
         if key not in self._seconds:
             self._kept += [call, options]
-            self._seconds[key] = np.array([self.strategy_seconds(call, rule, choice) for choice in options.choices])
+            seconds = [self.strategy_seconds(call, rule, choice, zeros) for choice in options.choices]
+            self._seconds[key] = np.array(seconds)
         return self._seconds[key]
 
-    def strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices) -> float:
+    def strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:
         """Seconds of compute and of inner collectives of one strategy."""
-        inner = sum(self.cost.collective(kind, bytes, axis) for kind, axis, bytes in self.exchanges(rule, choices))
-        return inner + self.compute_seconds(call, rule, choices)
+        sent = Counter(self.exchanges(rule, choices))  # equal ones are priced once: a recurrence has many
+        inner = sum(times * self.cost.collective(kind, bytes, axis) for (kind, axis, bytes), times in sent.items())
+        return inner + self.compute_seconds(call, rule, choices, zeros)
 
-    def compute_seconds(self, call: OpCall, rule: Rule, choices: Choices) -> float:
-        """Seconds that one rank computes: its share of the work, or the time to move its bytes."""
+    def compute_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:
+        """Seconds that one rank computes: its share of the work, or the time to move its bytes; and masks."""
         rule, choices = resolved(rule, choices)
         if rule.free:
             return 0.0
@@ -116,23 +142,54 @@ class OptionTables:
             *zip(rule.results, call.results, strict=True),
         ):
             if dims is not None and meta is not None:
-                moved += math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
-        return self.cost.compute(
+                held = math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
+                moved += held * _times_read(rule, dims)
+        own = self.cost.compute(
             work / share(rule, choices, self.mesh), moved, results[0].dtype if results else torch.float32
         )
+        return own + self._mask_seconds(call, rule, choices, zeros)
+
+    def _mask_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool]) -> float:
+        """Seconds in which padding of operands is replaced before the operator runs: each is read and written once.
+
+        What finds the places is as long as one dim, and costs the launches of its operators.
+        """
+        seconds = 0.0
+        for mask in masks(call, rule, choices, self.mesh):
+            if mask.fill == 0 and zeros and zeros[mask.operand]:
+                continue
+            meta = call.operands[mask.operand]
+            held = math.prod(local_shape(rule, rule.operands[mask.operand], choices, self.mesh, meta.shape))
+            seconds += self.cost.compute(0.0, 2 * held * meta.dtype.itemsize, meta.dtype)
+            seconds += PLACES * self.cost.compute(0.0, 0.0, meta.dtype)
+        return seconds
 
     def exchanges(self, rule: Rule, choices: Choices) -> list[tuple[str, int, int]]:
         """Collectives inside the local program: (kind, axis, bytes that a rank holds before)."""
         rule, choices = resolved(rule, choices)
-        whole = share(rule, choices, self.mesh)
         found = []
         for axis, choice in enumerate(choices):
-            for kind, bytes in rule.factors[choice].exchanges if choice >= 0 else ():
-                size = self.mesh.sizes[axis]
-                parts = whole if kind in ("all_gather", "all_to_all", "broadcast") else whole / size
-                turns = size if kind == "broadcast" else 1  # every rank sends its part in turn
-                found += [(_COLLECTIVES.get(kind, kind), axis, math.ceil(bytes / parts))] * turns
+            for kind, bytes, *times in rule.factors[choice].exchanges if choice >= 0 else ():
+                others = choices
+                if kind not in _OF_PARTS:
+                    others = tuple(WHOLE if other == choice else other for other in choices)
+                held = math.ceil(bytes / share(rule, others, self.mesh))
+                one = (_COLLECTIVES.get(kind, kind), axis, held)
+                found += [one] * math.prod((self._turns(kind, choices, axis), *times))
         return found
+
+    def _turns(self, kind: str, choices: Choices, axis: int) -> int:
+        """How many collectives an exchange is: a ring goes round once for every rank of the axes outside it."""
+        size = self.mesh.sizes[axis]
+        outside = math.prod(
+            other for other, choice in zip(self.mesh.sizes[:axis], choices, strict=False) if choice == choices[axis]
+        )
+        match kind:
+            case "ring":
+                return (size - 1) * outside
+            case "ring_and_home":
+                return (size - 1) * outside + (outside % size > 0)
+        return 1
 
     def restricted(self, rule: Rule, current: Choices, free: frozenset[int]) -> Options:
         """Strategies that differ from `current` on the `free` axes only."""

@@ -26,8 +26,10 @@ from autoshard.planner.account import Account
 from autoshard.planner.allocations import allocations
 from autoshard.planner.budget import BudgetSearch
 from autoshard.planner.found import Found
+from autoshard.planner.hidden import HiddenReductions
 from autoshard.planner.options import OptionTables
-from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.planner.problem import Hiding, ProblemBuilder, Wishes
+from autoshard.planner.schedule import step_seconds, timeline
 from autoshard.reshard.path import Resharder
 from autoshard.solver import solve
 from autoshard.solver.eliminate import WidthError
@@ -99,6 +101,8 @@ class Planner:
         if limit is not None and found.memory.peak > limit:
             # What bounds the problem without a limit bounds it with one; the problems solved on the way are narrower.
             found = replace(BudgetSearch(self, limit, found).run(), lower_bound=found.lower_bound)
+        else:
+            found = HiddenReductions(self, found).run()
         with self._timed("account"):
             return self._describe(found)
 
@@ -111,6 +115,7 @@ class Planner:
         method: str | None = None,
         limit: float | None = None,
         prices: np.ndarray | None = None,
+        hiding: Hiding | None = None,
         seconds: float = math.inf,
     ) -> Found:
         """The best decisions found under some wishes.
@@ -120,6 +125,7 @@ class Planner:
             method: one of `METHODS`; by default that of the settings.
             limit: bytes that what operators and parameters hold may reach at any moment.
             prices: of memory, in seconds per byte at every moment; they decide, and are no part of the cost found.
+            hiding: what reductions of gradients count; it decides, and is no part of the cost found.
             seconds: that a single problem may take; at least one, and no more than the planner has left.
 
         Raises:
@@ -127,7 +133,7 @@ class Planner:
             BudgetError: the same under a limit.
         """
         builder = ProblemBuilder(self.rules, self.tables, self.resharder, wishes)
-        ask = _Ask(builder, method or self.settings.method, limit, prices, seconds)
+        ask = _Ask(builder, method or self.settings.method, limit, prices, hiding, seconds)
         axes = [axis for axis, size in enumerate(self.mesh.sizes) if size > 1]
         if len(axes) <= 2:
             solved = self._solve_block(ask, frozenset(axes), None)
@@ -140,11 +146,11 @@ class Planner:
 
     def allocations(self, decisions: Decisions) -> list[Allocation]:
         """What one device holds, and when, under some decisions."""
-        return list(allocations(self._account(decisions)))
+        return list(allocations(self.account(decisions)))
 
     def _solve_block(self, ask: _Ask, free: frozenset[int], current: Decisions | None) -> _Solved:
         with self._timed("problem"):
-            built = ask.builder.build(free, current, ask.prices)
+            built = ask.builder.build(free, current, ask.prices, ask.hiding)
         with self._timed("solve"):
             remaining = max(1.0, min(ask.seconds, self.deadline - time.monotonic()))
             problem = built.problem if ask.limit is None else replace(built.problem, limit=ask.limit)
@@ -165,7 +171,7 @@ class Planner:
                 f'{self.settings.time_limit:g} s ({solution.status}): allow more time, or use method="auto".'
             )
         cost = solution.cost
-        if ask.prices is not None:
+        if ask.prices is not None or ask.hiding is not None:
             with self._timed("problem"):
                 cost = ask.builder.build(free, current).problem.cost(solution.assignment)
         decisions = built.decode(solution.assignment)
@@ -196,17 +202,18 @@ class Planner:
         total = 0.0
         for node in self.rules.operators:
             rule, call = self.rules.rules[node], self.rules.calls[node]
-            total += float(self.tables.seconds(call, rule, self.tables.options(rule)).min())
+            total += float(self.tables.seconds(call, rule, self.tables.options(rule), self.rules.zeros[node]).min())
         return total
 
     # Account
 
-    def _account(self, decisions: Decisions) -> Account:
+    def account(self, decisions: Decisions) -> Account:
+        """The step that some decisions stand for."""
         flow = Flow(self.rules, decisions, self.mesh)
         return Account(flow, self.tables, self.resharder, self.wishes.state_bytes)
 
     def _describe(self, found: Found) -> ShardingPlan:
-        account = self._account(found.decisions)
+        account = self.account(found.decisions)
         rest = found.decisions.rest
         by_kind: dict[str, dict[str, tuple[Placement, ...]]] = {}
         for source in self.graph.inputs:
@@ -225,7 +232,7 @@ class Planner:
             input_placements=by_kind.get("input", {}),
             output_placements={name: spec.placements for name, spec in found.decisions.outputs.items()},
             shapes=shapes,
-            step_seconds=account.timeline().seconds,
+            step_seconds=step_seconds(timeline(account)),
             memory=found.memory,
             collectives=account.collectives(),
             cost=found.cost,
@@ -256,12 +263,13 @@ class _Ask:
     method: str
     limit: float | None
     prices: np.ndarray | None
+    hiding: Hiding | None
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """Decisions, what the solver minimised (`value`, prices of memory included), and their cost in seconds."""
+    """Decisions, what the solver minimised (`value`, by the prices asked for), and their cost in seconds."""
 
     decisions: Decisions
     value: float

@@ -23,7 +23,7 @@ from autoshard.planner.options import OptionTables, SpecList
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import dim_of, is_even, local_shape
+from autoshard.specs.layout import dim_of, is_even, is_placeable, local_shape
 from autoshard.specs.spec import Spec, is_shard, split_factor_of
 
 
@@ -46,6 +46,24 @@ class Wishes:
     outputs: Mapping[str, Spec] = field(default_factory=dict)
     local_inputs: bool = False
     state_bytes: float = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hiding:
+    """What reductions of gradients count while compute hides them.
+
+    Attributes:
+        behind: seconds of compute that follow every moment of the step: what a reduction that starts there hides
+            behind.
+        price: of a hidden second, from 0 to 1.
+    """
+
+    behind: np.ndarray
+    price: float
+
+    def hidden(self, seconds: np.ndarray, moment: int) -> np.ndarray:
+        """The part of a reduction's seconds that compute hides if it starts at a moment."""
+        return np.minimum(seconds, self.behind[moment])
 
 
 @dataclass(eq=False)
@@ -85,7 +103,11 @@ class ProblemBuilder:
         self._lists: dict[tuple[Spec, ...], SpecList] = {}
 
     def build(
-        self, free: frozenset[int], current: Decisions | None = None, prices: np.ndarray | None = None
+        self,
+        free: frozenset[int],
+        current: Decisions | None = None,
+        prices: np.ndarray | None = None,
+        hiding: Hiding | None = None,
     ) -> BuiltProblem:
         """The problem in which the mesh axes in `free` are open.
 
@@ -96,8 +118,9 @@ class ProblemBuilder:
             current: the decisions so far.
             prices: of memory, in seconds per byte, at every moment of the step (a moment per operator and one after
                 the last). What options and copies hold is then part of their seconds.
+            hiding: what reductions of gradients count; all their seconds by default.
         """
-        return _Build(self, free, current, prices).run()
+        return _Build(self, free, current, prices, hiding).run()
 
     def listed(self, specs: Sequence[Spec]) -> SpecList:
         """The specs as a shared list."""
@@ -158,7 +181,12 @@ class _Build:
     """One pass over the graph that makes variables and edges."""
 
     def __init__(
-        self, builder: ProblemBuilder, free: frozenset[int], current: Decisions | None, prices: np.ndarray | None
+        self,
+        builder: ProblemBuilder,
+        free: frozenset[int],
+        current: Decisions | None,
+        prices: np.ndarray | None,
+        hiding: Hiding | None,
     ) -> None:
         self.builder = builder
         self.rules = builder.rules
@@ -166,6 +194,7 @@ class _Build:
         self.current = current
         self.free = free
         self.end = len(self.rules.operators) + 1
+        self.hiding = hiding
         self.paid = None if prices is None else np.concatenate(([0.0], np.cumsum(prices)))
         self.made = {
             output.name: self.builder.position.get(value_of(output.node).node, 0)
@@ -225,7 +254,8 @@ class _Build:
             options = (tuple([-1] * self.mesh.ndim),)
             return Variable("operator", node.name, options, np.zeros(1), (self.builder.listed((pinned,)),))
         chosen = tables.restricted(rule, self._choices(node), self.free)
-        variable = Variable("operator", node.name, chosen.choices, tables.seconds(call, rule, chosen), chosen.results)
+        seconds = tables.seconds(call, rule, chosen, self.rules.zeros[node])
+        variable = Variable("operator", node.name, chosen.choices, seconds, chosen.results)
         if not rule.free:
             variable.usage = sum(
                 (
@@ -291,7 +321,7 @@ class _Build:
             name = source.name
             if name in wishes.outputs:
                 return [wishes.outputs[name]]
-            return [s for s in self._open_specs(rule, wishes.planned_outputs) if self._divides(value, s)]
+            return [s for s in self._open_specs(rule, wishes.planned_outputs) if self._is_handed_back(value, s)]
         if all(placement is not None for placement in pinned):
             return [Spec.of(*(placement or Replicate() for placement in pinned))]
         if source.kind == "input" and wishes.local_inputs:
@@ -306,15 +336,15 @@ class _Build:
             allowed = sharded or self._uneven_specs(value) or allowed
         return allowed
 
-    def _divides(self, value: Value, spec: Spec) -> bool:
-        """Whether all ranks hold equally much, as outputs and their gradients are handed back."""
-        return is_even(value.meta.shape, spec, self.mesh)
+    def _is_handed_back(self, value: Value, spec: Spec) -> bool:
+        """Whether outputs and their gradients may lie so: as torch can say it; the last shards may be empty."""
+        return not spec.has_blocks and is_placeable(value.meta.shape, spec, self.mesh)
 
     def _rests(self, value: Value, spec: Spec) -> bool:
-        """Whether a parameter may lie so: as torch can say it, and long enough for an axis that does not divide it."""
+        """Whether a tensor may lie so outside the step: as torch can say it, and so long that no rank holds nothing."""
         shape, sizes = value.meta.shape, self.mesh.sizes
         long = all(shape[dim_of(spec[axis], len(shape))] >= sizes[axis] for axis in spec.shard_axes)
-        return _plain_nest(spec) and not spec.has_blocks and (long or self._divides(value, spec))
+        return _plain_nest(spec) and not spec.has_blocks and (long or is_even(shape, spec, self.mesh))
 
     def _uneven_specs(self, value: Value) -> list[Spec]:
         """Shards of a tensor that no axis divides: its storage is split, its uses gather it."""
@@ -336,7 +366,9 @@ class _Build:
         specs = [Spec.replicated(self.mesh.ndim)]
         for axis in range(self.mesh.ndim):
             specs += [spec.replace(axis, Shard(0)) for spec in specs if self.mesh.sizes[axis] > 1]
-        return [spec for spec in specs if value.meta.shape and is_even(value.meta.shape, spec, self.mesh)] or specs[:1]
+        return [
+            spec for spec in specs if value.meta.shape and is_placeable(value.meta.shape, spec, self.mesh)
+        ] or specs[:1]
 
     def _output(self, output: JointOutput) -> Variable:
         wishes = self.builder.wishes
@@ -347,7 +379,7 @@ class _Build:
         elif wishes.planned_outputs:
             rule = self.rules.rules[value.node]
             made = self.builder.tables.options(rule).results[value.index].distinct
-            specs = [spec for spec in made if not spec.partial_axes and self._divides(value, spec)]
+            specs = [spec for spec in made if not spec.partial_axes and self._is_handed_back(value, spec)]
         else:
             specs = [Spec.replicated(self.mesh.ndim)]
         now = None if self.current is None else self.current.outputs[output.name]
@@ -427,6 +459,8 @@ class _Build:
             # A tensor handed back where it came from (an unchanged buffer): nothing to pay.
             return
         costs = self.builder.between(value, source.specs, target.specs, target.gradient)
+        if target.gradient and self.hiding is not None:
+            costs = costs - (1.0 - self.hiding.price) * self.hiding.hidden(costs, target.life[0])
         price = self._price(*target.life)
         if price:
             costs = costs + price * self._bytes(value, target.specs) * _differ(source.specs, target.specs)

@@ -141,6 +141,9 @@ class Resharder:
         """Rows and columns are grouped by the nests they need beyond the plain ones, so that each pair is priced in
         the graph that its own path is found in."""
         table = np.full((len(sources), len(targets)), np.inf)
+        for row, source in enumerate(sources):
+            if source.is_routed:  # may stay as it is, and nothing else
+                table[row, [target is source for target in targets]] = 0.0
         sources_by, targets_by = self._grouped(shape, sources), self._grouped(shape, targets)
         operations = _operations(state for group in (*sources_by.values(), *targets_by.values()) for _, state in group)
         for source_extra, rows in sources_by.items():
@@ -309,6 +312,7 @@ def _edges_between(priced: _PricedGraph, start: State, end: State) -> list[int] 
 
 def _no_state(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> str:
     return (
-        f"a tensor of shape {shape} can not lie as {spec} in a program on mesh {mesh}: either a dim is not divided "
-        "evenly by several axes or a strided shard, or reductions of different kinds are open whose order matters."
+        f"a tensor of shape {shape} can not lie as {spec} in a program on mesh {mesh}, or no path leads there: a dim "
+        "is not divided evenly by several axes or a strided shard, or reductions of different kinds are open whose "
+        "order matters, or the data decides which rows a rank holds."
     )

@@ -68,12 +68,14 @@ class State:
 
 
 def state_of(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> State | None:
-    """The state of a spec, or None where no program places a tensor of `shape` so: uneven nests, mixed reductions."""
+    """The state of a spec; None where no path leads from or to it: uneven nests, mixed reductions, routed rows."""
     return _state_of(tuple(shape), spec, mesh)
 
 
 @lru_cache(maxsize=1 << 17)
 def _state_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> State | None:
+    if spec.is_routed:
+        return None
     try:
         layout = padded_segments_of(shape, spec, mesh)
     except ValueError:

@@ -1,12 +1,14 @@
-"""Replay of one device's operations on two streams: what communication is hidden behind compute, and what is not."""
+"""Replay of one device's operations on streams: what communication is hidden behind compute, and what is not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Stream = Literal["compute", "communication"]
+COMPUTE = "compute"
+"""The stream that computes; every other one communicates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +17,14 @@ class Operation:
 
     Attributes:
         name: for reports.
-        stream: `"compute"` or `"communication"`; each runs its operations one at a time, in their order.
+        stream: `COMPUTE`, or what carries communication, such as a link; each runs its operations one at a time, in
+            their order, and at the same time as the others.
         seconds: how long it takes once it runs.
         needs: indices of the operations, all earlier, that must end before it starts.
     """
 
     name: str
-    stream: Stream
+    stream: str
     seconds: float
     needs: tuple[int, ...] = ()
 
@@ -35,12 +38,14 @@ class Timeline:
         ends: likewise.
         seconds: from the beginning to the last end.
         exposed: seconds in which the device communicated and did not compute.
+        hidden: seconds in which it communicated and computed.
     """
 
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     seconds: float
     exposed: float
+    hidden: float
 
 
 def replay(operations: Sequence[Operation]) -> Timeline:
@@ -50,44 +55,33 @@ def replay(operations: Sequence[Operation]) -> Timeline:
         operations: in the order in which they are issued; a stream never overtakes itself.
 
     Returns:
-        The timeline. Its `seconds` lie between the larger of the longest chain and the busier stream, and the sum of
+        The timeline. Its `seconds` lie between the larger of the longest chain and the busiest stream, and the sum of
         all operations.
     """
-    free: dict[Stream, float] = {"compute": 0.0, "communication": 0.0}
+    free: dict[str, float] = {}
     starts: list[float] = []
     ends: list[float] = []
     for index, operation in enumerate(operations):
         assert all(0 <= need < index for need in operation.needs), f"{operation.name} needs what is issued after it"
         assert operation.seconds >= 0, f"{operation.name} takes {operation.seconds} seconds"
-        start = max(free[operation.stream], *(ends[need] for need in operation.needs), 0.0)
+        start = max(free.get(operation.stream, 0.0), *(ends[need] for need in operation.needs), 0.0)
         starts.append(start)
         ends.append(start + operation.seconds)
         free[operation.stream] = ends[-1]
-    return Timeline(tuple(starts), tuple(ends), max(ends, default=0.0), _exposed(operations, starts, ends))
+    computing = [operation.stream == COMPUTE for operation in operations]
+    intervals = list(zip(starts, ends, strict=True))
+    busy = _covered(intervals)
+    compute = _covered(itertools.compress(intervals, computing))
+    communication = _covered(itertools.compress(intervals, map(operator.not_, computing)))
+    exposed = max(0.0, busy - compute)
+    hidden = max(0.0, communication - exposed)
+    return Timeline(tuple(starts), tuple(ends), max(ends, default=0.0), exposed, hidden)
 
 
-def _exposed(operations: Sequence[Operation], starts: Sequence[float], ends: Sequence[float]) -> float:
-    """Seconds of communication less those during which compute ran too."""
-    computing = _busy(operations, starts, ends, "compute")
-    communicating = _busy(operations, starts, ends, "communication")
-    return max(0.0, sum(end - start for start, end in communicating) - _overlap(computing, communicating))
-
-
-def _busy(
-    operations: Sequence[Operation], starts: Sequence[float], ends: Sequence[float], stream: Stream
-) -> list[tuple[float, float]]:
-    """Intervals in which a stream is busy; they follow one another, since a stream runs in order."""
-    rows = zip(operations, starts, ends, strict=True)
-    return [(start, end) for operation, start, end in rows if operation.stream == stream]
-
-
-def _overlap(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
-    """Length of what two lists of intervals, each in order and free of overlap, have in common."""
-    shared, i, j = 0.0, 0, 0
-    while i < len(first) and j < len(second):
-        shared += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
-        if first[i][1] <= second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return shared
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of the intervals."""
+    covered, reached = 0.0, 0.0
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered

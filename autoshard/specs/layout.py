@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from torch.distributed.tensor import Partial, Placement, Replicate
 
+from autoshard.size import ceil_div, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import BlockShard, Spec, block_of, is_shard, shard_placement, split_factor_of
 
@@ -19,9 +20,9 @@ _CACHE_SIZE = 1 << 17
 class Segment:
     """One loop of a tensor dim: `size` steps, distributed over mesh axis `axis`, or whole on every rank (None).
 
-    Where an axis does not divide a loop, `block` / `total`, in lowest terms, is the share of it that one rank holds at
-    most: the ranks' blocks together are longer than the loop, and what is missing behind its end is padding. Both are 0
-    where the axis divides.
+    Where an axis does not divide a loop, `block` / `total`, in lowest terms unless it depends on dynamic sizes, is the
+    share of it that one rank holds at most: the ranks' blocks together are longer than the loop, and what is missing
+    behind its end is padding. Both are 0 where the axis divides.
     """
 
     size: int
@@ -129,11 +130,16 @@ def _carve_blocks(segments: DimLayout, axis: int, size: int, outer: int, block: 
             steps, whole = block // below, segment.size // outer
             if segment.size % outer or block % below or steps * size < whole:
                 return None
-            common = math.gcd(steps, whole)
-            share = (0, 0) if steps * size == whole else (steps // common, whole // common)
+            share = (0, 0) if steps * size == whole else _fraction(steps, whole)
             pieces = (Segment(outer), Segment(size, axis, *share), Segment(steps))
             return merged([*result, *pieces, *segments[position + 1 :]])
     return None
+
+
+def _fraction(block: int, total: int) -> tuple[int, int]:
+    """In lowest terms, where these are the same whatever the sizes."""
+    common = 1 if is_dynamic(block) or is_dynamic(total) else math.gcd(block, total)
+    return block // common, total // common
 
 
 def spec_of(layout: Layout, partial: Mapping[int, str], mesh: MeshShape) -> Spec:
@@ -167,7 +173,7 @@ def _placement(dim: int, segments: DimLayout, position: int) -> Placement:
         loop.size for loop in segments[position + 1 :] if loop.axis is None or loop.axis > (own.axis or 0)
     )
     alone = all(loop is own or loop.axis is None for loop in segments)
-    if alone and outer == 1 and block == math.ceil(block * own.total // own.block / own.size):
+    if alone and outer == 1 and block == ceil_div(block * own.total // own.block, own.size):
         return shard_placement(dim)
     return BlockShard(dim, block, outer)
 
@@ -230,11 +236,20 @@ def _is_even(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> bool:
     return True
 
 
+def is_placeable(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> bool:
+    """Whether programs know local tensors of this spec, padded ones included, so that `local_shape` has an answer."""
+    try:
+        padded_segments_of(shape, spec, mesh)
+    except ValueError:
+        return False
+    return True
+
+
 def local_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
     """Shape of one rank's local tensor in a program, the same on every rank.
 
     A dim that its only axis does not divide evenly is padded to the ceiling, as in `torch.chunk`, and one in blocks to
-    whole blocks.
+    whole blocks. Of routed rows, it is the balanced share: when the program runs, ranks may hold more or fewer.
 
     Raises:
         ValueError: a dim is uneven and sharded by several axes, or strided, in other than blocks.
@@ -246,7 +261,7 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> tuple[int,
 def _local_shape(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
     return tuple(
         math.prod(segment.size for segment in segments if segment.axis is None)
-        for segments in padded_segments_of(shape, spec, mesh)
+        for segments in padded_segments_of(shape, spec.balanced, mesh)
     )
 
 
@@ -267,7 +282,7 @@ def _carved(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
     for axis, dim in of_axis.items():
         outer, block, size = split_factor_of(spec[axis]), block_of(spec[axis]), mesh.sizes[axis]
         if block is None and outer == 1 and list(of_axis.values()).count(dim) == 1:
-            block = math.ceil(shape[dim] / size)  # torch.chunk's
+            block = ceil_div(shape[dim], size)  # torch.chunk's
         even = block is None or shape[dim] == 0
         loops = dims[dim]
         carved = _carve(loops, axis, size, outer) if even else _carve_blocks(loops, axis, size, outer, block or 0)
@@ -352,7 +367,7 @@ def _dim_indices(segments: DimLayout, coordinate: Sequence[int]) -> tuple[int, .
 
 def _chunk(indices: range | tuple[int, ...], chunks: int, place: int) -> range | tuple[int, ...]:
     """Chunk number `place` of `chunks`, sized as `torch.chunk` does."""
-    step = math.ceil(len(indices) / chunks)
+    step = ceil_div(len(indices), chunks)
     return indices[place * step : (place + 1) * step]
 
 

@@ -8,6 +8,7 @@ from functools import cache
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from autoshard.size import is_dynamic
 from autoshard.specs._torch import StridedShard
 
 
@@ -31,7 +32,7 @@ class BlockShard(Placement):
         self.split_factor = split_factor
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockShard) and placement_text(self) == placement_text(other)
+        return isinstance(other, BlockShard) and _key(self) == _key(other)
 
     def __hash__(self) -> int:
         return hash((self.dim, self.block, self.split_factor))
@@ -40,9 +41,47 @@ class BlockShard(Placement):
         return f"BlockShard(dim={self.dim}, block={self.block}, split_factor={self.split_factor})"
 
 
+class Routed(Placement):
+    """Rows that are sorted by group, of which a rank holds those that came to it: how many is decided by the data.
+
+    Rows are sent to groups, as tokens are to experts, and lie sorted by group. `"group"`: every rank of the axis holds
+    the rows of its own stretch of the groups. `"source"`: every rank holds, of all groups, the rows that were made of
+    its own stretch of the tokens. No path leads from or to such a placement: operators that route make it, and
+    operators that gather what was routed take it. Programs and prices count on the balanced share. Only plans use it.
+
+    Args:
+        dim: the dim that the rows, or the groups, lie along; None of a tensor that only speaks of a rank's rows.
+        by: `"group"` or `"source"`.
+    """
+
+    def __init__(self, dim: int | None, by: str) -> None:
+        super().__init__()
+        self.dim = dim
+        self.by = by
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Routed) and placement_text(self) == placement_text(other)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.by))
+
+    def __repr__(self) -> str:
+        return f"Routed(dim={self.dim}, by={self.by!r})"
+
+
 def shard_placement(dim: int, split_factor: int = 1) -> Placement:
     """`Shard(dim)`, or `_StridedShard(dim, split_factor=...)` where an outer factor stays whole (Rhino 4.1)."""
+    if is_dynamic(split_factor):
+        return _DynamicStride(dim, split_factor)
     return Shard(dim) if split_factor == 1 else StridedShard(dim, split_factor=split_factor)
+
+
+class _DynamicStride(StridedShard):
+    """A strided shard whose outer factor is a dynamic size, which torch's own makes a plain number."""
+
+    def __init__(self, dim: int, split_factor: int) -> None:
+        super().__init__(dim, split_factor=int(split_factor))
+        self.dynamic_factor = split_factor
 
 
 def is_shard(placement: Placement) -> bool:
@@ -52,7 +91,11 @@ def is_shard(placement: Placement) -> bool:
 
 def split_factor_of(placement: Placement) -> int:
     """Size of the outer factor that a shard placement leaves whole; 1 for `Shard`."""
-    return int(placement.split_factor) if isinstance(placement, (StridedShard, BlockShard)) else 1
+    if isinstance(placement, _DynamicStride):
+        return placement.dynamic_factor
+    if isinstance(placement, BlockShard):
+        return placement.split_factor
+    return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
 
 
 def block_of(placement: Placement) -> int | None:
@@ -61,7 +104,9 @@ def block_of(placement: Placement) -> int | None:
 
 
 def placement_text(placement: Placement) -> str:
-    """Short text of a placement: `R`, `S(0)`, `S(0,f=3)`, `S(0,f=3,b=8)`, `P(sum)`."""
+    """Short text of a placement: `R`, `S(0)`, `S(0,f=3)`, `S(0,f=3,b=8)`, `S(0,by=group)`, `P(sum)`."""
+    if isinstance(placement, Routed):
+        return f"S({'' if placement.dim is None else f'{placement.dim},'}by={placement.by})"
     if is_shard(placement):
         factor, block = split_factor_of(placement), block_of(placement)
         dim = placement.dim  # type: ignore[attr-defined]
@@ -73,7 +118,10 @@ def placement_text(placement: Placement) -> str:
     raise ValueError(f"unknown placement {placement!r}: autoshard knows Replicate, Shard, _StridedShard and Partial.")
 
 
-_PLACEMENT = re.compile(r"R|S\((?P<dim>-?\d+)(?:,f=(?P<factor>\d+))?(?:,b=(?P<block>\d+))?\)|P\((?P<op>\w+)\)")
+_PLACEMENT = re.compile(
+    r"R|S\((?P<dim>-?\d+)(?:,f=(?P<factor>\d+))?(?:,b=(?P<block>\d+))?\)"
+    r"|S\((?:(?P<rows>\d+),)?by=(?P<by>group|source)\)|P\((?P<op>\w+)\)"
+)
 
 
 def parse_placement(text: str) -> Placement:
@@ -81,8 +129,11 @@ def parse_placement(text: str) -> Placement:
     match = _PLACEMENT.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text!r} is not a placement: expected R, S(dim), S(dim,f=factor), with ,b=block, or P(operation)."
+            f"{text!r} is not a placement: expected R, S(dim), S(dim,f=factor), with ,b=block, S(dim,by=group), or "
+            "P(operation)."
         )
+    if match["by"] is not None:
+        return Routed(None if match["rows"] is None else int(match["rows"]), match["by"])
     if match["block"] is not None:
         return BlockShard(int(match["dim"]), int(match["block"]), int(match["factor"] or 1))
     if match["dim"] is not None:
@@ -98,12 +149,12 @@ class Spec:
     placements: tuple[Placement, ...]
 
     def __new__(cls, placements: tuple[Placement, ...]) -> Spec:
-        return _interned(tuple(placement_text(placement) for placement in placements))
+        return Spec.of(*placements)
 
     @staticmethod
     def of(*placements: Placement) -> Spec:
         """The spec with these placements, one per mesh axis."""
-        return _interned(tuple(placement_text(placement) for placement in placements))
+        return _interned(tuple(_key(placement) for placement in placements))
 
     @staticmethod
     def replicated(ndim: int) -> Spec:
@@ -113,7 +164,7 @@ class Spec:
     @staticmethod
     def parse(text: str) -> Spec:
         """The spec that `str` wrote, such as `"S(0) R P(sum)"`."""
-        return _interned(tuple(text.split()))
+        return Spec.of(*(parse_placement(part) for part in text.split()))
 
     def replace(self, axis: int, placement: Placement) -> Spec:
         """This spec with another placement on one axis."""
@@ -137,6 +188,27 @@ class Spec:
     def has_blocks(self) -> bool:
         """Whether a placement is a `BlockShard`, which torch does not know."""
         return any(isinstance(placement, BlockShard) for placement in self.placements)
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the data decides how much a rank holds: some placement is `Routed`."""
+        return any(isinstance(placement, Routed) for placement in self.placements)
+
+    @property
+    def balanced(self) -> Spec:
+        """The spec of as much as each rank holds where routed rows are spread evenly; the spec itself without such."""
+        if not self.is_routed:
+            return self
+        return Spec.of(
+            *(
+                placement
+                if not isinstance(placement, Routed)
+                else Replicate()
+                if placement.dim is None
+                else Shard(placement.dim)
+                for placement in self.placements
+            )
+        )
 
     def __len__(self) -> int:
         return len(self.placements)
@@ -166,8 +238,26 @@ class Spec:
 
 
 @cache
-def _interned(texts: tuple[str, ...]) -> Spec:
+def _interned(keys: tuple[_Key, ...]) -> Spec:
     spec = object.__new__(Spec)
-    spec.placements = tuple(parse_placement(text) for text in texts)
-    spec._text = " ".join(texts)
+    spec.placements = tuple(map(_placement, keys))
+    spec._text = " ".join(map(placement_text, spec.placements))
     return spec
+
+
+_Key = str | tuple[int, int, int]
+"""A placement by its text; where sizes in it are dynamic, which have no text of their own: dim, split factor, block."""
+
+
+def _key(placement: Placement) -> _Key:
+    factor, block = split_factor_of(placement), block_of(placement) or 0
+    if is_dynamic(factor) or is_dynamic(block):
+        return (placement.dim, factor, block)  # type: ignore[attr-defined]
+    return placement_text(placement)
+
+
+def _placement(key: _Key) -> Placement:
+    if isinstance(key, str):
+        return parse_placement(key)
+    dim, factor, block = key
+    return BlockShard(dim, block, factor) if block else shard_placement(dim, factor)

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import gaussian_nll_loss, scaled_dot_product_attention
 
 from autoshard.capture import capture
 from autoshard.capture.composites import attention_with_dropout, replace_composites
+from autoshard.capture.composites import gaussian_nll_loss as likelihood
 from tests.capture.interpret import run_joint
 
 aten = torch.ops.aten
@@ -46,6 +47,41 @@ def test_it_is_the_same_attention() -> None:
     torch.testing.assert_close(
         attention_with_dropout(q, k, v, is_causal=True), scaled_dot_product_attention(q, k, v, is_causal=True)
     )
+
+
+class Likelihood(nn.Module):
+    """A mean and a variance for every sample."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.mean, self.variance, self.options = nn.Linear(4, 3), nn.Linear(4, 3), options
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return gaussian_nll_loss(self.mean(x), y, self.variance(x).square(), **self.options)
+
+
+@pytest.mark.parametrize("options", [{}, {"full": True, "reduction": "sum"}, {"eps": 0.5}])
+def test_gaussian_likelihood_is_captured_and_is_the_same(options: dict[str, Any]) -> None:
+    module, args = Likelihood(**options).double(), torch.randn(2, 6, 4, dtype=torch.float64)
+    x, y = args[0], args[1, :, :3]
+    graph = capture(module, (x, y), {})
+    loss = module(x, y)
+    loss.backward()
+    run = run_joint(graph, module, (x, y))
+    torch.testing.assert_close(run.output, loss)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(run.gradients[name], parameter.grad)
+
+
+def test_variances_of_other_shapes() -> None:
+    mean, y = torch.randn(2, 4, 3)
+    for variance in (torch.rand(4), torch.rand(4, 1), torch.rand(1, 3), 0.3):
+        expected = gaussian_nll_loss(mean, y, variance, reduction="none")
+        torch.testing.assert_close(likelihood(mean, y, variance, reduction="none"), expected)
+    with pytest.raises(ValueError, match=r"var has shape \[3\], input \[4, 3\]"):
+        likelihood(mean, y, torch.rand(3))
+    with pytest.raises(ValueError, match="reduction='mode' is none of"):
+        likelihood(mean, y, torch.rand(4), reduction="mode")
 
 
 class Region(nn.Module):

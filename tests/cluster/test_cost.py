@@ -12,7 +12,7 @@ from autoshard.cluster.cost import GROUPED_BYTES
 from autoshard.specs.axes import MeshShape
 
 LATENCY, BANDWIDTH = 1.0, 100.0  # of the links inside a host
-KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast", "slice", "make_partial", "copy")
+KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "shift", "slice", "make_partial", "copy")
 DEVICE = Device("unit", 1, {"float32": 100.0, "bfloat16": 200.0, "float64": 50.0}, 10.0, 0.5)
 
 
@@ -47,7 +47,7 @@ def test_an_axis_pays_the_network_if_any_group_spans_hosts(
         ("all_reduce", 2 * 2 * 1 + 2 * 200 / 100),  # up and down a tree
         ("reduce_scatter", 1 * 3 + 200 * 3 / 4 / 100),
         ("all_to_all", 1 * 3 + 200 * 3 / 4 / 100),
-        ("broadcast", 1 * 3 + 200 / 100),
+        ("shift", 1 + 200 / 100),
         ("slice", 2 * 200 / 4 / 10),
         ("make_partial", 2 * 200 / 10),
         ("copy", 2 * 200 / 10),

@@ -13,6 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 import autoshard
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.partition.localize import Localizer
+from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.patterns.strategy import WHOLE
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.problem import Wishes
@@ -135,6 +137,32 @@ def test_pins_leave_no_operator() -> None:
     assert any("pin" in str(node.target) for node in graph.graph.nodes)
     planner, plan = _planned(graph, {"x": 2})
     assert "autoshard" not in program_of(planner, plan).graph_module.code
+
+
+class Contracted(nn.Module):
+    """A product whose contracted dim, of six, is to be split over four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp() @ self.weight
+
+
+@pytest.mark.parametrize(("sharded", "masks"), [(False, 0), (True, 1)])
+def test_padding_that_is_zero_already_is_not_masked(sharded: bool, masks: int) -> None:
+    """Parameters and slices are padded with zeros; what an exponential makes of them is not zero."""
+    graph = capture(Contracted(), (torch.randn(2, 6),), {}, grad=False)
+    planner, plan = _planned(graph, {"x": 4}, Wishes(pinned={"weight": (Shard(0),)}))
+    decisions = Decisions.from_data(plan.decisions)
+    exponential, product = planner.rules.operators
+    decisions.choices[product.name] = planner.rules.rules[product].indices("k")
+    decisions.choices[exponential.name] = planner.rules.rules[exponential].indices("dim1") if sharded else (WHOLE,)
+    flow = Flow(planner.rules, Decisions(decisions.choices, decisions.rest, decisions.outputs), planner.mesh)
+    code = Localizer(flow, planner.resharder, ["x"]).run().graph_module.code
+    assert code.count("aten.masked_fill.Scalar(") == masks
+    assert planner.rules.zeros == {exponential: (True,), product: (False, True)}
 
 
 class Shared(nn.Module):

@@ -74,7 +74,7 @@ class _Counted:
         replace_parameters(module, {name: replicated for name, _ in module.named_parameters()}, mesh)
         Runtime(module, mesh, self._prepare, "global").install()
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, tangents: Any) -> Any:
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, tangents: Any, *_: Any) -> Any:
         self.prepared.append(grad)
         graph = capture(self.module, args, kwargs, grad=grad, tangents=tangents)
         wishes = Wishes(pinned={name: (Replicate(),) for name, _ in self.module.named_parameters()})

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from torch import fx
 
+from autoshard.capture import capture
 from autoshard.partition.split import split
+from tests.models.routed import sorted_experts
 from tests.planner.steps import KINDS, captured, planner_of, program_of
 
 
@@ -49,3 +52,12 @@ def test_a_forward_pass_has_one_half_and_saves_nothing() -> None:
 def test_programs_with_dropout_draw() -> None:
     planner = planner_of(captured("gpt", dropout=0.5), {"x": 2})
     assert split(program_of(planner, planner.plan()), compile=False).draws
+
+
+def test_a_program_whose_sizes_the_data_decides_is_not_compiled() -> None:
+    module, inputs = sorted_experts()
+    planner = planner_of(capture(module, (), inputs), {"ep": 2})
+    step = program_of(planner, planner.plan())
+    with pytest.warns(UserWarning, match="compile=True has no effect"):
+        halves = split(step, compile=True)
+    assert isinstance(halves.forward, fx.GraphModule)

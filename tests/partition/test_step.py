@@ -62,7 +62,7 @@ def test_a_program_takes_dtensors_and_hands_gradients_back_as_they_lie(size: int
             for border in step.inputs
             if border.kind != "tangent"
         ]
-        (loss,) = program(tensors)
+        (loss,) = program(tensors, {})
         loss.backward()
         module(**inputs).backward()
         for tensor, border in zip(tensors, step.inputs, strict=False):
@@ -90,6 +90,6 @@ def test_outputs_without_a_gradient_count_as_zero() -> None:
             for border in step.inputs
             if border.kind != "tangent"
         ]
-        _, saved = program.forward(program.local(tensors))
-        for gradient in program.backward(saved, [None]):
+        _, saved = program.forward(program.local(tensors, {}), {})
+        for gradient in program.backward(saved, [None], {}):
             assert all(not value.any() for value in per_rank(gradient, mesh).values())

@@ -108,3 +108,14 @@ def test_what_is_not_random_on_this_call_is_compared_by_value() -> None:
     assert not reference_draws(aten.bernoulli.p, (X, 0.0), {}).random
     assert not reference_draws(aten.native_dropout.default, (X, 0.5, False), {}).random
     assert reference_draws(aten.mm.default, (X, X), {}).seeds == (0,)
+
+
+def test_coins_that_come_up_alike_under_two_seeds_are_random_all_the_same() -> None:
+    def thrown(weight: float, seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return torch.bernoulli(torch.tensor([weight]))
+
+    weight = next(each / 16 for each in range(1, 16) if torch.equal(thrown(each / 16, 0), thrown(each / 16, 1)))
+    assert reference_draws(aten.bernoulli.default, (torch.tensor([weight]),), {}).random
+    assert not reference_draws(aten.bernoulli.default, (torch.ones(3),), {}).random
+    assert not reference_draws(aten.sin.default, (X,), {}).random

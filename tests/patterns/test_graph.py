@@ -133,12 +133,19 @@ def test_pins_fit_the_mesh(placements: tuple[Shard, ...], text: str) -> None:
     assert pinned_spec(placements, (12, 12), MeshShape.of({"x": 2, "y": 2}), "") is Spec.parse(text)
 
 
+def test_a_plain_shard_over_one_axis_need_not_divide() -> None:
+    mesh = MeshShape.of({"x": 2, "y": 4})
+    assert pinned_spec((Replicate(), Shard(0)), (6, 12), mesh, "") is Spec.parse("R S(0)")
+    assert pinned_spec((Shard(1), Shard(0)), (3, 7), mesh, "") is Spec.parse("S(1) S(0)")
+
+
 @pytest.mark.parametrize(
     ("placements", "said"),
     [
         ((Shard(0),) * 3, r"in the root module names 3 placements, but the mesh has the axes x=2, y=4"),
         ((Shard(3),), r"does not fit a tensor of shape \[6, 12\]"),
-        ((Replicate(), Shard(0)), r"does not divide a tensor of shape \[6, 12\] evenly"),
+        ((Shard(0), Shard(0)), r"does not divide a tensor of shape \[6, 12\] evenly"),
+        ((Replicate(), shard_placement(0, 2)), r"does not divide a tensor of shape \[6, 12\] evenly"),
     ],
 )
 def test_pins_that_do_not_fit_are_errors(placements: tuple[Shard, ...], said: str) -> None:

@@ -12,11 +12,11 @@ import torch
 from autoshard.patterns.local import LocalCall, emit_local
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.notation import bind
-from autoshard.patterns.padding import filled, padded_factors
+from autoshard.patterns.padding import filled, filled_with_zeros, masks, padded_factors, zero_results
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.rule import Rule, refine
 from autoshard.patterns.soundness import check
-from autoshard.patterns.strategy import WHOLE, Choices, axis_choices, operand_spec
+from autoshard.patterns.strategy import WHOLE, Choices, axis_choices, operand_spec, result_spec
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.tensors import shard
 
@@ -52,7 +52,7 @@ def test_both_operands_of_a_contraction_are_filled_with_zeros() -> None:
     """Padding of one may be no number, which zeros in the other do not hide."""
     left, right = normal(3, 6), normal(6, 2)
     call = local_call(named(aten.mm.default, left, right), (1,), FOUR, aten.mm.default, (left, right))
-    assert list(padded_factors(call).values()) == [0]
+    assert list(padded_factors(call.rule, call.choices, FOUR).values()) == [0]
     first, second = filled(call)
     assert torch.equal(torch.cat(first.values, 1)[:, :6], left)
     assert not torch.cat(first.values, 1)[:, 6:].any()
@@ -124,6 +124,56 @@ def test_integers_are_not_divided_by_padding() -> None:
     x = torch.arange(1, 7)
     call = local_call(named(aten.floor_divide.default, x, x), (0,), FOUR, aten.floor_divide.default, (x, x), padding=0)
     assert torch.cat(emit_local(call).values)[:6].tolist() == [1] * 6
+
+
+X, Y, Z = normal(6, 3), normal(6, 3) + 9, normal(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "name", "zero"),
+    [
+        (aten.mm.default, (X, Z), "i", True),
+        (aten.mul.Tensor, (X, Y), "dim0", True),
+        (aten.add.Tensor, (X, Y), "dim0", True),
+        (aten.add.Tensor, (X, normal(3)), "dim0", False),
+        (aten.div.Tensor, (X, Y), "dim0", False),
+        (aten.div.Tensor, (X, normal(3)), "dim0", True),
+        (aten.exp.default, (X,), "dim0", False),
+        (aten.sum.dim_IntList, (X, [1]), "d0", True),
+        (aten.mean.dim, (X, [1]), "d0", False),  # it has a local program, of which nothing is known
+        (aten.amax.default, (X, [1]), "d0", False),
+        (aten.threshold_backward.default, (X, Y, 0), "dim0", False),
+        (aten.view.default, (X, [2, 3, 3]), "d1", True),
+        (aten.view.default, (torch.arange(18).view(6, 3), [2, 9]), "d0", True),
+        (aten.expand.default, (X.unsqueeze(0), [3, 6, 3]), "d1", True),
+        (aten.expand.default, (X.unsqueeze(0), [3, 6, 3]), "new0", False),
+        (aten.cumsum.default, (X, 0), "d0", False),
+        (aten.addmm.default, (normal(5), X, Z), "i", False),
+    ],
+)
+def test_zeros_are_known_to_stay_zeros_where_they_do(op: Any, args: tuple[Any, ...], name: str, zero: bool) -> None:
+    rule = named(op, *args)
+    call = local_call(rule, rule.indices(name), FOUR, op, args, padding=0)
+    known = zero_results(rule, rule.indices(name), [True] * len(call.operands))
+    assert known == (zero,)
+    if not zero:
+        return
+    value = emit_local(call)
+    spec = result_spec(rule, call.choices, FOUR, 0)
+    for place, held in zip(FOUR.coordinates(), value.values, strict=True):
+        mine = shard(torch.ones(call.call.results[0].shape), spec, FOUR, place, padded=True)
+        assert not held[mine == 0].any()
+
+
+def test_what_is_zero_already_is_not_made_zero_again() -> None:
+    left, right = normal(3, 6), normal(6, 2)
+    rule = named(aten.mm.default, left, right)
+    call = local_call(rule, (1,), FOUR, aten.mm.default, (left, right), padding=0)
+    assert [mask.operand for mask in masks(call.call, rule, (1,), FOUR)] == [0, 1]
+    call.zeros = (True, False)
+    assert filled(call)[0] is call.operands[0]
+    assert filled(call)[1] is not call.operands[1]
+    assert filled_with_zeros(call) == (True, True)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 7, 61])

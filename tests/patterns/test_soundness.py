@@ -87,12 +87,17 @@ def test_an_operator_without_a_rule(ops: Any) -> None:
         check(ops.nothing.default, (X,))
 
 
+def _parts(offered: Any) -> list[tuple[str, int]]:
+    return [(refined.factors[choices[0]].name, refined.factors[choices[0]].size) for refined, choices in offered]
+
+
 def test_strategies_include_inner_parts_and_two_axes() -> None:
     rule = bind("i j -> i j", call_of(torch.ops.aten.clone.default, (X,), {}, X))
     one = list(strategies(rule, MeshShape.of({"x": 2})))
     assert [choices for plain, choices in one if plain is rule] == [(-1,), (0,), (1,)]
-    inner = [(refined.factors[choices[0]].name, refined.factors[choices[0]].size) for refined, choices in one[3:]]
-    assert inner == [("i.1", 2), ("j.1", 2), ("j.1", 3), ("j.0", 3)]  # the last two are padded
+    assert _parts(one[3:]) == [("i.1", 2), ("j.1", 2)]
+    four = list(strategies(rule, MeshShape.of({"x": 4})))
+    assert _parts(four[3:]) == [("i.1", 2), ("i.0", 2), ("j.1", 3), ("j.0", 2)]  # all padded: four divides no part
     two = [choices for _, choices in strategies(rule, MeshShape.of({"x": 2, "y": 2}))]
     assert (0, 0) in two
     assert (1, 1) in two  # three for each rank of the first axis, in blocks of two

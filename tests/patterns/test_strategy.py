@@ -71,6 +71,22 @@ def test_what_can_not_be_padded_is_split_evenly_only() -> None:
     assert not fits(whole, (ROW, WHOLE), MeshShape.of({"x": 3, "y": 2}))
 
 
+def test_no_part_of_a_factor_is_padded_where_the_axis_divides_another() -> None:
+    """Twelve as 3 x 4: two ranks split the four, until another axis has taken all of them."""
+    rule = refine(MM, {INNER: (3,)})
+    outer, inner = rule.indices("k")
+    assert fits(rule, (inner,), ONE)
+    assert not fits(rule, (outer,), ONE)
+    assert fits(rule, (inner, outer), MeshShape.of({"x": 4, "y": 2}))
+
+
+def test_padding_of_two_axes_together_makes_no_more_than_twice_as_much() -> None:
+    """4 rows on 3 ranks become one and a half times as many; 12 steps on 8 ranks four thirds, on 9 one and a half."""
+    assert fits(MM, (ROW, INNER), MeshShape.of({"x": 3, "y": 8}))
+    assert fits(MM, (WHOLE, INNER), MeshShape.of({"x": 3, "y": 9}))
+    assert not fits(MM, (ROW, INNER), MeshShape.of({"x": 3, "y": 9}))
+
+
 def test_padded_shards_are_blocks_of_whole_steps() -> None:
     rule = refine(MM, {COLUMN: (3,)})  # 24 columns as 3 x 8
     outer, inner = COLUMN, COLUMN + 1

@@ -25,6 +25,9 @@ from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.training import fast_links
 
+PLENTY = 300.0
+"""Seconds that a search may take, so that no plan depends on how busy the machine is."""
+
 KINDS = {
     collectives.all_reduce.default: "all_reduce",
     collectives.all_gather_into_tensor.default: "all_gather",
@@ -47,8 +50,9 @@ def planner_of(
     cluster: Cluster | None = None,
     **settings: Any,
 ) -> Planner:
-    """A planner, on links so fast that tiny models are sharded unless a cluster is given."""
-    return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), wishes or Wishes(), Settings(**settings))
+    """A planner, on links so fast that tiny models are sharded unless a cluster is given; with time for its search."""
+    asked = Settings(**{"time_limit": PLENTY} | settings)
+    return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), wishes or Wishes(), asked)
 
 
 def plan_of(graph: JointGraph, mesh: Mapping[str, int], *args: Any, **settings: Any) -> ShardingPlan:
@@ -120,8 +124,8 @@ def every_parameter(graph: JointGraph) -> frozenset[str]:
     return frozenset(source.name for source in graph.inputs if source.kind == "parameter")
 
 
-def links(bandwidth: float, latency: float) -> Cluster:
-    """CPUs without launch overhead behind links of so many bytes per second and seconds."""
+def links(bandwidth: float, latency: float, **changed: Any) -> Cluster:
+    """CPUs without launch overhead behind links of so many bytes per second and seconds; other fields as `changed`."""
     cluster = fast_links()
     link = Link(bandwidth=bandwidth, latency=latency)
-    return dataclasses.replace(cluster, inside=link, between=link)
+    return dataclasses.replace(cluster, inside=link, between=link, **changed)

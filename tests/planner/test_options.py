@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from autoshard.cluster.cost import CostModel
+from autoshard.patterns.padding import PLACES
 from autoshard.patterns.registry import rule_for
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import WHOLE, operand_spec, result_spec
@@ -55,6 +56,15 @@ def test_only_strategies_that_pad_little_are_listed(tables: OptionTables) -> Non
     assert {choices[1] for choices in sharded if choices[1] >= 0} == {0, 1}  # blocks of two on three ranks
     even, uneven = (tables.compute_seconds(call, rule, choices) for choices in ((0, -1), (-1, 0)))
     assert uneven == even  # the slowest rank has two rows of four, on two ranks as on three
+
+
+def test_replacing_padding_costs_what_reading_and_writing_operands_costs(tables: OptionTables) -> None:
+    """Four contracted steps on three ranks: both operands are masked; on two ranks nothing is."""
+    call, rule = _mm(m=1024, k=4, n=2048)
+    even, uneven = (tables.compute_seconds(call, rule, choices) for choices in ((1, -1), (-1, 1)))
+    masked = sum(tables.cost.compute(0.0, 2 * 2 * 4 * size, torch.float32) for size in (1024, 2048))
+    places = 2 * PLACES * tables.cost.compute(0.0, 0.0, torch.float32)
+    assert uneven - even == pytest.approx(masked + places)
 
 
 def test_fixed_axes_keep_their_choice(tables: OptionTables) -> None:

@@ -265,7 +265,7 @@ def test_axes_not_named_in_forward_stay_replicated() -> None:
     [
         ((Shard(2),), "out of range"),
         ((Shard(0), Shard(1)), "names 2 placements"),
-        ((Shard(1),), "does not divide"),
+        ((shard_placement(1, 3),), "does not divide"),
         ((), "needs one placement"),
     ],
 )

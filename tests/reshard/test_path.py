@@ -114,6 +114,16 @@ def test_what_no_program_can_hold_has_no_price() -> None:
         resharder.path((7,), 4, whole, odd)
 
 
+def test_routed_rows_stay_as_they_are() -> None:
+    resharder = Resharder(GRID, ring_price(GRID))
+    routed, other, split = map(Spec.parse, ("S(0,by=group) S(0,by=source)", "S(0,by=group) R", "S(0) S(0)"))
+    table = resharder.seconds((8, 8), 4, [routed, split], [split, routed, other])
+    assert np.isinf(table).tolist() == [[True, False, True], [False, True, True]]
+    assert table[0, 1] == table[1, 0] == 0
+    with pytest.raises(ValueError, match="the data decides which rows"):
+        resharder.path((8, 8), 4, routed, split)
+
+
 def test_tables_are_remembered_and_read_only() -> None:
     resharder = Resharder(GRID, ring_price(GRID))
     specs_ = every_spec(2, ("R", "S(0)"))

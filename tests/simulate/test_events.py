@@ -44,6 +44,14 @@ def test_a_stream_does_not_overtake_itself() -> None:
     assert timeline.starts == (0, 4, 5, 4)
 
 
+def test_streams_of_different_links_carry_at_the_same_time() -> None:
+    timeline = replay([compute(1), Operation("near", "near", 4, (0,)), Operation("far", "far", 6, (0,)), compute(2, 0)])
+    assert timeline.starts == (0, 1, 1, 1)
+    assert timeline.seconds == 7
+    assert timeline.exposed == 4
+    assert timeline.hidden == 2
+
+
 def test_an_operation_needs_only_earlier_ones() -> None:
     with pytest.raises(AssertionError, match="needs what is issued after it"):
         replay([compute(1, 1), compute(1)])
@@ -54,7 +62,7 @@ def programs(draw: st.DrawFn) -> list[Operation]:
     operations: list[Operation] = []
     for index in range(draw(st.integers(0, 12))):
         needs = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
-        stream = draw(st.sampled_from(["compute", "communication"]))
+        stream = draw(st.sampled_from(["compute", "communication", "another link"]))
         operations.append(Operation(f"o{index}", stream, draw(st.integers(0, 20)), tuple(sorted(needs))))
     return operations
 
@@ -62,14 +70,16 @@ def programs(draw: st.DrawFn) -> list[Operation]:
 @given(programs())
 def test_a_replay_lies_between_its_bounds(operations: list[Operation]) -> None:
     timeline = replay(operations)
-    sums = {"compute": 0.0, "communication": 0.0}
+    sums = {"compute": 0.0, "communication": 0.0, "another link": 0.0}
     chains: list[float] = []
     for operation in operations:
         sums[operation.stream] += operation.seconds
         chains.append(operation.seconds + max((chains[need] for need in operation.needs), default=0.0))
     assert max(*sums.values(), *chains, 0.0) <= timeline.seconds <= sum(sums.values())
-    assert 0 <= timeline.exposed <= sums["communication"]
-    assert timeline.exposed <= timeline.seconds - sums["compute"]
+    communication = sum(sums.values()) - sums["compute"]
+    assert timeline.exposed + timeline.hidden <= communication
+    assert timeline.exposed == timeline.seconds - sums["compute"]
+    assert timeline.hidden <= sums["compute"]
 
 
 @given(programs())

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from autoshard.specs import Spec
+from autoshard.specs import MeshShape, Spec, local_shape
 from autoshard.specs._torch import StridedShard
+from autoshard.specs.spec import Routed
 from tests.specs.strategies import specs
 
 
@@ -39,7 +40,19 @@ def test_replace_changes_one_axis() -> None:
     assert Spec.parse("S(0) R").replace(1, Shard(2)) is Spec.parse("S(0) S(2)")
 
 
-@pytest.mark.parametrize("text", ["X", "S", "S(a)", "P", "S(0,f=)"])
+def test_routed_rows_have_a_text_and_a_balanced_share() -> None:
+    spec = Spec.of(Routed(0, "group"), Shard(1), Routed(None, "source"))
+    assert str(spec) == "S(0,by=group) S(1) S(by=source)"
+    assert Spec.parse(str(spec)) is spec
+    assert spec.is_routed
+    assert spec.shard_axes == (1,)
+    assert spec.balanced is Spec.parse("S(0) S(1) R")
+    assert spec.balanced.balanced is spec.balanced
+    assert Routed(0, "group") == spec[0] != Routed(0, "source")
+    assert local_shape((12, 6), spec, MeshShape.of({"ep": 4, "tp": 2, "dp": 3})) == (3, 3)
+
+
+@pytest.mark.parametrize("text", ["S(0,by=)", "S(0,by=chance)", "X", "S", "S(a)", "P", "S(0,f=)"])
 def test_what_is_no_placement_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a placement"):
         Spec.parse(text)

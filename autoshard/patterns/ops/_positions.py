@@ -30,6 +30,28 @@ def positions(call: LocalCall, name: str, stretch: int, device: torch.device | N
     return call.emit.call(aten.add.Tensor, counted, stretch_start(call, name, stretch))
 
 
+def own_ends(call: LocalCall, ends: Any, groups: int) -> tuple[Any, Any]:
+    """Where this rank's part of the factor `g`, groups that lie behind each other, starts and where each of them ends.
+
+    Groups that are padding are empty, and stand behind the last.
+
+    Args:
+        call: the call; `g` is sharded, and contiguous.
+        ends: where every group ends.
+        groups: how many groups a rank has.
+
+    Returns:
+        The start `[1]`, and the ends `[groups]`, counted from there.
+    """
+    emit, (count,) = call.emit, call.emit.shape(ends)
+    own = positions(call, "g", groups, emit.device(ends))
+    bounds = emit.call(aten.constant_pad_nd.default, ends, [1, 0])  # the first group starts at zero
+    first = emit.call(aten.clamp_max.default, emit.call(aten.slice.Tensor, own, 0, 0, 1), count)
+    start = emit.call(aten.index_select.default, bounds, 0, first)
+    last = emit.call(aten.index_select.default, ends, 0, emit.call(aten.clamp_max.default, own, count - 1))
+    return start, emit.call(aten.sub.Tensor, last, start)
+
+
 def along(call: LocalCall, value: Any, dim: int, ndim: int) -> Any:
     """A vector as a tensor of `ndim` dims that lies along `dim`; all other dims have size one."""
     shape = [1] * ndim

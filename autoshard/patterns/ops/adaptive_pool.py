@@ -54,7 +54,9 @@ def _images(call: OpCall) -> tuple[str, str, dict[str, int]]:
 def adaptive_mean_pool(call: OpCall) -> Rule:
     """Means of windows."""
     large, small, sizes = _images(call)
-    return bind_named(call, {"self": large}, [small], linear=[{"self"}], sizes=sizes, local=_adaptive_mean_pool)
+    return bind_named(
+        call, {"self": large}, [small], linear=[{"self"}], sizes=sizes, local=_adaptive_mean_pool, uneven=True
+    )
 
 
 def _adaptive_mean_pool(call: LocalCall) -> Any:

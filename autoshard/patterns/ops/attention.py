@@ -3,7 +3,11 @@
 Batch and heads are independent. Fewer heads of keys than of queries (grouped-query attention) make a query head the
 product of the key head `h` and its share `r`, which keys lack. The queries' sequence may be sharded too, keys and
 values being whole: their gradients are then partial, as autograd of a contracted dim. A causal kernel counts queries
-from the start of the sequence, so a rank that holds a later stretch needs the mask spelt out, where a kernel takes one.
+from the start of the sequence, so a rank that holds a later stretch needs the mask spelt out. The kernels for the CPU
+and of cuDNN take one. Flash attention takes none: it could align the mask with the last key instead, but which one that
+is depends on the rank, and so would the shape of the keys. The memory-efficient kernel pads what it keeps of each
+query, so that its queries are not sharded at all, and what a mask must look like for overridden kernels is theirs to
+say. For all of these, keys may go round instead (`units.sequence`), as far as it knows them.
 """
 
 from __future__ import annotations
@@ -69,9 +73,18 @@ def _supported(call: OpCall) -> bool:
     return call.arg("dropout_p") == 0 and grouped
 
 
-def _takes_mask(call: OpCall) -> bool:
-    """Whether a causal call may be given its mask as a tensor instead."""
-    return "for_cpu" in call.op.name() and call.arg("attn_mask") is None
+def _mask_argument(call: OpCall) -> str | None:
+    """The argument by which a causal call may be given its mask as a tensor instead; None if there is none, or taken.
+
+    Both kernels add a mask `[queries, keys]` to the scores, broadcast to samples and heads.
+    """
+    if "for_cpu" in call.op.name():
+        name = "attn_mask"
+    elif "cudnn" in call.op.name() and shape_of(call, "query")[2] == shape_of(call, "key")[2]:
+        name = "attn_bias"
+    else:
+        return None
+    return name if call.arg(name) is None else None
 
 
 def _items(call: OpCall) -> dict[str, str]:
@@ -119,7 +132,7 @@ def _bound(call: OpCall, items: dict[str, str], results: list[str], **options: A
     causal = bool(call.arg("is_causal"))
     options |= {
         "reduce": dict.fromkeys(_NAMES, kept),
-        "whole": ("s",) if "efficient" in call.op.name() or (causal and not _takes_mask(call)) else (),
+        "whole": ("s",) if "efficient" in call.op.name() or (causal and _mask_argument(call) is None) else (),
         "contiguous": ("s",) if causal else (),
         "uneven": True,
     }
@@ -134,8 +147,9 @@ def _attention(call: LocalCall) -> Any:
     changed: dict[str, Any] = {}
     if "max_q" in schema:
         changed["max_q"] = call.size("s")
-    if call.arg("is_causal") and call.axes("s"):
-        changed |= {"is_causal": False, "attn_mask": _causal_mask(call)}
+    mask = _mask_argument(call.call)
+    if call.arg("is_causal") and call.axes("s") and mask is not None:
+        changed |= {"is_causal": False, mask: _causal_mask(call)}
     return call.run(**changed)
 
 

@@ -86,12 +86,14 @@ def convolution(call: OpCall) -> Rule:
         sizes=_sizes(call),
         exchange=_exchange(call, 1),
         local=_convolution,
+        uneven=("n", "g", "o"),  # positions are not: a neighbour's rows lie at the very end of its stretch
+        fill={"i": 0.0},
     )
 
 
 def _convolution(call: LocalCall) -> Any:
     emit, values, halos = call.emit, named_values(call), sharded(call, _dims(call.call))
-    changed = {"groups": call.arg("groups") // call.share("g"), **_without_padding(call, halos)}
+    changed = {"groups": call.size("g"), **_without_padding(call, halos)}
     position = call.position("i")
     if "bias" in values and position is not None:
         # Every rank of a contracted factor adds the bias: only the first may have one.
@@ -138,12 +140,14 @@ def convolution_backward(call: OpCall) -> Rule:
         sizes=_sizes(call),
         exchange=_exchange(call, 1 if call.arg("transposed") else 1 + wanted[0]),
         local=_convolution_backward,
+        uneven=("n", "g", "o"),
+        fill={"i": None},
     )
 
 
 def _convolution_backward(call: LocalCall) -> Any:
     values, halos = named_values(call), sharded(call, _dims(call.call))
-    changed = {"groups": call.arg("groups") // call.share("g"), **_without_padding(call, halos)}
+    changed = {"groups": call.size("g"), **_without_padding(call, halos)}
     channels = call.arg("bias_sizes")
     if channels is not None:
         changed["bias_sizes"] = [call.operand_shape(0)[1]]

@@ -20,4 +20,5 @@ def ctc_loss(call: OpCall) -> Rule:
     backward = call.op._schema.name.endswith("backward")
     result = items["log_probs"] if backward else "n"
     linear = [{"grad"}] if backward else []
-    return bind_named(call, items, [result], linear=linear, whole=() if rows else ("n",), uneven=())
+    # A sample that is padding has no steps and no targets.
+    return bind_named(call, items, [result], linear=linear, whole=() if rows else ("n",), fill={"n": 0.0})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.size import common_divisor
 
 CUT = "cut"
 """The inner factor of the dim that is cut."""
@@ -49,7 +51,7 @@ def cut_rule(
 
 def common_part(*boundaries: int) -> int:
     """The inner factor that cuts at these boundaries leave alone; 1 where everything is empty."""
-    return math.gcd(*boundaries) or 1
+    return reduce(common_divisor, boundaries, 0) or 1
 
 
 def _dim(call: OpCall, ndim: int) -> int:
@@ -117,6 +119,27 @@ def _local_slice(call: LocalCall) -> Any:
     start, end = _bounds(call.call, whole.shape[_dim(call.call, len(whole.shape))])
     sizes = {"input_sizes": list(call.result_shape())} if backward else {}
     return call.run(start=_local_place(call, start), end=_local_place(call, end), **sizes)
+
+
+def put_back(call: LocalCall) -> Any:
+    """`aten.slice_backward` by padding what was a slice of a dim with zeros, whatever the sizes of the other dims."""
+    (value,), emit, step = call.operands, call.emit, call.arg("step")
+    (whole,) = call.call.results
+    assert whole is not None
+    dim, ndim = _dim(call.call, len(whole.shape)), len(whole.shape)
+    size, taken = call.result_shape()[dim], call.operand_shape(0)[dim]
+    start, _ = _bounds(call.call, whole.shape[dim])
+
+    def padded(tensor: Any, dims_behind: int, before: int, behind: int) -> Any:
+        return emit.call(torch.ops.aten.constant_pad_nd.default, tensor, [0, 0] * dims_behind + [before, behind])
+
+    if step == 1:
+        start = _local_place(call, start)
+    else:  # every element is the first of a step
+        value = emit.call(torch.ops.aten.unsqueeze.default, value, dim + 1)
+        value = padded(value, ndim - 1 - dim, 0, step - 1)
+        value = emit.call(torch.ops.aten.flatten.using_ints, value, dim, dim + 1)
+    return padded(value, ndim - 1 - dim, start, size - start - taken * step)
 
 
 def _local_place(call: LocalCall, place: int) -> int:

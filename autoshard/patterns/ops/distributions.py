@@ -77,7 +77,8 @@ def _register(kernel: Any, text: str, *names: str) -> None:
     def program(call: LocalCall) -> Any:
         return call.emit.call(kernel, *call.operands, *step_of(call))
 
-    rule(names, text, local=program)
+    # Ones are parameters of any of these; kernels that try until a number is accepted must not get what is none.
+    rule(names, text, local=program, fill={"...": 1.0})
 
 
 _register(draws.poisson.default, "... -> ...", "aten.poisson.default")
@@ -91,7 +92,7 @@ rule("aten._dirichlet_grad.default", "... k!, ... k!, ... k! -> ... k!")
 @rule_maker("aten.rrelu_with_noise_functional.default")
 def rrelu(call: OpCall) -> Rule:
     """A rectifier whose slope for negative numbers is drawn; results are the value and the slopes."""
-    return bind("..., ... -> ..., ...", call, local=_rrelu)
+    return bind("..., ... -> ..., ...", call, local=_rrelu, uneven=True)
 
 
 def _rrelu(call: LocalCall) -> Any:

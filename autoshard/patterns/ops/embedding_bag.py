@@ -21,7 +21,8 @@ _ITEMS = {"table": "v^ d", "indices": "b k!", "weights": "b k!", "grad": "b d"}
 @rule_maker("autoshard::bags")
 def bags(call: OpCall) -> Rule:
     """Sums or means of the rows of every bag; linear in the table."""
-    return bind_named(call, _ITEMS, ["b d"], linear=[{"table"}], local=_bags)
+    # Rows of other ranks are read with a weight of zero, from the first of this rank's, which may be padding.
+    return bind_named(call, _ITEMS, ["b d"], linear=[{"table"}], local=_bags, uneven=("b", "d"), fill={"v": 0.0})
 
 
 def _bags(call: LocalCall) -> Any:
@@ -68,7 +69,7 @@ def _counts(call: LocalCall) -> Any:
 @rule_maker("autoshard::bags_backward")
 def bags_backward(call: OpCall) -> Rule:
     """The gradient of the table: partial over bags, sharded over the vocabulary without communication."""
-    return bind_named(call, _ITEMS, ["v^ d"], linear=[{"grad"}], local=_bags_backward)
+    return bind_named(call, _ITEMS, ["v^ d"], linear=[{"grad"}], local=_bags_backward, uneven=True)
 
 
 def _bags_backward(call: LocalCall) -> Any:
@@ -86,7 +87,10 @@ def _bags_backward(call: LocalCall) -> Any:
 @rule_maker("autoshard::bags_weights_backward")
 def bags_weights_backward(call: OpCall) -> Rule:
     """The gradient of the rows' weights: a product over the embedding dim."""
-    return bind_named(call, _ITEMS, ["b k!"], linear=[{"grad"}, {"table"}], local=_bags_weights_backward)
+    linear = [{"grad"}, {"table"}]
+    return bind_named(
+        call, _ITEMS, ["b k!"], linear=linear, local=_bags_weights_backward, uneven=("b", "d"), fill={"v": None}
+    )
 
 
 def _bags_weights_backward(call: LocalCall) -> Any:

@@ -29,7 +29,9 @@ def _extreme(call: OpCall) -> Rule:
     place = call.results[-1]
     assert place is not None
     exchange = math.prod(place.shape) * (dtype.itemsize + place.dtype.itemsize)
-    return reduction_rule(call, kinds=(None,), contiguous=True, local=_local_extreme, exchange=exchange)
+    # Padding stands behind all elements, so that the first place is an element's even where all are as extreme as it.
+    fill = -math.inf if "max" in call.op._schema.name else math.inf
+    return reduction_rule(call, kinds=(None,), contiguous=True, local=_local_extreme, exchange=exchange, fill=fill)
 
 
 def _local_extreme(call: LocalCall) -> Any:
@@ -96,7 +98,8 @@ def _selected_backward(call: OpCall) -> Rule:
     source = [[] if index == dim else names for index, names in enumerate(target)]
     if not call.arg("keepdim"):
         source = source[:dim] + source[dim + 1 :]
-    return build(sizes, [source, source], [target], contiguous=[f"d{dim}"], linear=[{0}], local=_selected_local)
+    name = [f"d{dim}"]
+    return build(sizes, [source, source], [target], contiguous=name, linear=[{0}], local=_selected_local, uneven=True)
 
 
 def _selected_local(call: LocalCall) -> Any:

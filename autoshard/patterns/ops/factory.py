@@ -6,6 +6,7 @@ where it is needed, from the positions that a rank holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,27 +49,41 @@ def _local_empty(call: LocalCall) -> Any:
     return call.emit.call(aten.empty.memory_format, shape, dtype=result_dtype(call), device=device)
 
 
-rule("aten.zeros_like", "... -> ...", linear="0")
+rule(["aten.zeros_like", "aten.zero"], "... -> ...", linear="0")
 rule(["aten.ones_like", "aten.full_like", "aten.empty_like", "prims.full_like"], "... -> ...")
 
 
 @rule_maker("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty", "aten.new_empty_strided")
 def _new(call: OpCall) -> Rule:
-    """Only the dtype of the operand matters, so it may lie in any way: dims of equal size lie alike."""
+    """Only the dtype of the operand matters: dims of equal size lie alike, or in any way."""
     (operand,), (result,) = call.operands, call.results
     assert result is not None
-    sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)}
-    target = [[name] for name in sizes]
-    source = []
-    for dim, size in enumerate(operand.shape):
-        if dim < len(result.shape) and result.shape[dim] == size:
-            source.append([f"d{dim}"])
-        else:
-            sizes[f"operand{dim}"] = size
-            source.append([f"operand{dim}"])
+    alike = {dim for dim, size in enumerate(operand.shape[: len(result.shape)]) if result.shape[dim] == size}
+    return _apart(call, alike, [_apart(call, set(), ())] if alike else ())
+
+
+def _apart(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
+    """Operand and result share the dims `alike`; what else the operand is split by, the result does not have."""
+    (operand,), (result,) = call.operands, call.results
+    assert result is not None
+    names = [f"d{dim}" if dim in alike else f"operand{dim}" for dim in range(len(operand.shape))]
+    sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)} | dict(zip(names, operand.shape, strict=True))
+    target = [[f"d{dim}"] for dim in range(len(result.shape))]
     own = {f"operand{dim}": (None,) for dim in range(len(operand.shape))}
     linear = [{0}] if call.op._schema.name == "aten::new_zeros" else []
-    return build(sizes, [source], [target], reductions=own, linear=linear, local=_local_new, uneven=True)
+    dims = [[name] for name in names]
+    fill = dict.fromkeys(own)
+    return build(
+        sizes,
+        [dims],
+        [target],
+        reductions=own,
+        linear=linear,
+        local=_local_new,
+        uneven=True,
+        fill=fill,
+        variants=variants,
+    )
 
 
 def _local_new(call: LocalCall) -> Any:

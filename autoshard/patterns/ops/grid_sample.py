@@ -57,7 +57,7 @@ def affine_grid(call: OpCall) -> Rule:
     """The grid of an affine map; linear in the map."""
     spatial = len(call.arg("size")) - 2
     points = " ".join(f"x{place}!" for place in range(spatial))
-    return bind(f"n r! k! -> n {points} v!", call, linear="0", local=_affine_grid)
+    return bind(f"n r! k! -> n {points} v!", call, linear="0", local=_affine_grid, uneven=True)
 
 
 def _affine_grid(call: LocalCall) -> Any:

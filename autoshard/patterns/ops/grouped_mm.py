@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten
-from autoshard.patterns.ops._positions import along, positions, stretch_start
+from autoshard.patterns.ops._positions import along, own_ends, stretch_start
 from autoshard.patterns.ops.matmul import in_units
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -27,6 +28,28 @@ _GROUPED = {(2, 3): "i", (2, 2): "k", (3, 2): "j"}
 
 Two operands of three dims are a batch of matrices.
 """
+
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+_library.define(
+    "grouped_mm_of_any(Tensor left, Tensor right, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
+)
+_programs = torch.ops.autoshard
+
+
+def _of_any(
+    left: Tensor, right: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`aten._grouped_mm`, also for a rank to which no rows were sent, where torch's kernel refuses."""
+    if left.numel() and right.numel():
+        product: Tensor = aten._grouped_mm.default(left, right, offs, bias, out_dtype)
+        return product
+    groups = offs.shape if left.dim() == right.dim() == 2 else ()
+    return left.new_zeros((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype)
+
+
+_library.impl("grouped_mm_of_any", _of_any, "CompositeExplicitAutograd")
+torch.library.register_fake("autoshard::grouped_mm_of_any", _of_any, lib=_library)
 
 
 @rule_maker("aten._grouped_mm")
@@ -57,6 +80,9 @@ def _grouped_mm(call: OpCall) -> Rule | None:
         contiguous=[] if grouped is None else ["g", grouped],
         linear=[{0}, {1}],
         local=None if grouped is None else _local_grouped_mm,
+        uneven=True,
+        # No group reaches into padding, and groups that are padding are empty.
+        fill={} if grouped is None else {"g": None, grouped: None},
     )
 
 
@@ -70,27 +96,19 @@ def _local_grouped_mm(call: LocalCall) -> Any:
         ends = call.emit.call(aten._to_copy.default, ends, dtype=torch.int32)
     start = None
     if call.axes("g"):
-        start, ends = _own_ends(call, ends)
+        start, ends = own_ends(call, ends, call.size("g"))
     if grouped in "ik":
         left = _laid_out(call, left, 0 if grouped == "i" else 1, start)
     if grouped in "kj":
         right = _laid_out(call, right, 0 if grouped == "k" else 1, start)
-    product = call.run(operands=[left, right, ends])
+    op = _programs.grouped_mm_of_any.default if call.axes("group") else None
+    product = call.run(op, operands=[left, right, ends])
     if start is None or grouped == "k":
         return product
     dim = 0 if grouped == "i" else 1
     computed = along(call, _before_last_end(call, length, ends), dim, 2)
     product = call.emit.call(aten.where.ScalarOther, computed, product, 0)
     return _laid_out(call, product, dim, call.emit.call(aten.neg.default, start))
-
-
-def _own_ends(call: LocalCall, ends: Any) -> tuple[Any, Any]:
-    """Where this rank's groups start, and where each of them ends, counted from there."""
-    emit, groups = call.emit, call.rule.factors[call.rule.indices("g")[0]].size // call.share("g")
-    own = positions(call, "g", groups, emit.device(ends))
-    bounds = emit.call(aten.constant_pad_nd.default, ends, [1, 0])  # the first group starts at zero
-    start = emit.call(aten.index_select.default, bounds, 0, emit.call(aten.slice.Tensor, own, 0, 0, 1))
-    return start, emit.call(aten.sub.Tensor, emit.call(aten.index_select.default, ends, 0, own), start)
 
 
 def _before_last_end(call: LocalCall, length: int, ends: Any) -> Any:

@@ -31,7 +31,7 @@ def with_index(source: list[list[str]], dim: int) -> list[list[str]]:
     return [["index"] if position == dim else names for position, names in enumerate(source)]
 
 
-def _whole_if_truth(call: OpCall, names: Sequence[str]) -> list[str]:
+def whole_if_truth(call: OpCall, names: Sequence[str]) -> list[str]:
     """Dims that must be whole because what is looked up are truth values, which do not add up."""
     return list(names) if call.operands[0].dtype is torch.bool else []
 
@@ -49,7 +49,7 @@ def _index_select(call: OpCall) -> Rule:
         sizes,
         [source, [["index"]] * len(index.shape)],
         [with_index(source, dim)],
-        whole=_whole_if_truth(call, [name]),
+        whole=whole_if_truth(call, [name]),
         contiguous=[name],
         linear=[{0}],
         local=_local_index_select,
@@ -111,7 +111,7 @@ def _gather(call: OpCall) -> Rule | None:
         sizes,
         dims,
         [dims[1]],
-        whole=[*whole, *_whole_if_truth(call, ["indexed"])],
+        whole=[*whole, *whole_if_truth(call, ["indexed"])],
         contiguous=["indexed"],
         linear=[{0}],
         local=_local_gather,
@@ -179,20 +179,21 @@ def advanced(call: OpCall) -> Advanced | None:
     return Advanced(call.operands[0], indices)
 
 
-def split_indices(call: LocalCall, dims: Advanced, spare: bool = False) -> tuple[list[Any], Any]:
+def split_indices(call: LocalCall, dims: Advanced, spare: bool = False, first: int = 1) -> tuple[list[Any], Any]:
     """The indices of advanced indexing as they count in the local operand, and where they point outside of it.
 
     Args:
-        call: the call; its operands from the second on are the indices.
+        call: the call.
         dims: its dims.
         spare: whether an index outside points behind the end of its dim, instead of at its start.
+        first: place of the first index among the operands; the others follow.
 
     Returns:
         The indices, and a mask that is broadcast to what they pick; None where no indexed dim is sharded.
     """
     emit, outside = call.emit, None
     whole, local = call.call.operands[0].shape, call.operand_shape(0)
-    indices = list(call.operands[1 : 1 + len(dims.tensors)])
+    indices = list(call.operands[first : first + len(dims.tensors)])
     for which, dim in enumerate(dims.indexed):
         if not call.axes(f"d{dim}"):
             continue
@@ -228,7 +229,7 @@ def _index(call: OpCall) -> Rule | None:
         dims.sizes,
         [dims.source, *dims.indices()],
         [dims.taken],
-        whole=_whole_if_truth(call, dims.names),
+        whole=whole_if_truth(call, dims.names),
         contiguous=dims.names,
         linear=[{0}],
         local=local,
@@ -246,10 +247,12 @@ def _take(call: OpCall) -> Rule:
         sizes,
         [source, target],
         [target],
-        whole=[*whole, *_whole_if_truth(call, ["d0"])],
+        whole=[*whole, *whole_if_truth(call, ["d0"])],
         contiguous=["d0"],
         linear=[{0}],
         local=_local_take,
+        uneven=True,
+        fill={"d0": None},  # indices never point at padding
     )
 
 
@@ -286,6 +289,7 @@ def _one_hot(call: OpCall) -> Rule:
         [[*source, ["classes"]]],
         contiguous=["classes"],
         local=_local_one_hot,
+        uneven=True,
     )
 
 

@@ -40,7 +40,8 @@ from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 def _matrices(call: OpCall) -> Rule:
     """Everything but the last two dims of the first operand is a batch, which the other tensors begin with, too.
 
-    What does not begin with it, such as a factor that was not asked for and is empty, must be whole.
+    What does not begin with it, such as a factor that was not asked for and is empty, must be whole. A product with an
+    orthogonal matrix, given by its reflections, is linear in what it multiplies.
     """
     batch = call.operands[0].shape[:-2]
     sizes = {f"b{dim}": size for dim, size in enumerate(batch)}
@@ -59,7 +60,8 @@ def _matrices(call: OpCall) -> Rule:
     results = [named(f"result{position}", meta) for position, meta in enumerate(call.results)]
     lacking = tuple(None for _ in results)  # what lacks the batch is empty
     reductions = {f"b{dim}": lacking for dim in range(len(batch))}
-    return build(sizes, operands, results, whole=whole, reductions=reductions, uneven=False)
+    linear = [{2}] if call.op._schema.name == "aten::ormqr" else []
+    return build(sizes, operands, results, whole=whole, reductions=reductions, linear=linear, uneven=False)
 
 
 def _solved(

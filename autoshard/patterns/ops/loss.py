@@ -104,8 +104,9 @@ def elementwise_loss(call: OpCall) -> Rule | None:
         return None
     items = dict.fromkeys(("self", "target", "weight"), "...")
     whole = call.arg("reduction") == _NONE
-    # Zeros are at no distance from zeros, and are probabilities; the soft margin alone knows no such numbers.
-    fill = {} if call.op is aten.soft_margin_loss.default else {"...": 0.0}
+    # Zeros are at no distance from zeros, and are probabilities. The soft margin's log(1 + exp(-x · y)) is zero for
+    # numbers that are large enough.
+    fill = {"...": 100.0 if call.op is aten.soft_margin_loss.default else 0.0}
     return bind_named(call, items, ["..." if whole else ""], local=None if whole else _reduced_loss, fill=fill)
 
 
@@ -120,7 +121,21 @@ def loss_of_logits(call: OpCall) -> Rule:
     """Binary cross-entropy of logits; the weights of elements and of positive ones are broadcast."""
     items = dict.fromkeys(("self", "target", "weight", "pos_weight"), "...")
     whole = call.arg("reduction") == _NONE
-    return bind_named(call, items, ["..." if whole else ""], local=None if whole else _reduced_loss)
+    if whole:
+        return bind_named(call, items, ["..."])
+    return bind_named(call, items, [""], local=_reduced_loss_of_logits, fill={"...": 0.0})
+
+
+_CERTAIN = -1e4
+"""A logit whose probability is zero in every dtype: against a target of zero it costs nothing, exactly."""
+
+
+def _reduced_loss_of_logits(call: LocalCall) -> Any:
+    values = named_values(call)
+    names = [factor.name for factor in call.rule.factors]
+    values["self"] = without_padding(call, list(values).index("self"), values["self"], names, _CERTAIN)
+    call.operands = tuple(values.values())
+    return _reduced_loss(call)
 
 
 @rule_maker(*(f"aten.{name}_backward.default" for name in _ELEMENTWISE))

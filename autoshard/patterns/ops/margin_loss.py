@@ -6,6 +6,7 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, bind_named, shape_of
+from autoshard.patterns.padding import padded_factors, without_padded_steps
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -27,21 +28,30 @@ def _items(call: OpCall) -> dict[str, str]:
 def margin_loss(call: OpCall) -> Rule:
     """The loss and, for several labels, which classes are among them."""
     items = _items(call)
-    return bind_named(call, items, [items["loss"], items["is_target"]][: len(call.results)], local=_averaged)
+    results = [items["loss"], items["is_target"]][: len(call.results)]
+    return bind_named(call, items, results, local=_averaged, fill={"n": None})
 
 
 @rule_maker("aten.multi_margin_loss_backward.default", "aten.multilabel_margin_loss_backward.default")
 def margin_loss_backward(call: OpCall) -> Rule:
     """The gradient of the scores, linear in the incoming one."""
     items = _items(call)
-    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_averaged)
+    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_averaged, fill={"n": 0.0})
 
 
 def _averaged(call: LocalCall) -> Any:
     """A mean over samples is the sum over a rank's samples divided by the number of all."""
-    if call.arg("reduction") != _MEAN or not call.axes("n"):
+    reduction = call.arg("reduction")
+    if reduction == _NONE or not call.axes("n"):
         return call.run()
-    results = call.run(reduction=_SUM)
-    first, *others = results if isinstance(results, tuple) else (results,)
-    mean = call.emit.call(aten.div.Scalar, first, shape_of(call.call, "self")[0])
-    return (mean, *others) if others else mean
+    emit = call.emit
+    if "backward" in call.call.op.name() or not padded_factors(call.rule, call.choices, call.mesh):
+        results = call.run(reduction=_SUM)
+        first, *others = results if isinstance(results, tuple) else (results,)
+    else:  # no scores of a sample are known to cost nothing: padding is left out of the sum
+        results = call.run(reduction=_NONE)
+        first, *others = results if isinstance(results, tuple) else (results,)
+        first = emit.call(aten.sum.default, without_padded_steps(call, first, ["n"]))
+    if reduction == _MEAN:
+        first = emit.call(aten.div.Scalar, first, shape_of(call.call, "self")[0])
+    return (first, *others) if others else first

@@ -30,7 +30,14 @@ def _masked_scatter(call: OpCall) -> Rule | None:
     taken, more = _unsharded("source", source.shape, sizes)
     linear = [{0, 2}]
     return build(
-        sizes, [dims, masked, taken], [dims], whole=[*whole, *more], contiguous=sizes, linear=linear, local=_filled
+        sizes,
+        [dims, masked, taken],
+        [dims],
+        whole=[*whole, *more],
+        contiguous=sizes,
+        linear=linear,
+        local=_filled,
+        uneven=True,
     )
 
 
@@ -53,7 +60,10 @@ def _filled(call: LocalCall) -> Any:
 
 
 def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Sequence[int]) -> tuple[Any, Any]:
-    """For every local element the number of places of the mask before it, and whether the mask holds it."""
+    """For every local element the number of places of the mask before it, and whether the mask holds it.
+
+    Padding behind the end of a dim has the answers of the dim's last element.
+    """
     emit = call.emit
     mask = emit.call(aten.expand.default, mask, list(whole))
     places = emit.call(aten.cumsum.default, emit.call(aten.reshape.default, mask, [-1]), 0)
@@ -61,6 +71,7 @@ def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Seque
     for dim, size in enumerate(shape):
         if call.axes(f"d{dim}"):
             own = positions(call, f"d{dim}", size, emit.device(mask))
+            own = emit.call(aten.clamp_max.default, own, whole[dim] - 1)
             places, mask = (emit.call(aten.index_select.default, value, dim, own) for value in (places, mask))
     return places, mask
 
@@ -85,6 +96,7 @@ def _masked_scatter_backward(call: OpCall) -> Rule | None:
         contiguous=[name for names in dims for name in names],
         linear=[{0}],
         local=_picked,
+        uneven=True,
     )
 
 

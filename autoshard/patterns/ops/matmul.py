@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import aten, bind_named, operand_names, shape_of
+from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -97,7 +96,7 @@ def in_units(size: int, unit: int) -> tuple[int, int]:
     return (size // unit, unit) if size % unit == 0 else (1, size)
 
 
-def _unit_sizes(call: OpCall, unit: int) -> dict[str, int]:
+def unit_sizes(call: OpCall, unit: int) -> dict[str, int]:
     """Sizes of the factors of `i k, k j -> i j` where only whole units of `k` and of `j` may be taken."""
     contracted, columns = call.operands[1].shape
     sizes = {}
@@ -109,7 +108,7 @@ def _unit_sizes(call: OpCall, unit: int) -> dict[str, int]:
 @rule_maker("aten._int_mm")
 def _int_mm(call: OpCall) -> Rule:
     """Products of integers, exact sums included; kernels take eight at a time."""
-    return bind("i (k k_lane!), (k k_lane!) (j j_lane!) -> i (j j_lane!)", call, sizes=_unit_sizes(call, 8))
+    return bind("i (k k_lane!), (k k_lane!) (j j_lane!) -> i (j j_lane!)", call, sizes=unit_sizes(call, 8))
 
 
 rule("aten._weight_int8pack_mm", "i k, j k, j -> i j", linear="0", uneven=("i",))  # its kernel reads whole vectors
@@ -120,45 +119,3 @@ def _addmm_activation(call: OpCall) -> Rule:
     """The activation of a sum is no sum: the contracted dim must be whole."""
     added = ["i", "j"][2 - len(call.operands[0].shape) :]
     return bind(f"{' '.join(added)}, i k!, k! j -> i j", call)
-
-
-@rule_maker("aten._scaled_mm")
-def _scaled_mm(call: OpCall) -> Rule | None:
-    """A product of matrices in eight bits, with one scale for all, or one per row and one per column.
-
-    Where the result has eight bits itself, or is scaled in its turn, it is rounded too early to be part of a sum.
-    """
-    (result,) = call.results
-    assert result is not None
-    scales = shape_of(call, "scale_a"), shape_of(call, "scale_b")
-    single = all(math.prod(shape) == 1 for shape in scales)
-    if not single and scales != ((result.shape[0], 1), (1, result.shape[1])):
-        return None  # scales of blocks
-    ones = [" ".join("1" * len(shape)) for shape in scales]
-    dims = {
-        "self": "i (k k_lane!)",
-        "mat2": "(k k_lane!) (j j_lane!)",
-        "scale_a": ones[0] if single else "i 1",
-        "scale_b": ones[1] if single else "1 (j j_lane!)",
-        "bias": "(j j_lane!)",
-        "scale_result": " ".join("1" * len(shape_of(call, "scale_result"))) if call.arg("scale_result") else "",
-    }
-    rounded = result.dtype.itemsize == 1 or call.arg("scale_result") is not None
-    return bind_named(
-        call,
-        dims,
-        ["i (j j_lane!)"],
-        whole=["k"] if rounded else [],
-        sizes=_unit_sizes(call, 16),
-        local=_local_scaled_mm,
-    )
-
-
-def _local_scaled_mm(call: LocalCall) -> Any:
-    """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
-    emit, names = call.emit, operand_names(call.call)
-    values = first_only(call, names.index("bias"), ["k"]) if "bias" in names else list(call.operands)
-    values[0] = emit.call(aten.contiguous.default, values[0])
-    columns = emit.call(aten.contiguous.default, emit.call(aten.t.default, values[1]))
-    values[1] = emit.call(aten.t.default, columns)
-    return call.run(operands=values)

@@ -11,6 +11,7 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import accumulation_dtype, aten, cast, reduced, result_dtype
 from autoshard.patterns.ops.reduction import reduced_dims, reduction_rule, sharded_dims
+from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -22,7 +23,7 @@ def _moments(call: OpCall) -> Rule:
         return reduction_rule(call, split=False)
     assert call.results[0] is not None
     exchange = 2 * math.prod(call.results[0].shape) * accumulation_dtype(dtype).itemsize
-    return reduction_rule(call, kinds=(None,), local=_local_moments, exchange=exchange)
+    return reduction_rule(call, kinds=(None,), local=_local_moments, exchange=exchange, fill=0.0)
 
 
 def _local_moments(call: LocalCall) -> Any:
@@ -31,12 +32,11 @@ def _local_moments(call: LocalCall) -> Any:
         return call.run()
     emit, dims = call.emit, list(reduced_dims(call.call))
     value = cast(call, call.operands[0], accumulation_dtype(call.call.operands[0].dtype))
-    mean = emit.call(aten.mean.dim, value, dims, True)
-    share = math.prod(call.share(name) for name in names)
-    mean = reduced(call, emit.call(aten.div.Scalar, mean, share), names)
-    deviation = emit.call(aten.sub.Tensor, value, mean)
-    squares = emit.call(aten.sum.dim_IntList, emit.call(aten.mul.Tensor, deviation, deviation), dims, True)
     count = math.prod(call.call.operands[0].shape[dim] for dim in dims)
+    mean = emit.call(aten.div.Scalar, emit.call(aten.sum.dim_IntList, value, dims, True), count)
+    mean = reduced(call, mean, names)
+    deviation = without_padding(call, 0, emit.call(aten.sub.Tensor, value, mean), names, 0.0)
+    squares = emit.call(aten.sum.dim_IntList, emit.call(aten.mul.Tensor, deviation, deviation), dims, True)
     spread = emit.call(aten.div.Scalar, reduced(call, squares, names), max(0.0, count - _correction(call.call)))
     name = call.call.op._schema.name
     if name.startswith("aten::std"):

@@ -45,6 +45,8 @@ def bags(call: OpCall) -> Rule:
         reduce={"d": None, "v": ("sum", None, None, None)},
         whole=("v",) if call.arg("mode") == _MAX else (),
         local=_bags,
+        # Rows of other ranks are read with a weight of zero, from the first of this rank's, which may be padding.
+        fill={"d": None, "v": 0.0},
     )
 
 
@@ -80,7 +82,7 @@ def bags_backward(call: OpCall) -> Rule | None:
     counted = call.arg("scale_grad_by_freq")  # the frequency of a word is that among all indices
     items = _ITEMS | {"maximum_indices": _maxima(shape_of(call, "maximum_indices"))}
     whole = ("v",) if counted or call.arg("mode") == _MAX else ()
-    return bind_named(call, items, ["v^ d"], linear=[{"grad"}], whole=whole, local=_bags_backward)
+    return bind_named(call, items, ["v^ d"], linear=[{"grad"}], whole=whole, local=_bags_backward, uneven=True)
 
 
 def _bags_backward(call: LocalCall) -> Any:
@@ -114,7 +116,10 @@ def _bag_of_index(call: LocalCall) -> Any:
 @rule_maker("aten._embedding_bag_per_sample_weights_backward")
 def bags_weights_backward(call: OpCall) -> Rule:
     """The gradient of the rows' weights: a product over the embedding dim."""
-    return bind_named(call, _ITEMS, ["i!"], linear=[{"grad"}, {"weight"}], local=_bags_weights_backward)
+    linear = [{"grad"}, {"weight"}]
+    return bind_named(
+        call, _ITEMS, ["i!"], linear=linear, local=_bags_weights_backward, uneven=("d",), fill={"v": None}
+    )
 
 
 def _bags_weights_backward(call: LocalCall) -> Any:

@@ -49,10 +49,14 @@ def _in_order(call: OpCall, padding: int) -> bool:
 
 def _images(call: OpCall) -> tuple[str, str, dict[str, int]]:
     """Dims of the operand and of the pooled image, and the sizes of the names in them."""
-    dims = _dims(call)
-    lead = numbered("b", len(shape_of(call, "self")) - len(dims))
+    dims, lead = _dims(call), _lead(call)
     sizes = {name: size for dim in dims for name, size in dim.sizes.items()}
     return " ".join([*lead, *(dim.large for dim in dims)]), " ".join([*lead, *(dim.small for dim in dims)]), sizes
+
+
+def _lead(call: OpCall) -> list[str]:
+    """Names of the dims before the positions: batch and channels."""
+    return numbered("b", len(shape_of(call, "self")) - _spatial(call))
 
 
 @rule_maker("aten.avg_pool2d.default", "aten.avg_pool3d.default")
@@ -61,7 +65,14 @@ def mean_pool(call: OpCall) -> Rule:
     large, small, sizes = _images(call)
     exchange = gathered_borders(_dims(call), call.operands[0])
     return bind_named(
-        call, {"self": large}, [small], linear=[{"self"}], sizes=sizes, exchange=exchange, local=_mean_pool
+        call,
+        {"self": large},
+        [small],
+        linear=[{"self"}],
+        sizes=sizes,
+        exchange=exchange,
+        local=_mean_pool,
+        uneven=_lead(call),
     )
 
 
@@ -92,6 +103,7 @@ def mean_pool_backward(call: OpCall) -> Rule:
         sizes=sizes,
         exchange=gathered_borders(_dims(call), call.operands[1]),
         local=_pool_backward,
+        uneven=_lead(call),
     )
 
 
@@ -121,7 +133,9 @@ def max_pool(call: OpCall) -> Rule:
     """The largest numbers of windows, and where in the whole image each stands."""
     large, small, sizes = _images(call)
     exchange = gathered_borders(_dims(call), call.operands[0])
-    return bind_named(call, {"self": large}, [small, small], sizes=sizes, exchange=exchange, local=_max_pool)
+    return bind_named(
+        call, {"self": large}, [small, small], sizes=sizes, exchange=exchange, local=_max_pool, uneven=_lead(call)
+    )
 
 
 def _max_pool(call: LocalCall) -> Any:
@@ -173,4 +187,5 @@ def max_pool_backward(call: OpCall) -> Rule:
         sizes=sizes,
         exchange=gathered_borders(_dims(call), call.operands[1]),
         local=_pool_backward,
+        uneven=_lead(call),
     )

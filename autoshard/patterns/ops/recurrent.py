@@ -1,31 +1,43 @@
-"""The recurrent part of LSTM, GRU and plain RNN layers: samples are independent.
+"""The recurrent part of LSTM, GRU and plain RNN layers: samples are independent, hidden units exchange the state.
 
-Every step needs all of the state before it, so steps and units stay together; the products that a layer makes for all
-steps at once, and the gradients of its weights, are ordinary operators with rules of their own.
+Every step needs all of the state before it, so that steps stay together. Hidden units may be shared by ranks that put
+the state together at every step; gates stand side by side in one dim, a strided shard of which is all gates of some
+units. An LSTM that projects its state shards samples alone. The products that a layer makes for all steps at once, and
+the gradients of its weights, are ordinary operators with rules of their own.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoshard.capture import recurrence as recurrence  # it defines the operators
-from autoshard.patterns.ops._helpers import bind_named
+from autoshard.patterns.ops._helpers import bind_named, operand_names
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.units.hidden_units import exchanges, on_shared_units
 
-_ITEMS = {
+_PROJECTING = {
     "gates": "t! b g!",
     "active": "t! b g!",
     "cells": "t! b h!",
     "grad_cells": "t! b h!",
-    "candidates": "t! b h!",
     "output": "t! b p!",
     "grad_output": "t! b p!",
     "h": "b p!",
     "c": "b h!",
     "weight": "g! p!",
     "projection": "p! h!",
-    "bias": "g!",
 }
 """Dims by the names of the operators' arguments; p are the units of the output, h those of the cell."""
+
+_ITEMS = {
+    **dict.fromkeys(("gates", "active"), "t! b (g! h^)"),
+    **dict.fromkeys(("cells", "grad_cells", "candidates", "output", "grad_output"), "t! b h^"),
+    **dict.fromkeys(("h", "c"), "b h^"),
+    "weight": "(g! h^) p!",
+    "bias": "(g! h^)",
+}
+"""The same without a projection; h are the hidden units, g the gates of each, and p the units that a step reads."""
 
 _RESULTS = {
     "lstm_steps": ("output", "cells", "active"),
@@ -41,5 +53,24 @@ _RESULTS = {
 def recurrent(call: OpCall) -> Rule:
     """Forward and backward; a gradient is linear in the incoming ones together."""
     name = call.op._schema.name.partition("::")[2]
-    linear = [{"grad_output", "grad_cells"}] if name.endswith("backward") else []
-    return bind_named(call, _ITEMS, [_ITEMS[result] for result in _RESULTS[name]], linear=linear)
+    backward = name.endswith("backward")
+    linear = [{"grad_output", "grad_cells"}] if backward else []
+    if "projection" in operand_names(call):
+        results = [_PROJECTING[result] for result in _RESULTS[name]]
+        return _step_by_step(bind_named(call, _PROJECTING, results, linear=linear))
+    rule = bind_named(
+        call,
+        _ITEMS,
+        [_ITEMS[result] for result in _RESULTS[name]],
+        linear=linear,
+        exchange={"h": exchanges(call)},
+        local=on_shared_units,
+        uneven=True,
+        fill={"h": 0.0} if backward else None,  # the gates of padding are summed over
+    )
+    return _step_by_step(rule)
+
+
+def _step_by_step(rule: Rule) -> Rule:
+    """Every time step reads the weight again, which it waits for when there are few samples."""
+    return replace(rule, factors=tuple(replace(factor, sequential=factor.name == "t") for factor in rule.factors))

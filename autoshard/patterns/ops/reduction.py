@@ -11,6 +11,7 @@ import torch
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, cast, reduced, result_dtype
+from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 
@@ -37,6 +38,7 @@ def reduction_rule(
     local: LocalProgram | None = None,
     exchange: int = 0,
     fill: float | None = None,
+    uneven: bool = False,
 ) -> Rule:
     """A reduction over the dims in the argument `dim`, for any number of results.
 
@@ -47,6 +49,7 @@ def reduction_rule(
         contiguous: whether of a reduced dim only whole stretches may be taken.
         exchange: bytes that `local` all-reduces inside.
         fill: the number that does not change the result, where there is one; it takes the place of padding.
+        uneven: whether `local` copes with padding of a reduced dim where no one number does.
     """
     operand = call.operands[0]
     reduced = reduced_dims(call)
@@ -67,7 +70,7 @@ def reduction_rule(
         linear=linear,
         local=local,
         uneven=[f"d{dim}" for dim in range(len(operand.shape)) if dim not in reduced],
-        fill={} if fill is None else dict.fromkeys(names, fill),
+        fill=dict.fromkeys(names, fill) if uneven or fill is not None else {},
     )
 
 
@@ -112,7 +115,16 @@ def _prod(call: OpCall) -> Rule:
 
 @rule_maker("aten.aminmax", "aten._aminmax")
 def _aminmax(call: OpCall) -> Rule:
-    return reduction_rule(call, kinds=("min", "max"))
+    return reduction_rule(call, kinds=("min", "max"), local=_local_aminmax, uneven=True)
+
+
+def _local_aminmax(call: LocalCall) -> Any:
+    """Both at once; where a reduced dim is padded, by what is as far off as can be for either."""
+    (value,), names = call.operands, sharded_dims(call)
+    least, largest = (without_padding(call, 0, value, names, far) for far in (math.inf, -math.inf))
+    if least is value:
+        return call.run()
+    return call.run(operands=[least])[0], call.run(operands=[largest])[1]
 
 
 @rule_maker("aten.any", "aten.all", "aten._is_any_true", "aten._is_all_true")

@@ -61,7 +61,17 @@ def _scan(call: OpCall) -> Rule:
     dims = [[each] for each in sizes]
     total = result.bytes // max(1, sizes[name])
     exchange = {name: [("gather_of_each", total)]}
-    return build(sizes, [dims], [dims], contiguous=[name], exchange=exchange, linear=linear, local=_local_scan)
+    return build(
+        sizes,
+        [dims],
+        [dims],
+        contiguous=[name],
+        exchange=exchange,
+        linear=linear,
+        local=_local_scan,
+        uneven=True,
+        fill={name: scan.neutral},
+    )
 
 
 def _local_scan(call: LocalCall) -> Any:

@@ -25,18 +25,20 @@ from autoshard.patterns.ops.indexing import (
     with_index,
 )
 from autoshard.patterns.ops.matmul import first_only
+from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 
-def _with_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
+def with_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
     """The value with one more row behind the end of every dim in `dims`."""
     ndim = len(call.emit.shape(value))
     pad = [int(position % 2 == 1 and ndim - 1 - position // 2 in dims) for position in range(2 * ndim)]
     return call.emit.call(aten.constant_pad_nd.default, value, pad)
 
 
-def _without_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
+def without_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
+    """The value without the last row of every dim in `dims`."""
     shape = call.emit.shape(value)
     for dim in dims:
         value = call.emit.call(aten.slice.Tensor, value, dim, 0, shape[dim] - 1)
@@ -63,6 +65,8 @@ def _row_rule(call: OpCall, *, adds: bool, linear: Sequence[set[int]] = ()) -> R
         contiguous=[f"d{dim}"],
         linear=linear,
         local=_added_rows if adds else _written_rows,
+        uneven=True,
+        fill={"index": 0.0} if adds else {},
     )
 
 
@@ -105,8 +109,8 @@ def _written_rows(call: LocalCall) -> Any:
         return call.run()
     target, index, *rest = call.operands
     place, _ = within_stretch(call, index, f"d{dim}", shape[dim], shape[dim])
-    written = call.run(operands=[_with_spare(call, target, [dim]), place, *rest])
-    return _without_spare(call, written, [dim])
+    written = call.run(operands=[with_spare(call, target, [dim]), place, *rest])
+    return without_spare(call, written, [dim])
 
 
 # An index for every element --------------------------------------------------------------------------------------
@@ -133,6 +137,8 @@ def _element_rule(
         reductions={"index": (kind,)} if kind else None,
         linear=linear,
         local=local,
+        uneven=True,
+        fill={"index": None} if kind else {},
     )
 
 
@@ -164,6 +170,7 @@ def _scatter_reduce(call: OpCall) -> Rule | None:
 
 def _added_elements(call: LocalCall) -> Any:
     values = first_only(call, 0, ["index"])
+    values[2] = without_padding(call, 2, values[2], ["index"], 0.0)
     if call.axes("indexed"):
         shape = call.operand_shape(0)
         whole_source = call.emit.shape(values[2]) != call.emit.shape(values[1])
@@ -176,14 +183,17 @@ def _added_elements(call: LocalCall) -> Any:
 
 
 def _written_elements(call: LocalCall) -> Any:
-    if not call.axes("indexed"):
-        return call.run()
     target, index, *rest = call.operands
+    if rest and call.axes("index"):  # extremes, to which what is as far off as can be adds nothing
+        least = math.inf if call.arg("reduce") == "amin" else -math.inf
+        rest = [without_padding(call, 2, rest[0], ["index"], least)]
+    if not call.axes("indexed"):
+        return call.run(operands=[target, index, *rest])
     shape = call.operand_shape(0)
     dim = call.arg("dim") % len(shape)
     place, _ = within_stretch(call, index, "indexed", shape[dim], shape[dim])
-    written = call.run(operands=[_with_spare(call, target, [dim]), place, *rest])
-    return _without_spare(call, written, [dim])
+    written = call.run(operands=[with_spare(call, target, [dim]), place, *rest])
+    return without_spare(call, written, [dim])
 
 
 # Advanced indices ------------------------------------------------------------------------------------------------
@@ -199,6 +209,7 @@ def _index_put(call: OpCall) -> Rule | None:
     if len(values.shape) > len(dims.taken):
         return None
     accumulate = call.arg("accumulate")
+    added_dims = dims.broadcast(values, dims.taken)
 
     def added(program: LocalCall) -> Any:
         indices, outside = split_indices(program, dims)
@@ -210,18 +221,25 @@ def _index_put(call: OpCall) -> Rule | None:
     def written(program: LocalCall) -> Any:
         split = [dim for dim in dims.indexed if program.axes(f"d{dim}")]
         indices, _ = split_indices(program, dims, spare=True)
-        target = _with_spare(program, program.operands[0], split) if split else program.operands[0]
-        return _without_spare(program, program.run(operands=[target, *indices, program.operands[-1]]), split)
+        target = with_spare(program, program.operands[0], split) if split else program.operands[0]
+        return without_spare(program, program.run(operands=[target, *indices, program.operands[-1]]), split)
 
     return build(
         dims.sizes,
-        [dims.source, *dims.indices(), dims.broadcast(values, dims.taken)],
+        [dims.source, *dims.indices(), added_dims],
         [dims.source],
         whole=[] if accumulate else dims.index_names,
         contiguous=dims.names,
         linear=[{0, len(call.operands) - 1}],
         local=added if accumulate else written,
+        uneven=True,
+        # Padding of the indices points at what is there; what is added there must be padding too, and so be zero.
+        fill=dict.fromkeys(_names_in(added_dims, dims.index_names), 0.0) if accumulate else {},
     )
+
+
+def _names_in(dims: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
+    return [name for name in names if any(name in dim for dim in dims)]
 
 
 @rule_maker("aten.put")
@@ -240,6 +258,8 @@ def _put(call: OpCall) -> Rule | None:
         contiguous=["d0"],
         linear=[{0, 2}],
         local=_local_put,
+        uneven=True,
+        fill={name: 0.0 for dim in indexed for name in dim} if accumulate else {},
     )
 
 
@@ -250,6 +270,6 @@ def _local_put(call: LocalCall) -> Any:
         return call.run(operands=[target, index, source])
     emit, shape = call.emit, call.operand_shape(0)
     place, _ = flat_places(call, math.prod(shape))
-    flat = _with_spare(call, emit.call(aten.reshape.default, target, [-1]), [0])
-    written = _without_spare(call, call.run(operands=[flat, place, source]), [0])
+    flat = with_spare(call, emit.call(aten.reshape.default, target, [-1]), [0])
+    written = without_spare(call, call.run(operands=[flat, place, source]), [0])
     return emit.call(aten.reshape.default, written, list(shape))

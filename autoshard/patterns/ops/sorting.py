@@ -50,6 +50,8 @@ def _topk(call: OpCall) -> Rule:
         reductions={f"d{dim}": (None, None)},
         exchange={f"d{dim}": gathers},
         local=_local_topk,
+        # Not along the dim itself: an element may be as small as what would have to pad it.
+        uneven=[f"d{index}" for index in range(len(operand.shape)) if index != dim],
     )
 
 
@@ -111,6 +113,7 @@ def _isin(call: OpCall) -> Rule:
         reduce=dict.fromkeys(tests),
         exchange=dict.fromkeys(tests, result.bytes),
         local=_local_isin,
+        uneven=("...",),
     )
 
 
@@ -128,4 +131,4 @@ def _histc(call: OpCall) -> Rule | None:
     """Counts add up, once the bins are told; without bounds they follow from the extremes of all elements."""
     if call.arg("min") == call.arg("max"):
         return None
-    return bind("... -> bins!", call)
+    return bind("... -> bins!", call, fill={"...": call.arg("max") + 1})  # what lies in no bin is not counted

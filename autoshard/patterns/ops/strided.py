@@ -99,8 +99,7 @@ class _Plan:
     def memory(self, call: LocalCall) -> Any:
         """The local operand as memory, cut in radices of local size."""
         value = call.emit.call(aten.permute.default, call.operands[0], list(self.order))
-        radices = zip(self.strided.radices, self.radices, strict=True)
-        shape = [size // math.prod(call.share(name) for name in names) for size, names in radices]
+        shape = [math.prod(call.size(name) for name in names) for names in self.radices]
         return call.emit.call(aten.reshape.default, value, shape)
 
 
@@ -132,7 +131,9 @@ def _as_strided(call: OpCall) -> Rule | None:
         held = [extent if dim in strided.dims else 1 for dim, extent in enumerate(shape)]
         return emit.call(aten.expand.default, emit.call(aten.reshape.default, value, held), list(shape))
 
-    return build(plan.sizes, [plan.source], [plan.result], whole=plan.whole, linear=[{0}], local=local, free=True)
+    return build(
+        plan.sizes, [plan.source], [plan.result], whole=plan.whole, linear=[{0}], local=local, free=True, uneven=True
+    )
 
 
 @rule_maker("aten.as_strided_scatter")
@@ -153,7 +154,7 @@ def _as_strided_scatter(call: OpCall) -> Rule | None:
         return emit.call(aten.permute.default, value, [order.index(dim) for dim in range(len(shape))])
 
     dims = [plan.source, plan.result]
-    return build(plan.sizes, dims, [plan.source], whole=plan.whole, linear=[{0, 1}], local=local)
+    return build(plan.sizes, dims, [plan.source], whole=plan.whole, linear=[{0, 1}], local=local, uneven=True)
 
 
 def _rearranged(call: OpCall, order: Sequence[int]) -> Rule:

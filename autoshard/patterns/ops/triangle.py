@@ -20,7 +20,8 @@ from autoshard.patterns.rule import OpCall, Rule
 def _triangle(call: OpCall) -> Rule:
     sizes = {f"d{dim}": size for dim, size in enumerate(call.operands[0].shape)}
     named = [[name] for name in sizes]
-    return build(sizes, [named], [named], contiguous=list(sizes)[-2:], linear=[{0}], local=_local_triangle)
+    last = list(sizes)[-2:]
+    return build(sizes, [named], [named], contiguous=last, linear=[{0}], local=_local_triangle, uneven=True)
 
 
 def _local_triangle(call: LocalCall) -> Any:
@@ -49,7 +50,7 @@ def _trace(call: OpCall) -> Rule:
     """The sum of the diagonal, of which every shard holds a part."""
     rows, columns = call.operands[0].shape
     sizes = {"d0": rows, "d1": columns}
-    return build(sizes, [[["d0"], ["d1"]]], [[]], contiguous=sizes, linear=[{0}], local=_local_trace)
+    return build(sizes, [[["d0"], ["d1"]]], [[]], contiguous=sizes, linear=[{0}], local=_local_trace, uneven=True)
 
 
 def _local_trace(call: LocalCall) -> Any:
@@ -75,7 +76,7 @@ def _diagonal(call: OpCall) -> Rule:
     short = [names for dim, names in enumerate(long) if dim not in crossed] + [["diagonal"]]
     whole = [f"d{dim}" for dim in crossed] + ["diagonal"]
     if backward:
-        return build(sizes, [short], [long], whole=whole, linear=[{0}], local=_local_diagonal_backward)
+        return build(sizes, [short], [long], whole=whole, linear=[{0}], local=_local_diagonal_backward, uneven=True)
     if len(call.operands) == 2:
         return build(sizes, [long, short], [long], whole=whole, linear=[{0, 1}])
     return build(sizes, [long], [short], whole=whole, linear=[{0}], free=True)

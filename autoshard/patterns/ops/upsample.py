@@ -35,7 +35,7 @@ def smooth_backward(call: OpCall) -> Rule:
     """Its gradient: the operator is told the size of the local image."""
     spatial = len(call.operands[0].shape) - 2
     text = f"n c {_names('q', spatial)} -> n c {_names('p', spatial)}"
-    return bind(text, call, linear="0", local=_resampled_back)
+    return bind(text, call, linear="0", local=_resampled_back, uneven=True)
 
 
 def _resampled_back(call: LocalCall) -> Any:
@@ -46,7 +46,7 @@ def _resampled_back(call: LocalCall) -> Any:
 def nearest(call: OpCall) -> Rule:
     """Copies of positions, or a choice of them."""
     source, result, sizes = _images(call, call.operands[0].shape, call.arg("output_size"))
-    return bind(f"n c {source} -> n c {result}", call, linear="0", sizes=sizes, local=_resampled)
+    return bind(f"n c {source} -> n c {result}", call, linear="0", sizes=sizes, local=_resampled, uneven=True)
 
 
 def _resampled(call: LocalCall) -> Any:
@@ -57,7 +57,8 @@ def _resampled(call: LocalCall) -> Any:
 def nearest_backward(call: OpCall) -> Rule:
     """Its gradient: the operator is told the size of the local image."""
     source, result, sizes = _images(call, call.arg("input_size"), call.arg("output_size"))
-    return bind(f"n c {result} -> n c {source}", call, linear="0", sizes=sizes, local=_resampled_back)
+    text = f"n c {result} -> n c {source}"
+    return bind(text, call, linear="0", sizes=sizes, local=_resampled_back, uneven=True)
 
 
 def _images(call: OpCall, shape: tuple[int, ...], resampled: tuple[int, ...]) -> tuple[str, str, dict[str, int]]:

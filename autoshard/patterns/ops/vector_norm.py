@@ -27,10 +27,15 @@ def _order(call: OpCall) -> float:
 def _norm(call: OpCall) -> Rule:
     order = _order(call)
     if order in _PARTIAL:
-        return reduction_rule(call, kinds=(_PARTIAL[order],))
+        return reduction_rule(call, kinds=(_PARTIAL[order],), fill=_neutral(order))
     assert call.results[0] is not None
     exchange = math.prod(call.results[0].shape) * accumulation_dtype(call.results[0].dtype).itemsize
-    return reduction_rule(call, kinds=(None,), local=_local_norm, exchange=exchange)
+    return reduction_rule(call, kinds=(None,), local=_local_norm, exchange=exchange, fill=_neutral(order))
+
+
+def _neutral(order: float) -> float:
+    """What does not change a norm: the power of it is zero, or it is never the least."""
+    return math.inf if order < 0 else 0.0
 
 
 def _local_norm(call: LocalCall) -> Any:
@@ -40,8 +45,11 @@ def _local_norm(call: LocalCall) -> Any:
 @rule_maker("aten.dist")
 def _dist(call: OpCall) -> Rule:
     """The norm of the difference of two tensors that are broadcast together."""
-    kind = _PARTIAL.get(_order(call))
-    return bind("..., ... -> ", call, reduce={"...": kind}, local=None if kind else _local_dist)
+    order = _order(call)
+    kind = _PARTIAL.get(order)
+    equal = len({meta.shape for meta in call.operands}) == 1  # padding of both, at no distance
+    fill = {"...": 0.0} if equal and order >= 0 else {}
+    return bind("..., ... -> ", call, reduce={"...": kind}, local=None if kind else _local_dist, uneven=(), fill=fill)
 
 
 def _local_dist(call: LocalCall) -> Any:

@@ -49,6 +49,8 @@ def weight_norm(call: OpCall) -> Rule:
         reduce=dict.fromkeys(summed),
         exchange=dict.fromkeys(summed, 4 * size),
         local=_weight_norm,
+        uneven=True,
+        fill=dict.fromkeys(summed, 0.0),
     )
 
 
@@ -83,6 +85,8 @@ def weight_norm_backward(call: OpCall) -> Rule:
         reduce=dict.fromkeys(summed),
         exchange=dict.fromkeys(summed, 4 * size),
         local=_weight_norm_backward,
+        uneven=True,
+        fill=dict.fromkeys(summed, 0.0),
     )
 
 

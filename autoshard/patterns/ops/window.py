@@ -37,10 +37,15 @@ def _unfold(call: OpCall) -> Rule:
     sizes, source, target, whole = _window_dims(operand, result, dim, call.arg("step"))
 
     def local(program: LocalCall) -> Any:
-        share = program.share("window")
-        return program.run(size=call.arg("size") // share, step=call.arg("step") // share)
+        return program.run(**_local_window(program))
 
-    return build(sizes, [source], [target], whole=whole, linear=[{0}], local=local, free=True)
+    return build(sizes, [source], [target], whole=whole, linear=[{0}], local=local, free=True, uneven=True)
+
+
+def _local_window(call: LocalCall) -> dict[str, Any]:
+    """Size of the local windows, and the step between them; a window is sharded only where the step is its size."""
+    size = call.size("window") if call.axes("window") else call.arg("size")
+    return {"size": size, "step": size if call.axes("window") else call.arg("step")}
 
 
 @rule_maker("aten.unfold_backward")
@@ -54,9 +59,6 @@ def _unfold_backward(call: OpCall) -> Rule | None:
     sizes, source, target, whole = _window_dims(result, operand, dim, call.arg("step"))
 
     def local(program: LocalCall) -> Any:
-        share = program.share("window")
-        return program.run(
-            input_sizes=list(program.result_shape()), size=call.arg("size") // share, step=call.arg("step") // share
-        )
+        return program.run(input_sizes=list(program.result_shape()), **_local_window(program))
 
-    return build(sizes, [target], [source], whole=whole, linear=[{0}], local=local)
+    return build(sizes, [target], [source], whole=whole, linear=[{0}], local=local, uneven=True)

@@ -15,7 +15,7 @@ import torch
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._positions import positions, stretch_start
+from autoshard.patterns.ops._positions import own_ends, stretch_start
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -26,14 +26,14 @@ aten = torch.ops.aten
 def grouped_product(call: OpCall) -> Rule:
     """`(rows [i, k], weights [g, k, j], ends [g]) -> [i, j]`."""
     text = "i^ k, g^ k j, ends! -> i^ j"
-    return bind(text, call, linear="0, 1", local=_product)
+    return bind(text, call, linear="0, 1", local=_product, uneven=True, fill={"g": None})
 
 
 @rule_maker("transformers::grouped_mm_fallback_backward")
 def grouped_product_backward(call: OpCall) -> Rule:
     """`(rows [i, k], weights [g, k, j], ends [g], gradient [i, j]) -> [i, k], [g, k, j]`."""
     text = "i^ k, g^ k j, ends!, i^ j -> i^ k, g^ k j"
-    return bind(text, call, linear="3", local=_product_backward)
+    return bind(text, call, linear="3", local=_product_backward, uneven=True, fill={"g": None, "i": None})
 
 
 def _product(call: LocalCall) -> Any:
@@ -41,7 +41,7 @@ def _product(call: LocalCall) -> Any:
     ends = _ends_in_stretch(call, ends)
     if not call.axes("g"):
         return call.run(operands=[rows, weights, ends])
-    start, ends = _own_ends(call, ends)
+    start, ends = own_ends(call, ends, call.operand_shape(1)[0])
     product = call.run(operands=[_turned(call, rows, start), weights, ends])
     return _turned(call, product, call.emit.call(aten.neg.default, start))
 
@@ -51,7 +51,7 @@ def _product_backward(call: LocalCall) -> Any:
     ends = _ends_in_stretch(call, ends)
     if not call.axes("g"):
         return call.run(operands=[rows, weights, ends, gradient])
-    start, ends = _own_ends(call, ends)
+    start, ends = own_ends(call, ends, call.operand_shape(1)[0])
     turned = [_turned(call, value, start) for value in (rows, gradient)]
     to_rows, to_weights = call.run(operands=[turned[0], weights, ends, turned[1]])
     return _turned(call, to_rows, call.emit.call(aten.neg.default, start)), to_weights
@@ -65,15 +65,6 @@ def _ends_in_stretch(call: LocalCall, ends: Any) -> Any:
     moved = call.emit.call(aten.sub.Tensor, ends, stretch_start(call, "i", length))
     clamped = call.emit.call(aten.clamp.default, moved, 0, length)
     return call.emit.call(aten._to_copy.default, clamped, dtype=call.emit.dtype(ends))
-
-
-def _own_ends(call: LocalCall, ends: Any) -> tuple[Any, Any]:
-    """The row at which this rank's groups start `[1]`, and where each of them ends, counted from there."""
-    emit = call.emit
-    own = positions(call, "g", call.operand_shape(1)[0], emit.device(ends))
-    bounds = emit.call(aten.constant_pad_nd.default, ends, [1, 0])  # the first group starts at zero
-    start = emit.call(aten.index_select.default, bounds, 0, emit.call(aten.slice.Tensor, own, 0, 0, 1))
-    return start, emit.call(aten.sub.Tensor, emit.call(aten.index_select.default, ends, 0, own), start)
 
 
 def _turned(call: LocalCall, rows: Any, start: Any) -> Any:

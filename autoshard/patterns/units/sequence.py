@@ -1,30 +1,34 @@
-"""Context parallelism: queries, keys and values of self-attention lie along the sequence, and keys are passed round.
+"""Context parallelism: queries, keys and values of self-attention lie along the sequence, and keys go round a ring.
 
-The sequence is one factor `n`. A rank keeps its stretch of queries; the stretches of keys and values are sent to all
-ranks one after another, each is attended to by itself, and the results are merged by the logarithms of their sums of
-exponentials. So a rank holds the keys of one stretch at a time, where the rule itself (queries sharded, keys gathered
-before the operator, their gradients scattered behind it) holds all of them. The bytes sent forward are the same;
-backward, gradients of keys are summed stretch by stretch, which takes twice the bytes of one scattered sum. The rule is
-thus the faster of the two where its kernel takes a mask; this one serves where memory or the kernel does not allow it.
+The sequence is one factor `n`. A rank keeps its stretch of queries; stretches of keys and values are handed on from
+rank to rank until each has had all of them, each is attended to by itself, and the results are merged by the logarithms
+of their sums of exponentials. So a rank holds the keys of two stretches at a time, where the rule itself (queries
+sharded, keys gathered before the operator, their gradients scattered behind it) holds all of them. The bytes sent
+forward are the same; backward, keys go round once more and their gradients with them, to the rank that they belong to.
+The next stretch is under way while a rank attends to the one that it has.
 
 With a causal mask a rank attends to its own stretch causally and to earlier ones in full; what it computes for later
 ones is thrown away, since all ranks run one program.
 
-Source: Ring Attention with Blockwise Transformers (Liu, Zaharia, Abbeel 2023), section 3, with broadcasts in place of
-the ring: a shift along a ring is another program on every rank.
+Several axes of one sequence are rings within rings: a stretch goes round the innermost axis, takes a step along the
+next one, and goes round again.
+
+Source: Ring Attention with Blockwise Transformers (Liu, Zaharia, Abbeel 2023), section 3.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autoshard.patterns.local import LocalCall, collectives
 from autoshard.patterns.ops._helpers import bind_named, cast, operand_names, result_dtype, shape_of
-from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.ring import route, shift
+from autoshard.patterns.rule import Exchange, OpCall, Rule
 
 aten = torch.ops.aten
 
@@ -41,14 +45,14 @@ def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequen
         options: those of the rule, as `bind_named` takes them, with the `sizes` of its names.
 
     Returns:
-        None where queries and keys are not of one length, where there is a mask, and for kernels that do not hand out
-        one logarithm per query.
+        None where queries and keys are not of one length, where there is a mask, and for kernels that are not known to
+        hand out one natural logarithm per query (those of flash attention and of cuDNN are).
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
     plain = all(name not in operands or call.arg(name) is None for name in ("attn_mask", "attn_bias"))
-    if "flash" not in call.op.name() or query[2] != key[2] or not plain:
+    known = any(kernel in call.op.name() for kernel in ("flash", "cudnn"))
+    if not known or query[2] != key[2] or not plain:
         return None
-    moved = sum(meta.bytes for name, meta in zip(operand_names(call), call.operands, strict=True) if name in _PASSED)
     backward = "grad_out" in operand_names(call)
     reduce = {name: kinds for name, kinds in options.pop("reduce").items() if name != "s"}
     options |= {"whole": (), "contiguous": ("n",), "uneven": False}
@@ -57,7 +61,7 @@ def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequen
         {name: _renamed(text) for name, text in operands.items()},
         [_renamed(text) for text in results],
         reduce=reduce | {"n": reduce["b"]},
-        exchange={"n": [("broadcast", moved), *([("all_reduce", moved)] if backward else [])]},
+        exchange={"n": _exchanges(call)},
         local=_backward if backward else _forward,
         **options,
     )
@@ -70,19 +74,71 @@ def _renamed(text: str) -> str:
     return " ".join(_SEQUENCE.get(word, word) for word in text.split())
 
 
+def _exchanges(call: OpCall) -> list[Exchange]:
+    """Keys and values as one tensor; in the backward half, also their gradients, as precise as they are added up."""
+    names = operand_names(call)
+    passed = [meta for name, meta in zip(names, call.operands, strict=True) if name in _PASSED]
+    exchanges: list[Exchange] = [("ring", sum(meta.bytes for meta in passed))]
+    if "grad_out" in names:
+        itemsize = call.operands[names.index("logsumexp")].dtype.itemsize
+        exchanges.append(("ring_and_home", sum(math.prod(meta.shape) for meta in passed) * itemsize))
+    return exchanges
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One step of the ring.
+
+    Attributes:
+        operands: the local operands, with the keys and values that this rank holds at this step.
+        axis: the mesh axis along which they came last; None for a rank's own.
+        moved: for every axis of the sequence, by how many steps they are away from the rank that they belong to.
+    """
+
+    operands: Sequence[Any]
+    axis: int | None
+    moved: Mapping[int, int]
+
+
+def _turns(call: LocalCall) -> Iterator[_Turn]:
+    """All steps of the ring. What is held at the next step is handed on before this one is worked on."""
+    names, axes = operand_names(call.call), call.axes("n")
+    places = [names.index(name) for name in _PASSED]
+    own = [call.operands[place] for place in places]
+    widths = [call.operand_shape(place)[-1] for place in places]
+    moved = dict.fromkeys(axes, 0)
+    turn = _Turn(call.operands, None, dict(moved))
+    packed = call.emit.call(aten.cat.default, own, -1)
+    for place in route([call.mesh.sizes[axis] for axis in axes]):
+        axis = axes[place]
+        packed = _handed_on(call, packed, axis, 1)
+        yield turn
+        moved[axis] += 1
+        held = dict(zip(places, call.emit.call(aten.split_with_sizes.default, packed, widths, -1), strict=True))
+        operands = [held.get(place, value) for place, value in enumerate(call.operands)]
+        turn = _Turn(operands, axis, dict(moved))
+    yield turn
+
+
+def _handed_on(call: LocalCall, value: Any, axis: int, steps: int) -> Any:
+    """What the rank `steps` before this one on an axis has, round the end; `value` is contiguous."""
+    emit = call.emit
+    return emit.call(collectives.wait_tensor.default, emit.call(shift, value, steps, emit.group(axis)))
+
+
 def _forward(call: LocalCall) -> Any:
     emit, causal = call.emit, bool(call.arg("is_causal"))
     merged: tuple[Any, Any] | None = None
     rest: Sequence[Any] = ()
-    if causal:
-        result, logarithm, *rest = _attend(call, call.operands, causal=True)
-        merged = _accumulated(call, result, logarithm), logarithm
-    for stretch in range(call.share("n") - causal):
-        result, logarithm, *rest = _attend(call, _passed(call, stretch), causal=False)
+    for turn in _turns(call):
+        result, logarithm, *others = _attend(call, turn.operands, causal=causal and turn.axis is None)
         result = _accumulated(call, result, logarithm)
+        if merged is None:
+            merged, rest = (result, logarithm), others
+            continue
         if causal:
-            logarithm = emit.call(aten.where.ScalarOther, _behind(call, stretch), logarithm, -math.inf)
-        merged = (result, logarithm) if merged is None else _merged(call, *merged, result, logarithm)
+            logarithm = emit.call(aten.where.ScalarOther, _behind(call, turn), logarithm, -math.inf)
+        merged = _merged(call, *merged, result, logarithm)
     assert merged is not None
     return (cast(call, merged[0], result_dtype(call)), merged[1], *rest)
 
@@ -91,18 +147,29 @@ def _backward(call: LocalCall) -> Any:
     """Every stretch of keys by itself, with the logarithms and results of the whole sequence."""
     emit, causal = call.emit, bool(call.arg("is_causal"))
     statistics = call.operands[operand_names(call.call).index("logsumexp")]
-    sums: list[Any] = []
-    if causal:
-        sums = [_accumulated(call, each, statistics) for each in _attend(call, call.operands, causal=True)]
-    for stretch in range(call.share("n") - causal):
-        terms = [_accumulated(call, each, statistics) for each in _attend(call, _passed(call, stretch), causal=False)]
+    query: Any = None
+    passed: Any = None  # gradients of keys and values, which follow them
+    moved: Mapping[int, int] = {}
+    for turn in _turns(call):
+        moved = turn.moved
+        if turn.axis is not None:
+            passed = _handed_on(call, passed, turn.axis, 1)
+        terms = _attend(call, turn.operands, causal=causal and turn.axis is None)
+        own, *others = (_accumulated(call, each, statistics) for each in terms)
+        packed = emit.call(aten.cat.default, others, -1)
+        if turn.axis is None:
+            query, passed = own, packed
+            continue
         if causal:
-            behind = _behind(call, stretch)
-            terms = [emit.call(aten.where.ScalarOther, behind, each, 0) for each in terms]
-        here = emit.call(aten.eq.Scalar, call.position("n"), stretch)
-        terms[1:] = [emit.call(aten.where.ScalarOther, here, call.all_reduce(each, "n"), 0) for each in terms[1:]]
-        sums = [emit.call(aten.add.Tensor, *pair) for pair in zip(sums, terms, strict=True)] if sums else terms
-    return tuple(cast(call, each, result_dtype(call, index)) for index, each in enumerate(sums))
+            behind = _behind(call, turn)
+            own, packed = (emit.call(aten.where.ScalarOther, behind, each, 0) for each in (own, packed))
+        query, passed = emit.call(aten.add.Tensor, query, own), emit.call(aten.add.Tensor, passed, packed)
+    for axis, steps in moved.items():
+        home = -steps % call.mesh.sizes[axis]
+        passed = _handed_on(call, passed, axis, home) if home else passed
+    widths = [call.result_shape(index)[-1] for index in (1, 2)]
+    gradients = (query, *emit.call(aten.split_with_sizes.default, passed, widths, -1))
+    return tuple(cast(call, each, result_dtype(call, index)) for index, each in enumerate(gradients))
 
 
 def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
@@ -113,29 +180,16 @@ def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
     return call.run(operands=operands, is_causal=causal, **lengths)
 
 
-def _passed(call: LocalCall, stretch: int) -> list[Any]:
-    """The local operands, with the keys and values of the rank that holds the stretch."""
-    names = operand_names(call.call)
-    return [
-        _broadcast(call, value, stretch) if name in _PASSED else value
-        for name, value in zip(names, call.operands, strict=True)
-    ]
-
-
-def _broadcast(call: LocalCall, value: Any, stretch: int) -> Any:
-    """What the rank that holds a stretch has, on all ranks that hold one: along the innermost axis first."""
-    emit = call.emit
-    value = emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
-    for axis in reversed(call.axes("n")):
-        stretch, root = divmod(stretch, call.mesh.sizes[axis])
-        pending = emit.call(collectives.broadcast.default, value, root, emit.group(axis))
-        value = emit.call(collectives.wait_tensor.default, pending)
-    return value
-
-
-def _behind(call: LocalCall, stretch: int) -> Any:
-    """Whether this rank's queries come after a stretch of keys: a 0-d truth value."""
-    return call.emit.call(aten.gt.Scalar, call.position("n"), stretch)
+def _behind(call: LocalCall, turn: _Turn) -> Any:
+    """Whether this rank's queries come after the keys that it holds: a 0-d truth value."""
+    emit, stretch = call.emit, None
+    for axis, steps in turn.moved.items():
+        size = call.mesh.sizes[axis]
+        place = emit.call(aten.remainder.Scalar, emit.call(aten.sub.Scalar, emit.coordinate(axis), steps), size)
+        if stretch is not None:
+            place = emit.call(aten.add.Tensor, emit.call(aten.mul.Scalar, stretch, size), place)
+        stretch = place
+    return emit.call(aten.gt.Tensor, call.position("n"), stretch)
 
 
 def _accumulated(call: LocalCall, value: Any, statistics: Any) -> Any:
@@ -150,5 +204,7 @@ def _merged(call: LocalCall, first: Any, first_log: Any, second: Any, second_log
     parts = []
     for value, own in ((first, first_log), (second, second_log)):
         weight = emit.call(aten.exp.default, emit.call(aten.sub.Tensor, own, log))
-        parts.append(emit.call(aten.mul.Tensor, value, emit.call(aten.unsqueeze.default, weight, -1)))
+        if len(emit.shape(weight)) < len(emit.shape(value)):
+            weight = emit.call(aten.unsqueeze.default, weight, -1)
+        parts.append(emit.call(aten.mul.Tensor, value, weight))
     return emit.call(aten.add.Tensor, *parts), log

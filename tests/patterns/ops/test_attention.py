@@ -14,6 +14,7 @@ from autoshard.patterns.rule import Rule
 from autoshard.patterns.strategy import result_spec
 from autoshard.specs.axes import MeshShape
 from tests.partition.meshes import simulated
+from tests.patterns.ops.cudnn import cudnn_on_cpu
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.training import TOLERANCE, compare, fast_links, train
 
@@ -101,6 +102,18 @@ def test_flash_and_cudnn(causal: bool, shards: str) -> None:
     op = aten._scaled_dot_product_cudnn_attention_backward.default
     args = (query, query, key, key, *cudnn[:2], *cudnn[6:8], None, *cudnn[2:4], 8, 16, 0.0, causal)
     assert _shardable(_rule(op, *args)[1]) == shards
+
+
+def test_causal_queries_of_cudnn() -> None:
+    """By a mask in the place of the flag."""
+    tensors = _tensors(6, 6)
+    forward = aten._scaled_dot_product_cudnn_attention.default
+    backward = aten._scaled_dot_product_cudnn_attention_backward.default
+    with cudnn_on_cpu():
+        assert_sound(forward, *tensors, None, True, 0.0, True, shards="b h s")
+        kept = forward(*tensors, None, True, 0.0, True)
+        state = (*kept[:2], *kept[6:8], None, *kept[2:4], 6, 6, 0.0, True)
+        assert_sound(backward, tensors[0] - 1, *tensors, *state, shards="b h s")
 
 
 @pytest.mark.parametrize("biased", [True, False])

@@ -78,6 +78,12 @@ def test_memory_without_content_is_made_at_its_local_size() -> None:
         assert {tuple(shard.shape) for shard in _on_four(call, rule)} == {(1, 12)}
 
 
+def test_the_shape_of_another_tensor_says_nothing_of_where_a_new_one_lies() -> None:
+    _, rule = bound(aten.new_zeros.default, X, [4, 6])
+    (apart,) = rule.variants
+    assert {factor.name for factor in apart.factors if factor.shardable} == {"d0", "d1", "operand0", "operand1"}
+
+
 def test_empty_strided_like_another_is_made_at_its_local_size() -> None:
     strided = X.new_empty_strided((4, 12), (1, 4))
     rule = rule_for(call_of(aten.new_empty_strided.default, (X, [4, 12], [1, 4]), {}, strided))

@@ -75,30 +75,3 @@ def test_weights_of_eight_bits() -> None:
     scales = torch.rand(48, generator=torch.Generator().manual_seed(0)).bfloat16()
     args = (normal(24, 64).bfloat16(), _integers(48, 64), scales)
     assert_sound(aten._weight_int8pack_mm.default, *args, shards="i j k")
-
-
-def _eight_bits(*shape: int) -> torch.Tensor:
-    return normal(*shape).to(torch.float8_e4m3fn)
-
-
-ONE = torch.tensor(0.5)
-SCALED = (_eight_bits(48, 64), _eight_bits(48, 64).t())
-
-
-@pytest.mark.parametrize(
-    "rest",
-    [
-        (ONE, ONE),
-        (ONE, ONE, normal(48).bfloat16()),
-        (ONE.expand(1, 1), ONE.expand(1, 1)),
-        (normal(48, 1).abs().float(), normal(1, 48).abs().float()),
-    ],
-    ids=["one scale", "bias", "one scale as a matrix", "scales of rows and columns"],
-)
-def test_products_in_eight_bits(rest: tuple[torch.Tensor, ...]) -> None:
-    assert_sound(aten._scaled_mm.default, *SCALED, *rest, out_dtype=torch.bfloat16, shards="i k j")
-
-
-def test_a_result_of_eight_bits_is_no_partial_sum() -> None:
-    _, rule = bound(aten._scaled_mm.default, *SCALED, ONE, ONE, None, ONE, out_dtype=torch.float8_e4m3fn)
-    assert {factor.name for factor in rule.factors if factor.shardable} == {"i", "j"}

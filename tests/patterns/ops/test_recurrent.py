@@ -10,7 +10,7 @@ from tests.partition.meshes import simulated
 from tests.patterns.ops.soundness import assert_sound, normal
 from tests.training import TOLERANCE, compare, fast_links, train
 
-STEPS, SAMPLES, HIDDEN = 3, 12, 4
+STEPS, SAMPLES = 3, 4
 LAYERS = {
     "lstm": lambda: nn.LSTM(6, 8),
     "lstm, two layers both ways": lambda: nn.LSTM(6, 8, 2, bidirectional=True, batch_first=True),
@@ -25,31 +25,42 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("outputs", [HIDDEN, 3])
-def test_lstm_steps(outputs: int) -> None:
-    projection = None if outputs == HIDDEN else normal(outputs, HIDDEN)
-    c, weight = normal(SAMPLES, HIDDEN), normal(4 * HIDDEN, outputs)
-    args = normal(STEPS, SAMPLES, 4 * HIDDEN), normal(SAMPLES, outputs), c, weight, projection
-    assert_sound(steps.lstm_steps.default, *args, shards="b")
+@pytest.mark.parametrize("hidden", [12, 6])  # four ranks have two of six units each, and the last one none
+def test_lstm_steps(hidden: int) -> None:
+    c, weight = normal(SAMPLES, hidden), normal(4 * hidden, hidden)
+    args = normal(STEPS, SAMPLES, 4 * hidden), normal(SAMPLES, hidden) - 1, c, weight, None
+    assert_sound(steps.lstm_steps.default, *args, shards="b h")
     output, cells, active = steps.lstm_steps(*args)
     for gradients in ((normal(*output.shape), normal(*cells.shape)), (None, normal(*cells.shape))):
-        assert_sound(steps.lstm_steps_backward.default, *gradients, c, weight, projection, cells, active, shards="b")
+        assert_sound(steps.lstm_steps_backward.default, *gradients, c, weight, None, cells, active, shards="b h")
 
 
-def test_gru_steps() -> None:
-    h, weight = normal(SAMPLES, HIDDEN), normal(3 * HIDDEN, HIDDEN)
-    args = normal(STEPS, SAMPLES, 3 * HIDDEN), h, weight, normal(3 * HIDDEN)
-    assert_sound(steps.gru_steps.default, *args, shards="b")
+def test_lstm_steps_with_a_projection() -> None:
+    """Only samples are independent."""
+    c, weight, projection = normal(SAMPLES, 4), normal(16, 3), normal(3, 4)
+    args = normal(STEPS, SAMPLES, 16), normal(SAMPLES, 3), c, weight, projection
+    assert_sound(steps.lstm_steps.default, *args, shards="b")
+    output, cells, active = steps.lstm_steps(*args)
+    gradients = normal(*output.shape), normal(*cells.shape)
+    assert_sound(steps.lstm_steps_backward.default, *gradients, c, weight, projection, cells, active, shards="b")
+
+
+@pytest.mark.parametrize("hidden", [12, 6])
+def test_gru_steps(hidden: int) -> None:
+    h, weight = normal(SAMPLES, hidden), normal(3 * hidden, hidden)
+    args = normal(STEPS, SAMPLES, 3 * hidden), h, weight, normal(3 * hidden)
+    assert_sound(steps.gru_steps.default, *args, shards="b h")
     results = steps.gru_steps(*args)
-    assert_sound(steps.gru_steps_backward.default, normal(*results[0].shape), h, weight, *results, shards="b")
+    assert_sound(steps.gru_steps_backward.default, normal(*results[0].shape), h, weight, *results, shards="b h")
 
 
+@pytest.mark.parametrize("hidden", [12, 6])
 @pytest.mark.parametrize("relu", [False, True])
-def test_rnn_steps(relu: bool) -> None:
-    args = normal(STEPS, SAMPLES, HIDDEN), normal(SAMPLES, HIDDEN), normal(HIDDEN, HIDDEN), relu
-    assert_sound(steps.rnn_steps.default, *args, shards="b")
+def test_rnn_steps(hidden: int, relu: bool) -> None:
+    args = normal(STEPS, SAMPLES, hidden), normal(SAMPLES, hidden), normal(hidden, hidden), relu
+    assert_sound(steps.rnn_steps.default, *args, shards="b h")
     output = steps.rnn_steps(*args)
-    assert_sound(steps.rnn_steps_backward.default, normal(*output.shape), args[2], output, relu, shards="b")
+    assert_sound(steps.rnn_steps_backward.default, normal(*output.shape), args[2], output, relu, shards="b h")
 
 
 class _Reader(nn.Module):
@@ -80,8 +91,9 @@ def _reader(make: object) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return module, inputs
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}])
-@pytest.mark.parametrize("name", [*LAYERS, *CELLS])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [*((name, {"dp": 2, "tp": 2}) for name in LAYERS), *((name, {"dp": 2}) for name in CELLS)]
+)
 def test_training_on_a_mesh_is_training_on_one_device(name: str, sizes: dict[str, int]) -> None:
     make = (LAYERS | CELLS)[name]
     reference = train(*_reader(make))

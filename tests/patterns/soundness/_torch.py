@@ -9,28 +9,15 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._dtensor_spec import TensorMeta as TorchTensorMeta
-from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
-from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder as ShardingPlaceholder
 from torch.testing._internal import common_methods_invocations
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.opinfo import core
 from torch.testing._internal.opinfo.definitions import _masked, linalg, special
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "DTensorSpec",
-    "FakeStore",
     "OpOverload",
-    "OpSchema",
-    "OpSpec",
-    "OpStrategy",
-    "ShardingPlaceholder",
     "TorchDispatchMode",
-    "TorchTensorMeta",
-    "TupleStrategy",
     "functionalized",
     "is_composite",
     "larger_samples",

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from autoshard.errors import RuleError
-from autoshard.patterns.registry import knows, registered, rule_for
+from autoshard.patterns.registry import is_borrowed, knows, registered, rule_for
 from autoshard.patterns.sample import sample_call
 from autoshard.specs.spec import placement_text
+from tests.patterns.soundness._torch import OpOverload
 from tests.patterns.soundness.peers import (
     Offer,
     holds,
@@ -42,7 +43,42 @@ from tests.patterns.soundness.sweep import (
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "coverage.md"
 COMMAND = "python -m tests.patterns.soundness.coverage"
 MOST = 4
-_NOT_LINEAR = ("aten.any.", "aten.all.", "aten.nansum.")
+_UNREAD = (
+    "the operand is not read, but every choice here says where it lies, and none takes partial sums and leaves a whole "
+    "result: they would be reduced for nothing"
+)
+_CONTRACTED = (
+    "an axis splits a loop or passes partial sums, not both: the term that is added is reduced first; as operators of "
+    "their own, a product and a sum wait together"
+)
+_TRUTH = "whether sums are zero does not follow from their terms: it holds where no terms cancel, as on these samples"
+
+REASONS = {
+    "aten._linalg_solve_ex.default": (
+        "a set of partial operands leaves all results partial; here the solution would be, and the matrix's factors, "
+        "pivots and errors would not, which do not depend on the right-hand side"
+    ),
+    "aten.addmm.default": _CONTRACTED,
+    "aten.any.default": _TRUTH,
+    "aten.any.dim": _TRUTH,
+    "aten.any.dims": _TRUTH,
+    "aten.baddbmm.default": _CONTRACTED,
+    "aten.full_like.default": _UNREAD,
+    "aten.nansum.default": "a term that is no number counts as zero, whatever it would add up to with the others",
+    "aten.new_empty.default": _UNREAD,
+    "aten.new_empty_strided.default": _UNREAD,
+    "aten.new_full.default": _UNREAD,
+    "aten.new_ones.default": _UNREAD,
+    "aten.new_zeros.default": _UNREAD,
+    "aten.ones_like.default": _UNREAD,
+    "aten.special_xlog1py.default": (
+        "of zero it is zero even where the logarithm is infinite; of terms that add up to zero it would be no number"
+    ),
+    "aten.zeros_like.default": _UNREAD,
+}
+"""Why a rule does not offer what torch offers besides, by operator."""
+
+UNEXPLAINED = "not explained yet"
 
 HEAD = """\
 # Coverage: which operators have a rule, and how it was checked
@@ -55,8 +91,9 @@ the distribution is.
 
 {totals}
 
-* **rule**: `own`; `own, declines` where it has none for some of the calls (they are replicated); `none`: replicated,
-  with a warning that names the operator.
+* **rule**: `own`; `borrowed`: none of ours, but strategies in torch's registry, used as docs/rules.md says; `declines`
+  is added where there is none for some of the calls (they are replicated); `none`: replicated, with a warning that
+  names the operator.
 * **calls**: distinct calls met, by shapes and arguments; in brackets how many were checked, taken so that each adds a
   strategy.
 * **strategies**: how many were run on all ranks and compared.
@@ -74,8 +111,8 @@ torch also lets partial averages, maxima, minima or products pass through an ope
 these calls). Ours passes partial sums only: these come of every contraction, the others seldom do, and are reduced at
 once. What torch offers and what does not hold when the operator is run unchanged ({unverified}) has an argument that
 speaks of the whole tensor, such as a shape, which torch changes on the way; it is not compared here. torch's registry
-knows {registry} functional operators that are not made of others; {missing} of these have no rule here: operators on
-lists, which optimizers are made of, and {others}."""
+knows {registry} functional operators that are not made of others; {missing} of these have no rule of ours: operators on
+lists, which optimizers are made of, and {others}. From these, what can be is borrowed."""
 
 UNMET = """
 ## Rules of operators that no sample meets
@@ -103,8 +140,7 @@ def rows(met: dict[str, Met], tally: Counter[str]) -> Iterator[Row]:
     """A row for every operator that was met, its strategies checked and compared with torch's."""
     for name, entry in sorted(met.items()):
         op = next(iter(entry.calls)).op
-        rule = "none" if not knows(op) else "own, declines" if entry.declined else "own"
-        row = Row(name, rule, len(entry.calls))
+        row = Row(name, source(op, entry), len(entry.calls))
         for recorded in entry.chosen:
             if recorded.op._schema.name not in NOT_COMPARED and not ambiguous(recorded):
                 row.checked += 1
@@ -126,6 +162,13 @@ def rows(met: dict[str, Met], tally: Counter[str]) -> Iterator[Row]:
         yield row
 
 
+def source(op: OpOverload, entry: Met) -> str:
+    """Where the rule of an operator comes from."""
+    if not knows(op) or (is_borrowed(op) and not entry.chosen):
+        return "none"
+    return ("borrowed" if is_borrowed(op) else "own") + (", declines" if entry.declined else "")
+
+
 def _dividing_size(recorded: Recorded) -> int:
     """The smallest axis that divides some dim of an operand: torch is asked for even shards."""
     dims = [dim for meta in recorded.call.operands for dim in meta.shape if dim > 1]
@@ -141,15 +184,16 @@ def offer_text(offer: Offer) -> str:
 def page(table: Iterable[Row], tally: Counter[str]) -> str:
     """The text of docs/coverage.md."""
     table = list(table)
-    own = sum(row.rule != "none" for row in table)
+    own, borrowed = (sum(row.rule.startswith(source) for row in table) for source in ("own", "borrowed"))
     sound = "none of them unsound" if not any(row.unsound for row in table) else "UNSOUND ONES AMONG THEM"
     totals = (
-        f"**{len(table)} operators met, {own} with a rule; {sum(row.checked for row in table)} calls and "
+        f"**{len(table)} operators met, {own} with a rule of ours, {borrowed} with one borrowed from torch; "
+        f"{sum(row.checked for row in table)} calls and "
         f"{sum(row.strategies for row in table)} strategies checked, {sound}.** Of torch's strategies on these calls "
         f"{tally['covered']} are offered here too. torch {torch.__version__.partition('+')[0]}."
     )
     registry = torch_operators()
-    missing = [str(op) for op in registry if not knows(op)]
+    missing = [str(op) for op in registry if not knows(op) or is_borrowed(op)]
     peers = PEERS.format(
         passing=tally["passing"],
         unverified=tally["unverified"],
@@ -178,17 +222,7 @@ def reason(row: Row) -> str:
     """Why a rule does not offer what torch offers besides."""
     if not row.besides:
         return ""
-    if row.rule == "none":
-        return "no rule"
-    if row.name.startswith(_NOT_LINEAR):
-        return "it is not linear: on these samples it holds by chance"
-    outs = {text.strip("`").partition(" → ")[2] for text in row.besides}
-    if all(set(out.split(", ")) == {"R"} for out in outs):
-        return "the operand is not read: its placement is left to others"
-    ins = [text.strip("`").partition(" → ")[0].split(", ") for text in row.besides]
-    if any(sum(place != "R" for place in places) > 1 for places in ins):
-        return "a term that is added waits for the reduction of the others"
-    return "partial sums are reduced before it"
+    return "no rule" if row.rule == "none" else REASONS.get(row.name, UNEXPLAINED)
 
 
 def unmet_rules(met: Iterable[str]) -> list[str]:
@@ -198,18 +232,23 @@ def unmet_rules(met: Iterable[str]) -> list[str]:
 
 
 def problems(text: str) -> Iterator[str]:
-    """Where a page and the registry disagree."""
+    """Where a page disagrees with the registry, or with the reasons."""
     table = dict(re.findall(r"^\| `([\w.]+)` \| ([\w, ]+) \|", text, re.MULTILINE))
     for name, rule in table.items():
         try:
             op = sample_call(name, ())[0]
         except RuleError:  # of a part of torch that nothing has imported yet
             continue
-        if knows(op) != (rule != "none"):
+        own = knows(op) and not is_borrowed(op)
+        if own != rule.startswith("own") or (rule.startswith("borrowed") and not is_borrowed(op)):
             yield f"{name} stands there with rule: {rule}"
     listed = re.findall(r"`([\w.]+)`", text.partition(UNMET)[2])
     yield from (f"{name} has a rule and is missing" for name in sorted({*unmet_rules(table)} - {*listed}))
     yield from (f"{name} stands there and has no rule" for name in sorted({*listed} - {*unmet_rules(table)}))
+    offers = dict(re.findall(r"^\| `([\w.]+)` \|[^|]*\|[^|]*\|[^|]*\| ([^|]*)\|", text, re.MULTILINE))
+    yield from (f"{name} has a reason and nothing to explain" for name in REASONS if not offers.get(name, "").strip())
+    explained = re.findall(rf"^\| `([\w.]+)` .*\| {UNEXPLAINED} \|$", text, re.MULTILINE)
+    yield from (f"{name} needs a reason why it does not offer what torch does" for name in explained)
 
 
 def main() -> int:

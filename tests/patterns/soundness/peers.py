@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.rule import Rule
 from autoshard.patterns.soundness import compare, shard_unevenly
 from autoshard.patterns.strategy import axis_choices, fits, operand_spec, result_spec
+from autoshard.patterns.torch_registry import torch_strategies
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
-from tests.patterns.soundness._torch import (
-    DTensorSpec,
-    FakeStore,
-    OpOverload,
-    OpSchema,
-    OpSpec,
-    OpStrategy,
-    ShardingPlaceholder,
-    TorchTensorMeta,
-    TupleStrategy,
-    is_composite,
-    tree_leaves,
-    tree_map_only,
-)
+from tests.patterns.soundness._torch import OpOverload, is_composite, tree_leaves, tree_map_only
 from tests.patterns.soundness.record import Recorded
 
 Offer = tuple[tuple[Placement, ...], tuple[Placement, ...]]
@@ -42,24 +28,25 @@ _REGISTRY = DTensor._op_dispatcher.sharding_propagator
 def torch_operators() -> list[OpOverload]:
     """The operators that torch has strategies for and that a captured graph can hold: functional, and not composite."""
     known = {*_REGISTRY.op_single_dim_strategy_funcs, *_REGISTRY.op_strategy_funcs, *_REGISTRY.op_to_rules}
-    functional = (op for op in known if not op._schema.is_mutable and not is_composite(op))
+    own = (op for op in known if op.namespace in ("aten", "prims"))  # users may have registered more
+    functional = (op for op in own if not op._schema.is_mutable and not is_composite(op))
     return sorted(functional, key=str)
 
 
 def torch_offers(recorded: Recorded, size: int) -> set[Offer]:
     """The strategies of torch in which `size` divides every dim that is sharded; none where it does not answer."""
     try:
-        offers = list(_by_axis(recorded) if _single(recorded) else _by_mesh(recorded, size))
+        offers = torch_strategies(recorded.call)
     except Exception:  # torch's strategy functions raise whatever they like on what they do not expect
         return set()
     operands, results = _tensors((recorded.args, recorded.kwargs)), _tensors(recorded.results)
     found = set()
-    for placements in offers:
-        outs, ins = placements[: len(results)], placements[len(results) :]
+    for strategy in offers:
+        outs = tuple(place for place in strategy.results if place is not None)
         # Of a lookup in shards of a table torch makes a partial result that carries its mask: no placement of ours.
-        plain = all(isinstance(each, (Replicate, Shard)) or type(each) is Partial for each in placements)
-        if len(ins) == len(operands) and plain and not _adds_integers(ins, operands):
-            offer = (_normal(ins, operands), _normal(outs, results))
+        known = all(isinstance(each, (Replicate, Shard)) or type(each) is Partial for each in strategy.operands + outs)
+        if len(outs) == len(results) and known and not _adds_integers(strategy.operands, operands):
+            offer = (_normal(strategy.operands, operands), _normal(outs, results))
             if not all(placement.is_replicate() for placement in offer[0]) and _even(offer, operands, results, size):
                 found.add(offer)
     return found
@@ -74,55 +61,8 @@ def _adds_integers(placements: Sequence[Placement], tensors: Sequence[torch.Tens
     )
 
 
-def _single(recorded: Recorded) -> bool:
-    return recorded.op in _REGISTRY.op_single_dim_strategy_funcs
-
-
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _meta(tensor: torch.Tensor) -> Any:
-    return TorchTensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _by_axis(recorded: Recorded) -> Iterator[list[Placement]]:
-    """From a function that speaks of one mesh axis: results first, then operands."""
-    args, kwargs = tree_map_only(torch.Tensor, _meta, (recorded.args, recorded.kwargs))
-    for offer in _REGISTRY.op_single_dim_strategy_funcs[recorded.op](recorded.op, args, kwargs):
-        yield [Shard(each.dim) if isinstance(each, ShardingPlaceholder) else each for each in offer]
-
-
-def _by_mesh(recorded: Recorded, size: int) -> Iterator[list[Placement]]:
-    """From a function that speaks of a whole mesh, asked about one axis and every placement of its operands."""
-    function = _REGISTRY.op_strategy_funcs.get(recorded.op)
-    if function is None:
-        return
-    mesh = _mesh(size)
-
-    def strategy(tensor: torch.Tensor) -> Any:
-        placements = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim)), Partial()]
-        specs = (DTensorSpec(mesh, (placement,), tensor_meta=_meta(tensor)) for placement in placements)
-        return OpStrategy([OpSpec(spec, input_specs=()) for spec in specs])
-
-    def argument(value: Any) -> Any:
-        if isinstance(value, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in value):
-            return TupleStrategy([argument(item) for item in value])
-        return strategy(value) if isinstance(value, torch.Tensor) else value
-
-    kwargs = {name: argument(value) for name, value in recorded.kwargs.items()}
-    answer = function(OpSchema(recorded.op, tuple(argument(value) for value in recorded.args), kwargs))
-    for spec in answer.strategies if isinstance(answer, OpStrategy) else ():
-        results = _tensors(recorded.results)
-        outs = spec.output_specs if isinstance(spec.output_specs, tuple) else (spec.output_specs,) * len(results)
-        yield [None if each is None else each.placements[0] for each in (*outs, *(spec.input_specs or ()))]
-
-
-def _mesh(size: int) -> DeviceMesh:
-    """A mesh of one axis of processes that do nothing."""
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    return DeviceMesh("cpu", list(range(size)))
 
 
 def _normal(placements: Sequence[Placement], tensors: Sequence[torch.Tensor]) -> tuple[Placement, ...]:

@@ -1,23 +1,31 @@
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
+from autoshard.partition.emitter import GraphEmitter
+from autoshard.partition.overlap import await_late
+from autoshard.patterns import soundness
+from autoshard.patterns.local import LocalCall, collectives, emit_local
+from autoshard.patterns.lockstep import Lockstep
+from autoshard.patterns.ring import shift
 from autoshard.patterns.soundness import strategies
 from autoshard.patterns.strategy import describe, operand_spec, result_spec
 from autoshard.patterns.variants import offered_factors
-from autoshard.plan import ShardingPlan
 from autoshard.planner.options import OptionTables
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.tensors import unshard
+from tests.patterns.ops.cudnn import cudnn_on_cpu
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.patterns.units.whole import attention_model, plan_with, worst_error
 from tests.training import TOLERANCE
-from tests.workers import Workers
 
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -42,6 +50,21 @@ def test_forward_and_backward(heads: int, groups: int, causal: bool) -> None:
     assert_sound(BACKWARD, normal(2, heads, 12, 8) - 1, *args, *FORWARD(*args, 0.0, causal), 0.0, causal)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_of_cudnn_go_round(causal: bool) -> None:
+    """Its logarithms have a dim more."""
+    args = tensors()
+    forward = aten._scaled_dot_product_cudnn_attention.default
+    backward = aten._scaled_dot_product_cudnn_attention_backward.default
+    with cudnn_on_cpu():
+        _, rule = bound(forward, *args, None, True, 0.0, causal)
+        assert "n on x" in {describe(refined, choices, MESH) for refined, choices in strategies(rule, MESH)}
+        assert_sound(forward, *args, None, True, 0.0, causal)
+        kept = forward(*args, None, True, 0.0, causal)
+        state = (*kept[:2], *kept[6:8], None, *kept[2:4], 12, 12, 0.0, causal)
+        assert_sound(backward, normal(2, 4, 12, 8) - 1, *args, *state)
+
+
 def test_scores_far_apart_do_not_overflow() -> None:
     """Later keys, which a causal mask hides, may score so much higher that their exponential is infinite."""
     query, key, value = tensors()
@@ -57,12 +80,54 @@ def test_everything_lies_along_the_sequence() -> None:
     assert {str(result_spec(rule, choices, MESH, result)) for result in range(3)} == {"S(2)"}
 
 
-def test_every_rank_sends_its_keys_in_turn() -> None:
+def test_the_steps_of_the_ring_are_priced() -> None:
     args = tensors()
     call, rule = bound(FORWARD, *args, 0.0, True)
     tables = OptionTables(CostModel(Cluster.preset("h100"), MESH))
-    sent = tables.exchanges(rule, (choice_of(rule, "n"),))
-    assert sent == [("broadcast", 0, 2 * call.operands[1].bytes // 4)] * 4
+    part = 2 * call.operands[1].bytes // 4
+    assert tables.exchanges(rule, (choice_of(rule, "n"),)) == [("shift", 0, part)] * 3
+    _, rule = bound(BACKWARD, args[0], *args, *FORWARD(*args), 0.0, True)
+    assert tables.exchanges(rule, (choice_of(rule, "n"),)) == [("shift", 0, part)] * (3 + 4)
+
+
+class Counted(Lockstep):
+    """Counts the steps of rings by the axis that they are taken along."""
+
+    steps: ClassVar[Counter[str]] = Counter()
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if op is shift:
+            self.steps[args[-1]] += 1
+        return super().call(op, *args, **kwargs)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 2)])
+def test_rings_within_rings_are_priced_as_they_run(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients need a last step home along every axis that they have not been all the way round."""
+    mesh, args = MeshShape.of(dict(zip("xy", sizes, strict=True))), tensors()
+    operands = [normal(2, 4, 12, 8) - 1, *args, *FORWARD(*args, 0.0, True)]
+    call, rule = bound(BACKWARD, *operands, 0.0, True)
+    choices = (choice_of(rule, "n"),) * 2
+    monkeypatch.setattr(Counted, "steps", Counter())
+    monkeypatch.setattr(soundness, "Lockstep", Counted)
+    shards = soundness.run_all_ranks(call, rule, choices, mesh, operands)
+    for index, gradient in enumerate(BACKWARD(*operands, 0.0, True)):
+        found = unshard(shards[index], result_spec(rule, choices, mesh, index), mesh, gradient.shape)
+        torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-9)
+    priced = OptionTables(CostModel(Cluster.preset("h100"), mesh)).exchanges(rule, choices)
+    assert Counter(mesh.names[axis] for _, axis, _ in priced) == Counted.steps
+
+
+def test_the_next_stretch_is_under_way_while_a_rank_attends() -> None:
+    call, rule = bound(FORWARD, *tensors(), 0.0, True)
+    emit = GraphEmitter(MESH, ["group"], FakeTensorMode(), torch.device("cpu"))
+    operands = [emit.placeholder(name, (2, 4, 3, 8), torch.float64) for name in ("query", "key", "value")]
+    emit.ranks()
+    emit.graph.output(emit_local(LocalCall(call, rule, (choice_of(rule, "n"),), MESH, emit, operands)))
+    await_late(emit.graph)
+    kinds = {shift: "send", FORWARD: "attend", collectives.wait_tensor.default: "await"}
+    order = [kinds[node.target] for node in emit.graph.nodes if node.target in kinds]
+    assert order == ["send", "attend", "await"] * 3 + ["attend"]
 
 
 @pytest.mark.parametrize("mask", [True, False])
@@ -80,20 +145,8 @@ def test_kernels_of_accelerators(causal: bool) -> None:
     assert [factor.name for factor in offered_factors(rule) if factor.name == "n" and factor.shardable] == ["n"]
 
 
-@pytest.mark.parametrize("mesh", [{"cp": 4}, {"dp": 2, "cp": 2}])
-def test_whole_model_with_keys_passed_round(mesh: dict[str, int]) -> None:
-    plan = plan_with(attention_model, mesh, "attention", "n")
+@pytest.mark.parametrize(("mesh", "axis"), [({"cp": 4}, 0), ({"dp": 2, "cp": 2}, 1), ({"cp": 2, "tp": 2}, 0)])
+def test_whole_model_with_keys_passed_round(mesh: dict[str, int], axis: int) -> None:
+    """Also where the ranks of a ring are no neighbours: a stretch comes from its place in the group."""
+    plan = plan_with(attention_model, mesh, "attention", "n", axis=axis)
     assert worst_error(attention_model, mesh, plan=plan) < TOLERANCE
-
-
-def test_ranks_that_are_no_neighbours() -> None:
-    """The sequence on the first axis, in one process and in four: a stretch comes from its place in the group."""
-    mesh = {"cp": 2, "tp": 2}
-    plan = plan_with(attention_model, mesh, "attention", "n", axis=0)
-    assert worst_error(attention_model, mesh, plan=plan) < TOLERANCE
-    with Workers(4) as workers:
-        assert max(workers.run(worst_error_on_processes, plan.to_json())) < TOLERANCE
-
-
-def worst_error_on_processes(plan: str) -> float:
-    return worst_error(attention_model, {"cp": 2, "tp": 2}, processes=True, plan=ShardingPlan.from_json(plan))

@@ -1,0 +1,282 @@
+"""Sizes that calls may change: told to `torch.export`, and written into the captured graph as expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.export import Dim, ShapesCollection
+from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
+
+from autoshard.capture._torch import FakeTensorMode, UserError, pytree, symbolic, symbolic_conditions, symbolic_hint
+from autoshard.capture.calls import call_layout
+from autoshard.errors import CaptureError, InputError
+from autoshard.size import Ratio, Size, Sizes, evaluate, symbol
+
+Dynamic = Mapping[str, Mapping[int, Any]]
+"""For inputs by name, the dims that calls may change: each with a name, or a `torch.export.Dim`."""
+
+_SMALLEST = 2
+"""Tensors of no or one element along a dim behave otherwise: they broadcast, and such a call has a graph of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicSizes:
+    """The dynamic sizes of a captured graph.
+
+    Attributes:
+        dims: for every input, the dims that may change, and what they are: a symbol, or linear in one.
+        ranges: the smallest and the largest value of every symbol that the graph serves; None for no limit.
+        conditions: what else must hold of the symbols for the graph to be that of a call.
+        example: the values of the symbols when it was captured.
+    """
+
+    dims: Mapping[str, Mapping[int, sympy.Expr]]
+    ranges: Mapping[sympy.Symbol, tuple[int, int | None]]
+    conditions: tuple[sympy.Expr, ...]
+    example: Sizes
+
+    def serves(self, sizes: Sizes) -> bool:
+        """Whether the graph is that of a call with these sizes."""
+        for name, (low, high) in self.ranges.items():
+            if sizes[name] < low or (high is not None and sizes[name] > high):
+                return False
+        return all(evaluate(condition, sizes) == sympy.true for condition in self.conditions)
+
+    def sizes_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
+        """The values of the symbols in a call whose inputs have these global shapes.
+
+        Raises:
+            InputError: one symbol has two values, or a size is not what its dim was said to be a multiple of.
+        """
+        found: dict[sympy.Symbol, tuple[int, str]] = {}
+        for name, dims in self.dims.items():
+            for dim, expr in dims.items():
+                (own,) = expr.free_symbols
+                size, said = shapes[name][dim], f"dim {dim} of {name} is {shapes[name][dim]}"
+                value, left = divmod(size - int(expr.subs(own, 0)), int(expr.coeff(own, 1)))
+                if left:
+                    raise InputError(f"{said}, and was declared to be {expr}: pad the input to such a size.")
+                if found.setdefault(own, (value, said))[0] != value:
+                    raise _unequal(said, found[own][1], str(own))
+        return {name: found[name][0] for name in self.example}
+
+
+def _unequal(said: str, before: str, name: str) -> InputError:
+    return InputError(
+        f'{said}, but {before}, and both were declared as "{name}": pass inputs of equal sizes, or give the dims names '
+        "of their own."
+    )
+
+
+def may_be_dynamic(dynamic: Dynamic, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the call of these inputs can stand for calls of other sizes, and they for it.
+
+    Raises:
+        InputError: `dynamic` names what is no input, or a dim that it has not, or gives one name to two sizes.
+    """
+    smallest = _SMALLEST
+    named: dict[str, tuple[int, str]] = {}
+    for name, dims in dynamic.items():
+        if name not in shapes:
+            raise InputError(f"dynamic: there is no input {name!r}; the inputs are {', '.join(shapes) or 'none'}.")
+        for dim, said in dims.items():
+            ndim = len(shapes[name])
+            if not isinstance(dim, int) or not -ndim <= dim < ndim:
+                raise InputError(
+                    f"dynamic: {name} has shape {list(shapes[name])}, and so no dim {dim!r}: dims are 0 to {ndim - 1}."
+                )
+            size, text = shapes[name][dim], f"dim {dim} of {name} is {shapes[name][dim]}"
+            smallest = min(smallest, size)
+            own = said if isinstance(said, str) else ""
+            if own and named.setdefault(own, (size, text))[0] != size:
+                raise _unequal(text, named[own][1], own)
+    return smallest >= _SMALLEST
+
+
+def export_dynamic(
+    twin: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Dynamic
+) -> tuple[torch.export.ExportedProgram, dict[str, dict[int, str]]]:
+    """Export with dynamic sizes; where the model sets a range for a size, such as its longest sequence, in that range.
+
+    Returns:
+        The program, and for every input the names of its dynamic dims.
+
+    Raises:
+        InputError: there is no such input or dim, a name is none, or the example is too small to stand for others.
+        CaptureError: the model allows no other size than the example's.
+    """
+    inputs = _inputs(twin, args, kwargs)
+    dims = _declared_dims(inputs, dynamic)
+    try:
+        program = _exported(twin, args, kwargs, inputs, dims)
+    except UserError as error:
+        refined = _refined(dims, str(error))
+        if refined is None:
+            raise
+        dims = refined
+        program = _exported(twin, args, kwargs, inputs, dims)
+    names = {
+        name: {dim: getattr(made, "root", made).__name__ for dim, made in own.items()} for name, own in dims.items()
+    }
+    return program, names
+
+
+def _inputs(twin: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a call by name."""
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    names = call_layout(twin, structure, leaves).leaves
+    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
+
+
+def _declared_dims(inputs: Mapping[str, torch.Tensor], dynamic: Dynamic) -> dict[str, dict[int, Any]]:
+    """For every input, its dynamic dims as torch's `Dim`s."""
+    if not may_be_dynamic(dynamic, {name: tuple(tensor.shape) for name, tensor in inputs.items()}):
+        raise InputError(
+            f"dynamic: a size that is to change is 0 or 1 in the example, which behave unlike others and can't stand "
+            f"for them. Use an example of at least {_SMALLEST} there."
+        )
+    known: dict[str, Any] = {}
+    return {
+        name: {
+            dim % inputs[name].ndim: _declared(said, known, f"dynamic: dim {dim} of {name}")
+            for dim, said in dims.items()
+        }
+        for name, dims in dynamic.items()
+    }
+
+
+def _declared(said: object, known: dict[str, Any], where: str) -> Any:
+    """The `Dim` that a caller named or made; one for each name."""
+    if isinstance(said, Dim):
+        return said
+    if not isinstance(said, str) or not said.isidentifier():
+        raise InputError(f'{where}: {said!r} is neither a name, such as "batch", nor a torch.export.Dim.')
+    return known.setdefault(said, Dim(said))
+
+
+def _exported(
+    twin: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor],
+    dims: Mapping[str, Mapping[int, Any]],
+) -> torch.export.ExportedProgram:
+    shapes = ShapesCollection()
+    for name, own in dims.items():
+        shapes[inputs[name]] = dict(own)
+    told = shapes.dynamic_shapes(twin, args, dict(kwargs))
+    return torch.export.export(twin, args, dict(kwargs), dynamic_shapes=told, strict=False)
+
+
+def _refined(dims: Mapping[str, Mapping[int, Any]], reason: str) -> dict[str, dict[int, Any]] | None:
+    """The dims as torch suggests them; None where it has nothing to suggest, or only a fixed size."""
+    _, found, suggested = reason.partition("Suggested fixes:")
+    if not found:
+        return None
+    fixes = found + suggested.split("\n\n")[0]  # what follows is advice
+    refined: Any = refine_dynamic_shapes_from_suggested_fixes(fixes, {name: dict(own) for name, own in dims.items()})
+    fixed = any(isinstance(made, int) for own in refined.values() for made in own.values())
+    return None if fixed else refined
+
+
+def with_sizes(
+    graph: fx.Graph, inputs: Sequence[tuple[str, fx.Node]], names: Mapping[str, Mapping[int, str]]
+) -> DynamicSizes:
+    """Take the symbols out of a traced joint graph.
+
+    Afterwards fake tensors have the example's shapes, `meta["sizes"]` beside them holds the shapes in which a size is
+    dynamic, and arguments that were computed from sizes are `Size`s and `Ratio`s.
+
+    Args:
+        graph: the graph; changed in place.
+        inputs: names and placeholders of the inputs.
+        names: what the caller called the dims.
+
+    Raises:
+        CaptureError: the model takes a decision on dynamic sizes that no expression holds.
+    """
+    mode = inputs[0][1].meta["val"].fake_mode
+    symbols: dict[Any, sympy.Symbol] = {}
+    example: dict[sympy.Symbol, int] = {}
+    dims: dict[str, dict[int, sympy.Expr]] = {}
+    for name, node in inputs:
+        for dim, said in names.get(name, {}).items():
+            (own,) = node.meta["val"].shape[dim].node.expr.free_symbols
+            symbols[own] = symbol(said)
+            dims.setdefault(name, {})[dim] = node.meta["val"].shape[dim]
+    for own_dims in dims.values():
+        for dim, size in own_dims.items():
+            expr = expression_of(size, symbols)
+            (own,) = expr.free_symbols
+            example[own] = (symbolic_hint(size) - int(expr.subs(own, 0))) // int(expr.coeff(own, 1))
+            own_dims[dim] = expr
+    numbers: dict[fx.Node, Any] = {}
+    for node in list(graph.nodes):
+        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda one: numbers.get(one, one))
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymBool):
+            if node.users:
+                raise CaptureError(
+                    f"forward computes with whether {value}, which dynamic sizes decide: the graph would be that of "
+                    "the example alone. Compare tensors, or leave a size out of dynamic."
+                )
+        elif isinstance(value, (torch.SymInt, torch.SymFloat)):
+            kind = Size if isinstance(value, torch.SymInt) else Ratio
+            numbers[node] = kind.of(expression_of(value, symbols), example)
+        elif node.op != "output":
+            _settle(node, symbols, example, mode)
+    for node in reversed(numbers):
+        graph.erase_node(node)
+    ranges, conditions = symbolic_conditions(mode, symbols)
+    translated = dict.fromkeys(_translated(condition, symbols) for condition in conditions)
+    return DynamicSizes(dims, ranges, tuple(one for one in translated if one != sympy.true), example)
+
+
+def expression_of(value: torch.SymInt | torch.SymFloat, symbols: Mapping[Any, sympy.Expr]) -> sympy.Expr:
+    """One of torch's symbolic numbers in terms of ours: in functions of sympy's, its symbols replaced."""
+    return _translated(value.node.expr, symbols)
+
+
+def _translated(expr: sympy.Expr, symbols: Mapping[Any, sympy.Expr]) -> sympy.Expr:
+    expr = expr.xreplace(symbols)
+    for function, ours in (
+        (symbolic.FloorDiv, lambda a, b: sympy.floor(a / b)),
+        (symbolic.CleanDiv, lambda a, b: a / b),
+        (symbolic.CeilDiv, lambda a, b: sympy.ceiling(a / b)),
+        (symbolic.ToFloat, lambda a: a),
+        (symbolic.FloatPow, lambda a, b: a**b),
+        (symbolic.FloatTrueDiv, lambda a, b: a / b),
+        (symbolic.IntTrueDiv, lambda a, b: a / b),
+    ):
+        expr = expr.replace(function, ours)
+    return expr
+
+
+def _settle(node: fx.Node, symbols: Mapping[Any, sympy.Symbol], example: Sizes, mode: FakeTensorMode) -> None:
+    """Static fakes in `meta["val"]`, and dynamic shapes in `meta["sizes"]` where there are any."""
+    several = isinstance(node.meta.get("val"), (tuple, list))
+    values = list(node.meta["val"]) if several else [node.meta.get("val")]
+    shapes: list[tuple[int, ...] | None] = []
+    for place, value in enumerate(values):
+        shape = None
+        if isinstance(value, torch.Tensor):
+            shape = tuple(_number(size, symbols, example) for size in value.shape)
+            if any(isinstance(size, Size) for size in shape):
+                strides = [int(_number(stride, symbols, example)) for stride in value.stride()]
+                with mode:
+                    values[place] = torch.empty_strided(
+                        [int(size) for size in shape], strides, dtype=value.dtype, device=value.device
+                    )
+        shapes.append(shape)
+    if any(isinstance(size, Size) for shape in shapes for size in shape or ()):
+        node.meta["val"] = values if several else values[0]
+        node.meta["sizes"] = tuple(shapes)
+
+
+def _number(size: int | torch.SymInt, symbols: Mapping[Any, sympy.Symbol], example: Sizes) -> int:
+    return Size.of(expression_of(size, symbols), example) if isinstance(size, torch.SymInt) else size

@@ -1,0 +1,40 @@
+"""A program with dynamic sizes is compared with the one for other sizes: nothing in it may be the example's number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from autoshard.errors import RuleError
+from autoshard.partition.localize import LocalStep
+from autoshard.size import Sizes, at, plain
+
+
+def check_steady(step: LocalStep, other: LocalStep, sizes: Sizes) -> None:
+    """Refuse a program that is not, with its sizes taken at `sizes`, the `other` one, which was made for these.
+
+    Raises:
+        RuleError: an operator's arguments hold a number that came from a dynamic size, or there are other operators.
+    """
+    place = {node: index for half in (step, other) for index, node in enumerate(half.graph_module.graph.nodes)}
+
+    def described(node: fx.Node) -> Any:
+        def leaf(value: Any) -> Any:
+            return f"%{place[value]}" if isinstance(value, fx.Node) else plain(at(value, sizes))
+
+        return node.op, str(node.target), fx.node.map_aggregate((node.args, node.kwargs), leaf)
+
+    pairs = zip(step.graph_module.graph.nodes, other.graph_module.graph.nodes, strict=False)  # the first difference
+    for ours, theirs in pairs:
+        one, two = described(ours), described(theirs)
+        if one != two:
+            raise RuleError(
+                f"a program for all sizes cannot be made: at {_said(sizes)} it would call {one[1]}{one[2]}, and should "
+                f"call {two[1]}{two[2]}. A rule, or the local program of a rule, has made a plain number of a dynamic "
+                "size: let it compute with +, -, *, // and %. Until then, leave that size out of dynamic."
+            )
+
+
+def _said(sizes: Sizes) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in sizes.items())

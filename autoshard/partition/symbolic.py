@@ -1,0 +1,99 @@
+"""Shapes of local tensors as expressions: a program's operators are run on tensors of symbolic sizes besides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autoshard.capture.dynamic import expression_of
+from autoshard.partition._torch import SymbolicNumbers
+from autoshard.size import Ratio, Size, Sizes, is_dynamic
+
+
+class SymbolicShapes:
+    """Keeps for every node of a program that has dynamic sizes a fake tensor with symbols for them.
+
+    Args:
+        sizes: the values of the symbols in the program's own fake tensors.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._numbers = SymbolicNumbers()
+        self._made: dict[sympy.Expr, Any] = {}
+        self._meant: dict[sympy.Symbol, sympy.Expr] = {}
+        self._tensors: dict[fx.Node, Any] = {}
+
+    def placeholder(self, node: fx.Node, shape: Sequence[int]) -> None:
+        """An input of the program, of this local shape."""
+        if any(map(is_dynamic, shape)):
+            val = node.meta["val"]
+            with self._numbers.mode:
+                self._tensors[node] = torch.empty(
+                    [self._number(size) for size in shape], dtype=val.dtype, device=val.device
+                )
+
+    def run(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> None:
+        """Run the operator of a node, if dynamic sizes come into it."""
+        leaves: list[Any] = []
+        fx.node.map_aggregate((args, kwargs), leaves.append)
+        if not any(is_dynamic(leaf) or (isinstance(leaf, fx.Node) and leaf in self._tensors) for leaf in leaves):
+            return
+        args, kwargs = fx.node.map_aggregate((args, kwargs), self._operand)
+        with self._numbers.running():
+            self._keep(node, op(*args, **kwargs))
+
+    def item(self, node: fx.Node, source: fx.Node, index: int) -> None:
+        """A node that takes one of several results."""
+        if source in self._tensors:
+            self._keep(node, self._tensors[source][index])
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Local shape of a node's tensor."""
+        if node not in self._tensors:
+            return tuple(node.meta["val"].shape)
+        return tuple(
+            Size.of(expression_of(size, self._meant), self.sizes) if isinstance(size, torch.SymInt) else size
+            for size in self._tensors[node].shape
+        )
+
+    def _keep(self, node: fx.Node, value: Any) -> None:
+        results = value if isinstance(value, (tuple, list)) else [value]
+        sizes = [size for result in results if isinstance(result, torch.Tensor) for size in result.shape]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            self._tensors[node] = value
+
+    def _operand(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if value not in self._tensors:
+                val = value.meta["val"]
+                if not isinstance(val, torch.Tensor):
+                    return val
+                with self._numbers.mode:
+                    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+            return self._tensors[value]
+        if isinstance(value, Size):
+            return self._number(value)
+        return float(value) if isinstance(value, Ratio) else value
+
+    def _number(self, size: int) -> Any:
+        """Torch's symbolic integer for a size: sums and products of those for its parts."""
+        return self._symbolic(size.expr) if isinstance(size, Size) else size
+
+    def _symbolic(self, expr: sympy.Expr) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        whole = all(part.is_integer for part in expr.args)
+        if expr.is_Add and whole:
+            return sum(self._symbolic(part) for part in expr.args)
+        if expr.is_Mul and whole:
+            return math.prod(self._symbolic(part) for part in expr.args)
+        if expr not in self._made:
+            made, own = self._numbers.new(int(Size.of(expr, self.sizes)), len(self._made))
+            self._made[expr], self._meant[own] = made, expr
+        return self._made[expr]

@@ -1,0 +1,242 @@
+"""Rules borrowed from torch: what its registry says of an operator that has no rule here.
+
+That registry holds DTensor's own strategies and those that users add with `torch.distributed.tensor.experimental.
+register_sharding`. A strategy places operands and results on one axis; here each becomes a factor, or a linear set.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from autoshard.patterns._torch import FakeTensorMode, OpOverload, outside_modes, runs_unchanged
+from autoshard.patterns.build import build
+from autoshard.patterns.fitted import fitted
+from autoshard.patterns.notation import REDUCTIONS
+from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.patterns.torch_registry import TorchStrategy, is_registered, torch_strategies
+
+NOT_LINEAR = {"aten::linalg__powsum": "torch lets partial sums through, and takes powers of the terms"}
+"""Operators whose strategies for partial sums are not borrowed, since they compute something else, and why."""
+
+
+def may_borrow(op: OpOverload) -> bool:
+    """Whether torch has strategies for an operator that say all: the operator itself, run on shards, is the program.
+
+    Not so where DTensor changes arguments on the way; nor for what draws at random, for which DTensor has generators of
+    its own, and which would draw the same on every shard.
+    """
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    return is_registered(op) and runs_unchanged(op) and not random
+
+
+def borrowed_rule(call: OpCall) -> Rule | None:
+    """The rule that torch's strategies for a call make; None where there are none that split anything.
+
+    Shards are even. What has no counterpart here is left out: averages, maxima and the like that pass through an
+    operator, partial operands beside sharded ones, and strategies under which the operator, run on shards, does not
+    make shards of its results: these need arguments changed.
+    """
+    if not may_borrow(call.op) or not all(isinstance(size, int) for meta in call.operands for size in meta.shape):
+        return None
+    try:
+        strategies = torch_strategies(call)
+    except Exception as error:  # a registered function raises whatever it likes
+        warnings.warn(
+            f"the sharding strategies that torch has for {call.op} are not used on {_shapes(call)}: the function that "
+            f"is registered there raises {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return None
+    return _rule(call, strategies)
+
+
+@lru_cache(maxsize=4096)
+def _rule(call: OpCall, strategies: tuple[TorchStrategy, ...]) -> Rule | None:
+    strategies = tuple(_counted_from_front(strategy, call) for strategy in strategies)
+    passed = dict.fromkeys(_passed_sums(each) for each in strategies if call.op._schema.name not in NOT_LINEAR)
+    linear = [operands for operands in passed if operands]
+    loops = [loop for each in dict.fromkeys(strategies) if (loop := _loop(each, call)) and _makes_shards(loop, call)]
+    if not loops and not linear:
+        return None
+    # Loops that meet in a dim are implementations of their own: an operator may offer x[i] alone, or x[i] with y[i].
+    groups: list[list[_Loop]] = [[]]
+    for loop in loops:
+        apart = (group for group in groups if not any(loop.places & other.places for other in group))
+        group = next(apart, None)
+        if group is None:
+            groups.append([loop])
+        else:
+            group.append(loop)
+    names = dict(zip(loops, _names(loops, call), strict=True))
+    first, *others = ([(names[loop], loop) for loop in group] for group in groups)
+    return fitted(_rule_of(call, first, linear, [_rule_of(call, group, (), ()) for group in others]), call)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """One strategy that shards operands.
+
+    Attributes:
+        operands: the dim that is sharded of every operand, None where the operand is replicated.
+        results: likewise of every result.
+        reductions: of every result, the partial result that is left, if any.
+        size: of the dims.
+        strided: they may be strided shards.
+    """
+
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    reductions: tuple[str | None, ...]
+    size: int
+    strided: bool
+
+    @property
+    def places(self) -> frozenset[tuple[str, int, int]]:
+        """All dims that are sharded."""
+        sides = (("operand", self.operands), ("result", self.results))
+        return frozenset(
+            (side, index, dim) for side, dims in sides for index, dim in enumerate(dims) if dim is not None
+        )
+
+
+def _counted_from_front(strategy: TorchStrategy, call: OpCall) -> TorchStrategy:
+    """The strategy with no negative dims."""
+
+    def counted(placement: Any, meta: TensorMeta | None) -> Any:
+        if meta is None or type(placement) is not Shard or placement.dim >= 0:
+            return placement
+        return Shard(placement.dim + len(meta.shape))
+
+    operands = (counted(*pair) for pair in zip(strategy.operands, call.operands, strict=True))
+    results = (counted(*pair) for pair in zip(strategy.results, call.results, strict=True))
+    return TorchStrategy(tuple(operands), tuple(results), strategy.strided)
+
+
+def _passed_sums(strategy: TorchStrategy) -> frozenset[int]:
+    """The operands that are partial sums where these pass to every result, and all else is replicated; else none."""
+    partial = frozenset(index for index, place in enumerate(strategy.operands) if _kind(place) == "sum")
+    whole = all(type(place) is Replicate for index, place in enumerate(strategy.operands) if index not in partial)
+    results = [place for place in strategy.results if place is not None]
+    return partial if whole and results and all(_kind(place) == "sum" for place in results) else frozenset()
+
+
+def _loop(strategy: TorchStrategy, call: OpCall) -> _Loop | None:
+    """The strategy as a loop; None where it shards no operand, or places anything as no loop does."""
+    if not all(type(place) in (Shard, Replicate) for place in strategy.operands):
+        return None
+    if not all(_is_outcome(place) for place in strategy.results if place is not None):
+        return None
+    sides = ((strategy.operands, call.operands), (strategy.results, call.results))
+    operands, results = (tuple(place.dim if type(place) is Shard else None for place in side) for side, _ in sides)
+    sizes = {
+        meta.shape[place.dim] if place.dim < len(meta.shape) else 1
+        for side, metas in sides
+        for place, meta in zip(side, metas, strict=True)
+        if type(place) is Shard and meta is not None
+    }
+    # Dims of other sizes are no one loop; a dim of size one lies on one rank alone, which no placement here says.
+    if all(dim is None for dim in operands) or len(sizes) != 1 or 1 in sizes:
+        return None
+    return _Loop(operands, results, tuple(map(_kind, strategy.results)), sizes.pop(), strategy.strided)
+
+
+def _is_outcome(place: Placement) -> bool:
+    return type(place) in (Shard, Replicate) or _kind(place) in REDUCTIONS[:-1]
+
+
+def _kind(place: Placement | None) -> str | None:
+    """The reduction of a partial result; None for other placements, and for partial results with data of their own."""
+    return place.reduce_op if isinstance(place, Partial) and type(place) is Partial else None
+
+
+def _makes_shards(loop: _Loop, call: OpCall) -> bool:
+    """Whether the operator, on shards of the operands and its arguments as they are, gives what lies as it should."""
+    share = next((each for each in range(2, math.isqrt(loop.size) + 1) if loop.size % each == 0), loop.size)
+
+    def local(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+        return tuple(size // share if at == dim else size for at, size in enumerate(shape))
+
+    with outside_modes(), FakeTensorMode():
+        operands = (
+            torch.empty(local(meta.shape, dim), dtype=meta.dtype)
+            for meta, dim in zip(call.operands, loop.operands, strict=True)
+        )
+        try:
+            outputs = call.op(*_filled(call.args, operands), **dict(_filled(call.kwargs, operands)))
+        except Exception:  # an operator raises whatever it likes on shapes that do not fit its arguments
+            return False
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    return len(outputs) == len(call.results) and all(
+        meta is None or (tuple(output.shape), output.dtype) == (local(meta.shape, dim), meta.dtype)
+        for output, meta, dim in zip(outputs, call.results, loop.results, strict=True)
+    )
+
+
+def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if isinstance(value, TensorMeta):
+        return next(tensors)
+    return [_filled(item, tensors) for item in value] if isinstance(value, tuple) else value
+
+
+def _names(loops: Sequence[_Loop], call: OpCall) -> Iterator[str]:
+    """A name for every loop: the first operand that it shards and the dim there, such as `x0`."""
+    arguments = [argument.name for argument in call.op._schema.arguments]
+    owners = []
+    for name, value in (*zip(arguments, call.args, strict=False), *call.kwargs):
+        owners += [name] * sum(1 for _ in _metas(value))
+    taken: dict[str, int] = {}
+    for loop in loops:
+        operand = next(index for index, dim in enumerate(loop.operands) if dim is not None)
+        name = f"{owners[operand]}{loop.operands[operand]}"
+        taken[name] = taken.get(name, 0) + 1
+        yield name if taken[name] == 1 else f"{name}_{taken[name]}"
+
+
+def _metas(value: Any) -> Iterator[TensorMeta]:
+    if isinstance(value, TensorMeta):
+        yield value
+    for item in value if isinstance(value, tuple) else ():
+        yield from _metas(item)
+
+
+def _rule_of(
+    call: OpCall, loops: Sequence[tuple[str, _Loop]], linear: Sequence[frozenset[int]], variants: Sequence[Rule]
+) -> Rule:
+    """The rule with these loops; dims that none of them shards are whole."""
+    sizes = {name: loop.size for name, loop in loops}
+    whole: dict[str, int] = {}
+
+    def dims(side: str, index: int, meta: TensorMeta) -> list[list[str]]:
+        found = []
+        for dim, size in enumerate(meta.shape):
+            name = next((name for name, loop in loops if (side, index, dim) in loop.places), f"{side}{index}.{dim}")
+            if name not in sizes:
+                whole[name] = size
+            found.append([name])
+        return found
+
+    operands = [dims("operand", index, meta) for index, meta in enumerate(call.operands)]
+    results = [None if meta is None else dims("result", index, meta) for index, meta in enumerate(call.results)]
+    return build(
+        sizes | whole,
+        operands,
+        results,
+        whole=tuple(whole),
+        contiguous=[name for name, loop in loops if not loop.strided],
+        reductions={name: loop.reductions for name, loop in loops},
+        linear=linear,
+        variants=variants,
+        uneven=(),
+    )
+
+
+def _shapes(call: OpCall) -> str:
+    return ", ".join(str(list(meta.shape)) for meta in call.operands) or "no tensors"

@@ -1,0 +1,67 @@
+"""Rows sent from rank to rank, as many as the data says: operators of local programs, not of models."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autoshard.patterns._torch import collectives, runs_on_all_ranks
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+_library.define("exchange(Tensor rows, Tensor splits, int ranks, bool back, str group_name) -> Tensor")
+_library.define("arrivals(Tensor received, int ranks, int rows) -> (Tensor, Tensor)")
+
+programs = torch.ops.autoshard
+
+
+def exchanged(rows: Tensor, splits: Tensor, ranks: int, back: bool, group_name: str) -> Tensor:
+    """Send every rank of a line the rows of its groups; or send what has arrived back to where it came from.
+
+    Args:
+        rows: `[S, ...]`, sorted by the rank that they go to.
+        splits: `[2, groups]`: rows of every group that this rank sends, and rows that have arrived, for every rank that
+            sent them as many numbers as this rank has groups. They are read on the host: it waits for them.
+        ranks: number of ranks on the line.
+        back: whether the rows go back.
+        group_name: of the line's process group.
+
+    Returns:
+        The rows that arrive, sorted by the rank that they come from.
+    """
+    sent, received = splits.view(2, ranks, -1).sum(2).tolist()
+    if back:
+        sent, received = received, sent
+    pending = collectives.all_to_all_single(rows.contiguous(), received, sent, group_name)
+    arrived: Tensor = collectives.wait_tensor(pending)
+    return arrived
+
+
+def _exchange_like(rows: Tensor, splits: Tensor, ranks: int, back: bool, group_name: str) -> Tensor:
+    return rows.new_empty(rows.shape)
+
+
+def _arrivals(received: Tensor, ranks: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The order that sorts by group the rows that arrive sorted by rank, and where each group then ends (int32).
+
+    Args:
+        received: `[ranks * groups]`: how many rows of every group of this rank come from every rank.
+        ranks: number of ranks on the line.
+        rows: how many rows arrive where all ranks get equally many, which plans count on.
+    """
+    counts = received.view(ranks, -1)
+    groups = torch.arange(counts.shape[1], device=received.device).repeat(ranks)
+    return groups.repeat_interleave(received).argsort(stable=True), counts.sum(0).cumsum(0).to(torch.int32)
+
+
+def _arrivals_like(received: Tensor, ranks: int, rows: int) -> tuple[Tensor, Tensor]:
+    return received.new_empty(rows), received.new_empty(received.shape[0] // ranks, dtype=torch.int32)
+
+
+for _name, _program, _shapes in (
+    ("exchange", exchanged, _exchange_like),
+    ("arrivals", _arrivals, _arrivals_like),
+):
+    _library.impl(_name, _program, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autoshard::{_name}", _shapes, lib=_library)
+
+runs_on_all_ranks("autoshard::exchange", exchanged)

@@ -1,0 +1,261 @@
+"""What is done to routed rows between dispatch and combine: the rules of these operators, taught to split such rows.
+
+A rank does to the rows that came to it what it would do to all rows, whichever they are, as long as the operator treats
+rows alike and takes no number of rows for an argument. So every operator on the way from a dispatch to the combines of
+the same route gets a variant, whose rows are split by their sources or by the groups that they were sent to. Products
+of groups of rows find the groups' matrices split alike.
+
+Where one operator on the way can not have such a variant, the route is not split at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from autoshard.capture.routing import routing
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops.cut import put_back
+from autoshard.patterns.rule import Dims, Factor, LocalProgram, OpCall, Rule
+
+aten = torch.ops.aten
+
+_RESHAPES = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+    }
+)
+_EXPANDS = frozenset({aten.expand.default})
+_CUTS = frozenset({"aten::split", "aten::split_with_sizes", "aten::slice"})
+_GROUPED = frozenset(
+    {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}
+)
+"""Operators that take the ends of groups, and whose rule calls the groups `g`."""
+
+_RESULTS_OF_GROUP = ("route", "route", "route", "ends")
+
+_KINDS_OF: dict[Any, tuple[str, ...]] = {
+    routing.dispatch.default: ("", "route", "route", "route", "rows"),
+    routing.combine.default: ("rows", "route", "route", "route", ""),
+    routing.spread.default: ("", "route", "ends", "rows"),
+    routing.collect.default: ("rows", "route", "ends", ""),
+}
+"""What the operators of a route take of it, and what they give; nothing stands for a tensor that lies as any other."""
+
+Place = tuple[fx.Node, int]
+"""A tensor of a graph: a node, and which of its results."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """A tensor on the way of a route.
+
+    Attributes:
+        route: the node that groups the rows.
+        kind: rows; the ends of the groups among them; or the route itself, for dispatch and combine alone.
+        dim: that rows lie along.
+    """
+
+    route: fx.Node
+    kind: Literal["rows", "ends", "route"]
+    dim: int = 0
+
+
+def with_routed_rows(
+    rules: Mapping[fx.Node, Rule],
+    calls: Mapping[fx.Node, OpCall],
+    operands: Mapping[fx.Node, Sequence[Place]],
+    outputs: Iterable[Place],
+) -> dict[fx.Node, Rule]:
+    """The rules of a graph, with variants for routed rows.
+
+    Args:
+        rules: of every node.
+        calls: of every operator, in the order in which they run.
+        operands: the tensors that every operator takes.
+        outputs: the tensors that leave the graph.
+    """
+    ways = _Ways()
+    for node, call in calls.items():
+        taken = {position: ways.routed[place] for position, place in enumerate(operands[node]) if place in ways.routed}
+        if call.op == routing.group.default:
+            ways.begin(node, call, taken)
+        elif taken:
+            ways.follow(node, call, rules[node], taken)
+    ways.closed |= {ways.routed[place].route for place in outputs if place in ways.routed}
+    return dict(rules) | ways.changed(rules)
+
+
+@dataclass(slots=True)
+class _Ways:
+    """The routes of a graph, followed from operator to operator.
+
+    Attributes:
+        routed: the tensors on the way.
+        groups: the number of groups of every route.
+        ends: routes by the operators that are made for them, at which they begin and end.
+        variants: the route of every operator on the way, and its further variant.
+        closed: routes that can not be split.
+    """
+
+    routed: dict[Place, _Routed] = field(default_factory=dict)
+    groups: dict[fx.Node, int] = field(default_factory=dict)
+    ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    variants: dict[fx.Node, tuple[fx.Node, Rule]] = field(default_factory=dict)
+    closed: set[fx.Node] = field(default_factory=set)
+    _made: dict[tuple[object, ...], Rule | None] = field(default_factory=dict)  # equal calls share one variant
+
+    def begin(self, node: fx.Node, call: OpCall, taken: Mapping[int, _Routed]) -> None:
+        """A route begins; if by the rows of another, neither can be split."""
+        self.closed |= {node} if taken else set()
+        self.closed |= {each.route for each in taken.values()}
+        self.ends[node], self.groups[node] = node, call.arg("groups")
+        for index, kind in enumerate(_RESULTS_OF_GROUP):
+            self.routed[node, index] = _Routed(node, kind)  # type: ignore[arg-type]
+
+    def follow(self, node: fx.Node, call: OpCall, rule: Rule, taken: Mapping[int, _Routed]) -> None:
+        """An operator takes routed tensors; if it does not know how, the route can not be split."""
+        route, *others = {each.route for each in taken.values()}
+        kinds = [taken[position].kind if position in taken else "" for position in range(len(call.operands))]
+        if others:
+            self.closed |= {route, *others}
+        if call.op in _KINDS_OF:
+            *expected, made = _KINDS_OF[call.op]
+            self.ends[node] = route
+            if kinds != expected or any(each.dim for each in taken.values()):
+                self.closed.add(route)
+            if made:
+                self.routed[node, 0] = _Routed(route, "rows")
+        elif not others:
+            self._pass(node, call, rule, route, taken)
+
+    def _pass(self, node: fx.Node, call: OpCall, rule: Rule, route: fx.Node, taken: Mapping[int, _Routed]) -> None:
+        dims = {position: each.dim for position, each in taken.items() if each.kind == "rows"}
+        ends = frozenset(position for position, each in taken.items() if each.kind == "ends")
+        if not dims or len(dims) + len(ends) < len(taken):
+            self.closed.add(route)
+            return
+        key = (id(rule), id(call), tuple(dims.items()), ends, self.groups[route])
+        if key not in self._made:
+            self._made[key] = routed_variant(rule, call, dims, ends, self.groups[route])
+        variant = self._made[key]
+        if variant is None:
+            self.closed.add(route)
+            return
+        self.variants[node] = route, variant
+        for index, named in enumerate(variant.results):
+            along = [dim for dim, factors in enumerate(named or ()) if factors == variant.indices("source")]
+            if along:
+                self.routed[node, index] = _Routed(route, "rows", along[0])
+
+    def changed(self, rules: Mapping[fx.Node, Rule]) -> dict[fx.Node, Rule]:
+        """The rules that are others now; equal ones stay one object."""
+        extended: dict[tuple[int, int], Rule] = {}
+        shut: dict[int, Rule] = {}
+        changed = {}
+        for node, (route, variant) in self.variants.items():
+            rule = rules[node]
+            if route not in self.closed:
+                both = replace(rule, variants=(*rule.variants, variant))
+                changed[node] = extended.setdefault((id(rule), id(variant)), both)
+        for node, route in self.ends.items():
+            if route in self.closed:
+                changed[node] = shut.setdefault(id(rules[node]), _closed(rules[node]))
+        return changed
+
+
+def _closed(rule: Rule) -> Rule:
+    """The rule of an operator that routes, whose rows stay whole."""
+    factors = (replace(each, shardable=each.shardable and not each.routed) for each in rule.factors)
+    return replace(rule, factors=tuple(factors))
+
+
+def routed_variant(
+    rule: Rule, call: OpCall, dims: Mapping[int, int], ends: Collection[int], groups: int
+) -> Rule | None:
+    """The variant of an operator's rule that splits routed rows; None where it can not have one.
+
+    Args:
+        dims: the operands that are routed rows, and the dim that these lie along.
+        ends: the operands that say where groups end.
+        groups: the number of groups.
+    """
+    rows = _rows_factor(rule, dims)
+    if rows is None or any(factor.name in ("source", "group") for factor in rule.factors):
+        return None
+    name = call.op._schema.name
+    if bool(ends) != (name in _GROUPED):
+        return None
+    grouped = rule.indices("g")[0] if ends and rule.indices("g") else len(rule.factors)
+    known, local = _program(rule, call, name)
+    if not known:
+        return None
+    factors = [*rule.factors] if grouped < len(rule.factors) else [*rule.factors, Factor("group", groups)]
+    factors[rows] = Factor("source", rule.factors[rows].size, contiguous=True, routed="source")
+    factors[grouped] = Factor("group", groups, contiguous=True, routed="group")
+    operands = [((grouped,),) if position in ends else named for position, named in enumerate(rule.operands)]
+    routed = {*dims, *ends, *(len(operands) + index for index, named in enumerate(rule.results) if _has(named, rows))}
+    return replace(
+        rule,
+        factors=tuple(factors),
+        operands=tuple(operands),
+        local=local,
+        variants=(),
+        routed=frozenset(routed),
+    )
+
+
+def _rows_factor(rule: Rule, dims: Mapping[int, int]) -> int | None:
+    """The factor that rows are: the only one of their dim, nowhere else, and in the end added up if anything."""
+    found = {rule.operands[position][dim] for position, dim in dims.items()}
+    (factors,) = found if len(found) == 1 else ((),)
+    if len(factors) != 1 or not rule.factors[factors[0]].shardable:
+        return None
+    (rows,) = factors
+    for position, named in enumerate((*rule.operands, *rule.results)):
+        for dim, each in enumerate(named or ()):
+            elsewhere = position < len(rule.operands) and dims.get(position) != dim
+            if rows in each and (each != factors or elsewhere):
+                return None
+    lacking = [index for index, named in enumerate(rule.results) if named is not None and not _has(named, rows)]
+    return None if any(rule.factors[rows].reduction(index) != "sum" for index in lacking) else rows
+
+
+def _has(named: Dims | None, factor: int) -> bool:
+    return any(factor in each for each in named or ())
+
+
+def _program(rule: Rule, call: OpCall, name: str) -> tuple[bool, LocalProgram | None]:
+    """Whether it is known how the operator runs on any number of rows, and the program that does."""
+    if rule.local is None or name in _GROUPED or name in _CUTS:
+        return True, rule.local
+    if call.op in _RESHAPES:
+        return True, _reshaped
+    if call.op is aten.slice_backward.default:
+        return True, put_back
+    return call.op in _EXPANDS, _expanded
+
+
+def _open_shape(call: LocalCall) -> list[int]:
+    """The local shape of the result, with as many rows as there are."""
+    (result,) = call.rule.results
+    rows = call.rule.indices("source")
+    assert result is not None
+    return [-1 if factors == rows else size for factors, size in zip(result, call.result_shape(), strict=True)]
+
+
+def _reshaped(call: LocalCall) -> Any:
+    return call.emit.call(aten.reshape.default, call.operands[0], _open_shape(call))
+
+
+def _expanded(call: LocalCall) -> Any:
+    return call.run(size=_open_shape(call))

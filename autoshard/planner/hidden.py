@@ -1,0 +1,117 @@
+"""Plans that send more behind compute and less in its way: what is hidden counts less than what is waited for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoshard.cluster.cost import CONTENTION
+from autoshard.errors import PlanError
+from autoshard.planner.account import Account
+from autoshard.planner.found import Found
+from autoshard.planner.problem import Hiding
+from autoshard.planner.schedule import step_seconds, timeline
+
+if TYPE_CHECKING:
+    from autoshard.planner.planner import Planner
+
+_SOLVES = 4  # problems solved at other prices than one
+_TIE = 1e-3  # of a step's time: plans that differ by less are equally fast, and the one that costs least is taken
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A plan in the plane of what reductions of gradients hide behind compute, and everything else.
+
+    Attributes:
+        found: the plan.
+        shown: seconds of compute, and of the collectives that nothing hides.
+        hidden: seconds of reductions of gradients that have compute to hide behind.
+        step: predicted seconds of the step, by its timeline.
+        exposed: those of them in which a device communicates and does not compute.
+    """
+
+    found: Found
+    shown: float
+    hidden: float
+    step: float
+    exposed: float
+
+    def value(self, price: float) -> float:
+        return self.shown + price * self.hidden
+
+
+class HiddenReductions:
+    """Looks for the plan with the shortest timeline among those that are cheapest at some price of hidden reductions.
+
+    A problem adds up the seconds of a plan's parts; a device reduces gradients while it computes. How much of that can
+    be hidden depends on the whole plan, and is no sum. But a plan that hides its reductions well is cheapest where a
+    hidden second counts less than others, at some price between `CONTENTION`, where all of it is hidden, and 1. Those
+    plans are the corners of a convex curve that trades what is shown for what is hidden. They are found as in
+    parametric optimisation: between two corners lies a third if, at the price at which both cost the same, another plan
+    costs less. The timeline then chooses.
+
+    Args:
+        planner: solves problems.
+        first: the cheapest plan where hidden seconds count in full; it keeps the memory limit.
+    """
+
+    def __init__(self, planner: Planner, first: Found) -> None:
+        self.planner = planner
+        account = planner.account(first.decisions)
+        seconds = [account.seconds(node) for node in planner.rules.operators]
+        self.behind = np.append(np.cumsum(seconds[::-1])[::-1], [0.0, 0.0])
+        self.first = self._point(first, account)
+        self.points = [self.first]
+
+    def run(self) -> Found:
+        """The fastest plan found within the memory limit; of equally fast ones, the one that costs least."""
+        if self.first.exposed > _TIE * self.first.step:
+            self._explore()
+        limit = self.planner.settings.memory_limit
+        kept = [point for point in self.points if limit is None or point.found.memory.peak <= limit]
+        fastest = min(point.step for point in kept)
+        found = min((point.found for point in kept if point.step <= (1 + _TIE) * fastest), key=lambda one: one.cost)
+        if found is self.first.found:
+            return found
+        # No plan costs less than the bound of the problem in which everything counts.
+        return replace(found, lower_bound=self.first.found.lower_bound, method=f"{found.method}, reductions hidden")
+
+    def _explore(self) -> None:
+        """Adds the corners between the first plan and the one that is cheapest where all is hidden, a few at most."""
+        last = self._solved(CONTENTION)
+        if last is None:
+            return
+        stretches = [(self.first, last)]
+        while stretches:
+            left, right = stretches.pop(0)
+            if min(point.step for point in self.points) <= (1 + _TIE) * last.value(CONTENTION):
+                return  # as fast as a plan would be that hides all its reductions
+            if right.hidden <= left.hidden or left.shown <= right.shown:
+                continue
+            price = (left.shown - right.shown) / (right.hidden - left.hidden)
+            between = self._solved(price)
+            if between is None:
+                return
+            if between.value(price) < (1 - 1e-9) * left.value(price):
+                stretches += [(left, between), (between, right)]
+
+    def _solved(self, price: float) -> _Point | None:
+        """The cheapest plan at a price, which joins the others; None where enough were solved, or time is up."""
+        if len(self.points) > _SOLVES or time.monotonic() > self.planner.deadline:
+            return None
+        try:
+            found = self.planner.solve(self.planner.wishes, hiding=Hiding(self.behind, price))
+        except PlanError:  # the method found nothing in the time that was left
+            return None
+        self.points.append(self._point(found, self.planner.account(found.decisions)))
+        return self.points[-1]
+
+    def _point(self, found: Found, account: Account) -> _Point:
+        reductions = [leg for leg in account.legs if leg.gradient]
+        hidden = sum(min(leg.path.seconds, float(self.behind[leg.position])) for leg in reductions)
+        replayed = timeline(account)
+        return _Point(found, found.cost - hidden, hidden, step_seconds(replayed), replayed.exposed)

@@ -1,0 +1,79 @@
+"""Plans that hide their reductions behind compute: priced as they are counted, and chosen where they are faster."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autoshard.cluster.cost import CONTENTION
+from autoshard.planner.account import Account
+from autoshard.planner.hidden import HiddenReductions
+from autoshard.planner.planner import Planner
+from autoshard.planner.problem import Hiding, ProblemBuilder
+from autoshard.planner.schedule import step_seconds, timeline
+from autoshard.solver import solve
+from tests.planner.steps import captured, links, plan_of, planner_of
+
+
+def _planner(bandwidth: float = 4e9, **settings: int) -> Planner:
+    """Links so slow that the gradients of eight sequences take a good part of the step."""
+    return planner_of(captured("gpt", batch=8), {"x": 4}, cluster=links(bandwidth, 1e-6), **settings)
+
+
+def _hidden(account: Account, behind: np.ndarray) -> float:
+    """Seconds of a step's reductions of gradients that have so much compute behind them."""
+    reductions = (leg for leg in account.legs if leg.gradient)
+    return sum(min(leg.path.seconds, float(behind[leg.position])) for leg in reductions)
+
+
+@pytest.mark.parametrize("price", [CONTENTION, 0.8, 1.0])
+def test_a_problem_prices_what_is_hidden_as_the_account_counts_it(price: float) -> None:
+    planner = _planner()
+    behind = np.linspace(1e-5, 0.0, len(planner.rules.operators) + 2)
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes)
+    built = builder.build(frozenset({0}), hiding=Hiding(behind, price))
+    solution = solve(built.problem)
+    hidden = _hidden(planner.account(built.decode(solution.assignment)), behind)
+    assert hidden > 0
+    plain = builder.build(frozenset({0})).problem.cost(solution.assignment)
+    assert solution.cost == pytest.approx(plain - (1 - price) * hidden, rel=1e-12)
+
+
+def test_a_plan_that_hides_more_is_chosen_where_it_is_faster() -> None:
+    planner = _planner()
+    first = planner.solve(planner.wishes)
+    found = HiddenReductions(planner, first).run()
+    steps = [step_seconds(timeline(planner.account(one.decisions))) for one in (first, found)]
+    assert steps[1] < 0.99 * steps[0]
+    assert found.cost > first.cost
+    assert found.lower_bound == first.lower_bound
+    assert found.method.endswith("reductions hidden")
+    assert planner.plan().step_seconds == steps[1]
+
+
+def test_the_corners_found_are_convex_and_the_fastest_of_them_is_chosen() -> None:
+    planner = _planner(bandwidth=3e8)
+    search = HiddenReductions(planner, planner.solve(planner.wishes))
+    found = search.run()
+    assert len(search.points) > 2
+    for point in search.points:
+        assert point.value(1.0) >= search.first.value(1.0) * (1 - 1e-9)
+        assert point.value(CONTENTION) >= search.points[1].value(CONTENTION) * (1 - 1e-9)
+    chosen = next(point for point in search.points if point.found.decisions == found.decisions)
+    assert chosen.step <= 1.001 * min(point.step for point in search.points)
+
+
+def test_a_memory_limit_rules_out_plans_that_hold_more() -> None:
+    free = _planner().plan()
+    planner = _planner()
+    first = planner.solve(planner.wishes)
+    assert first.memory.peak < free.memory.peak
+    limited = _planner(memory_limit=first.memory.peak).plan()
+    assert limited.memory.peak <= first.memory.peak
+    assert limited.step_seconds >= free.step_seconds
+
+
+def test_without_gradients_there_is_nothing_to_hide() -> None:
+    plan = plan_of(captured("gpt", grad=False), {"x": 4}, cluster=links(4e9, 1e-6))
+    assert plan.method == "eliminate"
+    assert plan.gap == 0.0

@@ -1,0 +1,225 @@
+"""Training with dynamic sizes: one plan and one program, and at every size the numbers of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.export import Dim
+
+import autoshard
+from autoshard.capture.joint import capture
+from autoshard.errors import InputError, PlanError
+from autoshard.specs import MeshShape
+from tests import models
+from tests.partition.meshes import simulated
+from tests.random_plans import random_plan
+from tests.training import (
+    ONE_LAYER,
+    TOLERANCE,
+    Widened,
+    build,
+    doubles,
+    fast_links,
+    held_by_ranks,
+    loss_of,
+    outputs_of,
+    relative_difference,
+)
+
+Inputs = dict[str, Any]
+Held = dict[str, list[torch.Tensor]]
+
+ROWS = {"x": {0: "batch"}, "target": {0: "batch"}}
+TOKENS = {"input_ids": {0: "batch", 1: "seq"}, "labels": {0: "batch", 1: "seq"}}
+SIZES = ((12, 12), (5, 7), (2, 2), (3, 8), (4, 12), (13, 5))
+"""Even and uneven ones, fewer rows than devices, and more than in the example."""
+
+
+def of_size(inputs: Inputs, batch: int, seq: int) -> Inputs:
+    """Inputs of other sizes, made of rows of these; `seq` counts where there are tokens."""
+    made = {}
+    for name, tensor in inputs.items():
+        rows = torch.cat([tensor, tensor])[:batch]
+        made[name] = (rows if tensor.is_floating_point() or tensor.ndim < 2 else rows[:, :seq]).contiguous()
+    return made
+
+
+def step(module: nn.Module, inputs: Inputs) -> Held:
+    """Outputs and gradients of one forward and backward."""
+    module.zero_grad()
+    outputs = outputs_of(module(**inputs))
+    loss_of(outputs).backward()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    return {name: held_by_ranks(tensor.detach()) for name, tensor in (outputs | gradients).items()}
+
+
+def check(
+    name: str,
+    mesh: Mapping[str, int],
+    dynamic: Mapping[str, Any],
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    **options: Any,
+) -> None:
+    """At all these sizes, a model on a mesh does what it does on one device, by one program."""
+    alone, inputs = build(name)
+    with Widened():
+        expected = {size: step(alone, of_size(inputs, *size)) for size in sizes}
+    module, _ = build(name)
+    with simulated(**mesh) as device_mesh:
+        with Widened():
+            autoshard.parallelize(module, device_mesh, (), inputs, dynamic=dynamic, cluster=fast_links(), **options)
+        with doubles():
+            for size in sizes:
+                assert relative_difference(step(module, of_size(inputs, *size)), expected[size]) <= TOLERANCE, size
+    assert programs(module) == 1
+
+
+def programs(module: nn.Module) -> int:
+    """How many call signatures a parallelised module has programs for."""
+    return len(module.__dict__["_autoshard_runtime"]._served)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}])
+def test_one_program_serves_all_batches(mesh: dict[str, int]) -> None:
+    check("mlp", mesh, ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        (ONE_LAYER, {"dp": 4}),
+        (ONE_LAYER, {"dp": 2, "tp": 2}),
+        ("hf_llama", {"dp": 2, "tp": 2}),
+        ("hf_gpt2", {"dp": 3}),
+    ],
+)
+def test_one_program_serves_all_batches_and_lengths(name: str, mesh: dict[str, int]) -> None:
+    check(name, mesh, TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dims"), [("resnet18", {"x": {0: "batch"}, "labels": {0: "batch"}})])
+def test_a_network_of_images_takes_any_batch(name: str, dims: Any) -> None:
+    _, inputs = build(name)
+    check(name, {"dp": 2}, {name: {0: "batch"} for name in inputs}, ((12, 0), (5, 0), (3, 0)))
+
+
+@pytest.mark.slow
+def test_a_range_that_the_model_sets_is_kept() -> None:
+    sizes = {0: "batch", 1: "seq"}
+    dynamic = {"input_ids": sizes, "attention_mask": sizes, "labels": {0: "batch"}}
+    check("hf_bert", {"dp": 2}, dynamic, ((12, 12), (5, 7)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "seed"), [({"dp": 2}, 0), ({"dp": 2}, 1), ({"dp": 2, "tp": 2}, 2)])
+def test_random_plans_hold_at_all_sizes(mesh: dict[str, int], seed: int) -> None:
+    module, inputs = build("hf_llama")
+    with Widened():
+        graph = capture(module, (), inputs, dynamic=TOKENS)
+    check("hf_llama", mesh, TOKENS, SIZES[:4], plan=random_plan(graph, MeshShape.of(mesh), seed, forced=0.3))
+
+
+def test_multiples_may_be_split_by_several_axes() -> None:
+    rows = 4 * Dim("rows")
+    dynamic = {"x": {0: rows}, "target": {0: rows}}
+    check("mlp", {"dp": 2, "fsdp": 2}, dynamic, ((12, 0), (8, 0), (20, 0)))
+
+
+def test_a_batch_of_one_has_a_graph_of_its_own() -> None:
+    alone, inputs = build("mlp")
+    expected = step(alone, of_size(inputs, 1, 0))
+    module, _ = build("mlp")
+    with simulated(dp=2) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, dynamic=ROWS, cluster=fast_links())
+        assert relative_difference(step(module, of_size(inputs, 1, 0)), expected) <= TOLERANCE
+        assert programs(module) == 2
+        step(module, of_size(inputs, 7, 0))
+        assert programs(module) == 2
+
+
+def test_sizes_of_one_name_must_be_equal() -> None:
+    module, inputs = build("mlp")
+    with simulated(dp=2) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, dynamic=ROWS)
+        with pytest.raises(InputError, match='dim 0 of target is 5, but dim 0 of x is 6, and both were declared as "b'):
+            module(inputs["x"][:6], inputs["target"][:5])
+
+
+def test_without_an_example_the_first_call_is_one() -> None:
+    module, inputs = build("mlp")
+    alone, _ = build("mlp")
+    expected = step(alone, of_size(inputs, 5, 0))
+    with simulated(dp=2) as mesh:
+        autoshard.parallelize(module, mesh, dynamic=ROWS, cluster=fast_links())
+        step(module, inputs)
+        assert relative_difference(step(module, of_size(inputs, 5, 0)), expected) <= TOLERANCE
+    assert programs(module) == 1
+
+
+def test_evaluation_and_training_have_programs_of_their_own() -> None:
+    module, inputs = build("mlp")
+    with simulated(dp=2) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, dynamic=ROWS)
+        for batch in (4, 7):
+            with torch.no_grad():
+                module(**of_size(inputs, batch, 0))
+    assert programs(module) == 2
+
+
+class Twice(nn.Module):
+    """A loss, and an output that may be differentiated as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.linear(x)
+        return {"loss": y.square().mean(), "y": y}
+
+
+def test_more_than_the_loss_is_differentiated_at_any_size() -> None:
+    torch.manual_seed(0)
+    alone, module = Twice(), Twice()
+    module.load_state_dict(alone.state_dict())
+    x = torch.randn(7, 8, dtype=torch.float64)
+
+    def gradients(model: nn.Module) -> Held:
+        model.zero_grad()
+        outputs = model(x)
+        (outputs["loss"] + outputs["y"].sum()).backward()
+        return {name: held_by_ranks(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients(alone)
+    with simulated(dp=2) as mesh:
+        example = torch.zeros(4, 8, dtype=torch.float64)
+        autoshard.parallelize(module, mesh, (example,), dynamic={"x": {0: "batch"}}, cluster=fast_links())
+        assert relative_difference(gradients(module), expected) <= TOLERANCE
+
+
+def test_a_plan_for_dynamic_sizes_is_saved_and_applied(tmp_path: Any) -> None:
+    module, inputs = build("mlp")
+    plan = autoshard.plan(module, {"dp": 2}, (), inputs, dynamic=ROWS, cluster=fast_links())
+    plan.save(tmp_path / "plan.json")
+    loaded = autoshard.ShardingPlan.load(tmp_path / "plan.json")
+    check("mlp", {"dp": 2}, ROWS, ((5, 0), (12, 0)), plan=loaded)
+    with simulated(dp=2) as mesh, pytest.raises(PlanError):
+        autoshard.parallelize(build("mlp")[0], mesh, (), inputs, plan=loaded)
+
+
+def test_a_dim_that_the_hints_split_stays_split_at_all_sizes() -> None:
+    check("mlp", {"dp": 2}, ROWS, ((5, 0), (12, 0)), hints={"*weight": Shard(0)})
+
+
+def test_costs_are_those_of_the_example() -> None:
+    module, inputs = models.mlp()
+    fixed = autoshard.plan(module, {"dp": 2}, (), inputs)
+    dynamic = autoshard.plan(module, {"dp": 2}, (), inputs, dynamic=ROWS)
+    assert dynamic.memory.peak == pytest.approx(fixed.memory.peak, rel=0.2)
