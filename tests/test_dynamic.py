@@ -94,13 +94,12 @@ def test_one_program_serves_all_batches(mesh: dict[str, int]) -> None:
     ("name", "mesh"),
     [
         (ONE_LAYER, {"dp": 4}),
-        (ONE_LAYER, {"dp": 2, "tp": 2}),
         ("hf_llama", {"dp": 2, "tp": 2}),
         ("hf_gpt2", {"dp": 3}),
     ],
 )
 def test_one_program_serves_all_batches_and_lengths(name: str, mesh: dict[str, int]) -> None:
-    check(name, mesh, TOKENS)
+    check(name, mesh, TOKENS, SIZES[:4])
 
 
 @pytest.mark.slow
@@ -118,12 +117,12 @@ def test_a_range_that_the_model_sets_is_kept() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "seed"), [({"dp": 2}, 0), ({"dp": 2}, 1), ({"dp": 2, "tp": 2}, 2)])
+@pytest.mark.parametrize(("mesh", "seed"), [({"dp": 3}, 0), ({"dp": 2, "tp": 2}, 2)])
 def test_random_plans_hold_at_all_sizes(mesh: dict[str, int], seed: int) -> None:
-    module, inputs = build("hf_llama")
+    module, inputs = build(ONE_LAYER)
     with Widened():
         graph = capture(module, (), inputs, dynamic=TOKENS)
-    check("hf_llama", mesh, TOKENS, SIZES[:4], plan=random_plan(graph, MeshShape.of(mesh), seed, forced=0.3))
+    check(ONE_LAYER, mesh, TOKENS, SIZES[1:4], plan=random_plan(graph, MeshShape.of(mesh), seed, forced=0.3))
 
 
 def test_multiples_may_be_split_by_several_axes() -> None:

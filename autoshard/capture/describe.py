@@ -16,12 +16,12 @@ from autoshard.capture._torch import (
     TangentAOTInput,
 )
 from autoshard.capture.checks import check_effects, check_gradients
-from autoshard.capture.dynamic import with_sizes
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.fingerprint import fingerprint
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.refresh import refresh_views
 from autoshard.capture.simplify import simplify
+from autoshard.capture.symbols import with_sizes
 from autoshard.errors import CaptureError
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from autoshard.patterns.local import LocalCall, collectives, emit_program, fill_
 from autoshard.patterns.padding import padded_factors, zero_results
 from autoshard.patterns.rule import TensorMeta
 from autoshard.reshard.lower import lower
-from autoshard.reshard.path import Resharder, Step
+from autoshard.reshard.path import Path, Resharder, Step
 from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import local_shape
@@ -194,12 +194,18 @@ class Localizer:
         for key, source, spec in self.flow.legs(value, phase, target):
             if key not in self.made:
                 resharder = self.resharder.gradients if gradient and spec is target else self.resharder
-                path = resharder.path(meta.shape, meta.dtype.itemsize, source, spec)
+                path = self._path(resharder, value, source, spec)
                 self.made[key] = lower(path, node, self.emit, meta.dtype)
                 if node in self._zeros and all(_keeps_zeros(step) for step in path.steps):
                     self._zeros.add(self.made[key])
             node = self.made[key]
         return node
+
+    def _path(self, resharder: Resharder, value: Value, source: Spec, target: Spec) -> Path:
+        """The way between two specs: the one that is cheapest at the rules' sizes, whatever this program's are."""
+        generic = self.rules.generic
+        meta = at(value.meta, generic)
+        return resharder.path(meta.shape, meta.dtype.itemsize, source.at(generic), target.at(generic)).at(self.sizes)
 
 
 def _keeps_zeros(step: Step) -> bool:

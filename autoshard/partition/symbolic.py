@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from autoshard.capture.dynamic import expression_of
+from autoshard.capture.symbols import expression_of
 from autoshard.partition._torch import SymbolicNumbers
 from autoshard.size import Ratio, Size, Sizes, is_dynamic
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from autoshard.reshard.states import (
     state_graph,
     state_of,
 )
+from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical
 from autoshard.specs.spec import Spec
@@ -67,6 +68,13 @@ class Path:
     @property
     def seconds(self) -> float:
         return sum(step.seconds for step in self.steps)
+
+    def at(self, sizes: Sizes) -> Path:
+        """The same steps for a tensor whose dynamic sizes are taken at `sizes`; itself without any."""
+        if not sizes:
+            return self
+        steps = (replace(step, source=step.source.at(sizes), target=step.target.at(sizes)) for step in self.steps)
+        return Path(at(self.shape, sizes), self.source.at(sizes), self.target.at(sizes), tuple(steps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from functools import cache
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from autoshard.size import is_dynamic
+from autoshard.size import Sizes, at, is_dynamic
 from autoshard.specs._torch import StridedShard
 
 
@@ -170,6 +170,10 @@ class Spec:
         """This spec with another placement on one axis."""
         return Spec.of(*self.placements[:axis], placement, *self.placements[axis + 1 :])
 
+    def at(self, sizes: Sizes) -> Spec:
+        """This spec with its dynamic sizes taken at `sizes`; itself without any."""
+        return Spec.of(*(_at(placement, sizes) for placement in self.placements)) if sizes else self
+
     @property
     def is_replicated(self) -> bool:
         return all(isinstance(placement, Replicate) for placement in self.placements)
@@ -254,6 +258,11 @@ def _key(placement: Placement) -> _Key:
     if is_dynamic(factor) or is_dynamic(block):
         return (placement.dim, factor, block)  # type: ignore[attr-defined]
     return placement_text(placement)
+
+
+def _at(placement: Placement, sizes: Sizes) -> Placement:
+    key = _key(placement)
+    return placement if isinstance(key, str) else _placement(at(key, sizes))
 
 
 def _placement(key: _Key) -> Placement:
