@@ -1,7 +1,8 @@
 """autoshard: a PyTorch model written for one device, running on a mesh."""
 
-from autoshard.api import parallelize, plan
+from autoshard.api import frontier, parallelize, plan
 from autoshard.capture.annotate import shard
+from autoshard.cluster.calibrate import calibrate
 from autoshard.cluster.cluster import Cluster
 from autoshard.doctor import doctor
 from autoshard.errors import (
@@ -14,6 +15,7 @@ from autoshard.errors import (
     PlanError,
     RuleError,
 )
+from autoshard.frontier import Frontier
 from autoshard.partition.checkpoint import checkpointable
 from autoshard.partition.materialize import materialize
 from autoshard.partition.safetensors import load_safetensors
@@ -27,6 +29,7 @@ __all__ = [
     "BudgetError",
     "CaptureError",
     "Cluster",
+    "Frontier",
     "HintError",
     "InputError",
     "MeshError",
@@ -34,8 +37,10 @@ __all__ = [
     "RuleError",
     "ShardingPlan",
     "__version__",
+    "calibrate",
     "checkpointable",
     "doctor",
+    "frontier",
     "load_safetensors",
     "materialize",
     "parallelize",

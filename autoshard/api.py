@@ -1,15 +1,16 @@
-"""The front door: `parallelize` and `plan`."""
+"""The front door: `parallelize`, `plan` and `frontier`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement, Replicate
 from torch.utils import _pytree as pytree
 
@@ -18,10 +19,12 @@ from autoshard.arguments import check_examples, check_mesh, check_module, check_
 from autoshard.capture import outside_modes
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.joint import JointGraph, capture
+from autoshard.capture.recompute import recomputed
 from autoshard.capture.twin import check_parameters
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import HintError, PlanError
-from autoshard.memory.budget import parse_bytes
+from autoshard.frontier import Frontier
+from autoshard.options import Hints, Options, Placements, check_options
 from autoshard.partition.agree import from_first_rank, together
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.localize import Localizer
@@ -32,80 +35,18 @@ from autoshard.partition.steady import check_steady
 from autoshard.partition.step import Program, Ranks
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.generic import generic_sizes
+from autoshard.patterns.graph import GraphRules
 from autoshard.plan import ShardingPlan
-from autoshard.planner.planner import METHODS, Planner, Settings
+from autoshard.planner.frontier import FrontierSearch
+from autoshard.planner.planner import Planner
 from autoshard.planner.problem import Wishes
+from autoshard.planner.recompute import planned
+from autoshard.progress import watched
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, padded_segments_of
 from autoshard.specs.spec import Spec
 
-Hints = Mapping[str, Any]
-Placements = Mapping[str, Any] | Literal["planned"] | None
-
 _RUNTIME = "_autoshard_runtime"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The planning options of `parallelize` and `plan`, checked."""
-
-    hints: Hints | None
-    memory_limit: int | None
-    optimizer_bytes_per_element: float
-    cluster: Cluster
-    inputs: Literal["global", "local"]
-    input_placements: Mapping[str, Any] = field(default_factory=dict)
-    output_placements: Placements = None
-    method: str = "auto"
-    time_limit: float = 30.0
-    dynamic: Dynamic | None = None
-
-    def settings(self) -> Settings:
-        return Settings(self.memory_limit, self.optimizer_bytes_per_element, self.method, self.time_limit)
-
-
-def _options(
-    mesh: MeshShape,
-    device_type: str | None,
-    hints: Hints | None,
-    memory_limit: int | str | None,
-    optimizer_bytes_per_element: float,
-    cluster: str | Cluster | None,
-    inputs: str,
-    input_placements: Mapping[str, Any] | None,
-    output_placements: Placements,
-    method: str,
-    time_limit: float,
-    dynamic: Dynamic | None,
-) -> Options:
-    if inputs not in ("global", "local"):
-        raise PlanError(
-            f'inputs={inputs!r}: choose "global" (every rank passes whole tensors) or "local" (its shards).'
-        )
-    if method not in METHODS:
-        raise PlanError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}.")
-    if isinstance(output_placements, str) and output_placements != "planned":
-        raise PlanError(f'output_placements={output_placements!r}: pass "planned" or a mapping of output names.')
-    if not time_limit > 0:
-        raise PlanError(f"time_limit={time_limit!r}: it must be above zero seconds.")
-    if not optimizer_bytes_per_element >= 0:
-        raise PlanError(
-            f"optimizer_bytes_per_element={optimizer_bytes_per_element!r}: it is what the optimizer keeps for every "
-            "element of a trained parameter, such as 8 for Adam in float32, 4 for momentum, 0 for plain SGD."
-        )
-    default = "cpu" if device_type == "cpu" else "h100"
-    return Options(
-        hints=hints,
-        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
-        optimizer_bytes_per_element=optimizer_bytes_per_element,
-        cluster=Cluster.of(default if cluster is None else cluster),
-        inputs=inputs,  # type: ignore[arg-type]
-        input_placements=dict(input_placements or {}),
-        output_placements=output_placements,
-        method=method,
-        time_limit=time_limit,
-        dynamic=dynamic,
-    )
 
 
 def plan(
@@ -116,7 +57,8 @@ def plan(
     *,
     hints: Hints | None = None,
     memory_limit: int | str | None = None,
-    optimizer_bytes_per_element: float = 8,
+    optimizer: str | type[torch.optim.Optimizer] | None = None,
+    optimizer_bytes_per_element: float | None = None,
     cluster: str | Cluster | None = None,
     inputs: str = "global",
     input_placements: Mapping[str, Any] | None = None,
@@ -124,6 +66,11 @@ def plan(
     method: str = "auto",
     time_limit: float = 30.0,
     dynamic: Dynamic | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    recompute: str = "auto",
+    effort: str = "full",
+    work_limit: int | None = None,
+    verbose: bool = False,
 ) -> ShardingPlan:
     """Decide how `module` should lie on `mesh`, and change nothing.
 
@@ -136,7 +83,10 @@ def plan(
         example_kwargs: keyword arguments of a call.
         hints: globs of parameter or module paths -> placements that the planner must keep.
         memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach.
-        optimizer_bytes_per_element: optimizer state per trained parameter element; 8 is Adam's two float32.
+        optimizer: what will train the model: a class of `torch.optim`, or a name such as `"adamw"` (the default),
+            `"sgd"`, `"momentum"` or `"adafactor"`. Its state, and what it makes on the way through a step, is memory.
+        optimizer_bytes_per_element: of an optimizer that is none of these, the state that it keeps for every element
+            of a trained parameter.
         cluster: a preset's name, a path of a cluster file, or a `Cluster`; by default `"cpu"` for a CPU mesh and
             `"h100"` for everything else.
         inputs: `"global"`: every rank will pass whole tensors; `"local"`: its own shards, as a data loader yields them.
@@ -152,6 +102,20 @@ def plan(
             In place of a name, a `torch.export.Dim` may limit the size, or make it a multiple (`8 * Dim("batch")`).
             Costs are those of the example's sizes. Other sizes are all served by the one plan; what an axis does
             not divide is padded, so that at most one axis splits such a dim.
+        mp_policy: precisions, as `fully_shard(module, mp_policy=...)` understands them: parameters stay in their own
+            dtype, and are cast to `param_dtype` before they are gathered; the inputs of `forward` are cast too
+            (`cast_forward_inputs`), its outputs to `output_dtype`; gradients are reduced in `reduce_dtype`, or the
+            dtype of the compute, and then cast back.
+        recompute: what of the forward pass the backward pass runs again, instead of keeping what it made: `"auto"`:
+            layers, as many as the memory limit asks for, where that is faster than what keeps the limit otherwise, and
+            none without a limit; `"none"`; or `"full"`: every layer, so that only what enters and leaves layers is
+            kept. Random numbers are never drawn anew, and collectives that are run again are part of the price.
+        effort: `"full"`, or `"fast"`: repeated layers are planned alike in any case, one problem is solved instead
+            of several, and the bound may be further off.
+        work_limit: of every search by the solver, in its units of work: unlike `time_limit`, equal calls end with
+            equal plans under it, however busy the machine is.
+        verbose: log how the search goes (logger `autoshard`, level INFO). Otherwise a line on standard error shows it
+            where that is a terminal.
 
     Returns:
         The plan.
@@ -161,30 +125,129 @@ def plan(
         HintError: a hint does not fit the module or the mesh.
         InputError: `dynamic` names no input, no dim, or sizes that the example cannot stand for.
         BudgetError: no plan fits `memory_limit`.
+        PlanError: an option is none; the message names it.
         MeshError: the mesh is none.
+        KeyboardInterrupt: Ctrl-C before there was any plan; later, the best one until then is returned, with a warning.
     """
     check_module(module)
     args, kwargs = check_examples(example_args, example_kwargs)
     shape = MeshShape.of(mesh)
     device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else None
-    options = _options(
-        shape, device_type, hints, memory_limit, optimizer_bytes_per_element, cluster, inputs, input_placements,
-        output_placements, method, time_limit, dynamic,
-    )  # fmt: skip
+    options = check_options(
+        device_type,
+        hints=hints,
+        memory_limit=memory_limit,
+        optimizer=optimizer,
+        optimizer_bytes_per_element=optimizer_bytes_per_element,
+        cluster=cluster,
+        inputs=inputs,
+        input_placements=input_placements,
+        output_placements=output_placements,
+        method=method,
+        time_limit=time_limit,
+        dynamic=dynamic,
+        mp_policy=mp_policy,
+        recompute=recompute,
+        effort=effort,
+        work_limit=work_limit,
+        verbose=verbose,
+    )
     start = time.perf_counter()
-    graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), dynamic=dynamic)
+    graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), dynamic=dynamic, mp_policy=options.mp_policy)
     seconds = time.perf_counter() - start
     planner = _planner(module, graph, shape, options)
     return _planned(planner, seconds, options)
 
 
 def _planned(planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:
-    result = planner.plan()
+    with watched(options.verbose) as planner.progress:
+        return _told(planned(planner), capture_seconds, options)
+
+
+def frontier(
+    module: nn.Module,
+    mesh: DeviceMesh | Mapping[str, int],
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    hints: Hints | None = None,
+    optimizer: str | type[torch.optim.Optimizer] | None = None,
+    optimizer_bytes_per_element: float | None = None,
+    cluster: str | Cluster | None = None,
+    inputs: str = "global",
+    input_placements: Mapping[str, Any] | None = None,
+    output_placements: Placements = None,
+    method: str = "auto",
+    time_limit: float = 240.0,
+    dynamic: Dynamic | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    effort: str = "full",
+    work_limit: int | None = None,
+    verbose: bool = False,
+    gaps: int = 4,
+) -> Frontier:
+    """Every plan of `module` on `mesh` that is worth its memory, from the smallest peak to the shortest step.
+
+    Among them is the plan that `autoshard.plan` makes without a memory limit, or a better one, and one of the smallest
+    peak that is found. All are predicted by the account that `autoshard.plan` uses; nothing is changed.
+
+    Args:
+        module, mesh, example_args, example_kwargs, hints, optimizer, optimizer_bytes_per_element, cluster, inputs,
+            input_placements, output_placements, method, dynamic, mp_policy, effort, work_limit, verbose: as for
+            `autoshard.plan`.
+        time_limit: seconds that the search may take. It solves some tens of problems, each of which takes about as long
+            as a plan does.
+        gaps: how many of the widest gaps between plans are searched for plans that lie in them; 0 for a quick look.
+
+    Returns:
+        The frontier; `frontier.at(memory="24GiB")` is the plan for a device.
+
+    Raises:
+        CaptureError, HintError, InputError, MeshError, PlanError: as for `autoshard.plan`.
+    """
+    check_module(module)
+    args, kwargs = check_examples(example_args, example_kwargs)
+    if isinstance(gaps, bool) or not isinstance(gaps, int) or gaps < 0:
+        raise PlanError(f"gaps={gaps!r}: it is a number of gaps to search, zero or more.")
+    shape = MeshShape.of(mesh)
+    device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else None
+    options = check_options(
+        device_type,
+        hints=hints,
+        optimizer=optimizer,
+        optimizer_bytes_per_element=optimizer_bytes_per_element,
+        cluster=cluster,
+        inputs=inputs,
+        input_placements=input_placements,
+        output_placements=output_placements,
+        method=method,
+        time_limit=time_limit,
+        dynamic=dynamic,
+        mp_policy=mp_policy,
+        effort=effort,
+        work_limit=work_limit,
+        verbose=verbose,
+    )
+    start = time.perf_counter()
+    graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), dynamic=dynamic, mp_policy=options.mp_policy)
+    seconds = time.perf_counter() - start
+    planner = _planner(module, graph, shape, options)
+    with watched(options.verbose) as planner.progress:
+        plans = FrontierSearch(planner, gaps).run()
+    return Frontier([_told(plan, seconds, options) for plan in plans])
+
+
+def _told(result: ShardingPlan, capture_seconds: float, options: Options) -> ShardingPlan:
+    """A plan with what the planner does not know of it."""
     return replace(
         result,
         timings={"capture": capture_seconds, **result.timings},
         hints=hint_rules.describe(options.hints),
-        options={"inputs": options.inputs, "memory_limit": options.memory_limit, "method": options.method},
+        options={
+            "inputs": options.inputs,
+            "memory_limit": options.settings.memory_limit,
+            "method": options.settings.method,
+        },
     )
 
 
@@ -218,7 +281,7 @@ def _planner(
         outputs={} if planned else _output_specs(graph, mesh, options.output_placements),
         local_inputs=options.inputs == "local",
     )
-    return Planner(graph, mesh, options.cluster, wishes, options.settings())
+    return Planner(graph, mesh, options.cluster, wishes, options.settings)
 
 
 def _input_pins(
@@ -274,7 +337,8 @@ def parallelize(
     *,
     hints: Hints | None = None,
     memory_limit: int | str | None = None,
-    optimizer_bytes_per_element: float = 8,
+    optimizer: str | type[torch.optim.Optimizer] | None = None,
+    optimizer_bytes_per_element: float | None = None,
     cluster: str | Cluster | None = None,
     inputs: str = "global",
     input_placements: Mapping[str, Any] | None = None,
@@ -283,6 +347,11 @@ def parallelize(
     method: str = "auto",
     time_limit: float = 30.0,
     dynamic: Dynamic | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    recompute: str = "auto",
+    effort: str = "full",
+    work_limit: int | None = None,
+    verbose: bool = False,
     plan: ShardingPlan | None = None,
 ) -> nn.Module:
     """Shard `module` over `mesh` in place, so that it trains there with the numbers that one device would give.
@@ -297,8 +366,10 @@ def parallelize(
         mesh: a `DeviceMesh` whose process group is initialised.
         compile: hand the local forward and backward programs to inductor.
         plan: apply this plan instead of making one.
-        example_args, example_kwargs, hints, memory_limit, optimizer_bytes_per_element, cluster, inputs,
-            input_placements, output_placements, method, time_limit, dynamic: as for `autoshard.plan`.
+        example_args, example_kwargs, hints, memory_limit, optimizer, optimizer_bytes_per_element, cluster, inputs,
+            input_placements, output_placements, method, time_limit, dynamic, mp_policy, recompute, effort,
+            work_limit, verbose: as for
+            `autoshard.plan`.
 
     Returns:
         The module. `module.sharding_plan` is its plan.
@@ -313,10 +384,25 @@ def parallelize(
     shape = MeshShape.of(mesh)
     if plan is not None:
         check_plan(plan, module, shape)
-    options = _options(
-        shape, mesh.device_type, hints, memory_limit, optimizer_bytes_per_element, cluster, inputs, input_placements,
-        output_placements, method, time_limit, dynamic,
-    )  # fmt: skip
+    options = check_options(
+        mesh.device_type,
+        hints=hints,
+        memory_limit=memory_limit,
+        optimizer=optimizer,
+        optimizer_bytes_per_element=optimizer_bytes_per_element,
+        cluster=cluster,
+        inputs=inputs,
+        input_placements=input_placements,
+        output_placements=output_placements,
+        method=method,
+        time_limit=time_limit,
+        dynamic=dynamic,
+        mp_policy=mp_policy,
+        recompute=recompute,
+        effort=effort,
+        work_limit=work_limit,
+        verbose=verbose,
+    )
     parallelizer = _Parallelizer(module, mesh, options, compile, plan)
     parallelizer.start(args, kwargs)
     return module
@@ -382,12 +468,15 @@ class _Parallelizer:
             self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic, device)
         )
         decided = self._decide(graph, planner, seconds)
-        flow = Flow(planner.rules, Decisions.from_data(decided.decisions), self.mesh)
+        rules = planner.rules
+        if decided.recomputed:
+            rules = GraphRules(recomputed(graph, decided.recomputed), self.mesh)
+        flow = Flow(rules, Decisions.from_data(decided.decisions), self.mesh)
         ranks = Ranks(self.device_mesh, device)
         with outside_modes():
             step = Localizer(flow, planner.resharder, ranks.groups).run()
             if graph.dynamic is not None:
-                others = generic_sizes(graph, self.mesh, flow.rules.generic)
+                others = generic_sizes(flow.graph, self.mesh, flow.rules.generic)
                 check_steady(step, Localizer(flow, planner.resharder, ranks.groups, others).run(), others)
             halves = split(step, self.compile)
         if self.placed is None:
@@ -414,7 +503,16 @@ class _Parallelizer:
         """The graph of one call, its planner, and the seconds that the capture took."""
         start = time.perf_counter()
         sizes = self.options.dynamic if dynamic else None
-        graph = capture(self.module, args, kwargs, grad=grad, device=device, tangents=tangents, dynamic=sizes)
+        graph = capture(
+            self.module,
+            args,
+            kwargs,
+            grad=grad,
+            device=device,
+            tangents=tangents,
+            dynamic=sizes,
+            mp_policy=self.options.mp_policy,
+        )
         check_constants(graph, self.module)
         seconds = time.perf_counter() - start
         known = self.runtime.input_placements if self.options.inputs == "local" else {}

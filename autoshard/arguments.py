@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import InputError, MeshError, PlanError
@@ -81,3 +83,19 @@ def check_plan(plan: object, module: nn.Module, mesh: MeshShape) -> None:
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors if name in plan.placements}
     plan.check(mesh, plan.fingerprint, shapes)
+
+
+def check_policy(policy: object) -> MixedPrecisionPolicy | None:
+    """A policy of precisions, if there is one; `InputError` unless it is FSDP2's, of floating dtypes."""
+    if policy is None:
+        return None
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise InputError(
+            f"mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, such as MixedPrecisionPolicy("
+            f"param_dtype=torch.bfloat16, reduce_dtype=torch.float32), got {type(policy).__name__}."
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InputError(f"mp_policy.{name} is {dtype!r}: it must be a floating dtype, such as torch.bfloat16.")
+    return policy

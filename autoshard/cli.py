@@ -1,4 +1,4 @@
-"""The command `autoshard`: examine a model, look at plans that were saved."""
+"""The command `autoshard`: examine a model, measure a cluster, look at plans that were saved."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
 
+from autoshard.cluster.calibrate import DTYPES, calibrate
 from autoshard.doctor import doctor
 from autoshard.doctor_report import report_page
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, MeshError
 from autoshard.example import load_example
 from autoshard.plan import ShardingPlan
-from autoshard.report import explanation_table, page, plan_table
+from autoshard.report import cluster_table, explanation_table, page, plan_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="autoshard", description="Examine models, and plans saved by ShardingPlan.save."
+        prog="autoshard", description="Examine models, measure clusters, look at plans saved by ShardingPlan.save."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -53,6 +57,20 @@ def _parser() -> argparse.ArgumentParser:
         "model", metavar="MODULE:FACTORY", help="a function of a Python module that returns (model, args, kwargs)"
     )
     examine.add_argument("--cluster", default="h100", help="preset or file of the cluster that predicts the seconds")
+
+    measure = commands.add_parser(
+        "calibrate",
+        help="measure the cluster that this runs on; start by torchrun, one process per device",
+        description="Measures collectives and operators with all devices at work, and writes a profile to plan with: "
+        "torchrun --nproc-per-node 8 -m autoshard.cli calibrate my-profile.json, then cluster='my-profile.json'.",
+    )
+    measure.set_defaults(run=_calibrate)
+    measure.add_argument("output", metavar="OUT.json", type=Path, help="file to write")
+    measure.add_argument("--largest", default="64MiB", metavar="BYTES", help="of the largest collective, per device")
+    measure.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there is one, by default")
+    measure.add_argument(
+        "--dtypes", nargs="+", choices=[_name(dtype) for dtype in DTYPES], help="of operators; all three by default"
+    )
 
     for command in (show, explain, html):
         command.add_argument("plan", metavar="PLAN.json", help="file of the plan")
@@ -79,6 +97,40 @@ def _doctor(options: argparse.Namespace) -> int:
     report = doctor(*load_example(options.model), cluster=options.cluster)
     _console().print(report_page(report))
     return 0 if report.captured else 1
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    """Measure on all processes; the first one writes the profile and prints what it says in short."""
+    if not dist.is_torchelastic_launched():
+        raise MeshError(
+            "calibrate measures all devices at once, a process for each. Start it by torchrun: "
+            f"torchrun --nproc-per-node 8 -m autoshard.cli calibrate {options.output}"
+        )
+    if options.output.suffix != ".json" or not options.output.parent.is_dir():
+        raise MeshError(
+            f"{options.output} can't be the profile: name a .json file, by which plans will ask for it, in a folder "
+            "that there is."
+        )
+    device_type = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group()
+    try:
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        wanted = [dtype for dtype in DTYPES if options.dtypes is None or _name(dtype) in options.dtypes]
+        cluster = calibrate(mesh, name=options.output.stem, largest=options.largest, dtypes=wanted, progress=_say)
+        if dist.get_rank() == 0:
+            cluster.save(options.output)
+            _console().print(cluster_table(cluster))
+            _console().print(f"wrote {options.output}", markup=False, highlight=False)
+    finally:
+        dist.destroy_process_group()
+
+
+def _say(what: str) -> None:
+    sys.stderr.write(f"measuring {what}\n")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _console() -> Console:

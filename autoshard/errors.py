@@ -24,7 +24,15 @@ class PlanError(AutoshardError, ValueError):
 
 
 class BudgetError(AutoshardError, ValueError):
-    """No plan fits the memory limit."""
+    """No plan fits the memory limit.
+
+    Attributes:
+        peak: bytes per device of the smallest peak that was found; None where none was.
+    """
+
+    def __init__(self, message: str, peak: int | None = None) -> None:
+        super().__init__(message)
+        self.peak = peak
 
 
 class RuleError(AutoshardError, ValueError):

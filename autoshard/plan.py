@@ -77,6 +77,7 @@ class ShardingPlan:
         shapes: parameter or buffer name -> global shape.
         step_seconds: predicted time of one step.
         memory: bytes per device.
+        device_memory: bytes that a device of the cluster has; 0 where it is not known.
         collectives: what a step sends.
         cost: value of the solver's objective, seconds.
         lower_bound: no plan in the space that was searched costs less than this.
@@ -89,6 +90,10 @@ class ShardingPlan:
         choices: the same for people.
         hints: hint -> what it pinned, as text.
         options: planning options (JSON data).
+        gathered: parameter name -> `"again"` if copies of it that the forward half gathers are freed, and made again
+            in the backward half (ZeRO-3); `"once"` if they are kept for it, or if one half alone gathers it; parameters
+            that are used as they lie are not listed.
+        recomputed: names of the layers that the backward half runs again, instead of keeping what they made.
     """
 
     mesh: MeshShape
@@ -98,6 +103,7 @@ class ShardingPlan:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     step_seconds: float = 0.0
     memory: Memory = field(default_factory=Memory)
+    device_memory: int = 0
     collectives: tuple[Collective, ...] = ()
     cost: float = 0.0
     lower_bound: float = 0.0
@@ -110,6 +116,8 @@ class ShardingPlan:
     choices: tuple[Decision, ...] = ()
     hints: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    gathered: dict[str, str] = field(default_factory=dict)
+    recomputed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for table in (self.placements, self.input_placements, self.output_placements):
@@ -122,6 +130,16 @@ class ShardingPlan:
     def gap(self) -> float:
         """How far, relative to its cost, the plan may be from the best one; 0.0 if it is proved to be the best."""
         return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that the step may hold: the memory limit that the plan was made for, or what a device has."""
+        return self.options.get("memory_limit") or self.device_memory
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the `capacity`; True where that is not known."""
+        return not self.capacity or self.memory.peak <= self.capacity
 
     def __str__(self) -> str:
         return plan_text.render(self)
@@ -160,7 +178,8 @@ class ShardingPlan:
                 "input_placements": plan_file.placements_of(data["input_placements"]),
                 "output_placements": plan_file.placements_of(data["output_placements"]),
                 "shapes": {name: tuple(shape) for name, shape in data["shapes"].items()},
-                "memory": Memory(**data["memory"]),
+                "memory": Memory.from_data(data["memory"]),
+                "recomputed": tuple(data["recomputed"]),
                 "collectives": tuple(Collective(**record) for record in data["collectives"]),
                 "choices": tuple(Decision(**record) for record in data["choices"]),
             }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autoshard.plan import ShardingPlan
 
 FORMAT = "autoshard plan"
-VERSION = 1
+VERSION = 2
 
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "number"}
@@ -54,8 +54,19 @@ SCHEMA = _record(
     shapes=_table(_list(_COUNT)),
     step_seconds=_NUMBER,
     memory=_record(
-        parameters=_COUNT, gradients=_COUNT, optimizer=_COUNT, buffers=_COUNT, activations=_COUNT, peak=_COUNT
+        parameters=_COUNT,
+        gradients=_COUNT,
+        optimizer=_COUNT,
+        buffers=_COUNT,
+        activations=_COUNT,
+        peak=_COUNT,
+        held=_table(_COUNT),
+        phase=_TEXT,
+        module=_TEXT,
+        operator=_TEXT,
+        largest=_list(_record(name=_TEXT, kind=_TEXT, bytes=_COUNT)),
     ),
+    device_memory=_COUNT,
     collectives=_list(
         _record(kind=_TEXT, axis=_TEXT, bytes=_COUNT, count=_COUNT, module=_TEXT, phase=_TEXT, seconds=_NUMBER)
     ),
@@ -70,6 +81,8 @@ SCHEMA = _record(
     choices=_list(_record(node=_TEXT, operator=_TEXT, module=_TEXT, phase=_TEXT, strategy=_TEXT, seconds=_NUMBER)),
     hints=_table(_TEXT),
     options={"type": "object"},
+    gathered=_table({"enum": ["once", "again"]}),
+    recomputed=_list(_TEXT),
 )
 
 
@@ -83,6 +96,7 @@ def to_data(plan: ShardingPlan) -> dict[str, Any]:
         "shapes": {name: list(shape) for name, shape in plan.shapes.items()},
         "step_seconds": plan.step_seconds,
         "memory": asdict(plan.memory),
+        "device_memory": plan.device_memory,
         "collectives": [asdict(collective) for collective in plan.collectives],
         "cost": plan.cost,
         "lower_bound": plan.lower_bound,
@@ -95,6 +109,8 @@ def to_data(plan: ShardingPlan) -> dict[str, Any]:
         "choices": [asdict(choice) for choice in plan.choices],
         "hints": plan.hints,
         "options": plan.options,
+        "gathered": plan.gathered,
+        "recomputed": list(plan.recomputed),
     }
 
 

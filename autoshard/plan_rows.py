@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,21 @@ from autoshard.names import grouped
 from autoshard.specs.spec import placement_text
 
 if TYPE_CHECKING:
+    from autoshard.memory.footprint import Memory
     from autoshard.plan import Collective, Decision, ShardingPlan
 
 
+_KINDS = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "optimizer": "optimizer",
+    "buffer": "buffers",
+    "input": "inputs",
+    "saved": "saved activations",
+    "gathered": "gathered copies",
+    "communication": "communication",
+    "temporary": "temporaries",
+}
 STRATEGY_LEGEND = (
     "A strategy names the loop of the operator that a mesh axis splits, as its sharding rule calls it (docs/rules.md): "
     '"i on dp" splits loop i over axis dp, "j.1" is the second factor of loop j, "whole" splits nothing.'
@@ -27,12 +39,17 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Tensors whose names differ in indices alone, of one shape and one placement."""
+    """Tensors whose names differ in indices alone, of one shape and one placement.
+
+    `gathered` says of parameters how the step gets at them: `"whole"` (they are), `"never"` (it works on the shards),
+    `"once"`, or `"again"` in the backward half.
+    """
 
     name: str
     count: int
     shape: tuple[int, ...] | None
     placements: tuple[str, ...]
+    gathered: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +77,24 @@ def format_seconds(seconds: float) -> str:
 
 def summary(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
     """Label and value of every line at the head of a plan; lines of which nothing is known are left out."""
-    memory = plan.memory
+    on = f" on cluster {plan.cluster}" if plan.cluster else ""
+    lines = (
+        ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}"),
+        ("predicted step", f"{format_seconds(plan.step_seconds)}{_communication(plan)}"),
+        ("memory per device", memory_text(plan)),
+        ("peak", peak_text(plan.memory)),
+        ("search", f"{plan.method or 'none'}, {_proof(plan)}"),
+        ("planned in", ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in plan.timings.items())),
+        ("recomputed", _recomputed(plan.recomputed)),
+        ("hints", ", ".join(f"{hint}: {pinned}" for hint, pinned in plan.hints.items())),
+    )
+    return tuple((label, value) for label, value in lines if value)
+
+
+def memory_parts(memory: Memory) -> dict[str, int]:
+    """What is held for what at the moment of the peak, as people call it; totals where that moment is not known."""
+    if memory.held:
+        return {_KINDS[kind]: held for kind, held in memory.held.items()}
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
@@ -68,17 +102,29 @@ def summary(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
         "buffers": memory.buffers,
         "activations": memory.activations,
     }
-    held = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in parts.items() if amount)
-    on = f" on cluster {plan.cluster}" if plan.cluster else ""
-    lines = (
-        ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}"),
-        ("predicted step", f"{format_seconds(plan.step_seconds)}{_communication(plan)}"),
-        ("memory per device", f"peak {format_bytes(memory.peak)}{f' ({held})' if held else ''}"),
-        ("search", f"{plan.method or 'none'}, {_proof(plan)}"),
-        ("planned in", ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in plan.timings.items())),
-        ("hints", ", ".join(f"{hint}: {pinned}" for hint, pinned in plan.hints.items())),
+    return {name: held for name, held in parts.items() if held}
+
+
+def memory_text(plan: ShardingPlan) -> str:
+    """`"peak 4.5 GiB of 80.0 GiB (parameters 1.0 GiB, ...)"`."""
+    held = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in memory_parts(plan.memory).items())
+    of = f" of {format_bytes(plan.capacity)}" if plan.capacity else ""
+    short = "" if plan.fits else ": does not fit"
+    return f"peak {format_bytes(plan.memory.peak)}{of}{f' ({held})' if held else ''}{short}"
+
+
+def peak_text(memory: Memory) -> str:
+    """When most is held, and the largest tensors then; empty where that is not known."""
+    if not memory.phase:
+        return ""
+    where = "" if memory.phase == "optimizer" else f" of {memory.module or 'the root module'}, {memory.operator}"
+    sums: dict[str, list[int]] = {}
+    for one in memory.largest:
+        sums.setdefault(f"{one.name} ({one.kind})", []).append(one.bytes)
+    largest = ", ".join(
+        f"{name}{f' x {len(held)}' if len(held) > 1 else ''} {format_bytes(sum(held))}" for name, held in sums.items()
     )
-    return tuple((label, value) for label, value in lines if value)
+    return f"in the {memory.phase}{where}; largest then: {largest}"
 
 
 def _communication(plan: ShardingPlan) -> str:
@@ -87,6 +133,12 @@ def _communication(plan: ShardingPlan) -> str:
     seconds = sum(collective.count * collective.seconds for collective in plan.collectives)
     count = sum(collective.count for collective in plan.collectives)
     return f", {count} collectives taking {format_seconds(seconds)} before overlap"
+
+
+def _recomputed(layers: Sequence[str]) -> str:
+    if len(layers) <= 4:
+        return ", ".join(layers)
+    return f"{len(layers)} layers: {layers[0]}, {layers[1]}, ..., {layers[-1]}"
 
 
 def _proof(plan: ShardingPlan) -> str:
@@ -98,7 +150,7 @@ def _proof(plan: ShardingPlan) -> str:
 
 def parameter_rows(plan: ShardingPlan) -> tuple[TensorRow, ...]:
     """Parameters and buffers, layers put together where they are placed alike."""
-    return tensor_rows(plan.placements, plan.shapes)
+    return tensor_rows(plan.placements, plan.shapes, plan.gathered)
 
 
 def input_rows(plan: ShardingPlan) -> tuple[TensorRow, ...]:
@@ -112,14 +164,24 @@ def output_rows(plan: ShardingPlan) -> tuple[TensorRow, ...]:
 
 
 def tensor_rows(
-    placements: Mapping[str, tuple[Placement, ...]], shapes: Mapping[str, tuple[int, ...]]
+    placements: Mapping[str, tuple[Placement, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    gathered: Mapping[str, str] | None = None,
 ) -> tuple[TensorRow, ...]:
-    """Tensors put together where their names differ in indices alone and they are placed alike."""
+    """Tensors put together where their names differ in indices alone, and they are placed, and gathered, alike."""
     keys = {
-        name: (shapes.get(name), tuple(placement_text(placement) for placement in row))
+        name: (
+            shapes.get(name),
+            tuple(placement_text(placement) for placement in row),
+            "" if gathered is None else gathered.get(name, _not_gathered(row)),
+        )
         for name, row in placements.items()
     }
     return tuple(TensorRow(group.text, len(group.names), *group.key) for group in grouped(keys))
+
+
+def _not_gathered(placements: Sequence[Placement]) -> str:
+    return "whole" if all(placement.is_replicate() for placement in placements) else "never"
 
 
 def collective_rows(collectives: Iterable[Collective]) -> tuple[WorkRow, ...]:

@@ -59,9 +59,13 @@ def _tensor_table(title: str, rows: Sequence[TensorRow], axes: Sequence[str]) ->
         table.add_column("shape", overflow="fold")
     for axis in axes:
         table.add_column(Text(axis), no_wrap=True)
+    gathered = any(row.gathered for row in rows)
+    if gathered:
+        table.add_column("gathered", no_wrap=True)
     for row in rows:
         shape = ["x".join(map(str, row.shape)) if row.shape else "scalar"] if shaped else []
-        table.add_row(*map(Text, (row.name, str(row.count), *shape, *row.placements)))
+        how = [row.gathered] if gathered else []
+        table.add_row(*map(Text, (row.name, str(row.count), *shape, *row.placements, *how)))
     return table
 
 
@@ -132,7 +136,8 @@ def _under(glob: str, path: str) -> bool:
 
 def _explained_parameters(plan: ShardingPlan, names: Sequence[str]) -> list[Table | Text]:
     chosen = set(names)
-    rows = plan_rows.tensor_rows({name: row for name, row in plan.placements.items() if name in chosen}, plan.shapes)
+    placements = {name: row for name, row in plan.placements.items() if name in chosen}
+    rows = plan_rows.tensor_rows(placements, plan.shapes, plan.gathered)
     return [_tensor_table("parameter", rows, plan.mesh.names)] if rows else []
 
 

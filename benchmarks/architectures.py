@@ -271,13 +271,17 @@ def _images(batch: int, classes: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 class VGG(nn.Module):
-    """VGG-19: sixteen convolutions and three linear layers; `forward(images, labels)` returns the loss."""
+    """VGG: convolutions, in VGG-19 sixteen, and three linear layers; `forward(images, labels)` returns the loss."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(
+        self,
+        classes: int,
+        stages: tuple[tuple[int, int], ...] = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)),
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         inputs = 3
-        for width, depth in ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)):
+        for width, depth in stages:
             for _ in range(depth):
                 layers += [nn.Conv2d(inputs, width, 3, padding=1), nn.ReLU()]
                 inputs = width

@@ -1,8 +1,9 @@
-"""Planning time of Llama-3-8B for H100s: python benchmarks/planning.py
+"""Planning time of Llama for H100s: python benchmarks/planning.py [--mesh 8x8] [--model 405B] [--effort fast full]
 
-Meshes (8,) and (8, 8), from a module on the meta device, each in a process of its own so that its peak memory is its
-own. Prints the seconds of capture and of each later phase, their ratio, the peak resident memory, the cost of the plan
-and the lower bound.
+Llama-3-8B on meshes (8,), (8, 8) and (2, 4, 8), and with --model 405B the shape of Llama-3-405B on (8, 16), from a
+module on the meta device, each in a process of its own so that its peak memory is its own. Prints the seconds of
+capture and of each later phase, their ratio, the peak resident memory, the cost of the plan and the lower bound;
+--memory gives a limit per device, one that forces parameters to be sharded if it is small; --effort compares efforts.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
 
-MESHES = {"8": {"x": 8}, "8x8": {"dp": 8, "tp": 8}}
+MESHES = {"8": {"x": 8}, "8x8": {"dp": 8, "tp": 8}, "2x4x8": {"pod": 2, "dp": 4, "tp": 8}, "8x16": {"dp": 8, "tp": 16}}
+SHAPES = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+}
+USUAL = {"8B": ("8", "8x8", "2x4x8"), "405B": ("8x16",)}
 
 
-def llama(layers: int) -> LlamaForCausalLM:
-    """Llama-3-8B's shape on the meta device, bfloat16."""
+def llama(layers: int | None = None, model: str = "8B") -> LlamaForCausalLM:
+    """The shape of a Llama 3 on the meta device, bfloat16; `layers` of them, or as many as it has."""
+    shape = SHAPES[model] | ({} if layers is None else {"num_hidden_layers": layers})
     config = LlamaConfig(
+        **shape,
         vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=8192,
         rope_theta=500000.0,
@@ -41,24 +45,27 @@ def llama(layers: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def measure(mesh: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(mesh: str, effort: str, args: argparse.Namespace) -> dict[str, Any]:
     """Plan once in this process."""
     with torch.device("meta"):
         tokens = torch.empty(args.batch, args.sequence, dtype=torch.long)
     plan = autoshard.plan(
-        llama(args.layers),
+        llama(args.layers, args.model),
         MESHES[mesh],
         example_kwargs={"input_ids": tokens, "labels": tokens},
         cluster="h100",
         memory_limit=args.memory,
         method=args.method,
         time_limit=args.time_limit,
+        effort=effort,
     )
     if args.save:
-        plan.save(f"{args.save}-{mesh}.json")
+        plan.save(f"{args.save}-{mesh}-{effort}.json")
     return {
         "timings": dict(plan.timings),
         "cost": plan.cost,
+        "step": plan.step_seconds,
+        "found_by": plan.method,
         "lower_bound": plan.lower_bound,
         "gap": plan.gap,
         "peak_device_bytes": plan.memory.peak,
@@ -66,19 +73,21 @@ def measure(mesh: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def in_own_process(mesh: str, arguments: list[str]) -> dict[str, Any]:
-    command = [sys.executable, __file__, *arguments, "--measure", mesh]
+def in_own_process(mesh: str, effort: str, arguments: list[str]) -> dict[str, Any]:
+    command = [sys.executable, __file__, *arguments, "--measure", mesh, effort]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return dict(json.loads(output.splitlines()[-1]))
 
 
 def table(results: dict[str, dict[str, Any]]) -> Table:
     phases = list(dict.fromkeys(phase for result in results.values() for phase in result["timings"]))
-    result = Table("", *(f"mesh ({mesh.replace('x', ', ')}{',' if 'x' not in mesh else ''})" for mesh in results))
+    result = Table("", *results)
     for phase in phases:
         result.add_row(f"{phase}, s", *(f"{r['timings'].get(phase, 0.0):.1f}" for r in results.values()))
     result.add_section()
     result.add_row("after capture / capture", *(f"{ratio(r['timings']):.2f}" for r in results.values()))
+    result.add_row("found by", *(r["found_by"] for r in results.values()))
+    result.add_row("predicted step, s", *(f"{r['step']:.4f}" for r in results.values()))
     result.add_row("cost, s per step", *(f"{r['cost']:.4f}" for r in results.values()))
     result.add_row("lower bound", *(f"{r['lower_bound']:.4f}" for r in results.values()))
     result.add_row("gap", *(f"{r['gap']:.2%}" for r in results.values()))
@@ -95,22 +104,28 @@ def ratio(timings: dict[str, float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mesh", choices=MESHES, action="append", help="default: both")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--mesh", choices=MESHES, action="append", help="default: 8, 8x8 and 2x4x8; of 405B, 8x16")
+    parser.add_argument("--model", choices=SHAPES, default="8B")
+    parser.add_argument("--layers", type=int, help="default: the model's")
+    parser.add_argument("--effort", choices=("fast", "full"), nargs="+", default=["full"])
     parser.add_argument("--batch", type=int, default=8, help="sequences in the global batch")
     parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--memory", default="70GiB", help="budget per device")
+    parser.add_argument("--memory", help="budget per device, such as 70GiB; default: none")
     parser.add_argument("--method", default="auto")
     parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for the solver")
     parser.add_argument("--save", metavar="PREFIX", help="save each plan as PREFIX-<mesh>.json")
-    parser.add_argument("--measure", choices=MESHES, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
 
     if args.measure:
-        print(json.dumps(measure(args.measure, args)))
+        print(json.dumps(measure(*args.measure, args)))
         return
-    results = {mesh: in_own_process(mesh, sys.argv[1:]) for mesh in args.mesh or MESHES}
-    Console(width=100).print(table(results))
+    results = {
+        f"({', '.join(mesh.split('x'))}), {effort}": in_own_process(mesh, effort, sys.argv[1:])
+        for mesh in args.mesh or USUAL[args.model]
+        for effort in args.effort
+    }
+    Console(width=120).print(table(results))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import numpy as np
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.recompute import recomputable, recomputed
 from autoshard.cluster.cluster import Cluster
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.graph import Value
@@ -26,6 +27,7 @@ def random_plan(
     *,
     forced: float = 0.0,
     uneven: float = 0.0,
+    recompute: float = 0.0,
     planned_outputs: bool = False,
 ) -> ShardingPlan:
     """A plan with a random feasible strategy for every operator.
@@ -34,11 +36,14 @@ def random_plan(
         graph: the captured step.
         mesh: the mesh axes.
         seed: of the choices.
-        forced: share of the parameters that may not be replicated and are gathered once per phase.
+        forced: share of the parameters that may not be replicated.
         uneven: share of the parameters that are cut along random dims, whether the axes divide these or not.
+        recompute: share of the layers that the backward half runs again.
         planned_outputs: outputs may stay sharded.
     """
     generator = np.random.default_rng(seed)
+    layers = recomputable(graph) if recompute else ()
+    graph = recomputed(graph, [layer.name for layer in layers if generator.random() < recompute])
     shapes = {source.name: Value(source.node).meta.shape for source in graph.inputs if source.kind == "parameter"}
     wishes = Wishes(
         pinned={name: _cut(shape, mesh, generator) for name, shape in shapes.items() if generator.random() < uneven},
@@ -50,7 +55,7 @@ def random_plan(
     axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
     decisions: Decisions | None = None
     for block in [axes[:2], *([axis] for axis in axes[2:])]:
-        built = builder.build(frozenset(block), decisions)
+        built = builder.build(frozenset(block), decisions, reuse="all" if forced or recompute else "none")
         decisions = built.decode(random_assignment(built.problem, generator))
     assert decisions is not None
     return _plan(graph, mesh, decisions)
@@ -80,6 +85,7 @@ def _plan(graph: JointGraph, mesh: MeshShape, decisions: Decisions) -> ShardingP
         fingerprint=graph.fingerprint,
         decisions=decisions.to_data(),
         method="random",
+        recomputed=graph.recomputed,
     )
 
 

@@ -59,6 +59,7 @@ def test_doctor_prints_the_report(
         (["explain", "FILE", "nowhere"], "nothing in the plan is at 'nowhere'"),
         (["doctor", "nowhere:make"], "nowhere cannot be imported"),
         (["html", "FILE", "/no/such/folder/plan.html"], "No such file"),
+        (["calibrate", "profile.json"], "Start it by torchrun: torchrun --nproc-per-node 8"),
     ],
 )
 def test_a_fault_of_the_user_is_one_line_and_status_1(

@@ -29,12 +29,13 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 
 
-def _parallelized(mesh: DeviceMesh, compile: bool) -> tuple[nn.Module, dict[str, Any]]:
+def _parallelized(mesh: DeviceMesh, compile: bool, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
     """A GPT on a cluster so fast that every tensor of it is worth sharding."""
     model, kwargs = models.gpt(dtype=torch.float64, layers=1, dropout=0.2)
     preset, link = autoshard.Cluster.preset("cpu"), Link(bandwidth=1e12, latency=1e-9)
     cluster = replace(preset, inside=link, between=link, device=replace(preset.device, kernel_overhead=1e-9))
-    return autoshard.parallelize(model, mesh, (), kwargs, hints=HINTS, cluster=cluster, compile=compile), kwargs
+    options |= {"hints": HINTS, "cluster": cluster, "compile": compile}
+    return autoshard.parallelize(model, mesh, (), kwargs, **options), kwargs
 
 
 def _graphs(model: nn.Module) -> list[fx.Graph]:
@@ -48,6 +49,15 @@ def _communication(graph: fx.Graph) -> list[str]:
     """Names of collectives and of random operators, in order, without the waits."""
     targets = [str(node.target) for node in graph.nodes if getattr(node.target, "namespace", "") in NAMESPACES]
     return [target for target in targets if "wait_tensor" not in target]
+
+
+def test_what_the_plan_recomputes_is_recomputed_in_the_halves_for_inductor(mesh: DeviceMesh) -> None:
+    compiled, eager = (_graphs(_parallelized(mesh, compile, recompute="full")[0]) for compile in (True, False))
+    for half, other in zip(compiled, eager, strict=True):
+        assert Counter(_communication(half)) == Counter(_communication(other))
+    draws = [_communication(half).count("autoshard.bernoulli.default") for half in compiled]
+    assert draws[0] == 3
+    assert draws[1] > 0
 
 
 def test_nothing_is_repeated_in_the_halves_for_inductor(mesh: DeviceMesh) -> None:

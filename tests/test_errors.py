@@ -175,7 +175,7 @@ def test_a_plan_for_other_inputs(mesh: DeviceMesh, plan: autoshard.ShardingPlan)
         (lambda text: text[: len(text) // 2], "is cut short or damaged"),
         (lambda text: "", "is cut short or damaged"),
         (lambda text: text.replace('"R"', '"S(0)"', 1), "was edited or damaged since it was saved"),
-        (lambda text: text.replace('"version": 1', '"version": 99'), "version 99 of the plan format"),
+        (lambda text: text.replace('"version": 2', '"version": 99'), "version 99 of the plan format"),
         (lambda text: "[1, 2]", "is not a sharding plan"),
     ],
 )

@@ -88,6 +88,26 @@ def test_plan_llama_8b(tmp_path: Path) -> None:
     assert not all(placement.is_replicate() for row in plan.placements.values() for placement in row)
 
 
+@pytest.mark.slow
+def test_will_it_fit(tmp_path: Path) -> None:
+    text = run("will_it_fit.py", tmp_path, "--layers", "1", "--devices", "2", "--memory", "4GiB", "40GiB")
+    small, large = text.split("2 devices of ")[1:]
+    assert re.search(r"No: no plan fits in 4\.0 GiB per device .* the smallest peak found is .* add devices", small)
+    assert re.search(r"Yes: \S+ GiB at the peak", large)
+    assert re.search(r"parameter +\d", large)
+
+
+@pytest.mark.slow
+def test_frontier(tmp_path: Path) -> None:
+    text = run("frontier.py", tmp_path, "--layers", "1", "--batch", "8", "--gaps", "0", "--output", "curve.svg")
+    steps = [float(row[1]) for row in re.finditer(r"^ +\d+ .* (\S+) ms .*%", text, re.MULTILINE)]
+    assert len(steps) > 1
+    assert steps == sorted(steps, reverse=True)
+    picked = dict(re.findall(r"^(fastest|leanest) +(\S+) GiB", text, re.MULTILINE))
+    assert float(picked["leanest"]) < float(picked["fastest"])
+    assert (tmp_path / "curve.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
+
+
 def test_hints(tmp_path: Path) -> None:
     sections = dict(section.split("\n", 1) for section in run("hints.py", tmp_path).strip().split("\n\n"))
     pinned = sections["The head by classes over tp; both blocks as an expert would"]

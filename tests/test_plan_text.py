@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.tensor import Replicate
 
 from autoshard import plan_text
 from autoshard.errors import PlanError
@@ -24,9 +25,9 @@ def test_the_table_tells_mesh_step_and_memory() -> None:
 
 def test_layers_placed_alike_take_one_row() -> None:
     text = str(sample_plan())
-    assert line(text, "h.*.attn.qkv.weight") == ["h.*.attn.qkv.weight", "6", "192x64", "R", "S(0,f=3)"]
-    assert line(text, "h.{0-3}.mlp.up.weight")[-2:] == ["R", "S(0)"]
-    assert line(text, "h.{4-5}.mlp.up.weight")[-2:] == ["S(1)", "S(0)"]
+    assert line(text, "h.*.attn.qkv.weight") == ["h.*.attn.qkv.weight", "6", "192x64", "R", "S(0,f=3)", "never"]
+    assert line(text, "h.{0-3}.mlp.up.weight")[-3:] == ["R", "S(0)", "never"]
+    assert line(text, "h.{4-5}.mlp.up.weight")[-3:] == ["S(1)", "S(0)", "never"]
     assert line(text, "input_ids") == ["input_ids", "1", "S(0)", "R"]
 
 
@@ -58,6 +59,21 @@ def test_text_in_brackets_is_not_markup() -> None:
     assert line(str(plan), "args[0]") == ["args[0]", "1", "S(0)", "R"]
 
 
+def test_a_plan_tells_which_parameters_are_gathered_and_which_layers_recomputed() -> None:
+    again = {f"h.{layer}.mlp.up.weight": "again" for layer in range(4)}
+    whole = sample_plan().placements | {"norm.weight": (Replicate(), Replicate())}
+    plan = sample_plan(
+        placements=whole, gathered={**again, "embed.weight": "once"}, recomputed=tuple(f"h.{n}" for n in range(5))
+    )
+    text = str(plan)
+    assert line(text, "h.{0-3}.mlp.up.weight")[-1] == "again"
+    assert line(text, "h.{4-5}.mlp.up.weight")[-1] == "never"
+    assert line(text, "embed.weight")[-1] == "once"
+    assert line(text, "norm.weight")[-1] == "whole"
+    assert "5 layers: h.0, h.1, ..., h.4" in text
+    assert "h.0, h.1" in str(sample_plan(recomputed=("h.0", "h.1")))
+
+
 def test_a_plan_of_nothing_prints() -> None:
     plan = sample_plan(placements={}, collectives=(), choices=(), cost=0.0, cluster="", timings={}, hints={})
     assert "no collectives" in str(plan)
@@ -66,7 +82,7 @@ def test_a_plan_of_nothing_prints() -> None:
 
 def test_explain_tells_placement_operators_hints_and_collectives() -> None:
     text = sample_plan().explain("h.*.mlp")
-    assert line(text, "h.{0-3}.mlp.up.weight")[-2:] == ["R", "S(0)"]
+    assert line(text, "h.{0-3}.mlp.up.weight")[-3:] == ["R", "S(0)", "never"]
     assert "h.*.attn" not in text
     assert "pinned by the hint 'h.*.mlp': tp: S(0)" in text
     assert "S(0) R, R S(1) -> S(0) S(1)" in text

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import fx
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import (
     GradAOTOutput,
@@ -19,6 +20,7 @@ from autoshard.capture.checks import check_effects, check_gradients
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.fingerprint import fingerprint
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
+from autoshard.capture.mixed_precision import reduce_gradients
 from autoshard.capture.refresh import refresh_views
 from autoshard.capture.simplify import simplify
 from autoshard.capture.symbols import with_sizes
@@ -27,7 +29,9 @@ from autoshard.errors import CaptureError
 aten = torch.ops.aten
 
 
-def describe(traced: fx.GraphModule, exported: Exported, signature: Hashable) -> JointGraph:
+def describe(
+    traced: fx.GraphModule, exported: Exported, signature: Hashable, mp_policy: MixedPrecisionPolicy | None = None
+) -> JointGraph:
     graph = traced.graph
     _complete_metadata(graph)
     check_effects(graph)
@@ -51,6 +55,8 @@ def describe(traced: fx.GraphModule, exported: Exported, signature: Hashable) ->
     refresh_views(graph, parameters, lambda node: "backward" in node.meta["partitioner_tag"])
     final = next(reversed(graph.nodes)).args[0]
     outputs = [replace(output, node=value) for output, value in zip(outputs, final, strict=True)]
+    if mp_policy is not None:
+        outputs = reduce_gradients(graph, outputs, mp_policy)
     check_gradients(exported, outputs, tangents)
     graph.lint()
     traced.recompile()

@@ -62,6 +62,7 @@ class JointGraph:
         fingerprint: hash of the graph as hexadecimal text, equal on all ranks and in all runs.
         dynamic: the sizes that calls may change, if there are any: `meta["val"]` then has the example's shapes, and
             `meta["sizes"]` of a node the shapes of its results with `Size`s in them.
+        recomputed: names of the layers that the backward half runs again (see `capture.recompute`).
     """
 
     graph_module: fx.GraphModule
@@ -73,6 +74,7 @@ class JointGraph:
     call: CallLayout
     result: ResultLayout
     dynamic: DynamicSizes | None = None
+    recomputed: tuple[str, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

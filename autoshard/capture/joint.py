@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.capture._torch import TangentAOTInput, fake_mode, outside_modes, pytree, trace_joint
+from autoshard.capture._torch import FakeTensorMode, TangentAOTInput, fake_mode, outside_modes, pytree, trace_joint
 from autoshard.capture.annotate import capturing
 from autoshard.capture.calls import signature_of
 from autoshard.capture.checks import check_sizes
@@ -18,6 +19,7 @@ from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.export import Exported, export_forward
 from autoshard.capture.failure import capture_error
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
+from autoshard.capture.mixed_precision import LoweredModule
 from autoshard.capture.twin import fake_like, fake_twin
 from autoshard.errors import AutoshardError, CaptureError
 
@@ -36,6 +38,7 @@ def capture(
     device: torch.device | None = None,
     tangents: Literal["loss", "all"] = "loss",
     dynamic: Dynamic | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
 ) -> JointGraph:
     """Capture one call of a module as a joint graph. Real weights are never touched: all runs on fake tensors.
 
@@ -50,6 +53,7 @@ def capture(
             other outputs are not propagated; "all": every differentiable output is.
         dynamic: for inputs by name, the dims whose sizes later calls may change, each with a name (dims of one name
             are of one size) or a `torch.export.Dim`. The graph then holds `Size`s.
+        mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph.
 
     Returns:
         The graph, with dead code, identities and common subexpressions removed.
@@ -68,7 +72,7 @@ def capture(
             fake_args, fake_kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda leaf: fake_like(leaf, mode, device), (args, dict(kwargs))
             )
-            exported = export_forward(twin, fake_args, fake_kwargs, mode, device, dynamic)
+            exported = _export(twin, fake_args, fake_kwargs, mode, device, dynamic, mp_policy)
             check_sizes(exported.graph_module.graph)
             everything = tuple(True for _ in exported.outputs)
             differentiated = _losses(exported) if tangents == "loss" else everything
@@ -79,7 +83,25 @@ def capture(
         raise
     except Exception as error:
         raise capture_error(type(module).__name__, error) from error
-    return describe(traced, exported, signature)
+    return describe(traced, exported, signature, mp_policy)
+
+
+def _export(
+    twin: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: FakeTensorMode,
+    device: torch.device,
+    dynamic: Dynamic | None,
+    mp_policy: MixedPrecisionPolicy | None,
+) -> Exported:
+    """The forward graph of a twin, in the precisions of a policy."""
+    if mp_policy is None:
+        return export_forward(twin, args, kwargs, mode, device, dynamic)
+    lowered = LoweredModule(twin, mp_policy)
+    lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
+    exported = export_forward(twin, lowered_args, lowered_kwargs, mode, device, dynamic)
+    return lowered.with_casts(exported, exported.call.flatten(args, kwargs))
 
 
 def _check_autocast(device: torch.device) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch._ops import OpOverload  # the type of an operator such as torch.ops.aten.mm.default
 
-__all__ = ["OpOverload"]
+collectives = torch.ops._c10d_functional
+"""Collectives as operators on tensors: those that programs are made of, which are the ones to measure."""
+
+__all__ = ["OpOverload", "collectives"]

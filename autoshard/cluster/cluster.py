@@ -11,10 +11,20 @@ from typing import Any
 
 import torch
 
+from autoshard.cluster.measured import Measured
 from autoshard.cluster.schema import FORMAT, VERSION, check
 from autoshard.errors import MeshError
 
 _PRESETS = resources.files("autoshard.cluster") / "presets"
+
+CONTENTION = 0.58
+"""Seconds that a second of communication costs behind compute: both want processors and memory bandwidth.
+
+Source: Agrawal et al., "Optimizing ML Concurrent Computation and Communication with GPU DMA Engines" (2024): kernels
+that are scheduled to share a device gain 42 % of what they would if they did not disturb each other, 21 % where nothing
+is done about it. Lee et al., "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep
+Learning" (2025), see compute slowed by 19 %, and 10 % of the time gained, on H100s and others.
+"""
 
 # Which peak rate a type without one of its own runs at.
 _RUNS_AS = {
@@ -71,6 +81,10 @@ class Cluster:
         inside: the link between devices of one host.
         between: the link between devices of different hosts.
         source: where the figures come from.
+        contention: seconds that a second of communication costs behind compute: 0 where neither disturbs the other, 1
+            where nothing is gained by doing both at once.
+        measured: measurements of collectives and operators by `autoshard.calibrate`; None for a cluster that its other
+            figures describe, as they do the presets.
     """
 
     name: str
@@ -79,6 +93,8 @@ class Cluster:
     inside: Link
     between: Link
     source: str = ""
+    contention: float = CONTENTION
+    measured: Measured | None = None
 
     @staticmethod
     def of(cluster: str | os.PathLike[str] | Cluster) -> Cluster:
@@ -129,7 +145,7 @@ class Cluster:
 
     def to_json(self) -> str:
         """The cluster as a JSON text."""
-        data = {
+        data: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
             "name": self.name,
@@ -144,7 +160,10 @@ class Cluster:
             "devices_per_host": self.devices_per_host,
             "inside": {"bandwidth": self.inside.bandwidth, "latency": self.inside.latency},
             "between": {"bandwidth": self.between.bandwidth, "latency": self.between.latency},
+            "contention": self.contention,
         }
+        if self.measured is not None:
+            data["measured"] = self.measured.to_data()
         return json.dumps(data, indent=2) + "\n"
 
     @staticmethod
@@ -152,9 +171,14 @@ class Cluster:
         """The cluster in a JSON text; `what` names the text in errors.
 
         Raises:
-            MeshError: the text is not JSON, or does not follow the schema of a cluster.
+            MeshError: the text is not JSON, does not follow the schema of a cluster, or its measurements are none:
+                amounts that do not rise, seconds that fall, groups that so many devices do not make.
         """
         data: dict[str, Any] = check(text, what)
+        try:
+            measured = Measured.from_data(data["measured"]) if "measured" in data else None
+        except ValueError as error:
+            raise MeshError(f"{what} is not a cluster: at measured.{error}.") from error
         return Cluster(
             name=data["name"],
             device=Device(**data["device"]),
@@ -162,4 +186,6 @@ class Cluster:
             inside=Link(**data["inside"]),
             between=Link(**data["between"]),
             source=data.get("source", ""),
+            contention=data.get("contention", CONTENTION),
+            measured=measured,
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 
 from autoshard.cluster.cluster import Cluster, Link
+from autoshard.cluster.measured import Grouping
 from autoshard.specs.axes import MeshShape
 
 # Operations on local memory alone, in times that the bytes held are moved (one read and one write).
@@ -14,15 +16,6 @@ _LOCAL = ("slice", "make_partial", "copy")
 
 GROUPED_BYTES = 25 * 2**20
 """Gradients are reduced together up to this many bytes, as in torch's DistributedDataParallel."""
-
-CONTENTION = 0.58
-"""Seconds that a second of communication costs behind compute: both want processors and memory bandwidth.
-
-Source: Agrawal et al., "Optimizing ML Concurrent Computation and Communication with GPU DMA Engines" (2024): kernels
-that are scheduled to share a device gain 42 % of what they would if they did not disturb each other, 21 % where nothing
-is done about it. Lee et al., "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep
-Learning" (2025), see compute slowed by 19 %, and 10 % of the time gained, on H100s and others.
-"""
 
 
 class CostModel:
@@ -35,6 +28,28 @@ class CostModel:
         self.cluster = cluster
         self.mesh = mesh
         self._links = tuple(self._link(axis) for axis in range(mesh.ndim))
+        strides = (math.prod(mesh.sizes[axis + 1 :]) for axis in range(mesh.ndim))
+        self._groupings = tuple(Grouping(size, stride) for size, stride in zip(mesh.sizes, strides, strict=True))
+        self._warn_of_estimates()
+
+    def _warn_of_estimates(self) -> None:
+        """Say which axes group devices as no measured collective does."""
+        measured = self.cluster.measured
+        if measured is None:
+            return
+        known = {grouping for _, grouping in measured.collectives}
+        estimated = [
+            f"{axis.name} ({grouping.size} devices, {grouping.stride} apart in rank)"
+            for axis, grouping in zip(self.mesh.axes, self._groupings, strict=True)
+            if grouping.size > 1 and grouping not in known
+        ]
+        if estimated:
+            warnings.warn(
+                f"cluster {self.cluster.name} was measured on {measured.devices} devices, and no collective over mesh "
+                f"axis {', '.join(estimated)}: they are estimated from the latency and bandwidth that fit the others. "
+                f"Measure them by autoshard.calibrate on a mesh of {self.mesh.size} devices.",
+                stacklevel=3,
+            )
 
     def axis_link(self, axis: int) -> Link:
         """The link that a collective over `axis` runs at: the slowest that any of its groups must use.
@@ -55,8 +70,11 @@ class CostModel:
             axis: the mesh axis, of size n; over a single device everything is free.
 
         Returns:
-            Seconds by the latency-bandwidth model of ring collectives, W the latency of the n-1 hops of the ring and
-            B the bandwidth of the link: all-gather W + bytes(n-1)/B; reduce-scatter and all-to-all
+            On a cluster with measurements, and an axis that groups devices as they were grouped then (the same size and
+            stride, whatever the other axes), the measured seconds, interpolated between powers of two of bytes; a local
+            step takes the measured time of a copy.
+            Else seconds by the latency-bandwidth model of ring collectives, W the latency of the n-1 hops of the ring
+            and B the bandwidth of the link: all-gather W + bytes(n-1)/B; reduce-scatter and all-to-all
             W + bytes(n-1)/(n B); shift one latency of the link + bytes/B; all-reduce twice a reduce-scatter, or, where
             that is faster, up and down a binary tree: 2 ceil(log2 n) hops and 2 bytes/B. A local step reads and
             writes what it keeps at the memory's bandwidth.
@@ -66,16 +84,25 @@ class CostModel:
 
         Source: TensorOpt 3.2, "Improving cost estimation accuracy": a collective's time, not its volume, is the cost.
         """
+        measured = self._measured(kind, bytes, axis)
+        if measured is not None:
+            return measured
         waiting, moving = min(self._algorithms(kind, bytes, axis), key=sum)
         return waiting + moving
 
     def gradient_collective(self, kind: str, bytes: int, axis: int) -> float:
         """Time of a collective by which a gradient goes to its optimizer, as `collective`.
 
-        Gradients are reduced together, up to `GROUPED_BYTES` at once: a reduction pays its share of the latency only.
+        Gradients are reduced together, up to `GROUPED_BYTES` at once: a reduction pays its share of the latency only,
+        or, where collectives were measured, its share of such a group's time.
 
         Source: Whale 5.1.1, "grouped" AllReduce.
         """
+        measured = self._measured(kind, max(bytes, GROUPED_BYTES), axis)
+        if measured is not None and kind in ("all_reduce", "reduce_scatter"):
+            return measured * min(1.0, bytes / GROUPED_BYTES)
+        if measured is not None:
+            return self.collective(kind, bytes, axis)
         share = min(1.0, bytes / GROUPED_BYTES) if kind in ("all_reduce", "reduce_scatter") else 1.0
         return min(share * waiting + moving for waiting, moving in self._algorithms(kind, bytes, axis))
 
@@ -101,6 +128,18 @@ class CostModel:
                 return [(self._links[axis].latency, whole)]
         raise ValueError(f"there is no collective {kind!r}.")
 
+    def _measured(self, kind: str, bytes: int, axis: int) -> float | None:
+        """Seconds by what was measured; None where nothing was, or nothing is to be sent."""
+        measured = self.cluster.measured
+        size = self.mesh.sizes[axis]
+        if measured is None or size == 1:
+            return None
+        if kind in _LOCAL:
+            kept = bytes / size if kind == "slice" else bytes
+            return measured.operator_seconds("clone", 0.0, 2 * kept, torch.float32)
+        curve = measured.collectives.get((kind, self._groupings[axis]))
+        return None if curve is None else curve.at(bytes)
+
     def _ring_latency(self, axis: int) -> float:
         """Seconds of one trip around the ring of an axis: as few of its hops as possible leave a host."""
         size, stride = self.mesh.sizes[axis], math.prod(self.mesh.sizes[axis + 1 :])
@@ -108,22 +147,34 @@ class CostModel:
         outside = max(1, hosts - 1) if self.spans_hosts(axis) else 0
         return self.cluster.between.latency * outside + self.cluster.inside.latency * (size - 1 - outside)
 
-    def compute(self, flops: float, bytes: float, dtype: torch.dtype) -> float:
-        """Time of one operator on one device: a roofline over a fixed cost per operator.
+    def compute(self, flops: float, bytes: float, dtype: torch.dtype, operator: str = "add") -> float:
+        """Time of one operator on one device: as measured, or a roofline over a fixed cost per operator.
 
         Args:
             flops: floating-point operations done on the device.
             bytes: read and written by the device.
             dtype: of the operands, which sets the peak rate.
+            operator: its name without namespace and overload, such as `"mm"`; measurements tell operators apart.
 
         Returns:
-            Seconds: max(flops / peak, bytes / memory bandwidth) + kernel overhead.
+            Seconds: measured ones of operators of its family where there are such (`Measured.operator_seconds`), else
+            max(flops / peak, bytes / memory bandwidth) + kernel overhead.
 
         Source: Whale 3.3 profiles a TaskGraph by its operations and bytes against those of the device; the roofline is
         the same without the run.
         """
+        if self.cluster.measured is not None:
+            seconds = self.cluster.measured.operator_seconds(operator, flops, bytes, dtype)
+            if seconds is not None:
+                return seconds
         device = self.cluster.device
         return max(flops / device.peak(dtype), bytes / device.memory_bandwidth) + device.kernel_overhead
+
+    def view(self) -> float:
+        """Time of an operator that makes a view: what a call costs where calls were measured, else nothing."""
+        measured = self.cluster.measured
+        seconds = None if measured is None else measured.operator_seconds("view", 0.0, 0.0, torch.float32)
+        return seconds or 0.0
 
     def _link(self, axis: int) -> Link:
         return self.cluster.between if self.spans_hosts(axis) else self.cluster.inside

@@ -37,6 +37,18 @@ _DEVICE = _record(
         "kernel_overhead": _NOT_NEGATIVE,
     }
 )
+_CURVE = {"type": "array", "items": _POSITIVE, "minItems": 1}
+_COUNT = {"type": "integer", "minimum": 1}
+_COLLECTIVE = _record({"kind": _NAME, "size": _COUNT, "stride": _COUNT, "amounts": _CURVE, "seconds": _CURVE})
+_OPERATOR = _record(
+    {
+        "operator": _NAME,
+        "dtype": _NAME,
+        "amounts_are": {"enum": ["flops", "bytes", "flops_per_byte"]},
+        "amounts": _CURVE,
+        "seconds": _CURVE,
+    }
+)
 SCHEMA = _record(
     {
         "format": {"const": FORMAT},
@@ -47,8 +59,16 @@ SCHEMA = _record(
         "devices_per_host": {"type": "integer", "minimum": 1},
         "inside": _LINK,
         "between": _LINK,
+        "contention": _NOT_NEGATIVE,
+        "measured": _record(
+            {
+                "devices": _COUNT,
+                "collectives": {"type": "array", "items": _COLLECTIVE},
+                "operators": {"type": "array", "items": _OPERATOR},
+            }
+        ),
     },
-    optional=("source",),
+    optional=("source", "contention", "measured"),
 )
 
 
@@ -61,7 +81,7 @@ def check(text: str, what: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise MeshError(f"{what} is not JSON: {error}.") from error
+        raise MeshError(f"{what} is not JSON: {error}. Was it cut short? Write it again by Cluster.save.") from error
     problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(SCHEMA).iter_errors(data))
     if problem is not None:
         place = ".".join(str(step) for step in problem.absolute_path) or "the top level"

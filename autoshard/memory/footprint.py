@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-Kind = Literal["parameter", "gradient", "optimizer", "buffer", "activation", "gathered", "temporary"]
+import numpy as np
+
+Kind = Literal[
+    "parameter", "gradient", "optimizer", "buffer", "input", "saved", "gathered", "communication", "temporary"
+]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Place = Callable[[int], tuple[str, str, str]]
+_LARGEST = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +27,9 @@ class Allocation:
         bytes: held by one device.
         start: the first moment (position in the order of execution) at which it is held.
         end: the first moment at which it is held no more.
-        kind: what it is held for; `"gathered"` is a copy of a sharded tensor, `"temporary"` lives within one operator.
+        kind: what it is held for. `"saved"` is made by the forward half and read by the backward half; `"gathered"` is
+            a copy of a parameter or input; `"communication"` is what other reshards, and buckets of gradients, are made
+            of; `"temporary"` is all else that a half makes.
     """
 
     name: str
@@ -60,13 +68,38 @@ def components(allocations: Iterable[Allocation], moment: int) -> dict[Kind, int
     return held
 
 
+def held(allocations: Iterable[Allocation], moments: int) -> np.ndarray:
+    """Bytes held at each of the moments `0` to `moments - 1`."""
+    change = np.zeros(moments + 1)
+    for one in allocations:
+        change[min(one.start, moments)] += one.bytes
+        change[min(one.end, moments)] -= one.bytes
+    return np.cumsum(change)[:moments]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One tensor that a device holds: its name, what it is held for (one of `KINDS`), and its bytes."""
+
+    name: str
+    kind: str
+    bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes that one device holds in a step.
 
     `parameters`, `gradients`, `optimizer` and `buffers` are totals over the step. `activations` is the most held at
-    one moment for anything else: saved activations, gathered copies and temporaries. The `peak` may be below the sum,
-    since not all gradients are there while most activations are.
+    one moment for anything else: inputs, saved activations, gathered copies, buffers of communication and temporaries.
+    The `peak` may be below the sum, since not all gradients are there while most activations are.
+
+    Attributes:
+        held: bytes at the moment of the peak, by kind (`KINDS`); kinds of which nothing is held are left out.
+        phase: `"forward"`, `"backward"` or `"optimizer"`: when the peak is.
+        module: path of the module that runs then, `""` for the root.
+        operator: what runs then.
+        largest: the largest tensors that are held then.
     """
 
     parameters: int = 0
@@ -75,20 +108,43 @@ class Memory:
     buffers: int = 0
     activations: int = 0
     peak: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+    phase: str = ""
+    module: str = ""
+    operator: str = ""
+    largest: tuple[Held, ...] = ()
 
     @staticmethod
-    def of(allocations: Sequence[Allocation]) -> Memory:
-        """The account of a step in which these are allocated."""
+    def of(allocations: Sequence[Allocation], place: Place | None = None) -> Memory:
+        """The account of a step in which these are allocated.
+
+        Args:
+            allocations: all of them.
+            place: says what runs at a moment: phase, path of the module, operator.
+        """
 
         def total(kind: Kind) -> int:
             return sum(allocation.bytes for allocation in allocations if allocation.kind == kind)
 
-        passing = [one for one in allocations if one.kind in ("activation", "gathered", "temporary")]
+        lasting = ("parameter", "gradient", "optimizer", "buffer")
+        most, moment = peak(allocations)
+        then = sorted((one for one in allocations if one.start <= moment < one.end), key=lambda one: -one.bytes)
+        phase, module, operator = ("", "", "") if place is None else place(moment)
         return Memory(
             parameters=total("parameter"),
             gradients=total("gradient"),
             optimizer=total("optimizer"),
             buffers=total("buffer"),
-            activations=peak(passing)[0],
-            peak=peak(allocations)[0],
+            activations=peak(one for one in allocations if one.kind not in lasting)[0],
+            peak=most,
+            held={kind: held for kind, held in components(then, moment).items() if held},
+            phase=phase,
+            module=module,
+            operator=operator,
+            largest=tuple(Held(one.name, one.kind, one.bytes) for one in then[:_LARGEST] if one.bytes),
         )
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> Memory:
+        """The account that `dataclasses.asdict` made data of."""
+        return Memory(**{**data, "largest": tuple(Held(**one) for one in data["largest"])})

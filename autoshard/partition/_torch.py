@@ -19,7 +19,8 @@ from torch._dynamo.source import ConstantSource
 # the other recomputes cheap operators, which pays where the halves are compiled.
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
-# The mode in which the shapes of a program's tensors are found.
+# The tensors of a program before it runs, which have shapes and no numbers, and the mode in which they are made.
+from torch._subclasses import FakeTensor as FakeTensor
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 
 # Runs a function once per rank where one process holds all ranks, and plainly elsewhere.
@@ -30,6 +31,9 @@ from torch.distributed.tensor import DTensor, Placement
 # How a DTensor lies: what its public constructors work out anew at every call, at six times the price.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+# Makes a graph that takes its arguments as a list and lets go of each after its last use.
+from torch.fx.graph import _BoxedCodeGen
 
 
 class SymbolicNumbers:
@@ -61,7 +65,32 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) ->
     output.meta.setdefault("desc", [None] * len(output.args[0]))
     partition = min_cut_rematerialization_partition if recompute else default_partition
     forward, backward = partition(joint, None, num_fwd_outputs=forward_outputs)
+    if not recompute:
+        _save_what_is_read(forward, backward, forward_outputs)
     return forward, backward
+
+
+def _save_what_is_read(forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int) -> None:
+    """Save nothing that the backward graph does not read: torch keeps what dead copies of calls read."""
+    backward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    output: Any = next(iter(forward.graph.find_nodes(op="output")))
+    results = tuple(output.args[0])
+    taken = list(backward.graph.find_nodes(op="placeholder"))
+    kept = []
+    for placeholder, result in zip(taken, results[forward_outputs:], strict=False):
+        if placeholder.users:
+            kept.append(result)
+        else:
+            backward.graph.erase_node(placeholder)
+    output.args = ((*results[:forward_outputs], *kept),)
+    forward.recompile()
+    backward.recompile()
+
+
+def take_list(graph: fx.GraphModule) -> None:
+    """Make a graph take its arguments as one list, which it empties; they are then freed after their last use."""
+    graph.graph.set_codegen(_BoxedCodeGen())
+    graph.recompile()
 
 
 def compile_graph(graph: fx.GraphModule, dynamic: bool) -> Any:

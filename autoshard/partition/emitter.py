@@ -41,7 +41,7 @@ class GraphEmitter:
         self._groups = tuple(groups)
         self._mode = mode
         self._device = device
-        self._streams = 0
+        self.streams = 0  # how many random operators were emitted: each has a number
         self._coordinates: list[fx.Node] = []
         self._seed: fx.Node | None = None
         self._symbolic = SymbolicShapes(sizes) if sizes else None
@@ -96,8 +96,8 @@ class GraphEmitter:
         return self._seed
 
     def stream(self) -> int:
-        self._streams += 1
-        return self._streams
+        self.streams += 1
+        return self.streams
 
     def shape(self, value: fx.Node) -> tuple[int, ...]:
         return tuple(value.meta["val"].shape) if self._symbolic is None else self._symbolic.shape(value)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from autoshard.capture.joint import JointInput
+from autoshard.capture.recompute import RECOMPUTES
 from autoshard.partition.emitter import GraphEmitter
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph import Value, operand_nodes, value_of
@@ -56,12 +58,14 @@ class LocalStep:
     Where sizes are dynamic, shapes and the graph's arguments hold them as `Size`s.
 
     The graph takes the tensors of `inputs` that are no tangents, then the rank's coordinates and the step's seed,
-    then the tangents; it returns the tensors of `outputs`, forward ones first.
+    then the tangents; it returns the tensors of `outputs`, forward ones first. It `repeats` work where the backward
+    half gathers again what the forward half had gathered, or runs operators again.
     """
 
     graph_module: fx.GraphModule
     inputs: tuple[Border, ...]
     outputs: tuple[Border, ...]
+    repeats: bool = False
 
     @property
     def forward_outputs(self) -> tuple[Border, ...]:
@@ -93,6 +97,7 @@ class Localizer:
         self.results: dict[tuple[str, str], fx.Node] = {}  # kind and name of an output -> the node that holds it
         self._taken: set[fx.Node] = set()  # nodes whose memory is a gradient
         self._zeros: set[fx.Node] = set()  # nodes in which all padding is zero
+        self._streams: dict[str, int] = {}  # operator -> random operators emitted before it
         self._masked: dict[tuple[fx.Node, str], fx.Node] = {}  # node and phase -> its tensor with padding made zero
 
     def run(self) -> LocalStep:
@@ -113,7 +118,8 @@ class Localizer:
         ]
         self.emit.graph.output(tuple(self.results[border.kind, border.name] for border in outputs))
         module = fx.GraphModule(torch.nn.Module(), self.emit.graph)
-        return LocalStep(module, tuple(inputs), tuple(outputs))
+        again = any(key.endswith("@backward") for key in self.flow.decisions.hubs)
+        return LocalStep(module, tuple(inputs), tuple(outputs), again or bool(self.flow.graph.recomputed))
 
     def _deliver(self, value: Value) -> None:
         """Bring a value that the step hands back to where it is wanted, as soon as it is made.
@@ -180,12 +186,26 @@ class Localizer:
                 self._zeros.add(value)
         padded = padded_factors(call.rule, call.choices, call.mesh)
         zeros = zero_results(call.rule, padded, call.zeros)
-        results = emit_program(call)
+        results = self._emitted(node, call)
         for index, result in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
             if result is not None:
                 self.made[Value(node, index).name] = result
                 if zeros[index]:
                     self._zeros.add(result)
+
+    def _emitted(self, node: fx.Node, call: LocalCall) -> Any:
+        """Emit an operator; one that is run again draws the numbers that it drew the first time.
+
+        What draws from the device's own generator would not: its results are kept.
+        """
+        first = self.rules.repeats_draw(node)
+        if first is not None and call.rule.local is None:
+            return [self.made.get(Value(first, index).name) for index in range(len(call.call.results))]
+        streams = self.emit.streams
+        self._streams[node.name] = self.emit.streams = self._streams.get(node.meta.get(RECOMPUTES, ""), streams)
+        results = emit_program(call)
+        self.emit.streams = max(streams, self.emit.streams)
+        return results
 
     def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
         """The value as `target`, for an optimizer if it is a `gradient`; every copy on the way is made once."""

@@ -9,12 +9,12 @@ from typing import Any
 import sympy
 from torch import fx
 
-from autoshard.partition._torch import compile_graph, split_joint
-from autoshard.partition.bucket import bucket_reductions
+from autoshard.partition._torch import compile_graph, split_joint, take_list
 from autoshard.partition.localize import LocalStep
-from autoshard.partition.overlap import await_late, gather_ahead
 from autoshard.patterns.ring import lower_shifts
 from autoshard.patterns.routed_exchange import programs
+from autoshard.reshard.bucket import bucket_reductions
+from autoshard.reshard.overlap import await_late, gather_ahead
 from autoshard.size import Ratio, Size
 
 
@@ -23,8 +23,9 @@ class Halves:
     """Forward and backward of a local step.
 
     The forward graph takes the program's inputs but the tangents, and returns the outputs of the forward and then
-    `saved` tensors; the backward graph takes these and the tangents, and returns the gradients. A forward-only step
-    has no backward.
+    `saved` tensors; the backward graph takes these and the tangents, and returns the gradients. Unless it is compiled,
+    it takes them as one list, which it empties: what is saved is freed as it is used up. A forward-only step has no
+    backward.
     """
 
     forward: fx.GraphModule
@@ -41,14 +42,16 @@ def split(step: LocalStep, compile: bool) -> Halves:
     Args:
         step: the program.
         compile: hand both halves to inductor, unless the data decides how many rows a rank holds; cheap operators are
-            then recomputed in the backward half.
+            then recomputed in the backward half, unless the plan itself says what is done again.
     """
     joint = step.graph_module
     compile = compile and not _is_sized_by_data(joint)
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
     if any(border.kind == "gradient" for border in step.outputs):
-        forward, backward = split_joint(joint, len(step.forward_outputs), recompute=compile)
+        # The partitioner that recomputes cheap operators merges equal ones first, those that the plan repeats too.
+        cheap = compile and not step.repeats
+        forward, backward = split_joint(joint, len(step.forward_outputs), recompute=cheap)
     else:
         forward, backward = joint, None
     sizes = []
@@ -64,6 +67,8 @@ def split(step: LocalStep, compile: bool) -> Halves:
             half.recompile()
     output = next(iter(forward.graph.find_nodes(op="output")))
     saved = len(output.args[0]) - len(step.forward_outputs)
+    if backward is not None and not compile:
+        take_list(backward)
     if compile:
         forward = compile_graph(forward, dynamic=any(sizes))
         backward = None if backward is None else compile_graph(backward, dynamic=any(sizes))

@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -114,9 +115,12 @@ class Program:
         return _unpadded(tensor, border, self.ranks.mesh, coordinate_of(self.ranks.device_mesh)).clone()
 
     def backward(
-        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
+        self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
     ) -> list[torch.Tensor]:
-        """Local gradients, in the order of the step's gradient outputs."""
+        """Local gradients, in the order of the step's gradient outputs.
+
+        The list of saved tensors is emptied, so that each is freed once it has been read for the last time.
+        """
         assert self.halves.backward is not None
         whole = [
             torch.zeros(at(border, sizes).local_shape(self.ranks.mesh), dtype=border.dtype, device=self.ranks.device)
@@ -124,7 +128,11 @@ class Program:
             else self._padded(tangent, at(border, sizes))
             for tangent, border in zip(tangents, self.step.tangents, strict=True)
         ]
-        return list(self.halves.backward(*saved, *whole, *_numbers(self.halves.backward_sizes, sizes)))
+        arguments = [*saved, *whole, *_numbers(self.halves.backward_sizes, sizes)]
+        saved.clear()
+        if isinstance(self.halves.backward, fx.GraphModule):
+            return list(self.halves.backward(arguments))  # empties the list
+        return list(self.halves.backward(*arguments))  # compiled
 
 
 def _numbers(expressions: Sequence[sympy.Expr], sizes: Sizes) -> list[int | float]:
@@ -166,13 +174,11 @@ class _Run(torch.autograd.Function):
         if any(gradient is not None and name not in expected for name, gradient in given.items()):
             results = _differentiate_all(ctx, program, given)
         else:
-            results = dict(
-                zip(
-                    (border.name for border in program.step.outputs if border.kind == "gradient"),
-                    program.backward(ctx.saved_tensors[: ctx.count], [given[name] for name in expected], ctx.sizes),
-                    strict=True,
-                )
-            )
+            saved = list(ctx.saved_tensors[: ctx.count])
+            ctx.maybe_clear_saved_tensors()  # unless the graph is to be kept
+            made = program.backward(saved, [given[name] for name in expected], ctx.sizes)
+            names = [border.name for border in program.step.outputs if border.kind == "gradient"]
+            results = dict(zip(names, made, strict=True))
         primals = [border for border in program.step.inputs if border.kind != "tangent"]
         return None, None, *(_handed_back(program, border, results.get(border.name)) for border in primals)
 
@@ -218,7 +224,7 @@ def _differentiate_all(ctx: Any, program: Program, given: dict[str, torch.Tensor
         )
     general = program.general()
     _, saved = general.forward(ctx.whole, ctx.sizes, ctx.seed)
-    gradients = general.backward(saved, [given[border.name] for border in general.step.tangents], ctx.sizes)
+    gradients = general.backward(list(saved), [given[border.name] for border in general.step.tangents], ctx.sizes)
     names = (border.name for border in general.step.outputs if border.kind == "gradient")
     return dict(zip(names, gradients, strict=True))
 

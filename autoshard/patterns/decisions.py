@@ -76,6 +76,8 @@ class Flow:
         self.mesh = mesh
         self._sources = {source.node: source for source in rules.graph.inputs}
         self._held = {source.name: source.node.name for source in rules.graph.inputs if source.kind != "tangent"}
+        # Layers share their rules: a spec is made once for all operators that choose alike.
+        self._specs: dict[tuple[int, Choices, int, bool], Spec] = {}
 
     @property
     def graph(self) -> JointGraph:
@@ -118,15 +120,22 @@ class Flow:
         pinned = self.rules.pinned(value.node, self.mesh)
         if pinned is not None:
             return pinned
-        rule = self.rules.rules[value.node]
-        return result_spec(rule, self.decisions.choices[value.node.name], self.mesh, value.index)
+        rule, choices = self.rules.rules[value.node], self.decisions.choices[value.node.name]
+        key = (id(rule), choices, value.index, True)
+        if key not in self._specs:
+            self._specs[key] = result_spec(rule, choices, self.mesh, value.index)
+        return self._specs[key]
 
     def wanted(self, node: fx.Node, operand: int) -> Spec:
         """The spec in which an operator takes an operand."""
         pinned = self.rules.pinned(node, self.mesh)
         if pinned is not None:
             return pinned
-        return operand_spec(self.rules.rules[node], self.decisions.choices[node.name], self.mesh, operand)
+        rule, choices = self.rules.rules[node], self.decisions.choices[node.name]
+        key = (id(rule), choices, operand, False)
+        if key not in self._specs:
+            self._specs[key] = operand_spec(rule, choices, self.mesh, operand)
+        return self._specs[key]
 
     def delivered(self, output: JointOutput) -> Spec:
         """The spec in which the step hands an output back."""

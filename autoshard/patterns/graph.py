@@ -16,6 +16,9 @@ from torch import fx
 from torch.distributed.tensor import Placement, Replicate
 
 from autoshard.capture.joint import JointGraph, JointOutput
+from autoshard.capture.mixed_precision import REDUCED
+from autoshard.capture.recompute import RECOMPUTES
+from autoshard.capture.simplify import is_random
 from autoshard.errors import HintError
 from autoshard.patterns.generic import generic_sizes
 from autoshard.patterns.ops.unknown import whole_rule
@@ -29,6 +32,7 @@ from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, is_placeable
 from autoshard.specs.spec import Spec, placement_text
 
+_ADD = torch.ops.aten.add.Tensor
 _LONGEST_CHAIN = 6
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
 
@@ -166,6 +170,19 @@ class GraphRules:
             self._pinned[key] = pinned_spec(placements, Value(node).meta.shape, mesh, self.graph.module_path(node))
         return self._pinned[key]
 
+    def repeats_draw(self, node: fx.Node) -> fx.Node | None:
+        """The operator of the forward half that draws numbers and that an operator runs again, if it does."""
+        if RECOMPUTES not in node.meta or not is_random(node):
+            return None
+        call = self.calls[node]
+        if any(one.name == "dropout_p" for one in call.op._schema.arguments) and call.arg("dropout_p") == 0:
+            return None  # attention, whose kernels could drop and do not
+        return self._by_name.get(node.meta[RECOMPUTES])
+
+    @cached_property
+    def _by_name(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.operators}
+
     def _places(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
         """The tensors that every operator takes."""
         taken = {node: map(value_of, operand_nodes(node)) for node in self.operators}
@@ -201,6 +218,24 @@ class GraphRules:
             variants = [zero_results(each, range(len(each.factors)), zeros) for each in (rule, *rule.variants)]
             known |= {Value(node, index) for index, kept in enumerate(zip(*variants, strict=True)) if all(kept)}
         return found
+
+    @cached_property
+    def unreduced(self) -> frozenset[Value]:
+        """Values on the way to a gradient whose partial sums are added later, in another dtype."""
+        found: set[Value] = set()
+        waiting = [node for node in self.operators if node.meta.get(REDUCED) == "here"]
+        while waiting:
+            for source in operand_nodes(waiting.pop()):
+                value = value_of(source)
+                if value.node in self.rules and len(self.uses[value]) == 1 and value not in self.outputs_of:
+                    found.add(value)
+                    if value.node in self.calls and (self.rules[value.node].free or self.calls[value.node].op is _ADD):
+                        waiting.append(value.node)
+        return frozenset(found)
+
+    def restores(self, node: fx.Node) -> bool:
+        """Whether an operator casts a gradient back that was reduced in another dtype."""
+        return bool(node.meta.get(REDUCED) == "before")
 
     @cached_property
     def uses(self) -> dict[Value, list[Use]]:

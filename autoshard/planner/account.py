@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,7 +45,10 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class _Want:
-    """A value that is wanted as `target` by an operator, or by an output of the step; `node` says where."""
+    """A value that is wanted as `target` by an operator, or by an output of the step; `node` says where.
+
+    `gradient` says whether the user is an optimizer, or the cast of what it is given.
+    """
 
     user: Use | JointOutput
     node: fx.Node
@@ -53,10 +56,11 @@ class _Want:
     phase: str
     target: Spec
     position: int
+    gradient: bool
 
     def is_gradient(self, spec: Spec) -> bool:
-        """Whether a copy as `spec` is what an optimizer is given."""
-        return isinstance(self.user, JointOutput) and self.user.kind == "gradient" and spec is self.target
+        """Whether a copy as `spec` is what an optimizer is given, but for a cast."""
+        return self.gradient and spec is self.target
 
 
 class Account:
@@ -66,7 +70,6 @@ class Account:
         flow: the graph and the decisions.
         tables: prices of strategies.
         resharder: finds the reshards.
-        state_bytes: optimizer state per trained parameter element.
 
     Attributes:
         position: of every operator in the program.
@@ -76,13 +79,12 @@ class Account:
         handed: output of the step -> key of the value or copy that it is.
     """
 
-    def __init__(self, flow: Flow, tables: OptionTables, resharder: Resharder, state_bytes: float) -> None:
+    def __init__(self, flow: Flow, tables: OptionTables, resharder: Resharder) -> None:
         self.flow = flow
         self.rules = flow.rules
         self.mesh = flow.mesh
         self.tables = tables
         self.resharder = resharder
-        self.state_bytes = state_bytes
         self.position = {node: position for position, node in enumerate(self.rules.operators)}
         self.legs: list[Leg] = []
         self.last_use: dict[str, int] = {}
@@ -127,13 +129,15 @@ class Account:
             position, phase = self.position[node], self.flow.graph.phase(node)
             for operand, taken in enumerate(operand_nodes(node)):
                 target = self.flow.wanted(node, operand)
-                yield _Want(Use(node, operand), node, value_of(taken), phase, target, position)
+                gradient = self.rules.restores(node)
+                yield _Want(Use(node, operand), node, value_of(taken), phase, target, position, gradient)
             for index in range(len(self.rules.calls[node].results)):
                 yield from self._outputs(Value(node, index), position + 1)
 
     def _outputs(self, value: Value, position: int) -> Iterator[_Want]:
         for output in self.rules.outputs_of.get(value, ()):
-            yield _Want(output, value.node, value, phase_of(output), self.flow.delivered(output), position)
+            delivered, gradient = self.flow.delivered(output), output.kind == "gradient"
+            yield _Want(output, value.node, value, phase_of(output), delivered, position, gradient)
 
     # Collectives
 
@@ -161,6 +165,17 @@ class Account:
             )
             for (kind, axis, size, module, phase, gradient), count in counts.items()
         )
+
+    def gathered(self) -> Iterator[tuple[str, str]]:
+        """The parameters, under all their names, that the step gathers: `"again"` where both halves do, or `"once"`."""
+        phases: dict[fx.Node, set[str]] = defaultdict(set)
+        for leg in self.legs:
+            if not leg.gradient and any(step.kind == "all_gather" for step in leg.path.steps):
+                phases[leg.value.node].add(leg.phase)
+        for source in self.flow.graph.inputs:
+            if source.kind == "parameter" and source.node in phases:
+                how = "again" if len(phases[source.node]) > 1 else "once"
+                yield from ((name, how) for name in self.flow.graph.aliases[source.name])
 
     def _pinned(self, node: fx.Node) -> bool:
         return self.rules.pinned(node, self.mesh) is not None

@@ -1,107 +1,148 @@
-"""What one device holds during a step, and when."""
+"""What one device holds during a step, and when: the memory of its program, call by call."""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
+import bisect
+import operator
 from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+from torch import fx
 
 from autoshard.memory.footprint import Allocation, Kind
-from autoshard.patterns.graph import Use, Value, operand_nodes, value_of
-from autoshard.planner.account import Account
-from autoshard.specs.layout import local_shape
-from autoshard.specs.spec import Spec
+from autoshard.memory.optimizer import OptimizerMemory
+from autoshard.patterns.decisions import Flow
+from autoshard.patterns.graph import Value
+from autoshard.planner.recorded import LocalPrograms
+from autoshard.planner.skeleton import Skeleton, makes_views, root_of, skeleton
+from autoshard.reshard.path import Resharder
 
 _AT_REST: dict[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "constant": "buffer"}
 
 
-def allocations(account: Account) -> Iterator[Allocation]:
-    """What one device holds and when, in positions of the program: at rest, made by operators, copied by reshards.
+def allocations(
+    flow: Flow, resharder: Resharder, optimizer: OptimizerMemory, programs: LocalPrograms
+) -> Iterator[Allocation]:
+    """What one device holds and when, in positions of the program; the last moment is the optimizer's step.
 
-    A tensor lives from the operator that makes it to the last one that reads it or a view of it; a gradient lives on
-    to the end of the step. Saved activations are tensors that the backward half reads.
+    At a moment stands what is held while an operator runs and what belongs to it (reshards of its operands, temporaries
+    of its local program), when that is most. What is assumed of the training loop: gradients are set to None before the
+    forward; inputs are held to the end of the step, outputs too; the optimizer made its state in an earlier step.
     """
-    return _Holdings(account).run()
+    yield from _Holdings(flow, skeleton(flow, resharder, programs), optimizer).run()
 
 
 class _Holdings:
-    """One pass over an account."""
+    """Lives of all memory in one program."""
 
-    def __init__(self, account: Account) -> None:
-        self.account = account
-        self.flow = account.flow
-        self.rules = account.rules
-        self.end = len(self.rules.operators) + 1
-        self.views: dict[str, list[Value]] = defaultdict(list)  # key of a value or copy -> what is a view of it
-        for node in self.rules.operators:
-            if self.rules.rules[node].free:
-                results = range(len(self.rules.calls[node].results))
-                self.views[account.read[Use(node, 0)]] += [Value(node, index) for index in results]
-        self.gradients: dict[str, str] = {}  # key of a value or copy -> the gradient that it is
-        self.clones: list[Allocation] = []  # gradients that would share the memory of another tensor
-        self._find_gradients()
+    def __init__(self, flow: Flow, program: Skeleton, optimizer: OptimizerMemory) -> None:
+        self.graph = flow.graph
+        self.operators = flow.rules.operators
+        self.program = program
+        self.optimizer = optimizer
+        self.end = len(self.operators) + 1
+        self.order: list[fx.Node] = []  # every call of the step
+        self.forward = 0  # how many of them are the forward half's
+        self.born: dict[fx.Node, int] = {}  # root -> the call that makes it
+        self.last: dict[fx.Node, int] = {}  # root -> the last call that reads it or a view of it
 
     def run(self) -> Iterator[Allocation]:
         yield from self._at_rest()
-        for node in self.rules.operators:
-            if not self.rules.rules[node].free:
-                for index, meta in enumerate(self.rules.calls[node].results):
-                    if meta is not None:
-                        value = Value(node, index)
-                        held, start = self._bytes(value, self.flow.produced(value)), self.account.position[node]
-                        yield self._passing(value.name, held, start, "activation")
-        for leg in self.account.legs:
-            kind: Kind = "gathered" if leg.value.node.op == "placeholder" else "activation"
-            yield self._passing(leg.key, self._bytes(leg.value, leg.path.target), leg.position, kind)
-        yield from self.clones
+        self._live()
+        lives = [(root, self._bytes(root), start, self.last[root] + 1) for root, start in self.born.items()]
+        places, moments = self._moments([(held, start, end) for _, held, start, end in lives])
+        gradients = {root_of(node): name for (kind, name), node in self.program.outputs.items() if kind == "gradient"}
+        for root, held, start, end in lives:
+            first, last = bisect.bisect_left(moments, start), bisect.bisect_left(moments, end)
+            if held and first < last:
+                begin = places[first]
+                until = self.end if end > len(self.order) else places[last - 1] + 1
+                name = gradients[root] if root in gradients else self._name(root)
+                yield Allocation(name, held, begin, until, self._kind(root, end, gradients))
 
-    def _find_gradients(self) -> None:
-        for output, key in self.account.handed.items():
-            if output.kind == "gradient" and output.node is not None:
-                value = value_of(output.node)
-                root = self._memory_of(value) if key == value.name else key
-                if root is None or root in self.gradients:
-                    held = self._bytes(value, self.flow.delivered(output))
-                    start = self.account.position.get(value.node, 0)
-                    self.clones.append(Allocation(output.name, held, start, self.end, "gradient"))
-                else:
-                    self.gradients[root] = output.name
+    def _name(self, root: fx.Node) -> str:
+        """The path of the module that asks for it, and the value or copy that it is, or is made for."""
+        place = min(root.meta["position"], len(self.operators) - 1)
+        module = self.graph.module_path(self.operators[place]) if self.operators else ""
+        return f"{module}: {root.meta['key']}" if module else root.meta["key"]
 
-    def _memory_of(self, value: Value) -> str | None:
-        """Key of the value or copy in whose memory a value lies; None for an input of the step."""
-        while value.node in self.account.position and self.rules.rules[value.node].free:
-            source = value_of(next(operand_nodes(value.node)))
-            key = self.account.read[Use(value.node, 0)]
-            if key != source.name:
-                return key
-            value = source
-        return value.name if value.node in self.account.position else None
+    def _kind(self, root: fx.Node, end: int, gradients: dict[fx.Node, str]) -> Kind:
+        if root in gradients:
+            return "gradient"
+        kind: Kind = root.meta["kind"]
+        saved = self.born[root] < self.forward < end
+        return "saved" if saved and kind != "gathered" else kind
 
     def _at_rest(self) -> Iterator[Allocation]:
-        trained = {output.name for output in self.account.handed if output.kind == "gradient"}
-        for source in self.flow.graph.inputs:
-            value = Value(source.node)
-            held = self._bytes(value, self.flow.produced(value))
-            yield Allocation(source.name, held, 0, self.end, _AT_REST.get(source.kind, "temporary"))
+        trained = {output.name for output in self.graph.outputs if output.kind == "gradient" and output.node}
+        states = []
+        for source in self.graph.inputs:
+            if source.kind == "tangent":
+                continue
+            val: torch.Tensor = self.program.inputs[source.node.name].meta["val"]
+            held = val.untyped_storage().nbytes()
+            yield Allocation(source.name, held, 0, self.end, _AT_REST.get(source.kind, "input"))
             if source.kind == "parameter" and source.name in trained:
-                state = int(held // value.meta.dtype.itemsize * self.account.state_bytes)
+                shape = Value(source.node).meta.shape
+                state = self.optimizer.state_bytes(shape, tuple(val.shape), val.element_size())
                 yield Allocation(source.name, state, 0, self.end, "optimizer")
+                states.append(held)
+        yield Allocation("optimizer's step", self.optimizer.step_bytes(states), self.end - 1, self.end, "temporary")
 
-    def _passing(self, key: str, held: int, start: int, kind: Kind) -> Allocation:
-        """A tensor that the step makes: until its last use, or, if it is a gradient, until the end."""
-        if key in self.gradients:
-            return Allocation(self.gradients[key], held, start, self.end, "gradient")
-        return Allocation(key, held, start, max(start, self._last_read(key)) + 1, kind)
+    def _live(self) -> None:
+        """Births and last uses, in numbers of calls."""
+        program = self.program
+        forward = [node for node in program.forward.graph.nodes if node.op == "call_function"]
+        backward = [node for node in program.backward.graph.nodes if node.op == "call_function"]
+        self.order, self.forward = forward + backward, len(forward)
+        roots: dict[fx.Node, fx.Node] = {}
 
-    def _last_read(self, key: str) -> int:
-        """Last position at which a tensor or a view of it is read, or handed back."""
-        last, waiting = 0, [key]
-        while waiting:
-            current = waiting.pop()
-            last = max(last, self.account.last_use.get(current, 0))
-            waiting += [view.name for view in self.views.get(current, ())]
-        return last
+        def root(node: fx.Node) -> fx.Node:
+            if node not in roots:
+                own = root_of(node)
+                roots[node] = root(program.backward.saved[own]) if own in program.backward.saved else own
+            return roots[node]
 
-    def _bytes(self, value: Value, spec: Spec) -> int:
-        meta = value.meta
-        return math.prod(local_shape(meta.shape, spec, self.account.mesh)) * meta.dtype.itemsize
+        for time, node in enumerate(self.order):
+            for source in node.all_input_nodes:
+                if root(source) in self.born:
+                    self.last[root(source)] = time
+            if root(node) is node:
+                self.born[node] = self.last[node] = time
+                if node.target is operator.getitem:  # made with the other results
+                    self.born[node] = self.born[node.all_input_nodes[0]]
+        for node in program.backward.saved.values():
+            if root(node) in self.born:
+                self.last[root(node)] = max(self.last[root(node)], self.forward)
+        for node in program.outputs.values():
+            if root(node) in self.born:
+                self.last[root(node)] = len(self.order)  # held while the optimizer steps
+
+    def _moments(self, lives: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
+        """The positions at which something runs, and for each the call of it at which most is held."""
+        changes = [0] * (len(self.order) + 2)
+        for held, start, end in lives:
+            changes[start] += held
+            changes[end] -= held
+        at = list(accumulate(changes))
+        best: dict[int, int] = {}
+        position = 0
+        for time, node in enumerate(self.order):
+            position = max(position, node.meta["position"])
+            if position not in best or at[time] > at[best[position]]:
+                best[position] = time
+        best[self.end - 1] = len(self.order)
+        return list(best), list(best.values())
+
+    @staticmethod
+    def _bytes(root: fx.Node) -> int:
+        """Bytes that a call allocates; of one with several results, those of the results that nothing takes."""
+        val = root.meta["val"]
+        if isinstance(val, torch.Tensor):
+            return val.untyped_storage().nbytes()
+        if makes_views(root):
+            return 0
+        taken = {user.args[1] for user in root.users}
+        unused = (one for index, one in enumerate(val) if isinstance(one, torch.Tensor) and index not in taken)
+        return sum(one.untyped_storage().nbytes() for one in unused)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,184 +12,140 @@ from torch.distributed.tensor import Placement
 
 from autoshard.capture.joint import JointGraph
 from autoshard.errors import BudgetError
-from autoshard.memory.budget import format_bytes
-from autoshard.memory.footprint import Allocation
-from autoshard.memory.force import smallest_feasible_k
+from autoshard.memory.force import largest
+from autoshard.memory.ladder import first_that_fits
 from autoshard.patterns.graph import Value
 from autoshard.planner.found import Found
 from autoshard.planner.problem import Wishes
+from autoshard.planner.schedule import step_seconds
+from autoshard.planner.ways_out import budget_error
 
 if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
 
-_ROUNDS = 8  # plans made where memory alone has a price
+_ROUNDS = 6  # plans made where memory alone has a price, at most
+_PATIENCE = 2  # such plans in a row that hold no less than one before
 _SHARPNESS = 30.0  # how much more the moments of the peak weigh than others
 _DEAR = 1e3  # all the memory of a plan, in costs of a step, where memory alone counts
-_LOWER = 6  # prices tried below `_DEAR`, each a tenth of the one before
-_CLOSER = 3  # prices tried between one at which the limit is kept and the next, at which it is not
+_CHEAP = 1e-3  # the same where memory hardly counts
+_FORCED = 10  # rungs on which ever more parameters are forced to be sharded
+_PRICED = 20  # rungs on which memory has ever higher prices
 _CORRECTIONS = 7  # times that the memory rows of the integer program are tightened by what the account finds
 
 
 class BudgetSearch:
     """Looks for the fastest plan whose peak is within a limit.
 
-    Forcing the largest parameters to be sharded comes first (Rhino 4.4). What then is still too much are activations:
-    memory gets a price at the moments at which most is held. Rows of memory in the problem itself (Rhino 4.2) are a
-    third way, which `method="ilp"` goes first.
+    A ladder leads from the plan without a limit to the leanest one that is found. On its lower rungs the largest
+    parameters are forced to be sharded, more from rung to rung (Rhino 4.4); on the upper ones all are, and memory gets
+    a price at the moments at which most is held. What stands on a rung does not depend on the limit; `first_that_fits`
+    chooses, so that smaller limits never give faster plans, nor such that hold more. With `method="ilp"`, rows of
+    memory in the problem itself (Rhino 4.2) are tried too.
 
     Args:
         planner: solves problems.
         limit: bytes per device that the peak may reach.
-        unlimited: the plan without a limit, which does not fit.
+        cheapest: the plan that the problem without a limit has.
+        fastest: the plan that is made without a limit; it holds too much.
     """
 
-    def __init__(self, planner: Planner, limit: int, unlimited: Found) -> None:
-        self.start = time.monotonic()
+    def __init__(self, planner: Planner, limit: int, cheapest: Found, fastest: Found) -> None:
         self.planner = planner
         self.limit = limit
-        self.unlimited = unlimited
+        self.cheapest = cheapest
+        self.fastest = fastest
         self.sizes = forceable(planner.graph, planner.wishes)
         # The others are for problems without a limit: too wide, or too slow, where everything is forced.
         self.method = "alternate" if planner.settings.method == "alternate" else "auto"
         self.everything = replace(planner.wishes, forced=frozenset(self.sizes))
+        self._seconds: dict[int, tuple[Found, float]] = {}
 
     def run(self) -> Found:
-        """The fastest plan found.
+        """The plan.
 
         Raises:
-            BudgetError: no plan found fits. The smallest peak, which it names, is looked for in the same way at every
-                limit and with every method, so that a limit of that size can be met.
+            BudgetError: no plan found fits. The smallest peak, which it names, is the same at every limit, so that a
+                limit of that size can be met.
         """
-        plans = [self._by_rows("ilp")] if self.planner.settings.method == "ilp" else []
-        if not any(plans):
-            plans = [self._forced() or self._priced_memory()]
-            if not self._late():
-                plans.append(self._by_rows(self.method, time.monotonic() - self.start))
-        return min((plan for plan in plans if plan is not None), key=lambda plan: plan.cost)
+        leanest, weights = self._leanest()
+        if leanest.memory.peak > self.limit:
+            raise self._error(leanest, weights)
 
-    def _forced(self) -> Found | None:
-        """The plan in which the fewest, largest parameters must be sharded."""
-        answer = smallest_feasible_k(self.sizes, self._fits)
-        if answer is None:
-            return None
-        count, found = answer
-        return replace(found, method=f"{found.method}, the {count} largest parameters forced to be sharded")
+        def make(rung: int) -> Found:
+            return leanest if self._late() else self._rung(rung, weights)
 
-    def _priced_memory(self) -> Found:
-        """The fastest plan found when memory has a price, all parameters forced to be sharded."""
-        forced = self.planner.solve(self.everything, method=self.method)
-        plans, weights = self._leanest(forced)
-        strength = self._lower(forced, weights, plans)
-        least = min(plans, key=lambda plan: plan.memory.peak)
-        if not self._kept(least):
-            raise self._error(least)
-        self._closer(forced, weights, plans, strength)
-        found = min((plan for plan in plans if self._kept(plan)), key=lambda plan: plan.cost)
-        return replace(found, method=f"{found.method}, all parameters forced to be sharded, memory priced")
+        found = first_that_fits(self.fastest, leanest, 1 + _FORCED + _PRICED, make, self._measure, self.limit)
+        rows = self._by_rows() if self.planner.settings.method == "ilp" else None
+        return found if rows is None or rows.cost > found.cost else rows
 
-    def _kept(self, plan: Found) -> bool:
-        return plan.memory.peak <= self.limit
+    def _measure(self, plan: Found) -> tuple[float, int]:
+        """Predicted seconds of a step, and the bytes of its peak."""
+        if id(plan) not in self._seconds:
+            self._seconds[id(plan)] = plan, step_seconds(self.planner.account(plan.decisions))
+        return self._seconds[id(plan)][1], plan.memory.peak
+
+    def _rung(self, rung: int, weights: np.ndarray) -> Found:
+        """What stands on a rung of the ladder, the first of which is 1."""
+        if rung == 1:
+            return self.cheapest
+        if rung <= 1 + _FORCED:
+            forced = largest(self.sizes, (rung - 1) / _FORCED)
+            found = self.planner.solve(replace(self.planner.wishes, forced=forced), method=self.method)
+            return replace(found, method=f"{found.method}, the {len(forced)} largest parameters forced to be sharded")
+        share = (rung - 1 - _FORCED) / (_PRICED + 1)
+        return self._priced(weights, _CHEAP * (_DEAR / _CHEAP) ** share)
 
     def _late(self) -> bool:
         return time.monotonic() > self.planner.deadline
 
-    def _fits(self, forced: frozenset[str]) -> Found | None:
-        """A plan with these parameters sharded, if it fits; none where time is up before all are tried."""
-        if self._late() and len(forced) < len(self.sizes):
-            return None
-        found = self.unlimited
-        if forced:
-            found = self.planner.solve(replace(self.planner.wishes, forced=forced), method=self.method)
-        return found if self._kept(found) else None
+    def _leanest(self) -> tuple[Found, np.ndarray]:
+        """The plan with the smallest peak that was found, and the weights of the moments that led to it.
 
-    def _leanest(self, forced: Found) -> tuple[list[Found], np.ndarray]:
-        """Plans made for a small peak, and the weights of the moments that led to the smallest.
-
-        Each is the cheapest where memory alone has a price, at the moments at which the plans so far held most on
-        average: fictitious play between a planner and somebody who picks the moment.
+        Each of those made is the cheapest where memory alone has a price, at the moments at which the plans before held
+        most on average: fictitious play between a planner and somebody who picks the moment.
         """
-        plans, best = [forced], forced
-        held = self._held(forced)
-        weights = chosen = _weights(held)
+        best, idle = self.cheapest, 0
+        held = best.held
+        weights = chosen = peak_weights(held)
         for played in range(1, _ROUNDS + 1):
-            found = self._priced(forced, weights, _DEAR)
-            plans.append(found)
+            found = self._priced(weights, _DEAR)
+            idle += 1
             if found.memory.peak < best.memory.peak:
-                best, chosen = found, weights
-            if self._late():
+                best, chosen, idle = found, weights, 0
+            if idle == _PATIENCE or self._late():
                 break
-            held = (held * played + self._held(found)) / (played + 1)
-            weights = _weights(held)
-        return plans, chosen
+            held = (held * played + found.held) / (played + 1)
+            weights = peak_weights(held)
+        return best, chosen
 
-    def _lower(self, forced: Found, weights: np.ndarray, plans: list[Found]) -> float:
-        """Adds plans at lower and lower prices until the limit, once kept, is passed; the price of the last."""
-        strength = _DEAR
-        for _ in range(_LOWER):
-            if self._late():
-                break
-            strength /= 10
-            plans.append(self._priced(forced, weights, strength))
-            if not self._kept(plans[-1]) and any(map(self._kept, plans)):
-                break
-        return strength
+    def _priced(self, weights: np.ndarray, strength: float) -> Found:
+        """The cheapest plan with all parameters forced where memory has a price at some moments."""
+        prices = weights * strength * self.cheapest.cost / self.cheapest.memory.peak
+        found = self.planner.solve(self.everything, method=self.method, prices=prices)
+        return replace(found, method=f"{found.method}, all parameters forced to be sharded, memory priced")
 
-    def _closer(self, forced: Found, weights: np.ndarray, plans: list[Found], strength: float) -> None:
-        """Adds plans at prices above one that is too low, ever closer to the lowest at which the limit is kept."""
-        low, high = strength, 10 * strength
-        for _ in range(_CLOSER):
-            if self._late():
-                break
-            middle = math.sqrt(low * high)
-            plans.append(self._priced(forced, weights, middle))
-            low, high = (low, middle) if self._kept(plans[-1]) else (middle, high)
-
-    def _priced(self, forced: Found, weights: np.ndarray, strength: float) -> Found:
-        prices = weights * strength * forced.cost / forced.memory.peak
-        return self.planner.solve(self.everything, method=self.method, prices=prices)
-
-    def _held(self, found: Found) -> np.ndarray:
-        """Bytes held at every moment of the step."""
-        return held(self.planner.allocations(found.decisions), len(self.planner.rules.operators) + 1)
-
-    def _by_rows(self, method: str, seconds: float = math.inf) -> Found | None:
+    def _by_rows(self) -> Found | None:
         """Rows of memory in the problem (Rhino 4.2): the fastest plan found within the limit; None if there is none.
 
         The rows see less than the account does (copies that a reshard makes): their limit is lowered by what the
         account finds too much.
-
-        Args:
-            method: one of the planner's.
-            seconds: that it may take, besides the planner's time limit.
         """
-        rows, end = float(self.limit), time.monotonic() + seconds
+        rows = float(self.limit)
         for _ in range(_CORRECTIONS):
-            left = end - time.monotonic()
             try:
-                found = self.planner.solve(self.planner.wishes, method=method, limit=rows, seconds=left)
+                found = self.planner.solve(self.planner.wishes, method="ilp", limit=rows)
             except BudgetError:
                 return None
-            if self._kept(found):
+            if found.memory.peak <= self.limit:
                 return replace(found, method=f"{found.method}, memory bounded")
             rows -= max(found.memory.peak - self.limit, 0.01 * self.limit)
-            if rows <= 0 or self._late() or time.monotonic() > end:
+            if rows <= 0 or self._late():
                 return None
         return None
 
-    def _error(self, least: Found) -> BudgetError:
-        memory, settings = least.memory, self.planner.settings
-        shortened = (
-            f" The search ended at time_limit={settings.time_limit:g} s: a longer one may find a smaller peak."
-            if self._late()
-            else ""
-        )
-        return BudgetError(
-            f"no plan fits in {format_bytes(self.limit)} per device on mesh {self.planner.mesh}: the smallest peak "
-            f"found is {format_bytes(memory.peak)} (parameters {format_bytes(memory.parameters)}, gradients "
-            f"{format_bytes(memory.gradients)}, optimizer {format_bytes(memory.optimizer)}, activations "
-            f"{format_bytes(memory.activations)}). Raise memory_limit to {memory.peak} bytes, add devices, or make the "
-            f"batch smaller.{shortened}"
-        )
+    def _error(self, leanest: Found, weights: np.ndarray) -> BudgetError:
+        prices = weights * _DEAR * self.cheapest.cost / self.cheapest.memory.peak
+        return budget_error(self.planner, self.limit, leanest.memory, self.everything, prices, self._late())
 
 
 def forceable(graph: JointGraph, wishes: Wishes) -> dict[str, int]:
@@ -206,16 +161,7 @@ def _settled(pinned: Sequence[Placement | None] | None) -> bool:
     return pinned is not None and all(placement is not None for placement in pinned)
 
 
-def held(allocations: Sequence[Allocation], moments: int) -> np.ndarray:
-    """Bytes held at each of the moments `0` to `moments - 1`."""
-    change = np.zeros(moments + 1)
-    for one in allocations:
-        change[min(one.start, moments)] += one.bytes
-        change[min(one.end, moments)] -= one.bytes
-    return np.cumsum(change)[:moments]
-
-
-def _weights(held: np.ndarray) -> np.ndarray:
+def peak_weights(held: np.ndarray) -> np.ndarray:
     """Weights of the moments, which sum to one: most where most is held."""
     weights = np.exp(_SHARPNESS * (held / held.max() - 1.0))
     return np.asarray(weights / weights.sum())

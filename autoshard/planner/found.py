@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from autoshard.memory.footprint import Memory
 from autoshard.patterns.decisions import Decisions
@@ -18,6 +20,7 @@ class Found:
         lower_bound: no plan of the problem that was solved costs less.
         method: what found it.
         memory: bytes of one device.
+        held: bytes that it holds at every moment of the step.
     """
 
     decisions: Decisions
@@ -25,3 +28,4 @@ class Found:
     lower_bound: float
     method: str
     memory: Memory
+    held: np.ndarray = field(compare=False, repr=False)

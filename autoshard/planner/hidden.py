@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoshard.cluster.cost import CONTENTION
 from autoshard.errors import PlanError
 from autoshard.planner.account import Account
 from autoshard.planner.found import Found
 from autoshard.planner.problem import Hiding
-from autoshard.planner.schedule import step_seconds, timeline
+from autoshard.planner.schedule import timeline
 
 if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
@@ -49,18 +48,19 @@ class HiddenReductions:
 
     A problem adds up the seconds of a plan's parts; a device reduces gradients while it computes. How much of that can
     be hidden depends on the whole plan, and is no sum. But a plan that hides its reductions well is cheapest where a
-    hidden second counts less than others, at some price between `CONTENTION`, where all of it is hidden, and 1. Those
-    plans are the corners of a convex curve that trades what is shown for what is hidden. They are found as in
-    parametric optimisation: between two corners lies a third if, at the price at which both cost the same, another plan
-    costs less. The timeline then chooses.
+    hidden second counts less than others, at some price between the cluster's `contention`, where all of it is hidden,
+    and 1. Those plans are the corners of a convex curve that trades what is shown for what is hidden. They are found
+    as in parametric optimisation: between two corners lies a third if, at the price at which both cost the same,
+    another plan costs less. The timeline then chooses.
 
     Args:
         planner: solves problems.
-        first: the cheapest plan where hidden seconds count in full; it keeps the memory limit.
+        first: the cheapest plan where hidden seconds count in full.
     """
 
     def __init__(self, planner: Planner, first: Found) -> None:
         self.planner = planner
+        self._contention = planner.cluster.contention
         account = planner.account(first.decisions)
         seconds = [account.seconds(node) for node in planner.rules.operators]
         self.behind = np.append(np.cumsum(seconds[::-1])[::-1], [0.0, 0.0])
@@ -68,13 +68,13 @@ class HiddenReductions:
         self.points = [self.first]
 
     def run(self) -> Found:
-        """The fastest plan found within the memory limit; of equally fast ones, the one that costs least."""
+        """The fastest plan found; of equally fast ones, the one that costs least."""
         if self.first.exposed > _TIE * self.first.step:
             self._explore()
-        limit = self.planner.settings.memory_limit
-        kept = [point for point in self.points if limit is None or point.found.memory.peak <= limit]
-        fastest = min(point.step for point in kept)
-        found = min((point.found for point in kept if point.step <= (1 + _TIE) * fastest), key=lambda one: one.cost)
+        fastest = min(point.step for point in self.points)
+        found = min(
+            (point.found for point in self.points if point.step <= (1 + _TIE) * fastest), key=lambda one: one.cost
+        )
         if found is self.first.found:
             return found
         # No plan costs less than the bound of the problem in which everything counts.
@@ -82,13 +82,14 @@ class HiddenReductions:
 
     def _explore(self) -> None:
         """Adds the corners between the first plan and the one that is cheapest where all is hidden, a few at most."""
-        last = self._solved(CONTENTION)
+        contention = self._contention
+        last = self._solved(contention)
         if last is None:
             return
         stretches = [(self.first, last)]
         while stretches:
             left, right = stretches.pop(0)
-            if min(point.step for point in self.points) <= (1 + _TIE) * last.value(CONTENTION):
+            if min(point.step for point in self.points) <= (1 + _TIE) * last.value(contention):
                 return  # as fast as a plan would be that hides all its reductions
             if right.hidden <= left.hidden or left.shown <= right.shown:
                 continue
@@ -113,5 +114,6 @@ class HiddenReductions:
     def _point(self, found: Found, account: Account) -> _Point:
         reductions = [leg for leg in account.legs if leg.gradient]
         hidden = sum(min(leg.path.seconds, float(self.behind[leg.position])) for leg in reductions)
-        replayed = timeline(account)
-        return _Point(found, found.cost - hidden, hidden, step_seconds(replayed), replayed.exposed)
+        with self.planner.timed("schedule"):
+            replayed = timeline(account)
+        return _Point(found, found.cost - hidden, hidden, replayed.disturbed(self._contention), replayed.exposed)

@@ -79,6 +79,7 @@ class OptionTables:
         self.mesh = cost.mesh
         self._options: dict[tuple[int, tuple[int | None, ...] | None], Options] = {}
         self._seconds: dict[tuple[int, int, int, tuple[bool, ...]], np.ndarray] = {}
+        self._single: dict[tuple[int, int, Choices, tuple[bool, ...]], float] = {}
         self._kept: list[object] = []  # objects whose identity is a key above
 
     def options(self, rule: Rule, fixed: tuple[int | None, ...] | None = None) -> Options:
@@ -125,6 +126,13 @@ class OptionTables:
 
     def strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:
         """Seconds of compute and of inner collectives of one strategy."""
+        key = (id(call), id(rule), choices, tuple(zeros))
+        if key not in self._single:
+            self._kept += [call, rule]
+            self._single[key] = self._strategy_seconds(call, rule, choices, zeros)
+        return self._single[key]
+
+    def _strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool]) -> float:
         sent = Counter(self.exchanges(rule, choices))  # equal ones are priced once: a recurrence has many
         inner = sum(times * self.cost.collective(kind, bytes, axis) for (kind, axis, bytes), times in sent.items())
         return inner + self.compute_seconds(call, rule, choices, zeros)
@@ -144,9 +152,8 @@ class OptionTables:
             if dims is not None and meta is not None:
                 held = math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
                 moved += held * _times_read(rule, dims)
-        own = self.cost.compute(
-            work / share(rule, choices, self.mesh), moved, results[0].dtype if results else torch.float32
-        )
+        dtype, name = results[0].dtype if results else torch.float32, call.op.overloadpacket.__name__
+        own = self.cost.compute(work / share(rule, choices, self.mesh), moved, dtype, name)
         return own + self._mask_seconds(call, rule, choices, zeros)
 
     def _mask_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool]) -> float:

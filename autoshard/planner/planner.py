@@ -7,8 +7,9 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,25 +19,35 @@ from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, PlanError
-from autoshard.memory.footprint import Allocation, Memory
+from autoshard.memory.footprint import Allocation, Memory, held
+from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph import GraphRules, Value
+from autoshard.patterns.strategy import axis_choices
 from autoshard.plan import ShardingPlan
 from autoshard.planner.account import Account
 from autoshard.planner.allocations import allocations
 from autoshard.planner.budget import BudgetSearch
 from autoshard.planner.found import Found
 from autoshard.planner.hidden import HiddenReductions
+from autoshard.planner.hubs import Reuse
 from autoshard.planner.options import OptionTables
-from autoshard.planner.problem import Hiding, ProblemBuilder, Wishes
-from autoshard.planner.schedule import step_seconds, timeline
+from autoshard.planner.problem import BuiltProblem, Hiding, ProblemBuilder, Wishes
+from autoshard.planner.progress import Progress
+from autoshard.planner.recorded import LocalPrograms
+from autoshard.planner.schedule import step_seconds
+from autoshard.planner.solving import Answer, Search, answered, bounded, is_large
+from autoshard.planner.tiling import Layer, Tiling, layers_of
+from autoshard.reshard.loose import LooseResharder
 from autoshard.reshard.path import Resharder
-from autoshard.solver import solve
 from autoshard.solver.eliminate import WidthError
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
+RECOMPUTE = ("auto", "none", "full")
 METHODS = ("auto", "eliminate", "alternate", "ilp")
+EFFORTS = ("fast", "full")
+_MOST_STRATEGIES = 3000  # of one operator, all axes together, that a bound may list
 _ROUNDS = 4  # passes over the axes, and over the pairs of axes, of a mesh with three or more
 
 
@@ -46,15 +57,23 @@ class Settings:
 
     Attributes:
         memory_limit: bytes per device that the step's peak may reach; None for no limit.
-        optimizer_bytes_per_element: optimizer state of every trained parameter element, in bytes.
+        optimizer: what it holds.
         method: one of `METHODS`.
         time_limit: seconds for the whole search.
+        recompute: what the backward half may run again instead of keeping it, one of `RECOMPUTE`: layers, where a
+            memory limit asks for it; nothing; or all layers.
+        effort: one of `EFFORTS`: "fast" takes the first good plan of tied layers, "full" looks further.
+        work_limit: for every problem that goes to the solver, in its units of work: a limit under which equal runs
+            give equal plans, however busy the machine is. None for none.
     """
 
     memory_limit: int | None = None
-    optimizer_bytes_per_element: float = 8.0
+    optimizer: OptimizerMemory = field(default_factory=lambda: optimizer_memory(None, None, foreach=False))
     method: str = "auto"
     time_limit: float = 30.0
+    recompute: str = "auto"
+    effort: str = "full"
+    work_limit: int | None = None
 
 
 class Planner:
@@ -66,29 +85,46 @@ class Planner:
         cluster: what the devices and links can do.
         wishes: pinned placements, and how inputs and outputs are to lie.
         settings: limits and method.
+        progress: told how the search goes.
     """
 
     def __init__(
-        self, graph: JointGraph, mesh: MeshShape, cluster: Cluster, wishes: Wishes, settings: Settings
+        self,
+        graph: JointGraph,
+        mesh: MeshShape,
+        cluster: Cluster,
+        wishes: Wishes,
+        settings: Settings,
+        progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.timings: dict[str, float] = {}
+        self.unlimited: Found | None = None  # what was found without the memory limit
         self.graph = graph
         self.mesh = mesh
         self.cluster = cluster
-        self.wishes = replace(wishes, state_bytes=settings.optimizer_bytes_per_element)
+        self.wishes = replace(wishes, state_bytes=settings.optimizer.per_element)
         self.settings = settings
-        self.deadline = time.monotonic() + settings.time_limit
+        self.progress = progress
+        self.start = time.monotonic()
+        self.deadline = self.start + settings.time_limit
+        self._account: Account | None = None  # of the decisions looked at last
+        self.best: Found | None = None  # the cheapest plan met that keeps the limit
         self.cost = CostModel(cluster, mesh)
         self.resharder = Resharder(mesh, self.cost.collective, self.cost.gradient_collective)
         self.tables = OptionTables(self.cost)
-        with self._timed("patterns"):
+        self.programs = LocalPrograms(graph, mesh)
+        with self.timed("patterns"):
             self.rules = GraphRules(graph, mesh)
 
-    def plan(self) -> ShardingPlan:
-        """Solve and account.
+    def plan(self, unlimited: Found | None = None) -> ShardingPlan:
+        """Solve and account, for this graph alone: `planner.recompute.planned` also changes it as settings say.
+
+        Args:
+            unlimited: what was found without the memory limit, if that was looked for before.
 
         Raises:
             BudgetError: no plan that was found fits the memory limit; the message names the smallest that does.
+            KeyboardInterrupt: somebody interrupted the search before any plan was found that could be handed back.
         """
         for name, count in self.rules.unknown.items():
             warnings.warn(
@@ -96,17 +132,31 @@ class Planner:
                 f'autoshard.register_rule("{name}", "..."), see docs/rules.md.',
                 stacklevel=2,
             )
-        limit = self.settings.memory_limit
-        found = self.solve(self.wishes)
-        if limit is not None and found.memory.peak > limit:
-            # What bounds the problem without a limit bounds it with one; the problems solved on the way are narrower.
-            found = replace(BudgetSearch(self, limit, found).run(), lower_bound=found.lower_bound)
-        else:
-            found = HiddenReductions(self, found).run()
-        with self._timed("account"):
-            return self._describe(found)
+        try:
+            found = self._searched(unlimited)
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            found = self.best
+            warnings.warn(
+                f"the search was interrupted after {time.monotonic() - self.start:.1f} s: this is the best plan met "
+                f"until then, {found.cost:.6g} s per step. Plan again for a better one.",
+                stacklevel=2,
+            )
+        with self.timed("account"):
+            return self.describe(found)
 
     # Search
+
+    def _searched(self, unlimited: Found | None) -> Found:
+        """The plan that is wanted: within the limit, and fast by its timeline."""
+        limit = self.settings.memory_limit
+        self.unlimited = cheapest = self.solve(self.wishes) if unlimited is None else unlimited
+        found = cheapest if self.settings.effort == "fast" else HiddenReductions(self, cheapest).run()
+        if limit is not None and found.memory.peak > limit:
+            # What bounds the problem without a limit bounds it with one; the problems solved on the way are narrower.
+            return replace(BudgetSearch(self, limit, cheapest, found).run(), lower_bound=cheapest.lower_bound)
+        return found
 
     def solve(
         self,
@@ -131,70 +181,167 @@ class Planner:
         Raises:
             PlanError: the method found no decisions in the time there is, or can't solve this problem.
             BudgetError: the same under a limit.
+            KeyboardInterrupt: somebody interrupted the search; `best` is then the cheapest plan met.
         """
-        builder = ProblemBuilder(self.rules, self.tables, self.resharder, wishes)
+        builder = self.builder.wishing(wishes)
         ask = _Ask(builder, method or self.settings.method, limit, prices, hiding, seconds)
-        axes = [axis for axis, size in enumerate(self.mesh.sizes) if size > 1]
-        if len(axes) <= 2:
-            solved = self._solve_block(ask, frozenset(axes), None)
+        if len(self._axes) <= 2:
+            solved = self._solve_block(ask, frozenset(self._axes), None)
             bound = solved.lower_bound
         else:
-            solved = self._solve_in_turn(ask, axes)
-            bound = self._floor()
-        memory = Memory.of(self.allocations(solved.decisions))
-        return Found(solved.decisions, solved.cost, bound, solved.method, memory)
+            start, bound = self._started(ask)
+            try:
+                solved = self._solve_in_turn(ask, self._axes, start)
+            except (PlanError, BudgetError):
+                if start is None:
+                    raise
+                # What was free at loose prices may be forbidden: routed rows never change their places.
+                solved = self._solve_in_turn(ask, self._axes, None)
+            bound = min(bound, solved.cost)
+        found = self.found(solved.decisions, solved.cost, bound, solved.method)
+        self._meet(found)
+        if solved.interrupted:
+            raise KeyboardInterrupt
+        return found
+
+    def _meet(self, found: Found) -> None:
+        """Notes the cheapest plan that keeps the limit, in case the search is interrupted."""
+        limit = self.settings.memory_limit
+        kept = limit is None or found.memory.peak <= limit
+        if kept and (self.best is None or found.cost < self.best.cost):
+            bound = found.lower_bound if self.best is None else self.best.lower_bound
+            self.best = replace(found, lower_bound=min(bound, found.cost))
 
     def allocations(self, decisions: Decisions) -> list[Allocation]:
         """What one device holds, and when, under some decisions."""
-        return list(allocations(self.account(decisions)))
+        flow = Flow(self.rules, decisions, self.mesh)
+        return list(allocations(flow, self.resharder, self.settings.optimizer, self.programs))
+
+    def found(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> Found:
+        """Some decisions with what a device holds under them, and when."""
+        with self.timed("account"):
+            allocated = self.allocations(decisions)
+            memory, over_time = Memory.of(allocated, self.place), held(allocated, len(self.rules.operators) + 1)
+        return Found(decisions, cost, lower_bound, method, memory, over_time)
+
+    def place(self, moment: int) -> tuple[str, str, str]:
+        """What runs at a moment of the step: phase, path of the module, operator."""
+        if moment >= len(self.rules.operators):
+            return "optimizer", "", "optimizer's step"
+        node = self.rules.operators[moment]
+        return self.graph.phase(node), self.graph.module_path(node), str(self.rules.calls[node].op)
 
     def _solve_block(self, ask: _Ask, free: frozenset[int], current: Decisions | None) -> _Solved:
-        with self._timed("problem"):
-            built = ask.builder.build(free, current, ask.prices, ask.hiding)
-        with self._timed("solve"):
-            remaining = max(1.0, min(ask.seconds, self.deadline - time.monotonic()))
-            problem = built.problem if ask.limit is None else replace(built.problem, limit=ask.limit)
-            method = ask.method
-            if method == "auto" and len(free) < sum(size > 1 for size in self.mesh.sizes):
-                method = "alternate"  # a proof for some of the axes would prove nothing of all
-            try:
-                solution = solve(problem, method=method, time_limit=remaining)
-            except WidthError as error:
-                raise PlanError(
-                    f'method="eliminate" can not plan this model on mesh {self.mesh}: {error}. Use method="auto", '
-                    "which eliminates where that is possible and searches where it is not."
-                ) from error
-        if not solution.assignment:
+        with self.timed("problem"):
+            built = ask.builder.build(free, current, ask.prices, ask.hiding, ask.reuse)
+            if ask.limit is not None:
+                built = replace(built, problem=replace(built.problem, limit=ask.limit))
+            tied = ask.method == "auto" and ask.limit is None and is_large(built.problem)
+            tiling = Tiling.of(built, self.layers) if tied else None
+        with self.timed("solve"):
+            answer = self._answered(ask, built, tiling, proof=len(free) == len(self._axes))
+        if not answer.assignment:
             kind = PlanError if ask.limit is None else BudgetError
             raise kind(
                 f'method="{ask.method}" found no plan on mesh {self.mesh} within time_limit='
-                f'{self.settings.time_limit:g} s ({solution.status}): allow more time, or use method="auto".'
+                f'{self.settings.time_limit:g} s ({answer.status}): allow more time, or use method="auto".'
             )
-        cost = solution.cost
+        cost = answer.cost
         if ask.prices is not None or ask.hiding is not None:
-            with self._timed("problem"):
-                cost = ask.builder.build(free, current).problem.cost(solution.assignment)
-        decisions = built.decode(solution.assignment)
-        return _Solved(decisions, solution.cost, cost, solution.lower_bound, solution.method)
+            with self.timed("problem"):
+                cost = ask.builder.build(free, current, reuse=ask.reuse).problem.cost(answer.assignment)
+        decisions = built.decode(answer.assignment)
+        return _Solved(decisions, answer.cost, cost, answer.lower_bound, answer.method, answer.interrupted)
 
-    def _solve_in_turn(self, ask: _Ask, axes: list[int]) -> _Solved:
+    def _answered(self, ask: _Ask, built: BuiltProblem, tiling: Tiling | None, *, proof: bool) -> Answer:
+        """What the solver says; `proof`: whether a bound is a bound of all, and worth an effort."""
+        deadline = min(self.deadline, time.monotonic() + ask.seconds)
+        plain = ask.prices is None and ask.hiding is None
+        search = Search(
+            ask.method,
+            deadline,
+            proof=proof and plain,
+            fast=self.settings.effort == "fast",
+            work_limit=self.settings.work_limit,
+            report=self._report,
+        )
+        try:
+            return answered(built, tiling, search)
+        except WidthError as error:
+            raise PlanError(
+                f'method="eliminate" can not plan this model on mesh {self.mesh}: {error}. Use method="auto", '
+                "which eliminates where that is possible and searches where it is not."
+            ) from error
+
+    def _report(self, phase: str, cost: float, bound: float) -> None:
+        if self.progress is not None:
+            self.progress(Progress(phase, cost, bound, time.monotonic() - self.start))
+
+    @cached_property
+    def builder(self) -> ProblemBuilder:
+        """Makes the problems of the wishes asked for; those of others share its tables."""
+        return ProblemBuilder(self.rules, self.tables, self.resharder, self.wishes)
+
+    @cached_property
+    def layers(self) -> dict[str, tuple[Layer, int]]:
+        """Layer and place there of every operator in a repeated layer."""
+        return layers_of(self.graph)
+
+    @property
+    def _axes(self) -> list[int]:
+        """The mesh axes that there is something to decide for."""
+        return [axis for axis, size in enumerate(self.mesh.sizes) if size > 1]
+
+    def _started(self, ask: _Ask) -> tuple[Decisions | None, float]:
+        """Where a search over three axes and more begins, and a bound of what it can reach.
+
+        Strategies of all axes at once can be listed, but there are too many pairs of specs to find a path for each.
+        With prices that no path is below, the problem is one that message passing bounds, and whose assignment is a
+        start. Those who ask about other prices start from what was found before.
+        """
+        if ask.prices is not None or ask.hiding is not None or ask.limit is not None or ask.method != "auto":
+            return None if self.best is None else self.best.decisions, self._floor()
+        if self._most_strategies() > _MOST_STRATEGIES:
+            return None, self._floor()
+        with self.timed("problem"):
+            loose = LooseResharder(self.mesh, self.cost.collective, self.cost.gradient_collective)
+            builder = ProblemBuilder(self.rules, self.tables, loose, ask.builder.wishes)
+            built = builder.build(frozenset(self._axes))
+            tiling = Tiling.of(built, self.layers)
+        with self.timed("solve"):
+            answer = bounded(built, tiling, Search("auto", self.deadline, report=self._report))
+        if answer.interrupted:
+            raise KeyboardInterrupt
+        return built.decode(answer.assignment) if answer.assignment else None, max(answer.lower_bound, self._floor())
+
+    def _most_strategies(self) -> int:
+        """Strategies of the operator that has most of them, at most."""
+        rules = {id(rule): rule for rule in self.rules.rules.values()}.values()
+        return max(math.prod(len(axis_choices(rule, size)) for size in self.mesh.sizes) for rule in rules)
+
+    def _solve_in_turn(self, ask: _Ask, axes: list[int], start: Decisions | None) -> _Solved:
         """Three axes and more: some are open while the others stay, until nothing improves.
 
-        Strategies of all axes at once are too many to list. One axis after the other, each solved exactly, is quick and
-        near; then two at a time mend what only two axes can change together.
+        Without a start, one axis after the other, each solved exactly, is quick and near; then two at a time mend what
+        only two axes can change together.
         """
         order = sorted(axes, key=lambda axis: -self.mesh.sizes[axis])
-        best = self._solve_block(ask, frozenset(order[:1]), None)
-        for width in (1, 2):
+        widths = (1, 2) if start is None else (2,)
+        best: _Solved | None = None
+        for width in widths:
             blocks = [frozenset(block) for block in itertools.combinations(order, width)]
             idle = 0
-            for block in itertools.islice(itertools.cycle(blocks), 2 - width, _ROUNDS * len(blocks)):
-                if idle == len(blocks) or time.monotonic() > self.deadline:
+            rounds = 1 if self.settings.effort == "fast" else _ROUNDS
+            for block in itertools.islice(itertools.cycle(blocks), rounds * len(blocks)):
+                if best is not None and (idle == len(blocks) or best.interrupted or time.monotonic() > self.deadline):
                     break
-                better = self._solve_block(ask, block, best.decisions)
+                better = self._solve_block(ask, block, start if best is None else best.decisions)
                 idle += 1
-                if better.value < best.value * (1 - 1e-9):
+                if best is None or better.value < best.value * (1 - 1e-9):
                     best, idle = better, 1
+                elif better.interrupted:
+                    best = replace(best, interrupted=True)
+        assert best is not None
         return best
 
     def _floor(self) -> float:
@@ -209,10 +356,16 @@ class Planner:
 
     def account(self, decisions: Decisions) -> Account:
         """The step that some decisions stand for."""
-        flow = Flow(self.rules, decisions, self.mesh)
-        return Account(flow, self.tables, self.resharder, self.wishes.state_bytes)
+        if self._account is None or self._account.flow.decisions is not decisions:
+            self._account = self._walked(decisions)
+        return self._account
 
-    def _describe(self, found: Found) -> ShardingPlan:
+    def _walked(self, decisions: Decisions) -> Account:
+        flow = Flow(self.rules, decisions, self.mesh)
+        return Account(flow, self.tables, self.resharder)
+
+    def describe(self, found: Found) -> ShardingPlan:
+        """The plan that was found, with what it does and holds."""
         account = self.account(found.decisions)
         rest = found.decisions.rest
         by_kind: dict[str, dict[str, tuple[Placement, ...]]] = {}
@@ -232,8 +385,9 @@ class Planner:
             input_placements=by_kind.get("input", {}),
             output_placements={name: spec.placements for name, spec in found.decisions.outputs.items()},
             shapes=shapes,
-            step_seconds=step_seconds(timeline(account)),
+            step_seconds=step_seconds(account),
             memory=found.memory,
+            device_memory=self.cluster.device.memory,
             collectives=account.collectives(),
             cost=found.cost,
             lower_bound=found.lower_bound,
@@ -244,10 +398,12 @@ class Planner:
             versions={"autoshard": __version__, "torch": torch.__version__},
             decisions=found.decisions.to_data(),
             choices=tuple(account.decisions()),
+            gathered=dict(account.gathered()),
+            recomputed=self.graph.recomputed,
         )
 
     @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
+    def timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
@@ -266,6 +422,13 @@ class _Ask:
     hiding: Hiding | None
     seconds: float
 
+    @property
+    def reuse(self) -> Reuse:
+        """Of what copies the plan may choose to make anew in the backward half."""
+        if self.prices is not None:
+            return "all"
+        return "none" if self.limit is None else "inputs"
+
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
@@ -276,3 +439,4 @@ class _Solved:
     cost: float
     lower_bound: float
     method: str
+    interrupted: bool = False

@@ -6,9 +6,12 @@ the seconds to reshard a tensor from each option of its producer to each option 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -19,12 +22,16 @@ from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph import GraphRules, Use, Value, value_of
 from autoshard.patterns.rule import Rule
 from autoshard.patterns.strategy import WHOLE, Choices
+from autoshard.planner.hubs import Reread, Reuse, as_rereads, from_where_it_lies, rereads, tie, with_rereads
 from autoshard.planner.options import OptionTables, SpecList
+from autoshard.reshard.loose import LooseResharder
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import dim_of, is_even, is_placeable, local_shape
 from autoshard.specs.spec import Spec, is_shard, split_factor_of
+
+_SMALL = 64  # a gathered activation so many times smaller than the step's largest tensor is kept, whatever it costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,7 @@ class Wishes:
 
     Attributes:
         pinned: placeholder name -> placement per axis, None where the planner decides.
-        forced: parameters that may not be replicated, and are gathered once per phase (Rhino 4.4).
+        forced: parameters that may not be replicated (Rhino 4.4).
         planned_outputs: outputs are handed back as they lie, not gathered.
         outputs: output name -> the spec in which it is to be handed back.
         local_inputs: inputs arrive as shards.
@@ -71,9 +78,11 @@ class Variable:
     """One node of the problem.
 
     Attributes:
-        kind: `"operator"`, `"rest"`, `"output"` or `"hub"`.
-        key: name of the node, output or copy.
-        options: a strategy's choices for an operator, a spec for the others.
+        kind: `"operator"`, `"rest"`, `"output"`, `"hub"`, or `"again"`: the hub of the backward half where that may
+            make a copy of its own.
+        key: name of the node, output, copy, or copied value.
+        options: a strategy's choices for an operator, a `Reread` for the hub of the backward half, a spec for the
+            others.
         seconds: of every option by itself.
         life: first and last position in the program at which its memory is held.
         usage: bytes of every option.
@@ -81,7 +90,7 @@ class Variable:
 
     kind: str
     key: str
-    options: Sequence[Choices] | Sequence[Spec]
+    options: Sequence[Choices] | Sequence[Spec] | Sequence[Reread]
     seconds: np.ndarray
     results: tuple[SpecList, ...]
     life: tuple[int, int] = (0, 1)
@@ -91,7 +100,9 @@ class Variable:
 class ProblemBuilder:
     """Builds the problem of one graph on one mesh, whole or with some mesh axes held fixed."""
 
-    def __init__(self, rules: GraphRules, tables: OptionTables, resharder: Resharder, wishes: Wishes) -> None:
+    def __init__(
+        self, rules: GraphRules, tables: OptionTables, resharder: Resharder | LooseResharder, wishes: Wishes
+    ) -> None:
         self.rules = rules
         self.tables = tables
         self.mesh: MeshShape = tables.mesh
@@ -101,6 +112,16 @@ class ProblemBuilder:
         self.position = {node: position for position, node in enumerate(rules.operators)}
         self.tables_between: dict[tuple[object, ...], np.ndarray] = {}
         self._lists: dict[tuple[Spec, ...], SpecList] = {}
+        self._ties: dict[int, np.ndarray] = {}
+        self._plain: dict[tuple[frozenset[int], Reuse], BuiltProblem] = {}
+
+    def wishing(self, wishes: Wishes) -> ProblemBuilder:
+        """A builder for other wishes that shares the tables made so far; itself for its own."""
+        if wishes is self.wishes:
+            return self
+        other = copy.copy(self)
+        other.wishes, other._plain = wishes, {}
+        return other
 
     def build(
         self,
@@ -108,6 +129,7 @@ class ProblemBuilder:
         current: Decisions | None = None,
         prices: np.ndarray | None = None,
         hiding: Hiding | None = None,
+        reuse: Reuse = "none",
     ) -> BuiltProblem:
         """The problem in which the mesh axes in `free` are open.
 
@@ -119,8 +141,14 @@ class ProblemBuilder:
             prices: of memory, in seconds per byte, at every moment of the step (a moment per operator and one after
                 the last). What options and copies hold is then part of their seconds.
             hiding: what reductions of gradients count; all their seconds by default.
+            reuse: of what the backward half may keep copies that the forward half made, or make them again (see
+                `planner.hubs`). Where memory does not count, keeping is as good.
         """
-        return _Build(self, free, current, prices, hiding).run()
+        if current is not None or prices is not None or hiding is not None:
+            return _Build(self, free, current, prices, hiding, reuse).run()
+        if (free, reuse) not in self._plain:
+            self._plain[free, reuse] = _Build(self, free, None, None, None, reuse).run()
+        return self._plain[free, reuse]
 
     def listed(self, specs: Sequence[Spec]) -> SpecList:
         """The specs as a shared list."""
@@ -129,20 +157,26 @@ class ProblemBuilder:
             self._lists[key] = SpecList.of(specs)
         return self._lists[key]
 
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest tensor of the step."""
+        return max(value.meta.bytes for value in self.rules.values())
+
+    def tie(self, specs: int) -> np.ndarray:
+        """What ties the hub of the backward half to that of the forward half, each with so many specs."""
+        if specs not in self._ties:
+            self._ties[specs] = tie(specs)
+        return self._ties[specs]
+
     def between(self, value: Value, sources: SpecList, targets: SpecList, gradient: bool = False) -> np.ndarray:
         """Seconds to reshard a tensor between all specs of two lists; `gradient`: on its way to the optimizer."""
         meta = value.meta
         key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets), gradient)
         if key not in self.tables_between:
-            resharder = self.resharder.gradients if gradient else self.resharder
+            resharder: Resharder | LooseResharder = self.resharder.gradients if gradient else self.resharder
             distinct = resharder.seconds(meta.shape, meta.dtype.itemsize, sources.distinct, targets.distinct)
             self.tables_between[key] = distinct[np.ix_(sources.index, targets.index)]
         return self.tables_between[key]
-
-    def split_phases(self, value: Value) -> bool:
-        """Whether forward and backward each make their own copy of the value: gathered again, not kept."""
-        source = self.inputs.get(value.node)
-        return source is not None and source.name in self.wishes.forced
 
 
 @dataclass(eq=False)
@@ -154,10 +188,23 @@ class BuiltProblem:
 
     def decode(self, assignment: Sequence[int]) -> Decisions:
         """The decisions that an assignment stands for."""
-        tables: dict[str, dict[str, object]] = {"operator": {}, "rest": {}, "output": {}, "hub": {}}
+        tables: dict[str, dict[str, Any]] = {"operator": {}, "rest": {}, "output": {}, "hub": {}, "again": {}}
         for variable, option in zip(self.variables, assignment, strict=True):
             tables[variable.kind][variable.key] = variable.options[option]
-        return Decisions(tables["operator"], tables["rest"], tables["output"], tables["hub"])  # type: ignore[arg-type]
+        hubs = with_rereads(tables["hub"], tables["again"])
+        return Decisions(tables["operator"], tables["rest"], tables["output"], hubs)
+
+    def encode(self, decisions: Decisions) -> list[int]:
+        """The assignment that stands for decisions made of this problem."""
+        hubs, again = as_rereads(decisions.hubs, [one.key for one in self.variables if one.kind == "again"])
+        tables: dict[str, Mapping[str, object]] = {
+            "operator": decisions.choices,
+            "rest": decisions.rest,
+            "output": decisions.outputs,
+            "hub": hubs,
+            "again": again,
+        }
+        return [list(one.options).index(tables[one.kind][one.key]) for one in self.variables]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +234,7 @@ class _Build:
         current: Decisions | None,
         prices: np.ndarray | None,
         hiding: Hiding | None,
+        reuse: Reuse,
     ) -> None:
         self.builder = builder
         self.rules = builder.rules
@@ -195,12 +243,14 @@ class _Build:
         self.free = free
         self.end = len(self.rules.operators) + 1
         self.hiding = hiding
+        self.reuse = reuse
         self.paid = None if prices is None else np.concatenate(([0.0], np.cumsum(prices)))
         self.made = {
             output.name: self.builder.position.get(value_of(output.node).node, 0)
             for output in self.rules.graph.outputs
             if output.kind == "gradient" and output.node is not None
         }
+        self.open: dict[Value, bool] = {}  # whether it is open how the backward half gets at a value
         self.variables: list[Variable] = []
         self.edges: list[Edge] = []
         self.of_node: dict[fx.Node, int] = {}
@@ -217,6 +267,7 @@ class _Build:
         for value in self.rules.values():
             self._connect(value)
         self._tie_tangents()
+        self._tie_draws()
         return BuiltProblem(self._problem(), self.variables)
 
     def _problem(self) -> Problem:
@@ -237,7 +288,7 @@ class _Build:
         if variable.kind == "operator":
             return np.array(variable.options, dtype=np.int64).reshape(len(variable.options), self.mesh.ndim)
         labels: dict[Placement, int] = {}
-        specs = (spec for spec in variable.options if isinstance(spec, Spec))
+        specs = (variable.results[0][option] for option in range(len(variable.options)))
         rows = [[labels.setdefault(placement, len(labels)) for placement in spec] for spec in specs]
         return np.array(rows, dtype=np.int64).reshape(len(rows), self.mesh.ndim)
 
@@ -274,12 +325,20 @@ class _Build:
         return 0.0 if self.paid is None else float(self.paid[end] - self.paid[start])
 
     def _last_use(self, node: fx.Node) -> int:
-        """Position of the last operator that reads a result of the node, or a view of it."""
+        """Position of the last operator that reads a result of the node, or a view of it.
+
+        How the backward half gets at a value may be open; then what it holds for that is counted with the choice,
+        unless the value is a view, and perhaps one of several: what that looks at is held until it is read last.
+        """
         last, waiting = self.builder.position[node], [node]
         while waiting:
             current = waiting.pop()
             for index in range(len(self.rules.calls[current].results)):
-                for use in self.rules.uses.get(Value(current, index), ()):
+                value = Value(current, index)
+                apart = self._may_reread(value) and not self._is_view(value)
+                for use in self.rules.uses.get(value, ()):
+                    if apart and self.rules.graph.phase(use.node) == "backward":
+                        continue
                     last = max(last, self.builder.position[use.node])
                     if self.rules.rules[use.node].free:
                         waiting.append(use.node)
@@ -390,26 +449,77 @@ class _Build:
 
     def _connect(self, value: Value) -> None:
         """Edges from a value to its uses, through a shared copy where several uses may want it alike."""
-        targets = {"forward": list(self._targets(value, "forward")), "backward": list(self._targets(value, "backward"))}
+        forward, backward = list(self._targets(value, "forward")), list(self._targets(value, "backward"))
         made = self.of_node[value.node]
         source = _End(made, self.variables[made].results[value.index])
-        apart = self.builder.split_phases(value)
-        groups = [(value.name, targets["forward"] + targets["backward"])]
-        if apart:
-            groups = [(f"{value.name}@{phase}", uses) for phase, uses in targets.items()]
-        for key, uses in groups:
-            alone = len({use.variable for use in uses}) <= 1
-            if uses and (apart or not alone):
-                hub = self._hub(key, value, uses)
-                self._edge(value, source, hub)
-                for use in uses:
-                    self._edge(value, hub, use)
-            else:
-                for use in uses:
-                    self._edge(value, source, use)
+        uses = forward + backward
+        whole = value.node in self.builder.inputs and not any(spec.shard_axes for spec in source.specs.distinct)
+        if self._may_reread(value) and not whole:
+            self._reread(value, source, forward, backward)
+        elif len({use.variable for use in uses}) > 1:
+            self._through(self._hub(value.name, value, uses), value, source, uses)
+        else:
+            for use in uses:
+                self._edge(value, source, use)
 
-    def _hub(self, key: str, value: Value, uses: Sequence[_End]) -> _End:
-        specs = tuple(dict.fromkeys(spec for use in uses for spec in use.specs.distinct))
+    def _through(self, hub: _End, value: Value, source: _End, uses: Sequence[_End]) -> None:
+        self._edge(value, source, hub)
+        for use in uses:
+            self._edge(value, hub, use)
+
+    def _may_reread(self, value: Value) -> bool:
+        """Whether it is open how the backward half gets at the value: both halves use it, and it is large.
+
+        Inputs of the step that are never sharded have no copies; that is seen where edges are made.
+        """
+        if self.reuse == "none" or value in self.open:
+            return self.open.get(value, False)
+        phases = {self.rules.graph.phase(use.node) for use in self.rules.uses.get(value, ())}
+        handed = any(output.kind != "gradient" for output in self.rules.outputs_of.get(value, ()))
+        self.open[value] = len(phases) == 2 and not handed and self._is_large(value)
+        return self.open[value]
+
+    def _is_view(self, value: Value) -> bool:
+        """Whether the value holds no memory of its own in the step: an input, or a view."""
+        return value.node in self.builder.inputs or self.rules.rules[value.node].free
+
+    def _is_large(self, value: Value) -> bool:
+        """Whether copies of the value are worth a choice: those of inputs, parameters above all, always are."""
+        if value.node in self.builder.inputs:
+            return True
+        return self.reuse == "all" and value.meta.bytes * _SMALL >= self.builder.largest
+
+    def _reread(self, value: Value, source: _End, forward: Sequence[_End], backward: Sequence[_End]) -> None:
+        """A hub for each half; that of the backward half takes the copy of the other, or makes its own."""
+        gradients = [use for use in backward if use.gradient]  # what an optimizer is given is no copy of the value
+        backward = [use for use in backward if not use.gradient]
+        specs = _specs([*forward, *backward])
+        first = self._hub(f"{value.name}@forward", value, forward, specs)
+        options = rereads(specs)
+        listed = self.builder.listed([option.spec for option in options])
+        used = min(use.life[0] for use in backward)
+        held = (min(first.life[1], used), max(use.life[1] for use in backward))
+        kept = self._bytes(value, listed) * [option.kept for option in options]
+        number = self._add(Variable("again", value.name, options, np.zeros(len(options)), (listed,), held, kept))
+        self._through(first, value, source, forward)
+        again = _End(number, listed, (used, held[1]))
+        lying = self._bytes(value, source.specs) * (not self._is_view(value))
+        costs = from_where_it_lies(
+            self.builder.between(value, source.specs, first.specs),
+            self._bytes(value, first.specs) * _differ(source.specs, first.specs),
+            lying,
+            self._price(held[0], again.life[0]),
+            self._price(*again.life),
+        )
+        self.edges.append(Edge(source.variable, number, costs))
+        self.edges.append(Edge(first.variable, number, self.builder.tie(len(specs))))
+        for use in backward:
+            self._edge(value, again, use)
+        for use in gradients:
+            self._edge(value, source, use)
+
+    def _hub(self, key: str, value: Value, uses: Sequence[_End], specs: Sequence[Spec] | None = None) -> _End:
+        specs = _specs(uses) if specs is None else specs
         listed = self.builder.listed(specs)
         variable = self._add(Variable("hub", key, specs, np.zeros(len(specs)), (listed,)))
         return _End(variable, listed, (min(use.life[0] for use in uses), max(use.life[1] for use in uses)))
@@ -419,7 +529,8 @@ class _Build:
             if self.rules.graph.phase(use.node) == phase:
                 start = self.builder.position[use.node]
                 last = self._last_use(use.node) if self.rules.rules[use.node].free else start
-                yield _End(self.of_node[use.node], self._operand(use), (start, last + 1))
+                life = (start, last + 1)
+                yield _End(self.of_node[use.node], self._operand(use), life, self.rules.restores(use.node))
         for output in self.rules.outputs_of.get(value, ()):
             if phase_of(output) == phase:
                 user = self._deliver(output)
@@ -461,11 +572,25 @@ class _Build:
         costs = self.builder.between(value, source.specs, target.specs, target.gradient)
         if target.gradient and self.hiding is not None:
             costs = costs - (1.0 - self.hiding.price) * self.hiding.hidden(costs, target.life[0])
+        costs = costs + self._forbidden(value, source.specs, target.specs)
         price = self._price(*target.life)
         if price:
             costs = costs + price * self._bytes(value, target.specs) * _differ(source.specs, target.specs)
         if costs.size > 1 or costs.any():
             self.edges.append(Edge(source.variable, target.variable, costs))
+
+    def _forbidden(self, value: Value, sources: SpecList, targets: SpecList) -> np.ndarray | float:
+        """Infinite where a gradient would be reduced in another dtype than the policy of precisions asks for."""
+        if self.rules.restores(value.node):
+            partial = np.array([bool(spec.partial_axes) for spec in sources.distinct])
+            return np.where(partial[sources.index], np.inf, 0.0)[:, None]
+        if value in self.rules.unreduced:
+            reduced = [
+                [not set(source.partial_axes) <= set(target.partial_axes) for target in targets.distinct]
+                for source in sources.distinct
+            ]
+            return np.where(np.array(reduced)[np.ix_(sources.index, targets.index)], np.inf, 0.0)
+        return 0.0
 
     def _tie_tangents(self) -> None:
         """The gradient of an output arrives as the output was handed back."""
@@ -478,6 +603,28 @@ class _Build:
                 ]
                 if np.any(same):
                     self.edges.append(Edge(output, tangent, np.array(same)))
+
+    def _tie_draws(self) -> None:
+        """A random operator that is run again is split as the first time: what a shard draws depends on the split."""
+        for node in self.rules.operators:
+            first = self.rules.repeats_draw(node)
+            if first is not None and self.rules.pinned(node, self.mesh) is None:
+                drawn, again = (_splits(self.variables[self.of_node[one]]) for one in (first, node))
+                costs = np.array([[0.0 if one == other else np.inf for other in again] for one in drawn])
+                self.edges.append(Edge(self.of_node[first], self.of_node[node], costs))
+
+
+def _splits(variable: Variable) -> list[tuple[object, ...]]:
+    """For every option, what the numbers that an operator draws depend on: axes that split it, specs of its results."""
+    return [
+        (tuple(choice >= 0 for choice in choices), *(specs[option] for specs in variable.results))  # type: ignore[attr-defined]
+        for option, choices in enumerate(variable.options)
+    ]
+
+
+def _specs(uses: Sequence[_End]) -> tuple[Spec, ...]:
+    """The specs in which a value is wanted, each once."""
+    return tuple(dict.fromkeys(spec for use in uses for spec in use.specs.distinct))
 
 
 def _differ(sources: SpecList, targets: SpecList) -> np.ndarray:

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from autoshard.cluster.cost import CONTENTION
 from autoshard.patterns.graph import Use, Value, operand_nodes
 from autoshard.planner.account import LOCAL_STEPS, Account, Leg
 from autoshard.reshard.path import Step
-from autoshard.simulate.events import COMPUTE, Operation, Timeline, replay
+from autoshard.simulate.events import COMPUTE, Operation, Timeline, link_stream, replay
 
 
 def timeline(account: Account) -> Timeline:
@@ -19,7 +18,7 @@ def timeline(account: Account) -> Timeline:
 
     A collective starts when all compute issued before it is done, which is when its data is there, but for what lies
     ready: the gather of a parameter, or of a saved activation, starts where the one before it in the same half is
-    first read (`partition.overlap.gather_ahead`), and runs behind the compute in between.
+    first read (`reshard.overlap.gather_ahead`), and runs behind the compute in between.
     """
     return _Schedule(account).run()
 
@@ -42,9 +41,9 @@ def _ready(account: Account, leg: Leg) -> bool:
     return leg.source == leg.value.name and (node.op == "placeholder" or account.flow.graph.phase(node) != leg.phase)
 
 
-def step_seconds(timeline: Timeline) -> float:
-    """Predicted seconds of a step: the timeline, and what compute loses to the communication beside it."""
-    return timeline.seconds + CONTENTION * timeline.hidden
+def step_seconds(account: Account) -> float:
+    """Predicted seconds of a step: its timeline, and what compute loses to the communication beside it."""
+    return timeline(account).disturbed(account.tables.cost.cluster.contention)
 
 
 class _Schedule:
@@ -82,7 +81,7 @@ class _Schedule:
             self.made[Value(node, index).name] = len(self.operations) - 1
 
     def _link(self, axis: int) -> str:
-        return "between hosts" if self.account.tables.cost.spans_hosts(axis) else "inside a host"
+        return link_stream(self.account.tables.cost.spans_hosts(axis))
 
     def _issue(self, name: str, stream: str, seconds: float, *needs: int | None) -> None:
         known = {need for need in (*needs, self.computed) if need is not None}

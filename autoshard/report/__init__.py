@@ -1,8 +1,9 @@
-"""A plan for the eye: on a terminal, and as a web page."""
+"""Plans and clusters for the eye: on a terminal, and as a web page."""
 
 from __future__ import annotations
 
+from autoshard.report.cluster import cluster_table
 from autoshard.report.html import page
 from autoshard.report.table import explanation_table, plan_table
 
-__all__ = ["explanation_table", "page", "plan_table"]
+__all__ = ["cluster_table", "explanation_table", "page", "plan_table"]

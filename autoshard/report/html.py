@@ -7,6 +7,7 @@ from html import escape
 
 from autoshard import plan_rows
 from autoshard.memory.budget import format_bytes
+from autoshard.memory.footprint import Memory
 from autoshard.plan import ShardingPlan
 from autoshard.plan_rows import TensorRow, WorkRow, format_seconds
 
@@ -28,7 +29,7 @@ code { font: 13px ui-monospace, monospace; }
 .legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .3rem; border-radius: 2px; }
 summary { cursor: pointer; }
 """
-_COLOURS = ("#4263eb", "#f08c00", "#2f9e44", "#868e96", "#c2255c")
+_COLOURS = ("#4263eb", "#f08c00", "#2f9e44", "#868e96", "#c2255c", "#0b7285", "#9c36b5", "#e8590c", "#5c940d")
 
 
 def page(plan: ShardingPlan) -> str:
@@ -62,15 +63,8 @@ def _summary(plan: ShardingPlan) -> str:
 
 def _memory(plan: ShardingPlan) -> str:
     """A bar of what one device holds, with its legend."""
-    memory = plan.memory
-    parts = (
-        ("parameters", memory.parameters),
-        ("gradients", memory.gradients),
-        ("optimizer", memory.optimizer),
-        ("buffers", memory.buffers),
-        ("activations", memory.activations),
-    )
-    held = [(name, amount, colour) for (name, amount), colour in zip(parts, _COLOURS, strict=True) if amount]
+    parts = plan_rows.memory_parts(plan.memory)
+    held = [(name, amount, _COLOURS[index % len(_COLOURS)]) for index, (name, amount) in enumerate(parts.items())]
     if not held:
         return ""
     bar = "".join(f'<span style="flex: {amount}; background: {colour}"></span>' for _, amount, colour in held)
@@ -78,23 +72,35 @@ def _memory(plan: ShardingPlan) -> str:
         f'<span><i style="background: {colour}"></i>{name} {format_bytes(amount)}</span>'
         for name, amount, colour in held
     )
-    return f'<h2>Memory of one device</h2>\n<div class="bar">{bar}</div>\n<p class="legend">{legend}</p>'
+    said = "".join(f"<p>{escape(text)}</p>" for text in (plan_rows.memory_text(plan), _moment(plan.memory)) if text)
+    rows = [[_code(one.name), _cell(one.kind), _number(format_bytes(one.bytes))] for one in plan.memory.largest]
+    table = _table((("largest then", False), ("kind", False), ("bytes", True)), rows) if rows else ""
+    return (
+        f'<h2>Memory of one device</h2>\n{said}\n<div class="bar">{bar}</div>\n<p class="legend">{legend}</p>\n{table}'
+    )
+
+
+def _moment(memory: Memory) -> str:
+    """When most is held."""
+    return plan_rows.peak_text(memory).partition(";")[0]
 
 
 def _tensors(title: str, rows: Sequence[TensorRow], plan: ShardingPlan) -> str:
     if not rows:
         return ""
-    shaped = any(row.shape is not None for row in rows)
+    shaped, gathered = any(row.shape is not None for row in rows), any(row.gathered for row in rows)
     head = [
         ("name", False),
         ("count", True),
         *([("shape", False)] if shaped else []),
         *((n, False) for n in plan.mesh.names),
+        *([("gathered", False)] if gathered else []),
     ]
     body = []
     for row in rows:
         shape = [_cell("x".join(map(str, row.shape)) if row.shape else "scalar")] if shaped else []
-        body.append([_code(row.name), _number(str(row.count)), *shape, *map(_placement, row.placements)])
+        how = [_cell(row.gathered)] if gathered else []
+        body.append([_code(row.name), _number(str(row.count)), *shape, *map(_placement, row.placements), *how])
     return f"<h2>{title}</h2>\n{_table(head, body)}"
 
 

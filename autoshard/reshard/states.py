@@ -232,7 +232,7 @@ class StateGraph:
     incoming: tuple[NDArray[np.int64], ...]
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=1 << 10)
 def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], mesh: MeshShape) -> StateGraph:
     """The graph over all combinations of one nest per dim and reductions of `operations` on axes that shard nothing.
 
@@ -243,8 +243,8 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
     """
     states = tuple(_states(nests, operations, mesh))
     index = {state: position for position, state in enumerate(states)}
-    edges = [edge for axis, size in enumerate(mesh.sizes) if size > 1 for edge in _moves(index, axis, mesh)]
-    table = np.array(edges, dtype=np.int64).reshape(-1, 10)
+    edges = [_moves(states, axis, mesh) for axis, size in enumerate(mesh.sizes) if size > 1]
+    table = np.concatenate([*edges, np.zeros((0, 10), dtype=np.int64)])
     table = table[np.lexsort((table[:, 1], table[:, 0]))]
     degree = np.bincount(table[:, 0], minlength=len(states))
     first = np.cumsum(degree) - degree
@@ -288,39 +288,63 @@ def _states(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], mesh
                 yield State(chosen, partial)
 
 
-def _moves(index: dict[State, int], axis: int, mesh: MeshShape) -> Iterator[tuple[int, ...]]:
+def _moves(states: Sequence[State], axis: int, mesh: MeshShape) -> NDArray[np.int64]:
     """All edges that change the placement on `axis`: between states that an all-gather over it makes equal."""
-    families: dict[object, list[tuple[int, str | None, tuple[int, Loop]]]] = {}
-    nowhere = (-1, Loop(axis, 1))
     gathered = cache(lambda nest: without(nest, axis, mesh))
+    families: dict[object, int] = {}
+    operations: dict[str | None, int] = {None: -1}
     size = mesh.sizes[axis]
-    for state, position in index.items():
+    rows = []
+    for state in states:
         core = (tuple(map(gathered, state.nests)), state.partial[:axis], state.partial[axis + 1 :])
-        member = (position, state.partial[axis], state.place(axis) or nowhere)
-        families.setdefault(core, []).append(member)
-    for family in families.values():
-        for (source, before, left), (target, after, right) in itertools.permutations(family, 2):
-            kind = _kind(before, left, after, right, size)
-            if kind is not None:
-                block, total = right[1].share(mesh) if right[0] >= 0 else (1, size)
-                yield target, source, kind, axis, left[0], left[1].outer, right[0], right[1].outer, block * size, total
+        family = families.setdefault(core, len(families))
+        operation = operations.setdefault(state.partial[axis], len(operations) - 1)
+        dim, loop = state.place(axis) or (-1, Loop(axis, 1))
+        rows.append((family, operation, dim, loop.outer, loop.total, *loop.share(mesh)))
+    table = np.array(rows, dtype=np.int64).reshape(len(states), 7)
+    source, target = _pairs(table[:, 0])
+    left, right = table[source], table[target]
+    kind = _kinds(left, right, size)
+    found = kind >= 0
+    source, target, left, right, kind = (part[found] for part in (source, target, left, right, kind))
+    share = np.where(right[:, 2:3] >= 0, right[:, 5:7], (1, size)) * (size, 1)
+    axes = np.full(len(kind), axis)
+    return np.column_stack([target, source, kind, axes, left[:, 2:4], right[:, 2:4], share])
 
 
-def _kind(
-    before: str | None, left: tuple[int, Loop], after: str | None, right: tuple[int, Loop], size: int
-) -> int | None:
-    """The collective from one placement on an axis to another; None where no single one does it."""
-    sharded_before, sharded_after = left[0] >= 0, right[0] >= 0
-    if sharded_before and sharded_after:
-        return ALL_TO_ALL if left[0] != right[0] or _nested(left[1], right[1], size) else None
-    if sharded_before:
-        return ALL_GATHER if after is None else None
-    if before is not None:
-        return REDUCE_SCATTER if sharded_after else ALL_REDUCE if after is None else None
-    return SLICE if sharded_after else MAKE_PARTIAL
+def _pairs(family: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All ordered pairs of two members of one family."""
+    order = np.argsort(family, kind="stable")
+    counts = np.bincount(family)
+    start = np.cumsum(counts) - counts
+    partners = counts[family[order]]
+    first = np.repeat(np.arange(len(order)), partners)
+    within = np.arange(len(first)) - np.repeat(np.cumsum(partners) - partners, partners)
+    second = np.repeat(start[family[order]], partners) + within
+    apart = first != second
+    return order[first[apart]], order[second[apart]]
 
 
-def _nested(left: Loop, right: Loop, size: int) -> bool:
-    """Whether two pieces of one dim divide it and do not overlap: else blocks would not be equal."""
-    even = not left.total and not right.total
-    return even and (left.outer % (right.outer * size) == 0 or right.outer % (left.outer * size) == 0)
+def _kinds(left: NDArray[np.int64], right: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """The collective from one placement on an axis of `size` to another; -1 where no single one does it.
+
+    Columns of either side: family, reduction, dim, steps above, total of the share; -1 for no reduction and no dim.
+    """
+    before, after = left[:, 1] >= 0, right[:, 1] >= 0
+    sharded_before, sharded_after = left[:, 2] >= 0, right[:, 2] >= 0
+    # Two pieces of one dim must divide it and not overlap: else blocks would not be equal.
+    even = (left[:, 4] == 0) & (right[:, 4] == 0)
+    inside = (left[:, 3] % (right[:, 3] * size) == 0) | (right[:, 3] % (left[:, 3] * size) == 0)
+    exchanged = (left[:, 2] != right[:, 2]) | (even & inside)
+    return np.select(
+        [
+            sharded_before & sharded_after & exchanged,
+            sharded_before & ~sharded_after & ~after,
+            ~sharded_before & before & sharded_after,
+            ~sharded_before & before & ~after,
+            ~sharded_before & ~before & sharded_after,
+            ~sharded_before & ~before & after,
+        ],
+        [ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SLICE, MAKE_PARTIAL],
+        -1,
+    )

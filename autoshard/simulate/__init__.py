@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from autoshard.simulate.events import COMPUTE, Operation, Timeline, replay
+from autoshard.simulate.events import COMPUTE, Operation, Timeline, link_stream, replay
 
-__all__ = ["COMPUTE", "Operation", "Timeline", "replay"]
+__all__ = ["COMPUTE", "Operation", "Timeline", "link_stream", "replay"]

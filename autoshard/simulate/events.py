@@ -11,6 +11,11 @@ COMPUTE = "compute"
 """The stream that computes; every other one communicates."""
 
 
+def link_stream(spans_hosts: bool) -> str:
+    """The stream of collectives on one kind of link."""
+    return "between hosts" if spans_hosts else "inside a host"
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One kernel or one collective.
@@ -46,6 +51,10 @@ class Timeline:
     seconds: float
     exposed: float
     hidden: float
+
+    def disturbed(self, contention: float) -> float:
+        """Seconds where every hidden second of communication takes `contention` seconds from the compute beside it."""
+        return self.seconds + contention * self.hidden
 
 
 def replay(operations: Sequence[Operation]) -> Timeline:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -66,6 +69,7 @@ def minimise(
     time_limit: float,
     seed: int = 0,
     hint: Array | None = None,
+    node_limit: int | None = None,
 ) -> Answer:
     """Solves a program: HiGHS where there are integers, GLOP otherwise.
 
@@ -74,6 +78,7 @@ def minimise(
         time_limit: seconds.
         seed: of the backend; one worker and one seed give one answer, unless the time ends first.
         hint: values of all variables of a known solution.
+        node_limit: nodes of the search tree at most; None for as many as there is time for.
 
     Raises:
         SolverError: OR-Tools is not installed, or the backend failed.
@@ -93,16 +98,33 @@ def minimise(
         # One thread: the same input gives the same output.
         parameters.highs.string_options["parallel"] = "off"
         parameters.relative_gap_tolerance = _GAP
+        parameters.node_limit = node_limit
         if hint is not None:
             values = {model.get_variable(index): float(value) for index, value in enumerate(hint)}
             settings.solution_hints = [mathopt.SolutionHint(variable_values=values)]
     backend = mathopt.SolverType.HIGHS if mixed else mathopt.SolverType.GLOP
     try:
-        result = mathopt.solve(model, backend, params=parameters, model_params=settings)
+        result = _interruptible(lambda: mathopt.solve(model, backend, params=parameters, model_params=settings))
     except (RuntimeError, ValueError, AttributeError) as error:
         # An AttributeError is what some versions of OR-Tools raise while they translate a backend's failure.
         raise SolverError(f"OR-Tools could not solve the program: {error.__context__ or error}") from error
     return _answer(mathopt, model, result)
+
+
+def _interruptible(work: Callable[[], Any]) -> Any:
+    """The result of `work`, which Ctrl-C can leave: the backend hears no signal, and ends with its time limit."""
+    if current_thread() is not main_thread():
+        return work()
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # handed on to the caller, whatever it is
+            outcome.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return outcome.result()
 
 
 def _answer(mathopt: Any, model: Any, result: Any) -> Answer:

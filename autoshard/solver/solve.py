@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from time import monotonic
 
 import numpy as np
 
 from autoshard.solver.bound import lower_bound
-from autoshard.solver.certify import TOLERANCE, certify, fix
+from autoshard.solver.certify import TOLERANCE, certify
+from autoshard.solver.course import Course, Progress
 from autoshard.solver.eliminate import WidthError, eliminate
 from autoshard.solver.ilp import cells, solve_integer
-from autoshard.solver.lagrange import Ascent, ascend, priced_bound
 from autoshard.solver.moments import Moments
 from autoshard.solver.network import Network
-from autoshard.solver.problem import Array, Problem, SolverError
+from autoshard.solver.problem import Problem, SolverError
 from autoshard.solver.reduce import reduce
-from autoshard.solver.repair import cross, settle, windows
 from autoshard.solver.search import NOTHING, Found, alternate, better, improve, softened
 from autoshard.solver.tables import Tables
+
+METHODS = ("auto", "eliminate", "alternate", "ilp")
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +31,15 @@ _ROUNDING_ITERATIONS = 30
 
 _INTEGER_CELLS = 80_000
 """Entries of edge tables up to which what is left goes to the integer program."""
+
+_WORK = 100
+"""Units of work per table entry that a search or a proof is counted as."""
+
+_SMALL = 4_000
+"""Entries of edge tables up to which a problem under a limit goes to the integer program at once."""
+
+_LARGE = 10_000
+"""Nodes from which a problem without `components` goes to flat arrays at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,7 @@ class Solution:
         status: "optimal" (proved, up to a relative 1e-9), "feasible", "infeasible" (proved) or "unknown".
         method: what found it.
         seconds: wall-clock time of the solve.
+        interrupted: whether Ctrl-C ended the search; what it had found by then is here.
     """
 
     assignment: tuple[int, ...]
@@ -52,6 +64,7 @@ class Solution:
     status: str
     method: str
     seconds: float
+    interrupted: bool = False
 
     @property
     def gap(self) -> float:
@@ -61,6 +74,62 @@ class Solution:
         if not self.assignment:
             return float("inf")
         return (self.cost - self.lower_bound) / max(abs(self.cost), 1e-300)
+
+
+def solve(
+    problem: Problem,
+    *,
+    method: str = "auto",
+    time_limit: float = 30.0,
+    work_limit: int | None = None,
+    seed: int = 0,
+    verbose: bool = False,
+    progress: Callable[[Progress], object] | None = None,
+) -> Solution:
+    """Solves a problem.
+
+    Args:
+        problem: the problem.
+        method: "auto" chooses: exact elimination, alternation with a proof, presolve with prices on memory and large
+            neighbourhoods, the integer program. "eliminate" is exact elimination alone. "alternate" solves one mesh
+            axis after another, or large neighbourhoods where the problem has no `components`, with a bound but without
+            the effort of a proof. "ilp" is the memory-constrained integer program of Rhino 4.2 and 4.4.
+        time_limit: seconds. It shortens the search: what is returned is correct whenever it ends. Reading the
+            problem and the first assignment are not interrupted.
+        work_limit: units of work, about one table entry looked at, some 10**8 of them a second; looked at between the
+            steps of the search. Two solves that end by it give the same answer however fast the machine is.
+        seed: of what is random. Same problem and seed, same solution, unless the time limit ends the search.
+        verbose: whether to log progress at INFO level.
+        progress: called with the best cost and the bound as they move.
+
+    Returns:
+        The best assignment found. After Ctrl-C it is the best known by then, and `interrupted` is set.
+
+    Raises:
+        SolverError: an unknown method; or "eliminate" where the tables would be too large, or where the memory
+            limit binds.
+        KeyboardInterrupt: Ctrl-C before any feasible assignment was known.
+    """
+    if method not in METHODS:
+        raise SolverError(f'method "{method}" does not exist; choose one of {", ".join(METHODS)}')
+    if work_limit is not None and work_limit < 1:
+        raise SolverError(f"work_limit={work_limit} allows nothing; give a positive number of units, or None")
+
+    def tell(moment: Progress) -> None:
+        if verbose:
+            _log.info("%s: cost %.9g, lower bound %.9g", moment.phase, moment.cost, moment.lower_bound)
+        if progress is not None:
+            progress(moment)
+
+    course = Course(time_limit, work_limit, tell)
+    try:
+        task = _Task(problem, course, seed)
+        outcome = _METHODS[method](task) if problem.size else _Outcome(Found({}, 0.0), 0.0, True, method)
+    except KeyboardInterrupt:
+        if not course.assignment:
+            raise
+        return _known(problem, course, interrupted=True)
+    return _solution(problem, outcome, course)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,50 +142,25 @@ class _Outcome:
     method: str
 
 
-def solve(
-    problem: Problem, *, method: str = "auto", time_limit: float = 30.0, seed: int = 0, verbose: bool = False
-) -> Solution:
-    """Solves a problem.
-
-    Args:
-        problem: the problem.
-        method: "auto" chooses: exact elimination, alternation with a proof, prices on memory, the integer program.
-            "eliminate" is exact elimination alone. "alternate" solves one mesh axis after another, or large
-            neighbourhoods where the problem has no `components`, with a bound but without the effort of a proof.
-            "ilp" is the memory-constrained integer program of Rhino 4.2 and 4.4.
-        time_limit: seconds. It shortens the search: what is returned is correct whenever it ends. Reading the
-            problem and the first assignment are not interrupted.
-        seed: of what is random. Same problem and seed, same solution, unless the time limit ends the search.
-        verbose: whether to log progress at INFO level.
-
-    Raises:
-        SolverError: an unknown method; or "eliminate" where the tables would be too large, or where the memory
-            limit binds.
-    """
-    methods: dict[str, Callable[[_Task], _Outcome]] = {
-        "auto": _auto,
-        "eliminate": _eliminate,
-        "alternate": _alternate,
-        "ilp": _ilp,
-    }
-    if method not in methods:
-        raise SolverError(f'method "{method}" does not exist; choose one of {", ".join(methods)}')
-    start = monotonic()
-    task = _Task(problem, start + time_limit, seed, verbose)
-    outcome = methods[method](task) if problem.size else _Outcome(Found({}, 0.0), 0.0, True, method)
-    return _solution(problem, outcome, monotonic() - start)
-
-
 class _Task:
-    """A problem being solved: its networks, its moments, its clock."""
+    """A problem being solved: its network, its moments, its course."""
 
-    def __init__(self, problem: Problem, deadline: float, seed: int, verbose: bool) -> None:
+    def __init__(self, problem: Problem, course: Course, seed: int) -> None:
         self.problem = problem
-        self.deadline = deadline
+        self.course = course
         self.seed = seed
-        self.verbose = verbose
-        self.network = Network.of(problem, Tables())
         self.moments = _binding_moments(problem)
+        self.large = problem.size >= _LARGE and problem.components is None
+
+    @cached_property
+    def network(self) -> Network:
+        """The problem as a network; made when it is asked for, since flat arrays do without."""
+        return Network.of(self.problem, Tables())
+
+    @property
+    def deadline(self) -> float:
+        """The `monotonic` moment at which the solve is to end."""
+        return self.course.share(1.0)
 
     def core(self, *, dominance: bool) -> Network:
         """The network reduced as far as memory allows; with usages where a limit can bind."""
@@ -126,14 +170,17 @@ class _Task:
     def fits(self, choices: dict[int, int]) -> bool:
         return self.moments is None or self.moments.respected(self.moments.loads(choices))
 
-    def share(self, fraction: float) -> float:
-        """The moment at which a fraction of the remaining time has passed."""
-        now = monotonic()
-        return now + fraction * max(self.deadline - now, 0.0)
+    def note(self, phase: str, found: Found, bound: float, work: float) -> None:
+        """Notes what a step found without the limit, what bounds every assignment, and the work it was."""
+        if np.isfinite(found.cost) and self.fits(found.choices):
+            self.course.offer(found.cost, lambda: _assignment(self.problem, found), phase)
+        self.course.bound(bound)
+        self.course.spend(work)
+        self.course.note(phase)
 
-    def log(self, what: str, found: Found, bound: float) -> None:
-        if self.verbose:
-            _log.info("%s: cost %.9g, lower bound %.9g", what, found.cost, bound)
+
+def _assignment(problem: Problem, found: Found) -> tuple[int, ...]:
+    return tuple(found.choices[node] for node in range(problem.size))
 
 
 def _binding_moments(problem: Problem) -> Moments | None:
@@ -144,18 +191,35 @@ def _binding_moments(problem: Problem) -> Moments | None:
     return None if moments.respected(moments.most()) and problem.limit >= 0 else moments
 
 
-def _solution(problem: Problem, outcome: _Outcome, seconds: float) -> Solution:
+def _solution(problem: Problem, outcome: _Outcome, course: Course) -> Solution:
     if not np.isfinite(outcome.found.cost):
         status = "infeasible" if outcome.proved else "unknown"
         bound = float("inf") if outcome.proved else outcome.bound
-        return Solution((), float("inf"), bound, 0.0, status, outcome.method, seconds)
-    assignment = tuple(outcome.found.choices[node] for node in range(problem.size))
+        return Solution((), float("inf"), bound, 0.0, status, outcome.method, monotonic() - course.start)
+    course.bound(outcome.bound)
+    assignment = _assignment(problem, outcome.found)
     cost = problem.cost(assignment)
+    proved = outcome.proved or outcome.bound >= cost - TOLERANCE * abs(cost)
     peak = problem.peak(assignment)
     assert problem.within_limit(peak), (peak, problem.limit)
-    proved = outcome.proved or outcome.bound >= cost - TOLERANCE * abs(cost)
     bound = cost if proved else min(outcome.bound, cost)
-    return Solution(assignment, cost, bound, peak, "optimal" if proved else "feasible", outcome.method, seconds)
+    status = "optimal" if proved else "feasible"
+    return Solution(assignment, cost, bound, peak, status, outcome.method, monotonic() - course.start)
+
+
+def _known(problem: Problem, course: Course, *, interrupted: bool) -> Solution:
+    """What the course knows, as it stands."""
+    assignment = course.assignment
+    return Solution(
+        assignment=assignment,
+        cost=problem.cost(assignment),
+        lower_bound=min(course.lower_bound, course.cost),
+        peak=problem.peak(assignment),
+        status="feasible",
+        method=course.method,
+        seconds=monotonic() - course.start,
+        interrupted=interrupted,
+    )
 
 
 def _eliminate(task: _Task) -> _Outcome:
@@ -173,9 +237,12 @@ def _peak(task: _Task, choices: dict[int, int]) -> float:
 
 
 def _alternate(task: _Task) -> _Outcome:
+    if task.large:
+        return _flat(task, finish=False)
     found = _search(task, task.deadline)
+    task.note("search", found, float("-inf"), _WORK * cells(task.network))
     if found.choices and not task.fits(found.choices):
-        return _limited(task, found, float("-inf"), finish=False)
+        return _flat(task, finish=False)
     result = certify(task.network, found, cap=1.0, deadline=task.deadline, rounds=1)
     # The bound's rounded assignment may be cheaper, and pass the limit.
     best = result.found if not result.found.choices or task.fits(result.found.choices) else found
@@ -198,44 +265,83 @@ def _rounded(task: _Task) -> Found:
     core = reduce(task.network.copy())
     if not core.feasible:
         return NOTHING
-    bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, deadline=task.share(0.3))
+    bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, deadline=task.course.share(0.3))
     if bound.choices:
         return Found(bound.choices, bound.cost)
     soft = softened(core)
     choices = {node: int(soft.labels[node][vector.argmin()]) for node, vector in soft.vectors.items()}
-    found = improve(soft, Found(soft.expand(choices), soft.value(choices)), deadline=task.share(0.5))
+    found = improve(soft, Found(soft.expand(choices), soft.value(choices)), deadline=task.course.share(0.5))
     cost = core.value(found.choices)
     return Found(found.choices, cost) if np.isfinite(cost) else NOTHING
 
 
 def _ilp(task: _Task) -> _Outcome:
     core = task.core(dominance=True)
-    result = solve_integer(core, moments=task.moments, deadline=task.deadline, seed=task.seed)
+    result = solve_integer(core, moments=task.moments, deadline=task.deadline, seed=task.seed, nodes=_nodes(task, core))
     return _Outcome(result.found, result.bound, result.proved, "ilp")
 
 
 def _auto(task: _Task) -> _Outcome:
+    if task.large:
+        return _flat(task, finish=True)
+    bound = float("-inf")
+    if task.moments is not None:
+        core = task.core(dominance=True)
+        if not core.feasible or cells(core) <= _SMALL:
+            result = _integer(task, core)
+            if result.proved:
+                return result
+            bound = result.bound
     free = _unlimited(task)
-    task.log(f"without the limit, {free.method}", free.found, free.bound)
     if not free.found.choices or task.fits(free.found.choices):
         return free
-    return _limited(task, free.found, free.bound, finish=True)
+    task.course.bound(max(bound, free.bound))
+    return _flat(task, finish=True)
+
+
+def _integer(task: _Task, core: Network) -> _Outcome:
+    """A small problem under a limit, by the integer program."""
+    result = solve_integer(
+        core, moments=task.moments, deadline=task.course.share(0.3), seed=task.seed, nodes=_nodes(task, core)
+    )
+    task.note("integer program", result.found, result.bound, 100 * cells(core))
+    return _Outcome(result.found, result.bound, result.proved, "ilp")
+
+
+def _nodes(task: _Task, core: Network) -> int | None:
+    """Nodes of a search tree that the work left allows; None where time is what limits the solve."""
+    return int(max(1.0, task.course.remaining // max(cells(core), 1))) if task.course.counted else None
+
+
+def _flat(task: _Task, *, finish: bool) -> _Outcome:
+    """Presolve, prices and neighbourhoods on flat arrays."""
+    # Imported here: numba takes a second to import, and most problems do without.
+    from autoshard.solver.flat.campaign import Campaign
+
+    course = task.course
+    proved = Campaign(task.problem, course, seed=task.seed, finish=finish).run()
+    assignment = course.assignment
+    if not assignment:
+        return _Outcome(NOTHING, course.lower_bound, proved, "flat")
+    return _Outcome(Found(dict(enumerate(assignment)), course.cost), course.lower_bound, proved, course.method)
 
 
 def _unlimited(task: _Task) -> _Outcome:
     """The optimum without the memory limit, or a good assignment and a bound."""
     try:
         exact = eliminate(task.network)
-        return _Outcome(Found(exact.choices, exact.cost), exact.cost, True, "eliminate")
+        found = Found(exact.choices, exact.cost)
+        task.note("without the limit, elimination" if task.moments else "elimination", found, exact.cost, 0)
+        return _Outcome(found, exact.cost, True, "eliminate")
     except WidthError as error:
-        task.log(str(error), NOTHING, float("-inf"))
-    found = _search(task, task.share(0.4))
-    task.log("search", found, float("-inf"))
+        task.note(str(error), NOTHING, float("-inf"), 0)
+    found = _search(task, task.course.share(0.4))
+    task.note("search", found, float("-inf"), _WORK * cells(task.network))
     if found.choices and not task.fits(found.choices):
         # The limit binds: a proof without it would take the time that the prices need.
         return _Outcome(found, float("-inf"), False, "alternate")
-    result = certify(task.network, found, deadline=task.share(0.7))
-    task.log("proof", result.found, result.bound)
+    result = certify(task.network, found, deadline=task.course.share(0.7))
+    task.note("proof", result.found, result.bound, _WORK * cells(task.network))
     if result.rest is None:
         return _Outcome(result.found, result.bound, True, "alternate")
     if cells(result.rest) > _INTEGER_CELLS:
@@ -243,87 +349,24 @@ def _unlimited(task: _Task) -> _Outcome:
         if found.choices:
             found = improve(task.network, found, cap=1e6, deadline=task.deadline)
         return _Outcome(found, result.bound, False, "alternate")
-    return _closed(task, reduce(result.rest), None, result.found, result.bound)
+    return _closed(task, reduce(result.rest), result.found, result.bound)
 
 
-def _closed(task: _Task, rest: Network, moments: Moments | None, best: Found, bound: float) -> _Outcome:
+def _closed(task: _Task, rest: Network, best: Found, bound: float) -> _Outcome:
     """What is left, by the integer program; whatever was dropped is no better than `best`."""
     if not rest.feasible:
         return _Outcome(best, best.cost, True, "ilp")
     if monotonic() > task.deadline:
         return _Outcome(best, bound, False, "ilp")
     hint = best if best.choices and rest.positions(best.choices) is not None else NOTHING
-    result = solve_integer(rest, moments=moments, hint=hint, deadline=task.deadline, seed=task.seed)
+    result = solve_integer(rest, hint=hint, deadline=task.deadline, seed=task.seed, nodes=_nodes(task, rest))
     best = better(best, result.found)
     return _Outcome(best, max(bound, min(result.bound, best.cost)), result.proved, "ilp")
 
 
-def _limited(task: _Task, free: Found, bound: float, *, finish: bool) -> _Outcome:
-    """Prices on memory, repair, and with `finish` the integer program for what the bound leaves."""
-    moments = task.moments
-    assert moments is not None
-    # Dominated strategies stay: the assignment found without the limit may use one.
-    core = task.core(dominance=False)
-    if not core.feasible or not moments.respected(moments.least()):
-        return _Outcome(NOTHING, float("inf"), True, "lagrange")
-    ascent = ascend(core, moments, free, components=task.problem.components, deadline=task.share(0.5))
-    best = _crossed(task, core, moments, ascent)
-    if ascent.exact:
-        bound = max(bound, ascent.value)
-    task.log("prices", best, bound)
-    relaxed = priced_bound(core, moments, ascent.prices, best.cost, task.share(0.3))
-    bound = max(bound, min(relaxed.value, best.cost))
-    if bound >= _below(best):
-        return _Outcome(best, best.cost, bool(best.choices), "lagrange")
-    if best.choices:
-        best = windows(core, moments, ascent.prices, best, seed=task.seed, deadline=task.share(0.4))
-        best = settle(core, moments, best, deadline=task.deadline)
-    task.log("windows", best, bound)
-    rest = reduce(fix(core, relaxed, _below(best)))
-    if finish and cells(rest) <= _INTEGER_CELLS:
-        return _closed(task, rest, moments, best, bound)
-    return _Outcome(best, bound, not rest.feasible and bool(best.choices), "lagrange")
-
-
-def _without_memory(core: Network) -> Network:
-    network = core.copy()
-    network.usages = {}
-    return network
-
-
-def _crossed(task: _Task, core: Network, moments: Moments, ascent: Ascent) -> Found:
-    """The best assignment within the limit that the prices lead to, or one that uses little; `NOTHING` if neither."""
-    best = cross(core, moments, ascent, deadline=task.share(0.4))
-    if not best.choices:
-        best = _smallest(core, moments)
-    return settle(core, moments, best, deadline=task.deadline) if best.choices else NOTHING
-
-
-def _smallest(core: Network, moments: Moments) -> Found:
-    """The assignment that uses least memory summed over all moments, if that keeps the limit."""
-    span = moments.prices(np.ones(moments.count))
-    network = _without_memory(core)
-    for node, usage in core.usages.items():
-        held = np.where(np.isfinite(core.vectors[node]), usage * span[node], np.inf)
-        network.vectors[node] = network.tables.intern(held)
-        for other, table in core.edges[node].items():
-            if node < other:
-                allowed = network.tables.intern(_support(table))
-                network.edges[node][other] = allowed
-                network.edges[other][node] = network.tables.transpose(allowed)
-    try:
-        exact = eliminate(network)
-    except WidthError:
-        return NOTHING
-    if not exact.choices or not moments.respected(moments.loads(exact.choices)):
-        return NOTHING
-    return Found(exact.choices, core.value(exact.choices))
-
-
-def _support(table: Array) -> Array:
-    """Zero where a pair is allowed."""
-    return np.where(np.isfinite(table), 0.0, np.inf)
-
-
-def _below(best: Found) -> float:
-    return best.cost - TOLERANCE * abs(best.cost) if best.choices else float("inf")
+_METHODS: dict[str, Callable[[_Task], _Outcome]] = {
+    "auto": _auto,
+    "eliminate": _eliminate,
+    "alternate": _alternate,
+    "ilp": _ilp,
+}

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +24,7 @@ def test_a_step_by_hand() -> None:
     step = [
         Allocation("w", 10, 0, 6, "parameter"),
         Allocation("state", 20, 0, 6, "optimizer"),
-        Allocation("x", 7, 1, 4, "activation"),
+        Allocation("x", 7, 1, 4, "saved"),
         Allocation("w, whole", 30, 2, 3, "gathered"),
         Allocation("scratch", 5, 3, 4, "temporary"),
         Allocation("w'", 10, 4, 6, "gradient"),
@@ -31,14 +34,20 @@ def test_a_step_by_hand() -> None:
     assert {kind: held[kind] for kind in KINDS if held[kind]} == {
         "parameter": 10,
         "optimizer": 20,
-        "activation": 7,
+        "saved": 7,
         "gathered": 30,
     }
-    assert Memory.of(step) == Memory(10, 10, 20, 0, activations=37, peak=67)
+    memory = Memory.of(step, place=lambda moment: ("forward", "layer", f"operator {moment}"))
+    assert (memory.parameters, memory.gradients, memory.optimizer, memory.buffers) == (10, 10, 20, 0)
+    assert (memory.activations, memory.peak) == (37, 67)
+    assert memory.held == {"parameter": 10, "optimizer": 20, "saved": 7, "gathered": 30}
+    assert (memory.phase, memory.module, memory.operator) == ("forward", "layer", "operator 2")
+    assert [one.name for one in memory.largest] == ["w, whole", "state", "w", "x"]
+    assert Memory.from_data(json.loads(json.dumps(asdict(memory)))) == memory
 
 
 def test_what_ends_makes_room_for_what_starts() -> None:
-    assert peak([Allocation("a", 8, 0, 2, "activation"), Allocation("b", 8, 2, 4, "activation")]) == (8, 0)
+    assert peak([Allocation("a", 8, 0, 2, "saved"), Allocation("b", 8, 2, 4, "saved")]) == (8, 0)
 
 
 def test_nothing_takes_nothing() -> None:

@@ -91,5 +91,5 @@ def test_outputs_without_a_gradient_count_as_zero() -> None:
             if border.kind != "tangent"
         ]
         _, saved = program.forward(program.local(tensors, {}), {})
-        for gradient in program.backward(saved, [None], {}):
+        for gradient in program.backward(list(saved), [None], {}):
             assert all(not value.any() for value in per_rank(gradient, mesh).values())

@@ -10,7 +10,7 @@ from autoshard.patterns.decisions import Decisions, Flow, phase_of
 from autoshard.patterns.graph import Value
 from autoshard.planner.problem import Wishes
 from autoshard.specs.spec import Spec
-from tests.planner.steps import captured, every_parameter, flow_of, planner_of
+from tests.planner.steps import captured, every_parameter, flow_of, gathered_again, planner_of
 
 DECISIONS = Decisions(
     choices={"mm": (0, -1), "add": (-2, 1)},
@@ -20,10 +20,11 @@ DECISIONS = Decisions(
 )
 
 
-def _flow(forced: bool = False) -> Flow:
+def _flow(forced: bool = False, again: bool = False) -> Flow:
     graph = captured("gpt")
     planner = planner_of(graph, {"x": 2}, Wishes(forced=every_parameter(graph) if forced else frozenset()))
-    return flow_of(planner, planner.plan())
+    plan = planner.plan()
+    return flow_of(planner, gathered_again(planner, plan) if again else plan)
 
 
 def test_decisions_are_data() -> None:
@@ -83,8 +84,8 @@ def test_uses_that_share_a_hub_share_its_copy() -> None:
     assert moved
 
 
-def test_the_phases_of_a_forced_parameter_have_copies_of_their_own() -> None:
-    flow = _flow(forced=True)
+def test_what_is_gathered_again_has_copies_of_its_own() -> None:
+    flow = _flow(forced=True, again=True)
     weight = Value(next(s.node for s in flow.graph.inputs if s.name == "layers.0.mlp.2.weight"))
     hubs = [flow.hub(weight, phase) for phase in ("forward", "backward")]
     assert all(hub is not None for hub in hubs)

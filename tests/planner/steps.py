@@ -22,6 +22,7 @@ from autoshard.planner.account import Account
 from autoshard.planner.planner import Planner, Settings
 from autoshard.planner.problem import Wishes
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
 from tests import models
 from tests.training import fast_links
 
@@ -60,6 +61,21 @@ def plan_of(graph: JointGraph, mesh: Mapping[str, int], *args: Any, **settings: 
     return planner_of(graph, mesh, *args, **settings).plan()
 
 
+def gathered_again(planner: Planner, plan: ShardingPlan) -> ShardingPlan:
+    """The plan with copies of its own for the backward half, of all that both halves gather."""
+    decisions = Decisions.from_data(plan.decisions)
+    hubs: dict[str, Spec] = {}
+    for key, spec in decisions.hubs.items():
+        keys = [key] if "@" in key else [f"{key}@forward", f"{key}@backward"]
+        hubs |= dict.fromkeys(keys, spec)
+    return described(planner, dataclasses.replace(decisions, hubs=hubs))
+
+
+def described(planner: Planner, decisions: Decisions) -> ShardingPlan:
+    """The plan of some decisions, without a search."""
+    return planner.describe(planner.found(decisions, 0.0, 0.0, "given"))
+
+
 def flow_of(planner: Planner, plan: ShardingPlan) -> Flow:
     """Where every tensor goes under a plan."""
     return Flow(planner.rules, Decisions.from_data(plan.decisions), planner.mesh)
@@ -67,7 +83,7 @@ def flow_of(planner: Planner, plan: ShardingPlan) -> Flow:
 
 def account_of(planner: Planner, plan: ShardingPlan) -> Account:
     """The account of a plan."""
-    return Account(flow_of(planner, plan), planner.tables, planner.resharder, planner.wishes.state_bytes)
+    return Account(flow_of(planner, plan), planner.tables, planner.resharder)
 
 
 def program_of(planner: Planner, plan: ShardingPlan) -> LocalStep:

@@ -8,32 +8,31 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
-from autoshard.planner.allocations import allocations
+from autoshard.patterns.decisions import Decisions
 from tests import models
 from tests.partition.meshes import per_rank, simulated
-from tests.planner.steps import account_of, captured, plan_of, planner_of
+from tests.planner.steps import captured, plan_of, planner_of
 from tests.training import fast_links
 
 
 def _allocated(module: nn.Module, inputs: Mapping[str, Any], mesh: Any) -> list[tuple[int, int, int]]:
-    """Bytes of parameters, gradients and Adam's moments after a step, on every rank."""
+    """Bytes of parameters, gradients and Adam's state after a step, on every rank."""
     optimizer = torch.optim.AdamW(module.parameters())
     outputs = module(**inputs)
     (outputs if isinstance(outputs, torch.Tensor) else outputs[-1]).backward()
     optimizer.step()
-    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    state = [tensor for of in optimizer.state.values() for tensor in of.values()]
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    totals = [_bytes_per_rank(tensors, mesh) for tensors in (list(module.parameters()), gradients, moments)]
+    totals = [_bytes_per_rank(tensors, mesh) for tensors in (list(module.parameters()), gradients, state)]
     return list(zip(*totals, strict=True))
 
 
-def _bytes_per_rank(tensors: list[Any], mesh: Any) -> list[int]:
+def _bytes_per_rank(tensors: list[torch.Tensor], mesh: Any) -> list[int]:
     totals = [0] * mesh.size()
     for tensor in tensors:
-        assert isinstance(tensor, DTensor)
         for rank, local in enumerate(per_rank(tensor.detach(), mesh).values()):
             totals[rank] += local.numel() * local.element_size()
     return totals
@@ -99,9 +98,9 @@ def test_memory_can_not_be_below_what_is_at_rest_nor_above_the_sum() -> None:
 
 def test_activations_die_after_their_last_use() -> None:
     planner = planner_of(captured("mlp"), {"x": 2})
-    account = account_of(planner, planner.plan())
-    end = len(account.rules.operators) + 1
-    activations = [one for one in allocations(account) if one.kind == "activation"]
+    end = len(planner.rules.operators) + 1
+    held = planner.allocations(Decisions.from_data(planner.plan().decisions))
+    activations = [one for one in held if one.kind in ("saved", "temporary") and one.end < end]
     assert activations
     assert all(0 <= one.start < one.end <= end for one in activations)
     assert any(one.end < end - 1 for one in activations)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autoshard.cluster.cost import CONTENTION
+from autoshard.cluster.cluster import CONTENTION
 from autoshard.planner.account import Account
 from autoshard.planner.hidden import HiddenReductions
 from autoshard.planner.planner import Planner
 from autoshard.planner.problem import Hiding, ProblemBuilder
-from autoshard.planner.schedule import step_seconds, timeline
+from autoshard.planner.schedule import step_seconds
 from autoshard.solver import solve
 from tests.planner.steps import captured, links, plan_of, planner_of
 
@@ -43,7 +43,7 @@ def test_a_plan_that_hides_more_is_chosen_where_it_is_faster() -> None:
     planner = _planner()
     first = planner.solve(planner.wishes)
     found = HiddenReductions(planner, first).run()
-    steps = [step_seconds(timeline(planner.account(one.decisions))) for one in (first, found)]
+    steps = [step_seconds(planner.account(one.decisions)) for one in (first, found)]
     assert steps[1] < 0.99 * steps[0]
     assert found.cost > first.cost
     assert found.lower_bound == first.lower_bound

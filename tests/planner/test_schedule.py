@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from autoshard.partition.overlap import await_late, gather_ahead
 from autoshard.planner.account import LOCAL_STEPS, Account
 from autoshard.planner.problem import Wishes
 from autoshard.planner.schedule import issued, step_seconds, timeline
+from autoshard.reshard.overlap import await_late, gather_ahead
 from tests.planner.steps import (
     KINDS,
     account_of,
@@ -64,6 +64,7 @@ def test_a_parameter_is_gathered_while_the_one_before_it_is_used() -> None:
 def test_the_predicted_step_lies_between_the_timeline_and_the_sum() -> None:
     planner = planner_of(captured("gpt", batch=8), {"x": 4}, cluster=links(4e9, 1e-6))
     plan = planner.plan()
-    replayed = timeline(account_of(planner, plan))
+    account = account_of(planner, plan)
+    replayed = timeline(account)
     assert replayed.hidden > 0
-    assert replayed.seconds < step_seconds(replayed) == plan.step_seconds <= plan.cost
+    assert replayed.seconds < step_seconds(account) == plan.step_seconds <= plan.cost

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +115,18 @@ def test_a_time_limit_shortens_the_search_and_not_the_correctness() -> None:
     assert hurried.lower_bound <= full.cost <= hurried.cost
 
 
+@pytest.mark.parametrize("method", ["auto", "eliminate", "alternate"])
+def test_large_problems_without_mesh_axes_are_solved_by_every_method(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = layered(1, per_layer=60)
+    expected = solve(problem, method="eliminate")
+    monkeypatch.setattr(sys.modules["autoshard.solver.solve"], "_LARGE", 10)
+    solution = solve(problem, method=method, time_limit=20.0)
+    assert np.isclose(solution.cost, expected.cost, rtol=1e-9)
+    assert solution.lower_bound <= expected.cost * (1 + 1e-9)
+
+
 def test_nothing_to_choose() -> None:
     solution = solve(Problem(()))
     assert solution.status == "optimal"
@@ -136,7 +149,7 @@ def test_an_unknown_method_is_refused() -> None:
 def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         solve(layered(1), verbose=True)
-    assert "without the limit" in caplog.text
+    assert "elimination: cost" in caplog.text
 
 
 def test_the_command_reports_and_ends_with_the_assignment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.partition.emitter import GraphEmitter
-from autoshard.partition.overlap import await_late
 from autoshard.patterns import soundness
 from autoshard.patterns.local import LocalCall, collectives, emit_local
 from autoshard.patterns.lockstep import Lockstep
@@ -20,6 +19,7 @@ from autoshard.patterns.soundness import strategies
 from autoshard.patterns.strategy import describe, operand_spec, result_spec
 from autoshard.patterns.variants import offered_factors
 from autoshard.planner.options import OptionTables
+from autoshard.reshard.overlap import await_late
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.tensors import unshard
 from tests.patterns.ops.cudnn import cudnn_on_cpu

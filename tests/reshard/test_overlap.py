@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import fx
 
-from autoshard.partition.overlap import await_late, gather_ahead
 from autoshard.partition.split import split
 from autoshard.patterns.local import collectives
 from autoshard.planner.problem import Wishes
+from autoshard.reshard.overlap import await_late, gather_ahead
 from tests.planner.steps import KINDS, captured, every_parameter, planner_of, program_of
 
 aten = torch.ops.aten

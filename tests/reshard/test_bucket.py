@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from autoshard.capture.joint import capture
-from autoshard.partition.bucket import bucket_reductions
 from autoshard.planner.problem import Wishes
+from autoshard.reshard.bucket import bucket_reductions
 from tests import models
 from tests.partition.meshes import per_rank, simulated
 from tests.partition.programs import locals_of, run_halves, step_on

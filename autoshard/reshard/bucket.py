@@ -12,6 +12,7 @@ from torch import fx
 
 from autoshard.cluster.cost import GROUPED_BYTES
 from autoshard.patterns.local import collectives
+from autoshard.size import plain
 
 aten = torch.ops.aten
 
@@ -57,7 +58,8 @@ def bucket_reductions(graph: fx.Graph, limit: int = GROUPED_BYTES) -> None:
     """
     positions = {node: position for position, node in enumerate(graph.nodes)}
     output = next(iter(graph.find_nodes(op="output")))
-    found = [reduction for node in output.all_input_nodes if (reduction := _reduction(node)) is not None]
+    handed = map(_uncast, output.all_input_nodes)
+    found = [reduction for node in handed if (reduction := _reduction(node)) is not None]
     groups: dict[tuple[object, ...], list[_Reduction]] = {}
     for reduction in sorted(found, key=lambda one: positions[one.source]):
         groups.setdefault(reduction.key, []).append(reduction)
@@ -71,6 +73,12 @@ def bucket_reductions(graph: fx.Graph, limit: int = GROUPED_BYTES) -> None:
 def _is_border(node: fx.Node) -> bool:
     """Whether a node stays although nothing uses it: the graph is functional, so only its border does."""
     return node.op in ("placeholder", "output")
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    """What was reduced in another dtype than it is handed back in."""
+    source = node.all_input_nodes[0] if node.target is aten._to_copy.default else node
+    return source if len(source.users) == 1 else node
 
 
 def _reduction(node: fx.Node) -> _Reduction | None:
@@ -111,25 +119,34 @@ def _join(graph: fx.Graph, bucket: Sequence[_Reduction]) -> None:
 
     A reduce-scatter hands the n-th row of its input to the n-th rank: rows are what is laid side by side.
     """
-    tag = bucket[-1].result.meta.get("partitioner_tag")
 
-    def call(op: Any, *args: Any) -> fx.Node:
+    def call(shape: Sequence[int], op: Any, *args: Any) -> fx.Node:
         node = graph.call_function(op, args)
-        node.meta["partitioner_tag"] = tag
+        node.meta = dict(bucket[-1].result.meta)
+        node.meta["val"] = torch.empty([plain(size) for size in shape], dtype=dtype, device="meta")
         return node
 
-    rows = bucket[0].parts
+    dtype, rows = bucket[0].source.meta["val"].dtype, bucket[0].parts
     widths = [reduction.elements // rows for reduction in bucket]
+    total = sum(widths)
     with graph.inserting_before(bucket[-1].source.next):
         pieces = [
-            call(aten.reshape.default, one.source, [rows, width]) for one, width in zip(bucket, widths, strict=True)
+            call([rows, width], aten.reshape.default, one.source, [rows, width])
+            for one, width in zip(bucket, widths, strict=True)
         ]
-        joined = call(aten.cat.default, pieces, 1)
+        joined, left = call([rows, total], aten.cat.default, pieces, 1), rows
         for op, arguments in bucket[0].stages:
-            joined = call(_WAIT, call(op, joined, *arguments))
-        split = call(aten.split_with_sizes.default, call(aten.view.default, joined, [-1]), widths)
+            left = 1 if op is _REDUCE_SCATTER else left
+            joined = call([left, total], _WAIT, call([left, total], op, joined, *arguments))
+        flat = call([left * total], aten.view.default, joined, [-1])
+        split = call([left * total], aten.split_with_sizes.default, flat, widths)
+        split.meta["val"] = [torch.empty([plain(width)], dtype=dtype, device="meta") for width in widths]
         for index, reduction in enumerate(bucket):
-            val = reduction.result.meta["val"]
-            whole = call(aten.view.default, call(operator.getitem, split, index), list(val.shape))
-            whole.meta["val"] = val
+            piece = call([widths[index]], operator.getitem, split, index)
+            whole = call([], aten.view.default, piece, list(reduction.result.meta["val"].shape))
+            whole.meta["val"] = reduction.result.meta["val"]
+            users = list(reduction.result.users)
             reduction.result.replace_all_uses_with(whole)
+            for user in users:
+                if user.op != "output":
+                    whole.append(user)  # the cast of the gradient

@@ -1,0 +1,155 @@
+"""What is measured of the devices of a job: operators, collectives, and both at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autoshard.cluster.collective_samples import KINDS, awaited, compute_before, group, in_turn, started
+from autoshard.cluster.curve import Curve
+from autoshard.cluster.measured import INTENSITY, Grouping
+from autoshard.cluster.operator_samples import Call, Rotation, Sample, samples
+from autoshard.cluster.stopwatch import Stopwatch
+
+_SMALLEST = 8  # power of two of the bytes of the smallest collective
+_LEAST = 0.01  # of the time of compute and collective together, what noise leaves the collective at least
+_BESIDE = 2**22  # bytes of the collective that is timed beside compute: many times its latency
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Measurements that all processes make together.
+
+    Attributes:
+        watch: times them.
+        said: is told what is about to be measured.
+    """
+
+    watch: Stopwatch
+    said: Callable[[str], None]
+
+    def operators(self, dtype: torch.dtype, everything: bool = True) -> Iterator[tuple[tuple[str, str, str], Curve]]:
+        """The curves of all families, or of matrix products alone, under the keys of `Measured.operators`.
+
+        An operator that is called again and again finds its code where it needs it; in a program others come between.
+        What that costs is added to all of them but views, which do nothing.
+        """
+        name = str(dtype).removeprefix("torch.")
+        self.said(f"{'operators' if everything else 'matrix products'} in {name}")
+        timed = [self._timed(sample) for sample in samples(dtype, self.watch.device)[: None if everything else 1]]
+        timed = [one for one in timed if one.calls]
+        extra = self._extra_in_company(timed)
+        for one in timed:
+            more = 0.0 if one.sample.family == "view" else extra
+            points = dict(_point(call, seconds + more, one.sample.amounts_are) for call, seconds in one.pairs())
+            yield (one.sample.family, name, one.sample.amounts_are), Curve.through(points, points.values())
+
+    def _timed(self, sample: Sample) -> _Timed:
+        """A sample's calls and their seconds; none where the device has no such operator in this dtype."""
+        calls: list[Rotation] = []
+        roughly: list[float] = []
+        for size in sample.sizes:
+            call = _made(sample, size)
+            [missing] = self.watch.agreed([call is None])
+            if call is None or missing:  # on any process: all stop at the same size
+                break
+            calls.append(call)
+            roughly.append(self.watch.once(calls[-1]))
+            if roughly[-1] > self.watch.patience:
+                break
+        return _Timed(sample, calls, self.watch.medians(calls, roughly))
+
+    def _extra_in_company(self, timed: Sequence[_Timed]) -> float:
+        """Seconds that a call takes longer with calls of all other families before it; of calls that do little."""
+        little = [one for one in timed if one.sample.amounts_are != INTENSITY]
+        smallest = [one.calls[0] for one in little]
+        alone = sum(one.seconds[0] for one in little)
+
+        def tour() -> None:
+            for call in smallest:
+                call()
+
+        [together] = self.watch.medians([tour], [alone])
+        return max(0.0, together - alone) / len(little)
+
+    def collectives(self, grouping: Grouping, largest: int) -> Iterator[tuple[tuple[str, Grouping], Curve]]:
+        """The curves of all collectives in one grouping, up to `largest` bytes, under the keys of `Measured`.
+
+        A collective is timed behind a stretch of compute, whose own time is taken off: in a step, too, devices arrive
+        at it one after the other, and processes that share a processor have to be called back to it.
+        """
+        self.said(f"collectives in groups of {grouping.size}, {grouping.stride} ranks apart")
+        compute = compute_before(self.watch.device)
+        computing = self.watch.once(compute)
+        sizes = [2**power for power in range(_SMALLEST, max(_SMALLEST, largest.bit_length() - 1) + 1)]
+        with group(grouping) as ours:
+            for kind in KINDS:
+                works: list[Callable[[], object]] = [compute]
+                roughly = [computing]
+                for size in sizes:
+                    works.append(in_turn(compute, awaited(started(kind, size, ours, self.watch.device))))
+                    roughly.append(self.watch.once(works[-1]))
+                    if roughly[-1] > self.watch.patience:
+                        break
+                own, *both = self.watch.medians(works, roughly)
+                seconds = [max(one - own, _LEAST * one) for one in both]
+                yield (kind, grouping), Curve.through(sizes[: len(seconds)], seconds)
+
+    def contention(self, grouping: Grouping) -> float:
+        """Seconds that a second of communication costs behind compute, from a collective beside matrix products.
+
+        With as much compute as communication, both together take between the time of one (0) and of both (1); more
+        than that where they disturb each other.
+        """
+        self.said("collectives beside compute")
+        watch = replace(self.watch, repeats=4 * self.watch.repeats)  # a difference of times needs more than a time does
+        compute = compute_before(watch.device)
+        with group(grouping) as ours:
+            start = started("all_reduce", _BESIDE, ours, watch.device)
+            sending = awaited(start)
+            alone, one = watch.medians([sending, compute], [watch.once(sending), watch.once(compute)])
+            times = max(1, round(alone / one))
+            computing = in_turn(*[compute] * times)
+
+            def both() -> None:
+                pending = start()
+                computing()
+                awaited(lambda: pending)()
+
+            sent, computed, together = watch.medians([sending, computing, both], [alone, alone, 2 * alone])
+        return max(0.0, (together - max(sent, computed)) / min(sent, computed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """Calls of a sample, and the seconds of each."""
+
+    sample: Sample
+    calls: list[Rotation]
+    seconds: list[float]
+
+    def pairs(self) -> Iterator[tuple[Call, float]]:
+        """The calls, and the seconds of each."""
+        return ((call.first, seconds) for call, seconds in zip(self.calls, self.seconds, strict=True))
+
+
+def _made(sample: Sample, size: int) -> Rotation | None:
+    """Calls of a size; None where the operator refuses them, or they do not fit the memory."""
+    try:
+        return Rotation(functools.partial(sample.make, size))
+    except RuntimeError:
+        return None
+
+
+def _point(call: Call, seconds: float, amounts_are: str) -> tuple[float, float]:
+    """What a call does, in the unit of its curve, and the seconds of that."""
+    flops, bytes = call.amounts()
+    match amounts_are:
+        case "flops":
+            return flops, seconds
+        case "bytes":
+            return bytes, seconds
+    return flops / bytes, seconds / bytes

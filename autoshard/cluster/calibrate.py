@@ -1,0 +1,151 @@
+"""Measuring the machine that a mesh runs on: its collectives, its operators, and what both do to each other."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.cluster.bench import Bench
+from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.collective_samples import groupings
+from autoshard.cluster.curve import Curve
+from autoshard.cluster.fit import fitted_links
+from autoshard.cluster.measured import BYTES, FLOPS, Grouping, Measured
+from autoshard.cluster.stopwatch import Stopwatch
+from autoshard.errors import MeshError
+from autoshard.memory.budget import parse_bytes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def calibrate(
+    mesh: DeviceMesh,
+    *,
+    name: str = "measured",
+    largest: int | str = "64MiB",
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    repeats: int = 5,
+    patience: float = 0.03,
+    progress: Callable[[str], None] | None = None,
+) -> Cluster:
+    """Measure the devices of a mesh and the links between them.
+
+    All processes call it together. Everything is measured with all devices at work at once, as they are in a training
+    step: the groups of a mesh axis contend for links, processes that share processors for these.
+
+    Args:
+        mesh: of all processes; its device type is what is measured. Every way in which an axis of some mesh over so
+            many devices can group them is measured, so that the profile serves meshes of other axes as well.
+        name: of the cluster in plans.
+        largest: bytes per rank of the largest collective, such as `"64MiB"`.
+        dtypes: in which operators are measured; those that the device cannot compute in are left out. float32 is
+            always measured, and of the others in `DTYPES` the rate of matrix products.
+        repeats: timings of everything, of which the median counts.
+        patience: seconds of a call from which on larger ones are not tried.
+        progress: is told what is about to be measured, on the first rank.
+
+    Returns:
+        The cluster, the same on all ranks. `Cluster.save` writes it as JSON; `cluster="my-profile.json"` plans with it.
+        An axis that groups devices as no measured one does is priced by the formula of latency and bandwidth, with the
+        latency and bandwidth that fit the measurements best.
+
+    Raises:
+        MeshError: the mesh does not hold all processes of the group, or there is one only, or hosts differ.
+        BudgetError: `largest` is no amount of bytes.
+
+    Source: TensorOpt 3.2, "Improving cost estimation accuracy": bandwidth is measured for every partitioning of the
+    devices and for powers of two of bytes, with all groups at once.
+    """
+    devices = mesh.size()
+    if not dist.is_initialized() or devices != dist.get_world_size() or devices < 2:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        raise MeshError(
+            f"the mesh has {devices} devices and the job {world} processes: calibrate measures all processes of a job "
+            "at once, two at least. Start it by torchrun, on a mesh over all processes."
+        )
+    bytes = parse_bytes(largest)
+    device = torch.device(mesh.device_type)
+    per_host = _devices_per_host(devices)
+    said = progress if progress is not None and dist.get_rank() == 0 else _silent
+    bench = Bench(Stopwatch(device, repeats, patience), said)
+    wanted = dict.fromkeys((torch.float32, *dtypes, *DTYPES))
+    with torch.no_grad(), torch.random.fork_rng():
+        operators = {
+            key: curve
+            for dtype in wanted
+            for key, curve in bench.operators(dtype, everything=dtype == torch.float32 or dtype in dtypes)
+        }
+        collectives = {
+            key: curve for grouping in groupings(devices) for key, curve in bench.collectives(grouping, bytes)
+        }
+        contention = bench.contention(Grouping(devices, 1))
+    inside, between = fitted_links(collectives, devices, per_host)
+    return Cluster(
+        name=name,
+        device=_device(operators, device, per_host),
+        devices_per_host=per_host,
+        inside=inside,
+        between=between,
+        source=_source(device, devices),
+        contention=contention,
+        measured=Measured(devices, collectives, operators),
+    )
+
+
+def _silent(_: str) -> None:
+    """Tells nobody."""
+
+
+def _devices_per_host(devices: int) -> int:
+    """How many consecutive ranks share a host."""
+    hosts: list[str | None] = [None] * devices
+    dist.all_gather_object(hosts, socket.gethostname())
+    counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
+    if len(set(counts)) > 1 or any(hosts[rank] != hosts[rank - rank % counts[0]] for rank in range(devices)):
+        raise MeshError(
+            f"hosts run {', '.join(map(str, counts))} processes: a cluster has equally many devices on every host, "
+            "with consecutive ranks. Start the job with the same number of processes on each."
+        )
+    return counts[0]
+
+
+def _device(operators: dict[tuple[str, str, str], Curve], device: torch.device, per_host: int) -> Device:
+    """What a roofline needs to know, from the best rates that were measured."""
+    rates = {
+        dtype: max(amount / seconds for amount, seconds in zip(curve.amounts, curve.seconds, strict=True))
+        for (family, dtype, unit), curve in operators.items()
+        if family == "mm" and unit == FLOPS
+    }
+    for dtype in ("bfloat16", "float64"):
+        rates.setdefault(dtype, rates["float32"])
+    adds = operators["add", "float32", BYTES]
+    return Device(
+        name=_device_name(device),
+        memory=_memory(device, per_host),
+        peak_flops=rates,
+        memory_bandwidth=adds.amounts[-1] / adds.seconds[-1],
+        kernel_overhead=adds.seconds[0],
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"one {device.type} process"
+
+
+def _memory(device: torch.device, per_host: int) -> int:
+    """Bytes of one device: of a host's memory, a process has its share."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // per_host
+
+
+def _source(device: torch.device, devices: int) -> str:
+    day = datetime.datetime.now(datetime.UTC).date()
+    what = f"{devices} {device.type} devices, {torch.get_num_threads()} threads each, torch {torch.__version__}"
+    return f"measured by autoshard.calibrate on {day}: {what}"

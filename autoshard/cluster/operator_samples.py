@@ -1,0 +1,259 @@
+"""Calls of operators of every family, in growing sizes, to be timed."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoshard.cluster._torch import OpOverload
+from autoshard.cluster.flops import flops
+from autoshard.cluster.measured import BYTES, FLOPS, INTENSITY
+
+aten = torch.ops.aten
+
+_COLUMNS = 256  # elements of a row that norms and softmax reduce
+_POOL = ([3, 3], [2, 2], [1, 1])  # window, step and padding that image models pool by
+_COPIES = 8  # of the operands of a call
+_HELD = 2**26  # bytes that these may take together
+_NARROW = 512  # the other two sizes of a product whose third is small
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator with its arguments.
+
+    Attributes:
+        op: the operator.
+        args: its arguments.
+        named: its arguments by keyword.
+    """
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    named: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Any:
+        return self.op(*self.args, **self.named)
+
+    def amounts(self) -> tuple[float, float]:
+        """Operations, and bytes read and written; runs the call once."""
+        operands, results = list(_tensors(self.args)), list(_tensors(self()))
+        work = flops(self.op, [one.shape for one in operands], [one.shape for one in results], self.args)
+        return work, sum(one.numel() * one.element_size() for one in (*operands, *results))
+
+
+class Rotation:
+    """Copies of a call in turn, whose last results are kept: as in a step, hardly an operand is in a cache."""
+
+    def __init__(self, make: Callable[[], Call]) -> None:
+        self.first = make()
+        _, bytes = self.first.amounts()
+        copies = max(1, min(_COPIES, int(_HELD // bytes)))
+        self._calls = itertools.cycle([self.first, *(make() for _ in range(copies - 1))])
+        self._kept: deque[Any] = deque(maxlen=copies)
+
+    def __call__(self) -> None:
+        self._kept.append(next(self._calls)())
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Calls of one family.
+
+    Attributes:
+        family: as in `operators`.
+        amounts_are: what the time is told by: `FLOPS`, `BYTES` or `INTENSITY`.
+        sizes: of the calls, rising; larger ones take longer.
+        make: the call of a size.
+    """
+
+    family: str
+    amounts_are: str
+    sizes: Sequence[int]
+    make: Callable[[int], Call]
+
+
+def samples(dtype: torch.dtype, device: torch.device) -> list[Sample]:
+    """What is measured in one dtype: matrix products, convolutions and attention by operations; all else by bytes."""
+    maker = _Maker(dtype, device)
+    powers = [2**power for power in range(2, 14)]
+    # Until the time is that of the memory behind all caches, of which accelerators need more to be busy.
+    elements = [4**power for power in range(5, 12 if device.type == "cpu" else 14)]
+    products = [
+        Sample("mm", FLOPS, powers, maker.square),
+        Sample("mm", INTENSITY, powers[:7], maker.narrow),
+        Sample("bmm", FLOPS, powers[:9], maker.batched),
+        Sample("convolution", FLOPS, powers[:5], maker.convolution),
+        Sample("convolution", INTENSITY, powers[1:6], maker.shallow_convolution),
+        Sample("convolution_backward", FLOPS, powers[:5], maker.convolution_backward),
+        Sample("convolution_backward", INTENSITY, powers[1:6], maker.shallow_convolution_backward),
+        Sample("attention", FLOPS, powers[2:10], maker.attention),
+        Sample("attention", INTENSITY, powers[1:7], maker.short_attention),
+        Sample("attention_backward", FLOPS, powers[2:10], maker.attention_backward),
+        Sample("attention_backward", INTENSITY, powers[1:7], maker.short_attention_backward),
+    ]
+    return products + [Sample(family, BYTES, elements, make) for family, make in maker.by_bytes().items()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes calls on tensors of one dtype and device; `size` is elements, or the sizes of a product."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=self.device).to(self.dtype)
+
+    def rows(self, size: int) -> torch.Tensor:
+        return self.tensor(max(1, size // _COLUMNS), _COLUMNS)
+
+    def numbers(self, count: int, below: int) -> torch.Tensor:
+        return torch.randint(below, (count,), device=self.device)
+
+    # By operations
+
+    def square(self, size: int) -> Call:
+        return Call(aten.mm.default, (self.tensor(size, size), self.tensor(size, size)))
+
+    def narrow(self, size: int) -> Call:
+        return Call(aten.mm.default, (self.tensor(_NARROW, size), self.tensor(size, _NARROW)))
+
+    def batched(self, size: int) -> Call:
+        return Call(aten.bmm.default, (self.tensor(16, size, size), self.tensor(16, size, size)))
+
+    def convolution(self, size: int, side: int | None = None, images: int = 4) -> Call:
+        """As many channels as pixels in a row, which are `side` where they differ."""
+        side = side or size
+        source, weight = self.tensor(images, size, side, side), self.tensor(size, size, 3, 3)
+        return Call(aten.convolution.default, (source, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
+
+    def shallow_convolution(self, size: int) -> Call:
+        return self.convolution(size, side=32, images=256 // size)
+
+    def shallow_convolution_backward(self, size: int) -> Call:
+        return self.convolution_backward(size, side=32, images=256 // size)
+
+    def convolution_backward(self, size: int, side: int | None = None, images: int = 4) -> Call:
+        forward = self.convolution(size, side, images)
+        source, weight = forward.args[:2]
+        settings = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+        return Call(aten.convolution_backward.default, (forward(), source, weight, *settings))
+
+    def attention(self, size: int, batch: int = 4, width: int = 64) -> Call:
+        query, key, value = (self.tensor(batch, 4, size, width) for _ in range(3))
+        if self.device.type == "cpu":
+            return Call(aten._scaled_dot_product_flash_attention_for_cpu.default, (query, key, value))
+        return Call(aten._scaled_dot_product_flash_attention.default, (query, key, value))
+
+    def short_attention(self, size: int) -> Call:
+        return self.attention(size, batch=2048 // size, width=32)
+
+    def short_attention_backward(self, size: int) -> Call:
+        return self.attention_backward(size, batch=2048 // size, width=32)
+
+    def attention_backward(self, size: int, batch: int = 4, width: int = 64) -> Call:
+        forward = self.attention(size, batch, width)
+        query, key, value = forward.args
+        made = forward()
+        if self.device.type == "cpu":
+            op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+            return Call(op, (made[0], query, key, value, *made, 0.0, False))
+        op = aten._scaled_dot_product_flash_attention_backward.default
+        return Call(op, (made[0], query, key, value, *made[:6], 0.0, False, *made[6:8]))
+
+    # By bytes
+
+    def by_bytes(self) -> dict[str, Callable[[int], Call]]:
+        """Family -> maker of a call on about so many elements."""
+        one: Callable[[Any], Callable[[int], Call]] = lambda op: lambda size: Call(op, (self.rows(size),))  # noqa: E731
+        two: Callable[[Any], Callable[[int], Call]] = lambda op: (  # noqa: E731
+            lambda size: Call(op, (self.rows(size), self.rows(size)))
+        )
+        return {
+            "add": two(aten.add.Tensor),
+            "exp": one(aten.exp.default),
+            "tanh": one(aten.tanh.default),
+            "silu": one(aten.silu.default),
+            "gelu": one(aten.gelu.default),
+            "gelu_backward": two(aten.gelu_backward.default),
+            "softmax": lambda size: Call(aten._softmax.default, (self.rows(size), -1, False)),
+            "softmax_backward": self.softmax_backward,
+            "layer_norm": self.layer_norm,
+            "layer_norm_backward": self.layer_norm_backward,
+            "batch_norm": self.batch_norm,
+            "batch_norm_backward": self.batch_norm_backward,
+            "max_pool": lambda size: Call(aten.max_pool2d_with_indices.default, (self.images(size), *_POOL)),
+            "max_pool_backward": self.max_pool_backward,
+            "sum": lambda size: Call(aten.sum.dim_IntList, (self.rows(size), [0])),
+            "copy": self.copy,
+            "view": lambda size: Call(aten.view.default, (self.rows(size), [-1])),
+            "cat": lambda size: Call(aten.cat.default, ([self.rows(size), self.rows(size)], 1)),
+            "index": self.index,
+            "index_put": self.index_put,
+        }
+
+    def images(self, size: int) -> torch.Tensor:
+        """About `size` elements as four images of 16 channels, 2 pixels wide at least."""
+        side = max(2, round((size / 64) ** 0.5) // 2 * 2)
+        return self.tensor(4, 16, side, side)
+
+    def softmax_backward(self, size: int) -> Call:
+        return Call(aten._softmax_backward_data.default, (self.rows(size), self.rows(size), -1, self.dtype))
+
+    def layer_norm(self, size: int) -> Call:
+        parameters = (self.tensor(_COLUMNS), self.tensor(_COLUMNS))
+        return Call(aten.native_layer_norm.default, (self.rows(size), [_COLUMNS], *parameters, 1e-5))
+
+    def layer_norm_backward(self, size: int) -> Call:
+        forward = self.layer_norm(size)
+        source, shape, weight, bias, _ = forward.args
+        result, mean, scale = forward()
+        mask = [True, True, True]
+        return Call(aten.native_layer_norm_backward.default, (result, source, shape, mean, scale, weight, bias, mask))
+
+    def batch_norm(self, size: int) -> Call:
+        channels = [self.tensor(16) for _ in range(4)]
+        return Call(aten._native_batch_norm_legit_functional.default, (self.images(size), *channels, True, 0.1, 1e-5))
+
+    def batch_norm_backward(self, size: int) -> Call:
+        forward = self.batch_norm(size)
+        source, weight, _, mean, variance = forward.args[:5]
+        result, saved_mean, saved_scale = forward()[:3]
+        known = (mean, variance, saved_mean, saved_scale, True, 1e-5, [True, True, True])
+        return Call(aten.native_batch_norm_backward.default, (result, source, weight, *known))
+
+    def max_pool_backward(self, size: int) -> Call:
+        source = self.images(size)
+        result, places = aten.max_pool2d_with_indices.default(source, *_POOL)
+        settings = (*_POOL, [1, 1], False)
+        return Call(aten.max_pool2d_with_indices_backward.default, (result, source, *settings, places))
+
+    def copy(self, size: int) -> Call:
+        """A copy that makes heads and positions change places, as attention asks for."""
+        heads = self.tensor(max(1, size // _COLUMNS), 4, _COLUMNS // 4).transpose(0, 1)
+        return Call(aten.clone.default, (heads,), {"memory_format": torch.contiguous_format})
+
+    def index(self, size: int) -> Call:
+        table = self.rows(size // 2)
+        return Call(aten.embedding.default, (table, self.numbers(max(1, size // _COLUMNS), len(table))))
+
+    def index_put(self, size: int) -> Call:
+        rows = max(1, size // 2 // _COLUMNS)
+        gradient = self.rows(size)
+        return Call(
+            aten.embedding_dense_backward.default, (gradient, self.numbers(len(gradient), rows), rows, -1, False)
+        )

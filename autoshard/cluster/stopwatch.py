@@ -1,0 +1,74 @@
+"""Seconds of work that all processes do at once, so that what they share is shared."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_WINDOW = 1e-2
+"""Seconds that one timing lasts at least: several turns of processes that share a processor, as a step has them."""
+
+_TRIES = 3  # calls of which the shortest says how long one takes, roughly
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Times work on this process and tells what all processes measured.
+
+    Attributes:
+        device: that the work runs on.
+        repeats: timings of which the median counts.
+        patience: seconds of one call from which on larger ones are not tried.
+        clock: seconds since some moment; those of the wall by default.
+    """
+
+    device: torch.device
+    repeats: int
+    patience: float
+    clock: Callable[[], float] = time.perf_counter
+
+    def agreed(self, values: Sequence[float]) -> list[float]:
+        """The mean over all processes, of each value; equal on all of them."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return [value / dist.get_world_size() for value in tensor.tolist()]
+
+    def once(self, work: Callable[[], object]) -> float:
+        """Seconds of one call, roughly: the shortest of a few; the same number on all processes."""
+        dist.barrier()
+        return self.agreed([min(self._timed(work, 1) for _ in range(_TRIES))])[0]
+
+    def medians(self, works: Sequence[Callable[[], object]], calls: Sequence[float]) -> list[float]:
+        """Seconds of one call of each piece of work; the same numbers on all processes.
+
+        All are timed in turn, again and again: a disturbance of the machine falls on a few timings of each, which the
+        median leaves out, and not on all timings of one.
+
+        Args:
+            works: what every process runs at the same time.
+            calls: seconds of a call, roughly; the same on all processes, which then make equally many.
+        """
+        counts = [max(1, round(_WINDOW / seconds)) for seconds in calls]
+        timings: list[list[float]] = [[] for _ in works]
+        for _ in range(self.repeats):
+            dist.barrier()
+            for work, count, own in zip(works, counts, timings, strict=True):
+                own.append(self._timed(work, count) / count)
+        return self.agreed([statistics.median(own) for own in timings])
+
+    def _timed(self, work: Callable[[], object], calls: int) -> float:
+        self._synchronize()
+        start = self.clock()
+        for _ in range(calls):
+            work()
+        self._synchronize()
+        return self.clock() - start
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()

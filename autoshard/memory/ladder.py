@@ -1,0 +1,43 @@
+"""From the fastest plan to the leanest: a fixed row of plans in between, and the first of them that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+Plan = TypeVar("Plan")
+Measure = Callable[[Plan], tuple[float, int]]
+
+
+def first_that_fits(
+    fastest: Plan, leanest: Plan, rungs: int, make: Callable[[int], Plan], measure: Measure[Plan], limit: int
+) -> Plan:
+    """The fastest plan within a limit among those on a ladder, of which few are made.
+
+    Smaller limits never give faster plans, nor plans that hold more, whatever `make` returns. Plans are made at middles
+    of intervals, and what is made between two plans depends on these two alone, not on the limit. One that does not lie
+    between them, both in seconds and in bytes, is left out. What is left is one row of plans for all limits, in which
+    bytes fall and seconds rise; bisection finds the first that fits.
+
+    Args:
+        fastest: a plan that does not fit.
+        leanest: one that does.
+        rungs: plans that can be made between these.
+        make: the plan at a rung, from 1, next to the fastest, to `rungs`, next to the leanest.
+        measure: seconds and bytes of a plan.
+        limit: bytes that a plan may hold.
+    """
+    low, high, left, right = fastest, leanest, 0, rungs + 1
+    while right - left > 1:
+        middle = (left + right) // 2
+        plan = make(middle)
+        seconds, held = measure(plan)
+        if seconds < measure(low)[0] or held >= measure(low)[1]:
+            left = middle
+        elif seconds > measure(high)[0] or held <= measure(high)[1]:
+            right = middle
+        elif held <= limit:
+            high, right = plan, middle
+        else:
+            low, left = plan, middle
+    return high

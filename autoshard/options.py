@@ -1,0 +1,103 @@
+"""The planning options of `parallelize`, `plan` and `frontier`, checked before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard.arguments import check_policy
+from autoshard.capture.dynamic import Dynamic
+from autoshard.cluster.cluster import Cluster
+from autoshard.errors import PlanError
+from autoshard.memory.budget import parse_bytes
+from autoshard.memory.optimizer import optimizer_memory
+from autoshard.planner.planner import EFFORTS, METHODS, RECOMPUTE, Settings
+
+Hints = Mapping[str, Any]
+Placements = Mapping[str, Any] | Literal["planned"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `autoshard.plan` describes, checked."""
+
+    hints: Hints | None
+    cluster: Cluster
+    inputs: Literal["global", "local"]
+    input_placements: Mapping[str, Any]
+    output_placements: Placements
+    dynamic: Dynamic | None
+    mp_policy: MixedPrecisionPolicy | None
+    verbose: bool
+    settings: Settings
+
+
+def check_options(
+    device_type: str | None,
+    *,
+    hints: Hints | None,
+    optimizer: str | type[torch.optim.Optimizer] | None,
+    optimizer_bytes_per_element: float | None,
+    cluster: str | Cluster | None,
+    inputs: str,
+    input_placements: Mapping[str, Any] | None,
+    output_placements: Placements,
+    method: str,
+    time_limit: float,
+    dynamic: Dynamic | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    effort: str,
+    work_limit: int | None,
+    verbose: bool,
+    memory_limit: int | str | None = None,
+    recompute: str = "none",
+) -> Options:
+    """The options as they are used, for devices of a type, None where there are none yet.
+
+    Raises:
+        PlanError, BudgetError, InputError, ClusterError: an option is none; the message says which it may be.
+    """
+    _check_choice("method", method, METHODS)
+    _check_choice("recompute", recompute, RECOMPUTE)
+    _check_choice("effort", effort, EFFORTS)
+    if inputs not in ("global", "local"):
+        raise PlanError(
+            f'inputs={inputs!r}: choose "global" (every rank passes whole tensors) or "local" (its shards).'
+        )
+    if isinstance(output_placements, str) and output_placements != "planned":
+        raise PlanError(f'output_placements={output_placements!r}: pass "planned" or a mapping of output names.')
+    if not time_limit > 0:
+        raise PlanError(f"time_limit={time_limit!r}: it must be above zero seconds.")
+    if work_limit is not None and not work_limit > 0:
+        raise PlanError(f"work_limit={work_limit!r}: it must be above zero, or None for no limit.")
+    default = "cpu" if device_type == "cpu" else "h100"
+    chosen = Cluster.of(default if cluster is None else cluster)
+    foreach = chosen.name != "cpu" if device_type is None else device_type != "cpu"
+    return Options(
+        hints=hints,
+        cluster=chosen,
+        inputs=inputs,  # type: ignore[arg-type]
+        input_placements=dict(input_placements or {}),
+        output_placements=output_placements,
+        dynamic=dynamic,
+        mp_policy=check_policy(mp_policy),
+        verbose=verbose,
+        settings=Settings(
+            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            optimizer=optimizer_memory(optimizer, optimizer_bytes_per_element, foreach),
+            method=method,
+            time_limit=time_limit,
+            recompute=recompute,
+            effort=effort,
+            work_limit=work_limit,
+        ),
+    )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise PlanError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}.")

@@ -1,0 +1,73 @@
+"""Plans that do in one layer as one plan does, and in another as another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.patterns.decisions import Decisions
+from autoshard.planner.planner import Planner
+from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.solver import Edge, Problem, cost_frontier
+
+_POINTS = 40  # of one table of the frontier: it is a proposal, and is thinned
+_CELLS = 5_000  # combinations of strategies of one table
+
+
+def mixtures(
+    planner: Planner, wishes: Wishes, plans: Sequence[Decisions], weights: np.ndarray, count: int
+) -> list[tuple[Decisions, float]]:
+    """Decisions in which everything is decided as in some of the plans, and that are worth their memory.
+
+    Args:
+        planner: whose problem it is.
+        wishes: under which all the plans were made.
+        plans: the plans that are mixed.
+        weights: of the moments at which memory counts [operators + 1].
+        count: mixtures wanted at most, spread evenly over the frontier of cost and weighted memory, ends left out.
+
+    Returns:
+        Decisions, and their cost in seconds; none on meshes of more than two axes.
+    """
+    axes = frozenset(axis for axis, size in enumerate(planner.mesh.sizes) if size > 1)
+    if len(axes) > 2:
+        return []
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, wishes)
+    built = builder.build(axes, reuse="all")
+    narrow, kept = _narrowed(built.problem, [built.encode(plan) for plan in plans])
+    # The memory of a strategy is what a price adds to its seconds: the copies that reshards make are among it.
+    priced, _ = _narrowed(
+        builder.build(axes, None, weights, reuse="all").problem, [built.encode(plan) for plan in plans]
+    )
+    usages = tuple(_difference(*costs) for costs in zip(priced.costs, narrow.costs, strict=True))
+    tables = [_difference(*(edge.costs for edge in edges)) for edges in zip(priced.edges, narrow.edges, strict=True)]
+    problem = replace(narrow, usages=usages, intervals=((0, 1),) * len(usages))
+    frontier = cost_frontier(problem, edge_usages=tables, limit=_POINTS, cells=_CELLS)
+    chosen = np.unique(np.linspace(0, len(frontier) - 1, count + 2).round().astype(int))[1:-1]
+    found = []
+    for point in chosen:
+        assignment = [int(strategies[one]) for strategies, one in zip(kept, frontier.assignments[point], strict=True)]
+        found.append((built.decode(assignment), built.problem.cost(assignment)))
+    return found
+
+
+def _narrowed(problem: Problem, assignments: Sequence[Sequence[int]]) -> tuple[Problem, list[np.ndarray]]:
+    """The problem with the strategies of these assignments alone, and which they are of every node.
+
+    Edges between two single strategies are left out: they are the same for every mixture.
+    """
+    kept = [np.unique(chosen) for chosen in np.transpose(assignments)]
+    edges = tuple(
+        Edge(edge.source, edge.target, edge.costs[np.ix_(kept[edge.source], kept[edge.target])])
+        for edge in problem.edges
+        if edge.costs.size > 1
+    )
+    return Problem(tuple(costs[one] for costs, one in zip(problem.costs, kept, strict=True)), edges), kept
+
+
+def _difference(priced: np.ndarray, plain: np.ndarray) -> np.ndarray:
+    """What the price added; nothing where the plain costs forbid."""
+    finite = np.isfinite(plain)
+    return np.maximum(0.0, np.where(finite, priced, 0.0) - np.where(finite, plain, 0.0))

@@ -1,0 +1,206 @@
+"""What a rank runs for one operator or one reshard, recorded once for all places that run the same."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.capture.joint import JointGraph
+from autoshard.patterns.local import LocalCall, emit_program, fill_operands
+from autoshard.patterns.padding import padded_factors, zero_results
+from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.variants import Choices
+from autoshard.reshard.lower import lower
+from autoshard.reshard.path import Path
+from autoshard.size import plain
+from autoshard.specs.axes import MeshShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """A value of a recording: an operand, a coordinate, the seed, or what a call makes."""
+
+    index: int
+    val: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One call; its arguments hold slots. `val` is a tensor without numbers, or several."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    val: Any
+
+
+class Recording:
+    """Takes the operators of a local program; `play` then adds them to a graph, as often as is asked.
+
+    Args:
+        mesh: the mesh axes; process groups are called after them.
+        operands: tensors without numbers that the program takes, in a fake mode.
+        mode: the fake mode.
+    """
+
+    def __init__(self, mesh: MeshShape, operands: Sequence[torch.Tensor], mode: Any) -> None:
+        self.mesh = mesh
+        self.results: Any = None
+        self._mode = mode
+        self._steps: list[_Step] = []
+        self.operands = [Slot(index, val) for index, val in enumerate(operands)]
+        with mode:
+            number = torch.empty((), dtype=torch.int64, device=operands[0].device if operands else "cpu")
+        self._shared = [Slot(len(operands) + index, number) for index in range(mesh.ndim + 1)]
+        self._slots = len(operands) + mesh.ndim + 1
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """The slot of one call, or slots where it has several results."""
+        fakes = fx.node.map_aggregate((args, kwargs), lambda one: one.val if isinstance(one, Slot) else plain(one))
+        with self._mode, torch.no_grad():
+            val = op(*fakes[0], **fakes[1])
+        self._steps.append(_Step(op, args, kwargs, val))
+        made = self._slot(val)
+        if not isinstance(val, (tuple, list)):
+            return made
+        return tuple(self._item(made, index, item) for index, item in enumerate(val))
+
+    def _item(self, made: Slot, index: int, val: torch.Tensor | None) -> Slot | None:
+        if val is None:
+            return None
+        self._steps.append(_Step(operator.getitem, (made, index), {}, val))
+        return self._slot(val)
+
+    def _slot(self, val: Any) -> Slot:
+        self._slots += 1
+        return Slot(self._slots - 1, val)
+
+    def coordinate(self, axis: int) -> Slot:
+        """The rank's coordinate on an axis."""
+        return self._shared[axis]
+
+    def seed(self) -> Slot:
+        """The step's seed."""
+        return self._shared[-1]
+
+    def group(self, axis: int) -> str:
+        """The name of the axis stands for its process groups."""
+        return self.mesh.names[axis]
+
+    def stream(self) -> int:
+        """Programs that are played several times would draw the same numbers: this is for shapes alone."""
+        return 0
+
+    def shape(self, value: Slot) -> tuple[int, ...]:
+        """Local shape of a value."""
+        return tuple(value.val.shape)
+
+    def dtype(self, value: Slot) -> torch.dtype:
+        """Element type of a value."""
+        return value.val.dtype
+
+    def device(self, value: Slot) -> torch.device:
+        """Device of a value."""
+        return value.val.device
+
+    def is_contiguous(self, value: Slot) -> bool:
+        """Whether the value lies row-major in memory."""
+        return value.val.is_contiguous()
+
+    def play(self, given: Sequence[fx.Node], call: Callable[..., fx.Node]) -> Callable[[Slot], fx.Node]:
+        """Run the program on nodes.
+
+        Args:
+            given: nodes for the operands, the coordinates and the seed.
+            call: adds one call, of an operator with arguments and keyword arguments, whose value is the last argument.
+
+        Returns:
+            The node of every slot.
+        """
+        nodes = list(given)
+
+        def node_of(argument: Any) -> Any:
+            return nodes[argument.index] if isinstance(argument, Slot) else argument
+
+        for step in self._steps:
+            args, kwargs = fx.node.map_aggregate((step.args, step.kwargs), node_of)
+            nodes.append(call(step.op, args, kwargs, step.val))
+        return node_of
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """What a rank runs for one operator.
+
+    Attributes:
+        recording: the calls.
+        operands: the operands, their padding filled where that had to be.
+        operand_zeros: for every one of these, whether its padding is zero.
+        results: slots of the results; None for those that the operator does not have.
+        zeros: for every result, whether its padding is zero.
+    """
+
+    recording: Recording
+    operands: tuple[Slot, ...]
+    operand_zeros: tuple[bool, ...]
+    results: tuple[Slot | None, ...]
+    zeros: tuple[bool, ...]
+
+
+class LocalPrograms:
+    """Recordings of operators and reshards by what they depend on: the call, the strategy, how operands lie in memory.
+
+    Args:
+        graph: the captured step.
+        mesh: the mesh axes.
+    """
+
+    def __init__(self, graph: JointGraph, mesh: MeshShape) -> None:
+        example = next(node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder")
+        self.mesh = mesh
+        self.mode = example.fake_mode
+        self.device = example.device
+        self._calls: dict[Hashable, RecordedCall] = {}
+        self._reshards: dict[Hashable, Recording] = {}
+        self._known: list[object] = []  # what the keys name by identity stays alive
+
+    def operator(
+        self, call: OpCall, rule: Rule, choices: Choices, operands: Sequence[torch.Tensor], zeros: Sequence[bool]
+    ) -> RecordedCall:
+        """What a rank runs for an operator on local operands."""
+        key = (id(call), id(rule), choices, tuple(zeros), tuple(map(_layout, operands)))
+        if key not in self._calls:
+            self._known += [call, rule]
+            self._calls[key] = self._record(call, rule, choices, operands, zeros)
+        return self._calls[key]
+
+    def _record(
+        self, call: OpCall, rule: Rule, choices: Choices, operands: Sequence[torch.Tensor], zeros: Sequence[bool]
+    ) -> RecordedCall:
+        recording = Recording(self.mesh, operands, self.mode)
+        local = LocalCall(call, rule, choices, self.mesh, recording, recording.operands, zeros)
+        fill_operands(local)
+        padded = padded_factors(local.rule, local.choices, self.mesh)
+        results = emit_program(local)
+        results = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+        zero = zero_results(local.rule, padded, local.zeros)
+        return RecordedCall(recording, local.operands, local.zeros, results, zero)
+
+    def reshard(self, path: Path, value: torch.Tensor) -> Recording:
+        """The steps of a path on a local tensor; its `results` is the slot of what they make."""
+        key = (id(path), _layout(value))
+        if key not in self._reshards:
+            self._known.append(path)
+            recording = Recording(self.mesh, [value], self.mode)
+            recording.results = lower(path, recording.operands[0], recording, value.dtype)
+            self._reshards[key] = recording
+        return self._reshards[key]
+
+
+def _layout(tensor: torch.Tensor) -> Hashable:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype

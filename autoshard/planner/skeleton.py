@@ -1,0 +1,294 @@
+"""The program of a rank without its numbers: every call that it makes, in order, on tensors that have shapes alone.
+
+What a step holds depends on it to the last copy: temporaries of local programs, buckets of gradients, gathers that are
+started ahead. It is made for any decisions in a small part of the time that it takes to make the program itself, since
+what equal operators run is recorded once (`recorded`).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.capture import outside_modes
+from autoshard.patterns.decisions import Flow, phase_of
+from autoshard.patterns.graph import Value, operand_nodes, value_of
+from autoshard.patterns.local import collectives
+from autoshard.planner.recorded import LocalPrograms
+from autoshard.reshard.bucket import bucket_reductions
+from autoshard.reshard.overlap import await_late, gather_ahead
+from autoshard.reshard.path import Resharder, Step
+from autoshard.size import plain
+from autoshard.specs.layout import local_shape
+
+_WAIT = collectives.wait_tensor.default
+_MAY_COPY = (torch.ops.aten.reshape.default,)
+
+
+@dataclass(eq=False)
+class Half:
+    """The forward or the backward half.
+
+    Attributes:
+        graph: its calls. Nodes have in `meta`: `"val"`, the tensor without numbers; `"position"`, the number of the
+            operator that they belong to; `"key"`, the name of the value or copy that they are, or are made for;
+            `"kind"`, what a tensor made there is for if nothing else is known of it.
+        saved: in the backward half, placeholder -> the node of the forward half that it is.
+    """
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    saved: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Skeleton:
+    """Both halves, and what they hand back.
+
+    Attributes:
+        forward, backward: the halves.
+        inputs: nodes of the tensors that the step is given, by the names of the joint graph's placeholders.
+        outputs: (kind, name) of an output -> its node, in the half that makes it.
+    """
+
+    forward: Half
+    backward: Half
+    inputs: dict[str, fx.Node]
+    outputs: dict[tuple[str, str], fx.Node]
+
+
+def skeleton(flow: Flow, resharder: Resharder, programs: LocalPrograms) -> Skeleton:
+    """The program of some decisions, split in halves and scheduled as the program itself is."""
+    with outside_modes():
+        return _Builder(flow, resharder, programs).run()
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node in whose memory a node's tensor lies: what it is a view of, or itself."""
+    while True:
+        source = _looked_at(node)
+        if source is None:
+            return node
+        node = source
+
+
+def _looked_at(node: fx.Node) -> fx.Node | None:
+    """The node that a node's tensor is a view of; None where it has memory of its own."""
+    if node.op != "call_function":
+        return None
+    if node.target is _WAIT:
+        return next(iter(node.all_input_nodes), None)
+    if node.target is operator.getitem:
+        made = node.all_input_nodes[0]
+        return made.all_input_nodes[0] if makes_views(made) else None
+    if not makes_views(node):
+        return None
+    source = node.all_input_nodes[0]
+    if node.target not in _MAY_COPY:
+        return source if isinstance(node.meta["val"], torch.Tensor) else None
+    val: torch.Tensor = source.meta["val"]
+    return source if _is_view(tuple(val.shape), val.stride(), tuple(node.meta["val"].shape)) else None
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether a tensor that lies so in memory can be looked at in another shape."""
+    try:
+        torch.empty_strided(shape, strides, device="meta").view(target)
+    except RuntimeError:
+        return False
+    return True
+
+
+def makes_views(node: fx.Node) -> bool:
+    """Whether what a call makes lies in the memory of its first operand; a reshape may copy all the same."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
+class _Builder:
+    """One walk over the joint graph, as the program is made, with one graph for each half."""
+
+    def __init__(self, flow: Flow, resharder: Resharder, programs: LocalPrograms) -> None:
+        self.flow = flow
+        self.rules = flow.rules
+        self.resharder = resharder
+        self.programs = programs
+        self.halves = {"forward": Half(), "backward": Half()}
+        self.made: dict[str, fx.Node] = {}  # key of a value or copy -> its node, in the half that makes it
+        self.zeros: set[fx.Node] = set()
+        self.masked: dict[tuple[fx.Node, str], fx.Node] = {}
+        self.taken: set[fx.Node] = set()
+        self.outputs: dict[tuple[str, str], fx.Node] = {}
+        self.phase = "forward"
+        self.position = 0
+        self.key = ""
+        self.kind = "temporary"
+        self.shared: list[fx.Node] = []
+        self.half_of: dict[fx.Node, str] = {}
+        self.carried: dict[tuple[fx.Node, str], fx.Node] = {}
+
+    def run(self) -> Skeleton:
+        inputs = self._inputs()
+        for source in self.flow.graph.inputs:
+            self._deliver(Value(source.node))
+        for position, node in enumerate(self.rules.operators):
+            self.position = position
+            self._operator(node)
+            for index in range(len(self.rules.calls[node].results)):
+                self._deliver(Value(node, index))
+        self._finish()
+        return Skeleton(self.halves["forward"], self.halves["backward"], inputs, self.outputs)
+
+    # Nodes
+
+    def _inputs(self) -> dict[str, fx.Node]:
+        inputs = {}
+        for source in self.flow.graph.inputs:
+            value = Value(source.node)
+            half = "backward" if source.kind == "tangent" else "forward"
+            shape = local_shape(value.meta.shape, self.flow.produced(value), self.flow.mesh)
+            node = self._placeholder(half, source.node.name, shape, value.meta.dtype)
+            self.made[value.name] = inputs[source.node.name] = node
+            self.zeros.add(node)
+        numbers = (*self.flow.mesh.names, "seed")
+        self.shared = [self._placeholder("forward", f"rank_{name}", (), torch.int64) for name in numbers]
+        return inputs
+
+    def _placeholder(self, half: str, name: str, shape: Any, dtype: torch.dtype) -> fx.Node:
+        node = self.halves[half].graph.placeholder(name)
+        with self.programs.mode:
+            val = torch.empty([int(plain(size)) for size in shape], dtype=dtype, device=self.programs.device)
+        self._tell(node, half, val)
+        return node
+
+    def _tell(self, node: fx.Node, half: str, val: Any) -> None:
+        node.meta.update(val=val, position=self.position, key=self.key or node.name, kind=self.kind)
+        node.meta["partitioner_tag"] = f"is_{half}"
+        self.half_of[node] = half
+
+    def _here(self, node: fx.Node) -> fx.Node:
+        """The node as this half sees it: what the forward half made is saved for the backward half."""
+        if self.half_of[node] == self.phase or self.phase == "forward":
+            return node
+        key = (node, self.phase)
+        if key not in self.carried:
+            graph = self.halves["backward"].graph
+            first = next(iter(graph.nodes), None)
+            with graph.inserting_before(first) if first is not None else graph.inserting_after():
+                self.carried[key] = graph.placeholder(node.name)
+            self._tell(self.carried[key], "backward", node.meta["val"])
+            self.halves["backward"].saved[self.carried[key]] = node
+        return self.carried[key]
+
+    def _call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
+        node = self.halves[self.phase].graph.call_function(op, args, kwargs)
+        self._tell(node, self.phase, val)
+        return node
+
+    # The walk
+
+    def _operator(self, node: fx.Node) -> None:
+        phase = self.flow.graph.phase(node)
+        operands = [
+            self._read(value_of(source), phase, self.flow.wanted(node, operand))
+            for operand, source in enumerate(operand_nodes(node))
+        ]
+        self.phase, self.key, self.kind = phase, node.name, "temporary"
+        if self.rules.pinned(node, self.flow.mesh) is not None:
+            self.made[Value(node).name] = operands[0]
+            return
+        operands = [self.masked.get((operand, phase), operand) for operand in operands]
+        recorded = self.programs.operator(
+            *(self.rules.calls[node], self.rules.rules[node], self.flow.decisions.choices[node.name]),
+            operands=[operand.meta["val"] for operand in operands],
+            zeros=[operand in self.zeros for operand in operands],
+        )
+        given = [*map(self._here, operands), *map(self._here, self.shared)]
+        node_of = recorded.recording.play(given, self._call)
+        for place, (operand, filled) in enumerate(zip(operands, recorded.operands, strict=True)):
+            if recorded.operand_zeros[place] and filled.index != place:
+                self.masked[operand, phase] = node_of(filled)
+                self.zeros.add(node_of(filled))
+        for index, result in enumerate(recorded.results):
+            if result is not None:
+                made = self.made[Value(node, index).name] = self._original(node_of(result), operands, given)
+                if recorded.zeros[index]:
+                    self.zeros.add(made)
+
+    def _original(self, node: fx.Node, operands: list[fx.Node], given: list[fx.Node]) -> fx.Node:
+        """The node of the half that makes it, where a program hands back an operand."""
+        return next((own for own, here in zip(operands, given, strict=False) if here is node), node)
+
+    def _read(self, value: Value, phase: str, target: Any, gradient: bool = False) -> fx.Node:
+        """The value as `target`; every copy on the way is made once."""
+        node = self.made[value.name]
+        for key, source, spec in self.flow.legs(value, phase, target):
+            if key not in self.made:
+                resharder = self.resharder.gradients if gradient and spec is target else self.resharder
+                path = resharder.path(value.meta.shape, value.meta.dtype.itemsize, source, spec)
+                self.made[key] = self._reshard(node, path, phase, key, value)
+                if node in self.zeros and all(_keeps_zeros(step) for step in path.steps):
+                    self.zeros.add(self.made[key])
+            node = self.made[key]
+        return node
+
+    def _reshard(self, node: fx.Node, path: Any, phase: str, key: str, value: Value) -> fx.Node:
+        if not path.steps:
+            return node
+        self.phase, self.key = phase, key
+        self.kind = "gathered" if value.node.op == "placeholder" else "communication"
+        recording = self.programs.reshard(path, node.meta["val"])
+        given = [self._here(node), *map(self._here, self.shared)]
+        made = recording.play(given, self._call)(recording.results)
+        return self._original(made, [node], given)
+
+    def _deliver(self, value: Value) -> None:
+        for output in self.rules.outputs_of.get(value, ()):
+            gradient = output.kind == "gradient"
+            result = self._read(value, phase_of(output), self.flow.delivered(output), gradient)
+            self.outputs[output.kind, output.name] = self._owned(result, value) if gradient else result
+
+    def _owned(self, gradient: fx.Node, value: Value) -> fx.Node:
+        """The gradient in contiguous memory of its own."""
+        self.phase, self.key, self.kind = "backward", value.name, "temporary"
+        here = self._here(gradient)
+        root = root_of(here)
+        fresh = root.op != "placeholder" and root not in self.taken
+        self.taken.add(root)
+        if fresh and (gradient.target is _WAIT or gradient.meta["val"].is_contiguous()):
+            return gradient
+        with self.programs.mode:
+            val = torch.empty(gradient.meta["val"].shape, dtype=value.meta.dtype, device=self.programs.device)
+        return self._call(torch.ops.aten.clone.default, (here,), {}, val)
+
+    # The halves
+
+    def _finish(self) -> None:
+        """Leave out of both halves what nothing uses, and schedule their collectives."""
+        forward, backward = self.halves["forward"], self.halves["backward"]
+        gradients = {name: node for name, node in self.outputs.items() if name[0] == "gradient"}
+        self.phase = "backward"
+        names = [name for name, node in gradients.items()]
+        backward.graph.output(tuple(self._here(gradients[name]) for name in names))
+        backward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        for placeholder in [one for one in backward.saved if not one.users]:
+            backward.graph.erase_node(placeholder)
+            del backward.saved[placeholder]
+        others = [node for name, node in self.outputs.items() if name[0] != "gradient"]
+        forward.graph.output((*others, *dict.fromkeys(backward.saved.values())))
+        forward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        for half in (forward, backward):
+            bucket_reductions(half.graph)
+            await_late(half.graph)
+            gather_ahead(half.graph)
+        output = next(iter(backward.graph.find_nodes(op="output")))
+        self.outputs.update(zip(names, output.args[0], strict=True))
+
+
+def _keeps_zeros(step: Step) -> bool:
+    return step.kind != "make_partial" or "P(product)" not in str(step.target)

@@ -1,0 +1,226 @@
+"""One problem of the planner, solved: by messages where it is large, by the solver's other ways where a gap is left."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+
+from autoshard.planner.problem import BuiltProblem
+from autoshard.planner.tiling import Tiling
+from autoshard.solver import Problem, solve
+from autoshard.solver.warm import Messages, Relaxed
+
+Report = Callable[[str, float, float], None]
+"""Told of what is being done, the least cost known, and the bound."""
+
+_LARGE = 200_000
+"""Entries of all edge tables from which messages are tried first: smaller problems are solved exactly at once."""
+
+_ITERATIONS = 120
+"""Passes there and back, at most."""
+
+_MENDING = 40
+"""Passes there and back at full depth, at most, that mend messages found on a few layers."""
+
+_PROVED = 1e-6
+"""Relative gap at which nothing is left to look for: prices are not known better."""
+
+_GOOD = 1e-4
+"""Relative gap at which it ends where nothing is to be proved."""
+
+CLOSE = 5e-3
+"""Relative gap at which a plan of tied layers stands; where it is larger, every layer is looked at by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How one problem is to be solved.
+
+    Attributes:
+        method: one of the solver's.
+        deadline: `time.monotonic()` seconds.
+        proof: whether the bound is wanted; else a good assignment is enough.
+        fast: whether the first assignment that message passing finds is good enough.
+        work_limit: of the solver, in its units; None for none.
+        report: told how it goes.
+    """
+
+    method: str
+    deadline: float
+    proof: bool = True
+    fast: bool = False
+    work_limit: int | None = None
+    report: Report | None = None
+
+    @property
+    def close(self) -> float:
+        """Relative gap at which the search ends."""
+        return _PROVED if self.proof else _GOOD
+
+    def told(self, phase: str, cost: float, bound: float) -> None:
+        if self.report is not None:
+            self.report(phase, cost, bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of it.
+
+    Attributes:
+        assignment: an option per variable; empty where none is known.
+        cost: of the assignment.
+        lower_bound: no assignment costs less.
+        method: what found it.
+        status: as the solver's.
+        interrupted: whether somebody stopped the search.
+    """
+
+    assignment: tuple[int, ...]
+    cost: float
+    lower_bound: float
+    method: str
+    status: str
+    interrupted: bool = False
+
+    @property
+    def gap(self) -> float:
+        return (self.cost - self.lower_bound) / max(abs(self.cost), 1e-300) if self.assignment else float("inf")
+
+
+def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answer:
+    """The best assignment found, with a bound at full depth.
+
+    A large problem without a memory limit goes to message passing first, which most often proves its assignment.
+    Where repeated layers are known, that happens where equal layers are tied to one choice, and the messages, laid
+    along all layers, become a bound of the whole problem: what it proves is proved for untied layers too. What
+    remains open goes to the solver: the tied problem, and, if that is not `CLOSE`, the whole one.
+
+    Args:
+        built: the problem.
+        tiling: which variables repeat others; None where nothing does.
+        search: method and limits.
+    """
+    problem = built.problem
+    if search.method != "auto" or problem.limit is not None or not is_large(problem):
+        return _by_solver(problem, search)
+    best = _by_messages(problem, places(built), tiling, search)
+    if best.interrupted or best.gap <= search.close or monotonic() > search.deadline:
+        return best
+    if search.fast and best.assignment:
+        return best
+    if tiling is not None:
+        best = better(best, _tied(problem, tiling, search))
+        if best.interrupted or best.gap <= CLOSE or monotonic() > search.deadline:
+            return best
+    return better(best, _by_solver(problem, search))
+
+
+def bounded(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answer:
+    """A bound, and the assignment that it comes with, however small the problem and however large the gap."""
+    return _by_messages(built.problem, places(built), tiling, search)
+
+
+def better(first: Answer, second: Answer) -> Answer:
+    """The cheaper of two answers to one problem, with the higher of their bounds."""
+    best = second if second.cost < first.cost else first
+    bound = min(max(first.lower_bound, second.lower_bound), best.cost)
+    interrupted = first.interrupted or second.interrupted
+    return Answer(best.assignment, best.cost, bound, best.method, best.status, interrupted)
+
+
+def _by_messages(problem: Problem, order: list[float], tiling: Tiling | None, search: Search) -> Answer:
+    """Message passing, on tied layers first where there are any."""
+    messages = Messages(problem, order)
+    if tiling is None:
+        relaxed, interrupted = _passes(messages, _ITERATIONS, search)
+        return _answer(relaxed, interrupted)
+    folded = Messages(tiling.fold(problem), [order[leader] for leader in tiling.leaders])
+    tied, interrupted = _passes(folded, _ITERATIONS, search)
+    assignment = tiling.spread(tied.assignment) if tied.assignment else ()
+    cost = problem.cost(assignment) if assignment else float("inf")
+    messages.start_from(*tiling.messages(problem, folded.problem, folded.along, folded.against))
+    if interrupted:
+        return Answer(assignment, cost, -np.inf, "messages", "feasible", True)
+    relaxed, interrupted = _passes(messages, _MENDING, search, cost)
+    own = Answer(assignment, cost, relaxed.bound, "messages, layers tied", "feasible", interrupted)
+    return better(own, _answer(relaxed, interrupted))
+
+
+def _passes(messages: Messages, iterations: int, search: Search, upper: float = float("inf")) -> tuple[Relaxed, bool]:
+    """Iterations, and whether somebody stopped them."""
+    told = search.told
+    best = messages.run(1, upper=upper, deadline=search.deadline)
+    try:
+        best = messages.run(
+            iterations,
+            upper=upper,
+            deadline=search.deadline,
+            progress=lambda cost, bound: told("messages", min(cost, upper), bound),
+        )
+    except KeyboardInterrupt:
+        return best, True
+    return best, False
+
+
+def _answer(relaxed: Relaxed, interrupted: bool) -> Answer:
+    return Answer(
+        relaxed.assignment, relaxed.cost, min(relaxed.bound, relaxed.cost), "messages", "feasible", interrupted
+    )
+
+
+def _tied(problem: Problem, tiling: Tiling, search: Search) -> Answer:
+    """The problem in which equal layers choose alike, by the solver; its own bound is none of the whole problem."""
+    found = _by_solver(tiling.fold(problem), search)
+    if not found.assignment:
+        return Answer((), float("inf"), -np.inf, found.method, found.status, found.interrupted)
+    assignment = tiling.spread(found.assignment)
+    method = f"{found.method}, layers tied"
+    return Answer(assignment, problem.cost(assignment), -np.inf, method, "feasible", found.interrupted)
+
+
+def _by_solver(problem: Problem, search: Search) -> Answer:
+    solution = solve(
+        problem,
+        method="alternate" if search.method == "auto" and not search.proof else search.method,
+        time_limit=max(1.0, search.deadline - monotonic()),
+        work_limit=search.work_limit,
+        progress=lambda one: search.told(one.phase, one.cost, one.lower_bound),
+    )
+    return Answer(
+        solution.assignment,
+        solution.cost,
+        solution.lower_bound,
+        solution.method,
+        solution.status,
+        solution.interrupted,
+    )
+
+
+def is_large(problem: Problem) -> bool:
+    """Whether a problem goes to message passing first."""
+    return sum(edge.costs.size for edge in problem.edges) >= _LARGE
+
+
+def places(built: BuiltProblem) -> list[float]:
+    """Where every variable comes in the order of the program: what is no operator stands by those that it joins."""
+    sources: dict[int, list[int]] = defaultdict(list)
+    targets: dict[int, list[int]] = defaultdict(list)
+    for edge in built.problem.edges:
+        sources[edge.target].append(edge.source)
+        targets[edge.source].append(edge.target)
+    variables = built.variables
+    place = {number: float(number) for number, variable in enumerate(variables) if variable.kind == "operator"}
+    for kind in ("hub", "rest", "output"):
+        for number, variable in enumerate(variables):
+            if variable.kind == kind:
+                made = [place[other] for other in sources[number] if other in place]
+                used = [place[other] for other in targets[number] if other in place]
+                if kind == "rest" or not made:
+                    place[number] = min(used, default=0.0) - 0.5
+                else:
+                    place[number] = max(made) + 0.25
+    return [place.get(number, 0.0) for number in range(len(variables))]

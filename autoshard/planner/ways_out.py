@@ -1,0 +1,81 @@
+"""What to say where no plan fits: the smallest peak, what it is made of, and what would make it smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoshard.errors import AutoshardError, BudgetError
+from autoshard.memory.budget import format_bytes
+from autoshard.memory.footprint import Memory
+from autoshard.plan_rows import memory_parts
+from autoshard.planner.problem import Wishes
+from autoshard.specs.axes import MeshShape
+
+if TYPE_CHECKING:
+    from autoshard.planner.planner import Planner
+
+
+def budget_error(
+    planner: Planner, limit: int, least: Memory, wishes: Wishes, prices: np.ndarray, late: bool
+) -> BudgetError:
+    """The error that names the smallest peak, its parts, and the ways out, each tried once.
+
+    Args:
+        planner: what planned.
+        limit: bytes per device that are too few.
+        least: the smallest peak that was found.
+        wishes: under which it was found.
+        prices: of memory that led to it.
+        late: whether the time for the search was over.
+    """
+    parts = ", ".join(f"{name} {format_bytes(held)}" for name, held in memory_parts(least).items())
+    where = f"in the {least.phase}{f' of {least.module}' if least.module else ''}" if least.phase else ""
+    outs = [] if late else list(_ways_out(planner, least, wishes, prices))
+    said = "".join(f", {out}" for out in outs)
+    shortened = (
+        f" The search ended at time_limit={planner.settings.time_limit:g} s: a longer one may find a smaller peak."
+        if late
+        else ""
+    )
+    return BudgetError(
+        f"no plan fits in {format_bytes(limit)} per device on mesh {planner.mesh}: the smallest peak found is "
+        f"{format_bytes(least.peak)}, {where} ({parts}). Raise memory_limit to {least.peak} bytes{said}, or make the "
+        f"batch smaller.{shortened}",
+        least.peak,
+    )
+
+
+def _ways_out(planner: Planner, least: Memory, wishes: Wishes, prices: np.ndarray) -> Iterator[str]:
+    """Texts of what makes the peak smaller, with the peaks that it was seen to lead to."""
+    pinned = [source.name for source in planner.graph.inputs if source.kind == "parameter"]
+    pinned = [name for name in pinned if name in wishes.pinned]
+    if pinned:
+        free = {name: pins for name, pins in wishes.pinned.items() if name not in pinned}
+        parameters = frozenset(source.name for source in planner.graph.inputs if source.kind == "parameter")
+        peak = _peak(planner, replace(wishes, pinned=free, forced=parameters), prices)
+        if peak < least.peak:
+            others = f" and {len(pinned) - 1} more" if len(pinned) > 1 else ""
+            yield f"drop the hints (without that on {pinned[0]}{others}, {format_bytes(peak)} are enough)"
+    mesh = _doubled(planner.mesh)
+    larger = type(planner)(planner.graph, mesh, planner.cluster, wishes, planner.settings)
+    peak = _peak(larger, wishes, prices)
+    yield f"add devices ({mesh} needs {format_bytes(peak)})" if peak < least.peak else "add devices"
+
+
+def _peak(planner: Planner, wishes: Wishes, prices: np.ndarray) -> float:
+    """The peak of one plan under these wishes, at prices at which memory alone counts; infinite where there is none."""
+    try:
+        return planner.solve(replace(wishes, state_bytes=planner.wishes.state_bytes), prices=prices).memory.peak
+    except AutoshardError:
+        return float("inf")
+
+
+def _doubled(mesh: MeshShape) -> MeshShape:
+    """The mesh with its largest axis twice as long."""
+    longest = max(range(mesh.ndim), key=lambda axis: mesh.sizes[axis])
+    sizes = [size * 2 if axis == longest else size for axis, size in enumerate(mesh.sizes)]
+    return MeshShape.of(dict(zip(mesh.names, sizes, strict=True)))

@@ -1,0 +1,98 @@
+"""The course of one solve: how long it may go on, what is known so far, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A moment of a solve.
+
+    Attributes:
+        phase: what has just been done.
+        cost: of the best feasible assignment known; `inf` without one.
+        lower_bound: no feasible assignment costs less, as far as known; `-inf` if nothing is known.
+        seconds: wall-clock time since the solve began.
+    """
+
+    phase: str
+    cost: float
+    lower_bound: float
+    seconds: float
+
+
+Assignment = tuple[int, ...]
+
+
+class Course:
+    """What a solve may still do, and the best that it has found.
+
+    Args:
+        time_limit: seconds.
+        work_limit: units of work (about one entry of a table looked at); None for no limit.
+        tell: called with every `Progress`.
+    """
+
+    def __init__(
+        self, time_limit: float, work_limit: int | None = None, tell: Callable[[Progress], object] | None = None
+    ) -> None:
+        self.start = monotonic()
+        self.deadline = self.start + time_limit
+        self.cost = float("inf")
+        self.lower_bound = float("-inf")
+        self.method = ""
+        self._limit = work_limit
+        self._work = 0
+        self._tell = tell
+        self._best: Callable[[], Assignment] = tuple
+
+    @property
+    def counted(self) -> bool:
+        """Whether work is what limits the solve, so that nothing may depend on the clock."""
+        return self._limit is not None
+
+    @property
+    def remaining(self) -> float:
+        """Work that may still be done; `inf` where time is what limits the solve."""
+        return float("inf") if self._limit is None else float(self._limit - self._work)
+
+    @property
+    def over(self) -> bool:
+        """Whether the time or the work is used up."""
+        return self.remaining <= 0 or monotonic() > self.deadline
+
+    @property
+    def assignment(self) -> Assignment:
+        """The best feasible assignment; empty where none is known."""
+        return self._best()
+
+    def spend(self, work: float) -> None:
+        """Counts work that was done."""
+        self._work += int(work)
+
+    def share(self, fraction: float) -> float:
+        """The `monotonic` moment at which a fraction of the remaining time has passed; where work is counted, the end
+        of the time, or at once if the work is used up."""
+        if self.counted:
+            return self.deadline if self.remaining > 0 else float("-inf")
+        now = monotonic()
+        return now + fraction * max(self.deadline - now, 0.0)
+
+    def offer(self, cost: float, assignment: Callable[[], Assignment], method: str) -> bool:
+        """Notes a feasible assignment, which is only made when it is asked for, if it is the best so far."""
+        if not cost < self.cost:
+            return False
+        self.cost, self._best, self.method = cost, assignment, method
+        return True
+
+    def bound(self, value: float) -> None:
+        """Notes a lower bound."""
+        self.lower_bound = max(self.lower_bound, value)
+
+    def note(self, phase: str) -> None:
+        """Tells how far the solve has come."""
+        if self._tell is not None:
+            self._tell(Progress(phase, self.cost, min(self.lower_bound, self.cost), monotonic() - self.start))

@@ -1,0 +1,229 @@
+"""Large problems from presolve to proof: prices and messages bound, neighbourhoods search, both in turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.solver.course import Course
+from autoshard.solver.flat.core import Core
+from autoshard.solver.flat.descent import Descent
+from autoshard.solver.flat.dual import Dual
+from autoshard.solver.flat.integer import solve_core
+from autoshard.solver.flat.presolve import presolve
+from autoshard.solver.flat.view import View
+from autoshard.solver.problem import Array, IntArray, Problem
+
+TOLERANCE = 1e-9
+"""Relative difference in cost below which two assignments count as equally good."""
+
+_PASSES = 30
+"""Passes of messages between two looks at what they found."""
+
+_INTEGER_CELLS = 80_000
+"""Entries of edge tables up to which a core goes to the integer program."""
+
+_INTEGER_TIME = 0.7
+"""Share of the remaining time that the integer program may take."""
+
+_WARM = 6
+"""Rounds of messages and search before the integer program is tried."""
+
+_SHRINK = 0.25
+"""Share of the strategies that must be out of the question for another presolve."""
+
+_PATIENT = 3
+"""Neighbourhood searches in a row without improvement after which a start is given up."""
+
+
+class Campaign:
+    """The solve of one problem on flat arrays.
+
+    Args:
+        problem: with or without a limit.
+        course: how long, and what is found.
+        seed: of what is random.
+        finish: whether to go on until the time is up, with the integer program where the core is small; otherwise the
+            campaign ends when it stalls.
+    """
+
+    def __init__(self, problem: Problem, course: Course, *, seed: int = 0, finish: bool = True) -> None:
+        self.problem = problem
+        self.course = course
+        self.seed = seed
+        self.finish = finish
+
+    def run(self) -> bool:
+        """Searches; True if the best assignment is proved, or that there is none."""
+        core = presolve(Core.of(self.problem), deadline=self.course.share(0.3))
+        self.course.spend(core.work)
+        self.course.note(f"presolve: {core.nodes} nodes, {len(core.ends)} edges, {len(core.base)} moments left")
+        prices = np.zeros(len(core.base))
+        while core.feasible:
+            if not core.nodes:
+                self.offer(core, np.zeros(0, dtype=np.int64), core.constant, "presolve")
+                return True
+            front = Front(self, core, prices)
+            core, prices = front.run()
+            if self.closed:
+                return True
+            if core is front.core:
+                return False
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether the bound has reached the cost."""
+        course = self.course
+        if not np.isfinite(course.cost):
+            return course.lower_bound == np.inf
+        return course.lower_bound >= course.cost - TOLERANCE * abs(course.cost)
+
+    def offer(self, core: Core, places: IntArray, cost: float, method: str) -> bool:
+        """Notes a choice for a core, if it is the best and feasible; False if not."""
+        problem = self.problem
+
+        def assignment() -> tuple[int, ...]:
+            return tuple(core.expand(places).tolist())
+
+        if not cost < self.course.cost or not np.isfinite(cost):
+            return False
+        made = assignment()
+        if not problem.feasible(made):
+            return False  # rounding of float sums at the limit
+        return self.course.offer(problem.cost(made), lambda: made, method)
+
+
+class Front:
+    """The work on one core, until something closes it or it can be made smaller."""
+
+    def __init__(self, campaign: Campaign, core: Core, prices: Array) -> None:
+        self.campaign = campaign
+        self.course = campaign.course
+        self.core = core
+        self.view = View.of(core)
+        self.dual = Dual(core, self.view)
+        self.dual.prices = prices
+        self.random = np.random.default_rng(campaign.seed)
+        self.descent: Descent | None = None
+        self.heat = 0.0
+        self.idle = 0
+        self.tried_integer = False
+
+    def run(self) -> tuple[Core, Array]:
+        """Bound and search in turn. Returns the core and prices to go on with; the same core if this is the end."""
+        course, rounds = self.course, 0
+        stalled = 0
+        while not course.over and not self.campaign.closed:
+            before = course.cost, course.lower_bound
+            self._bound()
+            if course.over:
+                break
+            self._search(2 * _PASSES * self.core.cells)
+            rounds += 1
+            course.note("search")
+            moved = course.cost < before[0] or course.lower_bound - before[1] > 1e-3 * abs(course.cost - before[1])
+            stalled = 0 if moved else stalled + 1
+            if not self.campaign.finish and stalled > _WARM:
+                break
+            if rounds >= _WARM and rounds % _WARM == 0:
+                smaller = self._smaller()
+                if smaller is not None:
+                    return smaller
+            small = self.core.cells <= _INTEGER_CELLS and self.campaign.finish
+            if rounds >= _WARM and small and not self.tried_integer:
+                self.tried_integer = True
+                if self._integer():
+                    course.bound(course.cost)
+        return self.core, self.dual.prices
+
+    def _bound(self) -> None:
+        dual, course = self.dual, self.course
+        known = self.descent.cost if self.descent is not None else float("inf")
+        dual.upper = min(dual.upper, known)
+        dual.ascend(_PASSES, deadline=course.deadline)
+        course.spend(_PASSES * (4 * self.core.cells + len(self.core.usage)))
+        course.bound(dual.value)
+        if dual.best is not None:
+            self.campaign.offer(self.core, dual.best, self.core.value(dual.best), "prices")
+
+    def _search(self, work: int) -> None:
+        """From a fresh rounding, and on from the best choice, for so much work each."""
+        if self.descent is None:
+            self.descent = Descent(self.core, self.view, abs(self.dual.value) + 1.0, self.campaign.seed)
+        descent, best = self.descent, self.descent.best
+        starts = [self.dual.rounded()]
+        if self.dual.best is not None:
+            starts.append(self.dual.best)
+        for start in starts:
+            descent.begin(start, self.dual.best_prices)
+            self._run(work, until_stuck=True)
+        if descent.best is not None:
+            if descent.best is not best:
+                self.idle = 0
+            descent.begin(descent.best, self.dual.best_prices)
+            self._run(2 * work, until_stuck=False)
+
+    def _run(self, work: int, *, until_stuck: bool) -> None:
+        descent, course = self.descent, self.course
+        assert descent is not None
+        end, failures = descent.work + work, 0
+        while descent.work < end and not course.over and not self.campaign.closed:
+            before = descent.work
+            heat = 0.0
+            if not until_stuck and self.idle >= _PATIENT and self.idle % 4 == 3:
+                gap = max(descent.cost - course.lower_bound, 0.0)
+                heat = gap * 10.0 ** -self.random.uniform(1.0, 4.0)
+            improved = descent.run(heat)
+            course.spend(descent.work - before)
+            if improved:
+                self.campaign.offer(self.core, descent.best, descent.cost, "neighbourhoods")  # type: ignore[arg-type]
+                self.idle, failures = 0, 0
+                continue
+            failures += 1
+            self.idle += not until_stuck
+            if until_stuck and failures >= _PATIENT and descent.settled:
+                return
+            if not until_stuck and self.idle % 12 == 0 and descent.best is not None:
+                descent.begin(descent.best, self.dual.best_prices)
+
+    def _smaller(self) -> tuple[Core, Array] | None:
+        """A smaller core without what no better assignment can use, if that is much; with prices for its moments."""
+        upper = self.course.cost
+        if not np.isfinite(upper):
+            return None
+        out = self.dual.floors() >= upper - TOLERANCE * abs(upper)
+        if out.mean() < _SHRINK:
+            return None
+        cost = np.where(out, np.inf, self.core.cost)
+        core = presolve(replace(self.core, cost=cost), deadline=self.course.share(0.2))
+        self.course.spend(core.work)
+        if not core.feasible:
+            self.course.bound(upper)
+        self.course.note(f"fixing: {core.nodes} nodes, {core.cells} table entries left")
+        prices = np.zeros(len(core.base))
+        if len(prices):
+            places = np.minimum(np.searchsorted(core.moment, self.core.moment), len(prices) - 1)
+            np.add.at(prices, places, self.dual.best_prices)
+        return core, prices
+
+    def _integer(self) -> bool:
+        """The integer program, with rows of memory added until its answer keeps the limit. True if that closes it."""
+        core, course = self.core, self.course
+        start = None if self.descent is None else self.descent.best
+        nodes = int(max(1.0, course.remaining // max(core.cells, 1))) if course.counted else None
+        answer = solve_core(
+            core,
+            start=start,
+            moments=np.flatnonzero(self.dual.best_prices > 0),
+            deadline=course.share(_INTEGER_TIME),
+            seed=self.campaign.seed,
+            nodes=nodes,
+        )
+        course.spend(100 * core.cells)
+        if answer.places is not None:
+            self.campaign.offer(core, answer.places, core.value(answer.places), "integer program")
+        course.bound(min(answer.bound, course.cost))
+        course.note("integer program")
+        return answer.proved

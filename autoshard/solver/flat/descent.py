@@ -1,0 +1,108 @@
+"""From any choice to a good one that keeps the limit: large neighbourhoods, with weights on memory that adapt."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoshard.solver.flat.core import Core
+from autoshard.solver.flat.messages import loads_of, price_strategies
+from autoshard.solver.flat.neighbours import condition, search
+from autoshard.solver.flat.view import View
+from autoshard.solver.problem import Array, IntArray
+
+_FORESTS = 400
+"""Neighbourhoods between two looks at the clock."""
+
+_LARGEST = 300
+"""Nodes of a neighbourhood at most."""
+
+_FORBIDDEN = 4.0
+"""What a forbidden pair costs, in multiples of a known cost: dear, but finite, so that sums can be taken back."""
+
+_HEAVIER = 1.6
+"""By how much the weight of a moment grows while it passes the limit."""
+
+
+class Descent:
+    """A choice that is being improved.
+
+    Args:
+        core: the problem.
+        view: its arrays.
+        scale: about what a good choice costs; anything forbidden costs a multiple of it.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, core: Core, view: View, scale: float, seed: int) -> None:
+        self.core = core
+        self.view = view._replace(table=np.minimum(core.table, _FORBIDDEN * max(abs(scale), 1e-300)))
+        self.work = 0
+        self.best: IntArray | None = None
+        self.cost = float("inf")
+        self._random = np.random.default_rng(seed)
+        self._given = np.zeros(len(core.cost))
+        self._priced = np.zeros(len(core.cost))
+        self._loads = np.zeros(len(core.base))
+        self._state = np.array([1.0, 0.0])
+        self._prices = np.zeros(len(core.base))
+        self._weights = np.zeros(len(core.base))
+
+    def begin(self, places: IntArray, prices: Array) -> None:
+        """Starts again from a choice, with prices on memory; what is known to be best stays known."""
+        self.places = places.copy()
+        self._prices = prices
+        level = float(prices.max(initial=0.0)) or self._unit()
+        self._weights = np.full(len(prices), level)
+        self._state[0] = 1.0
+        price_strategies(self.view, prices, self._priced)
+        loads_of(self.view, self.places, self._loads)
+        self._keep()
+
+    def _unit(self) -> float:
+        """A price to begin with where none is known: all costs over all bytes of the limit."""
+        spread = float(np.abs(self.core.cost).max(initial=0.0)) or 1.0
+        return spread / max(abs(self.core.limit), 1.0) if np.isfinite(self.core.limit) else 0.0
+
+    @property
+    def settled(self) -> bool:
+        """Whether the choice, as it stands, keeps the limit."""
+        return bool((self._loads <= self.view.room).all())
+
+    def run(self, temperature: float = 0.0, forests: int = _FORESTS) -> bool:
+        """Solves some neighbourhoods; True if the best choice became better."""
+        condition(self.view, self.places, self._given)
+        loads_of(self.view, self.places, self._loads)
+        before = self._state[1]
+        over = search(
+            self.view,
+            self.places,
+            self._loads,
+            self._priced,
+            self._weights,
+            self._given,
+            forests,
+            _LARGEST,
+            self._random,
+            self._state,
+            temperature,
+        )
+        self.work += int(self._state[1] - before) + 2 * self.core.cells // 10 + len(self.core.base)
+        if over > 0.0:
+            self._weigh()
+        return self._keep()
+
+    def _weigh(self) -> None:
+        """Moments that pass the limit weigh more, from now on in the prices too."""
+        above = self._loads > self.view.room
+        self._weights[above] *= _HEAVIER
+        price_strategies(self.view, self._prices + np.where(above, self._weights, 0.0), self._priced)
+        self._state[0] = 1.0
+
+    def _keep(self) -> bool:
+        if not (self._loads <= self.view.room).all():
+            return False
+        cost = self.core.value(self.places)
+        if cost < self.cost:
+            self.cost, self.best = cost, self.places.copy()
+            return True
+        return False

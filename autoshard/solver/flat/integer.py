@@ -1,0 +1,159 @@
+"""The integer program of a core: products of neighbours' choices, and rows of memory added as they are violated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from time import monotonic
+
+import numpy as np
+
+from autoshard.solver.flat.core import Core
+from autoshard.solver.linear import Program, minimise
+from autoshard.solver.problem import Array, IntArray
+
+_MAGNITUDE = 1e5
+"""Costs are scaled to differences of about this size: the backend's tolerances are then below any real difference."""
+
+_FEW = 100
+"""Moments up to which all have their rows from the start."""
+
+_ROWS = 12
+"""Rows of memory added at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """A choice (None if none was found), a bound, and whether it closes the question."""
+
+    places: IntArray | None
+    bound: float
+    proved: bool
+
+
+class CoreProgram:
+    """The program of a core.
+
+    X_us = 1 where node u takes strategy s; the product X_us X_vt of an edge is a continuous A_st whose rows sum to X_us
+    and whose columns sum to X_vt. Of the moments' rows of memory only those are there that some answer violated.
+
+    Args:
+        core: a feasible core.
+        start: a known choice within the limit.
+        moments: moments whose rows stand in the program from the start.
+
+    Source: Rhino 4.2, in the form of sums, which has the tightest relaxation of an edge.
+    """
+
+    def __init__(self, core: Core, start: IntArray | None, moments: IntArray) -> None:
+        self.core = core
+        self.start = start
+        spread = float(np.abs(core.cost).mean()) * core.nodes if core.nodes else 0.0
+        finite = core.table[np.isfinite(core.table)]
+        spread += float(np.abs(finite).mean()) * len(core.ends) if len(finite) else 0.0
+        self.scale = _MAGNITUDE / spread if spread else 1.0
+        self.program = Program()
+        self.nodes = self.program.add_variables(self.scale * core.cost, integer=True)
+        for node in range(core.nodes):
+            names = range(int(core.offset[node]), int(core.offset[node + 1]))
+            self.program.add_row(names, np.ones(len(names)), 1.0, 1.0)
+        self._pairs: list[tuple[range, IntArray]] = [self._edge(edge) for edge in range(len(core.ends))]
+        self._rows: set[int] = set()
+        self.add(moments)
+
+    def _edge(self, edge: int) -> tuple[range, IntArray]:
+        core = self.core
+        one, other = core.ends[edge].tolist()
+        table = core.table[core.start[edge] : core.start[edge + 1]].reshape(core.size[one], core.size[other])
+        places = np.argwhere(np.isfinite(table))
+        products = self.program.add_variables(self.scale * table[tuple(places.T)])
+        for column, node in enumerate((one, other)):
+            for strategy in range(int(core.size[node])):
+                mine = np.flatnonzero(places[:, column] == strategy) + products.start
+                name = int(core.offset[node]) + strategy
+                self.program.add_row([*mine.tolist(), name], np.append(np.ones(len(mine)), -1.0), 0.0, 0.0)
+        return products, places
+
+    def add(self, moments: IntArray) -> bool:
+        """Adds rows of memory; False if all of them were there."""
+        core = self.core
+        fresh = [int(moment) for moment in moments if int(moment) not in self._rows]
+        for moment in fresh:
+            self._rows.add(moment)
+            held = np.zeros(len(core.cost))
+            for item in np.flatnonzero((core.low <= moment) & (moment < core.high)).tolist():
+                node, begin = int(core.item_node[item]), int(core.usage_start[item])
+                width = int(core.size[node])
+                held[core.offset[node] : core.offset[node] + width] += core.usage[begin : begin + width]
+            names = np.flatnonzero(held)
+            unit = max(abs(core.limit), 1.0)
+            room = float(core.limit - core.base[moment]) / unit
+            self.program.add_row(names, held[names] / unit, -np.inf, room)
+        return bool(fresh)
+
+    def solve(self, *, time_limit: float, seed: int, nodes: int | None = None) -> Integer:
+        """Solves the program with the rows that it has: the bound is true, the choice may pass the limit elsewhere."""
+        hint = None if self.start is None else self._values(self.start)
+        answer = minimise(self.program, time_limit=time_limit, seed=seed, hint=hint, node_limit=nodes)
+        if answer.infeasible:
+            return Integer(None, float("inf"), True)
+        bound = answer.bound / self.scale + self.core.constant if np.isfinite(answer.bound) else float("-inf")
+        if answer.values is None:
+            return Integer(None, bound, False)
+        offset = self.core.offset
+        places = [int(answer.values[low:high].argmax()) for low, high in pairwise(offset)]
+        return Integer(np.array(places, dtype=np.int64), bound, answer.optimal)
+
+    def _values(self, places: IntArray) -> Array:
+        values = np.zeros(len(self.program.costs))
+        values[self.core.offset[:-1] + places] = 1.0
+        for (one, other), (products, cells) in zip(self.core.ends.tolist(), self._pairs, strict=True):
+            chosen = (cells[:, 0] == places[one]) & (cells[:, 1] == places[other])
+            values[products.start + np.flatnonzero(chosen)] = 1.0
+        return values
+
+
+def solve_core(
+    core: Core,
+    *,
+    start: IntArray | None = None,
+    moments: IntArray | None = None,
+    deadline: float = float("inf"),
+    seed: int = 0,
+    nodes: int | None = None,
+) -> Integer:
+    """Solves the program of a core, adding rows of memory until the answer keeps the limit.
+
+    Args:
+        core: a feasible core; `thinned` makes its rows few.
+        start: a known choice within the limit.
+        moments: whose rows stand in the program from the start; all of them where there are few.
+        deadline: `time.monotonic()` seconds.
+        seed: of the backend.
+        nodes: nodes of each search tree at most.
+
+    Returns:
+        A choice that keeps the limit, or none; the bound holds in any case.
+    """
+    few = len(core.base) <= _FEW
+    program = CoreProgram(core, start, np.arange(len(core.base)) if few or moments is None else moments)
+    bound = float("-inf")
+    while True:
+        answer = program.solve(time_limit=min(deadline - monotonic(), 1e6), seed=seed, nodes=nodes)
+        bound = max(bound, answer.bound)
+        if answer.places is None:
+            return Integer(None, bound, answer.proved)
+        passed = _violated(core, answer.places)
+        if not len(passed):
+            return Integer(answer.places, bound, answer.proved)
+        if not program.add(passed) or not answer.proved or monotonic() > deadline:
+            # The backend keeps rows within a tolerance; the limit itself is exact.
+            return Integer(None, bound, False)
+
+
+def _violated(core: Core, places: IntArray) -> IntArray:
+    """The moments at which a choice passes the limit most, one of each stretch of time."""
+    excess = core.loads(places) - core.slack
+    stretches = np.array_split(np.arange(len(excess)), min(_ROWS, len(excess))) if len(excess) else []
+    worst = [int(stretch[excess[stretch].argmax()]) for stretch in stretches]
+    return np.array([moment for moment in worst if excess[moment] > 0], dtype=np.int64)

@@ -1,0 +1,204 @@
+"""Exact presolve: from a problem of tens of thousands of nodes to a core of hundreds or thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autoshard.solver.flat.arena import CELLS, EDGES, FAILED, FULL, MAPPED, OFFSET, REMOVED, USED, WORK, Arena
+from autoshard.solver.flat.core import Core, Stage, starts
+from autoshard.solver.flat.dominance import dominate, settle
+from autoshard.solver.flat.rules import begin
+from autoshard.solver.flat.thin import thinned, without_too_large
+
+_PASSES = 6
+"""Passes over all nodes for dominated strategies."""
+
+_WORTH = 0.02
+"""Share of the strategies that a pass must drop to be worth another one."""
+
+
+def presolve(core: Core, *, upper: float = float("inf"), work: float = 5e9, deadline: float = float("inf")) -> Core:
+    """An equivalent smaller problem.
+
+    Forbidden entries are followed up, edges normalised and dropped where nothing is left of them, nodes of one
+    strategy and those that a neighbour determines merged into their neighbours with their memory, nodes that use no
+    memory eliminated up to degree two, dominated strategies and pairs dropped, moments thinned out.
+
+    Args:
+        core: left as it is.
+        upper: cost of a known assignment; anything that costs as much may be dropped. Costs of `core` must then be
+            at least zero, as those that `presolve` returns are.
+        work: table entries to look at, at most, before the search for dominated strategies ends.
+        deadline: `time.monotonic()` seconds after which it ends too.
+
+    Source: Goldstein's criterion for dead ends, R. F. Goldstein, "Efficient rotamer elimination applied to protein
+    side-chains and related spin glasses", 1994; on pairs, I. Lasters and J. Desmet, 1993.
+    """
+    core = without_too_large(thinned(core))
+    while core.feasible:
+        core = thinned(_searched(core, upper, work, deadline))
+        fitting = without_too_large(core)
+        if fitting is core:
+            break
+        core = fitting
+    return core
+
+
+def _searched(core: Core, upper: float, work: float, deadline: float) -> Core:
+    """Every exact step on the nodes and edges of a core."""
+    arena = _arena(core)
+    arena = _run(arena, lambda room: settle(room, upper))
+    alive = np.isfinite(arena.cost).sum()
+    for attempt in range(_PASSES):
+        if arena.counts[FAILED] or arena.numbers[WORK] > work or monotonic() > deadline:
+            break
+        dropped = [0]
+
+        def search(room: Arena, dropped: list[int] = dropped, pairs: bool = attempt > 0) -> None:
+            settle(room, upper)
+            dropped[0] += dominate(room, upper, pairs, work)
+
+        arena = _run(arena, search)
+        if attempt and dropped[0] < _WORTH * alive:
+            break
+    return _compacted(arena, core)
+
+
+def _arena(core: Core) -> Arena:
+    edges, nodes = len(core.ends), core.nodes
+    room = 2 * edges + 16
+    arena = Arena(
+        size=core.size,
+        offset=core.offset[:-1].copy(),
+        cost=core.cost.copy(),
+        gone=np.zeros(nodes, dtype=bool),
+        head=np.full(nodes, -1),
+        degree=np.zeros(nodes, dtype=np.int64),
+        end=_longer(core.ends.ravel(), 2 * room),
+        after=np.full(2 * room, -1),
+        before=np.full(2 * room, -1),
+        start=_longer(core.start[:-1], room),
+        dropped=np.zeros(room, dtype=bool),
+        table=_longer(core.table, 2 * core.cells + 4096),
+        first_item=np.full(nodes, -1),
+        next_item=np.full(len(core.low), -1),
+        low=core.low.copy(),
+        high=core.high.copy(),
+        usage_start=core.usage_start.copy(),
+        usage=_longer(core.usage, 2 * len(core.usage) + 4096),
+        stale=np.ones(nodes, dtype=bool),
+        base=np.zeros(len(core.base) + 1),
+        removed=np.zeros((nodes, 4), dtype=np.int64),
+        choice=np.zeros(4 * len(core.cost) + 4096, dtype=np.int64),
+        numbers=np.array([core.constant, 0.0]),
+        counts=np.zeros(8, dtype=np.int64),
+        edge_queue=np.zeros(room, dtype=np.int64),
+        node_queue=np.zeros(nodes + 1, dtype=np.int64),
+        queue_ends=np.zeros(4, dtype=np.int64),
+        queued_edge=np.zeros(room, dtype=bool),
+        queued_node=np.zeros(nodes, dtype=bool),
+    )
+    arena.counts[EDGES], arena.counts[CELLS] = edges, core.cells
+    arena.counts[USED] = len(core.usage)
+    begin(arena, core.item_node)
+    return arena
+
+
+def _longer(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    result = np.zeros(max(length, len(array)), dtype=array.dtype)
+    result[: len(array)] = array
+    return result
+
+
+_GROWING = {"table": CELLS, "usage": USED, "choice": MAPPED}
+
+
+def _run(arena: Arena, step: Callable[[Arena], object]) -> Arena:
+    """Runs a step again with more room as long as it lacks room."""
+    while True:
+        arena.counts[FULL] = 0
+        step(arena)
+        if not arena.counts[FULL]:
+            return arena
+        grown = {name: _longer(getattr(arena, name), 2 * len(getattr(arena, name))) for name in _GROWING}
+        edges = len(arena.start)
+        if arena.counts[EDGES] * 2 > edges:
+            order = (arena.queue_ends[0] + np.arange(arena.queue_ends[1])) % edges
+            grown["edge_queue"] = _longer(arena.edge_queue[order], 2 * edges)
+            arena.queue_ends[0] = 0
+            for name in ("start", "dropped", "queued_edge"):
+                grown[name] = _longer(getattr(arena, name), 2 * edges)
+            for name in ("end", "after", "before"):
+                grown[name] = _longer(getattr(arena, name), 4 * edges)
+        arena = arena._replace(**grown)
+
+
+def _compacted(arena: Arena, core: Core) -> Core:
+    """What is left, without gaps, and a stage that leads back."""
+    kept = np.flatnonzero(~arena.gone)
+    alive = np.isfinite(arena.cost)
+    owner = np.repeat(np.arange(core.nodes), core.size)
+    left = alive & ~arena.gone[owner]
+    labels = np.flatnonzero(left) - np.repeat(core.offset[:-1], core.size)[left]
+    size = np.bincount(owner[left], minlength=core.nodes)[kept]
+    number = np.full(core.nodes, -1)
+    number[kept] = np.arange(len(kept))
+    count = int(arena.counts[EDGES])
+    edges = np.flatnonzero(~arena.dropped[:count])
+    ends = arena.end[: 2 * count].reshape(-1, 2)[edges]
+    offset = starts(size)
+    removed = int(arena.counts[REMOVED])
+    stage = Stage(
+        core.nodes,
+        kept,
+        offset,
+        labels,
+        core.size,
+        arena.removed[:removed].copy(),
+        arena.choice[: int(arena.counts[MAPPED])].copy(),
+    )
+    new_ends = number[ends]
+    places = [labels[offset[node] : offset[node + 1]] for node in range(len(kept))]
+    tables = []
+    for edge, (one, other), (row, column) in zip(edges.tolist(), ends.tolist(), new_ends.tolist(), strict=True):
+        cells = core.size[one] * core.size[other]
+        first = int(arena.start[edge])
+        table = arena.table[first : first + cells].reshape(core.size[one], core.size[other])
+        tables.append(table[places[row][:, None], places[column]].ravel())
+    item_node, items = [], []
+    for node in kept.tolist():
+        item = int(arena.first_item[node])
+        while item >= 0:
+            item_node.append(int(number[node]))
+            items.append(item)
+            item = int(arena.next_item[item])
+    usages = [
+        arena.usage[int(arena.usage_start[item]) + places[node]] for node, item in zip(item_node, items, strict=True)
+    ]
+    nodes = np.array(item_node, dtype=np.int64)
+    rows = np.array(items, dtype=np.int64)
+    return Core(
+        size=size,
+        offset=offset,
+        cost=arena.cost[left],
+        ends=new_ends.reshape(-1, 2),
+        start=starts(np.array([table.size for table in tables], dtype=np.int64)),
+        table=np.concatenate(tables) if tables else np.zeros(0),
+        item_node=nodes,
+        low=arena.low[rows],
+        high=arena.high[rows],
+        usage_start=starts(size[nodes])[:-1],
+        usage=np.concatenate(usages) if usages else np.zeros(0),
+        base=core.base + np.cumsum(arena.base)[:-1],
+        limit=core.limit,
+        moment=core.moment,
+        constant=float(arena.numbers[OFFSET]),
+        stages=(*core.stages, stage),
+        feasible=core.feasible and not arena.counts[FAILED],
+        work=int(arena.numbers[WORK]),
+    )

@@ -1,0 +1,141 @@
+"""Memory made smaller: moments that cannot bind or that others imply, items that nobody sees, strategies too large."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from autoshard.solver.flat.core import Core, starts
+from autoshard.solver.problem import Array, IntArray
+
+Mask = npt.NDArray[np.bool_]
+
+
+def thinned(core: Core) -> Core:
+    """The core without moments that cannot bind or that another one implies, and without items that no moment sees."""
+    count = len(core.base)
+    if not core.feasible:
+        return core
+    if not count:
+        return replace(
+            core,
+            item_node=core.item_node[:0],
+            low=core.low[:0],
+            high=core.high[:0],
+            usage_start=core.usage_start[:0],
+            usage=core.usage[:0],
+        )
+    lengths = core.size[core.item_node]
+    least = _reduced(np.minimum, core, lengths)
+    most = _reduced(np.maximum, core, lengths)
+    base = core.base + _spread(core, least, count)
+    usage = core.usage - np.repeat(least, lengths)
+    feasible = core.feasible and bool((base <= core.slack).all())
+    keep = base + _spread(core, most - least, count) > core.slack
+    # Between two moments at which items begin or end, the one with the largest base stands for all.
+    moving = most > least
+    changes = np.zeros(count + 1, dtype=bool)
+    changes[core.low[moving]] = changes[core.high[moving]] = True
+    group = np.cumsum(changes[:-1])
+    best = np.full(int(group.max()) + 1, -np.inf)
+    np.maximum.at(best, group[keep], base[keep])
+    first = np.full(len(best), count)
+    chosen = keep & (base == best[group])
+    np.minimum.at(first, group[chosen], np.flatnonzero(chosen))
+    keep = np.zeros(count, dtype=bool)
+    keep[first[first < count]] = True
+    keep = _maximal(core, keep, moving, base)
+    place = np.concatenate([[0], np.cumsum(keep)])
+    low, high = place[core.low], place[core.high]
+    rows = np.flatnonzero(moving & (low < high))
+    return _with_items(replace(core, moment=core.moment[keep]), rows, low, high, usage, base[keep], feasible)
+
+
+def without_too_large(core: Core) -> Core:
+    """The core with infinite costs for strategies that pass the limit by themselves; itself if there are none."""
+    if not core.feasible or not len(core.low):
+        return core
+    # The largest base while each item is held: between every second pair of ends.
+    ends = np.stack([core.low, core.high], 1).ravel()
+    base = np.maximum.reduceat(np.append(core.base, -np.inf), ends)[::2]
+    lengths = core.size[core.item_node]
+    within = np.arange(len(core.usage)) - np.repeat(core.usage_start, lengths)
+    strategy = np.repeat(core.offset[core.item_node], lengths) + within
+    large = strategy[core.usage + np.repeat(base, lengths) > core.slack]
+    large = large[np.isfinite(core.cost[large])]
+    if not len(large):
+        return core
+    cost = core.cost.copy()
+    cost[large] = np.inf
+    return replace(core, cost=cost)
+
+
+def _maximal(core: Core, keep: Mask, moving: Mask, base: Array) -> Mask:
+    """Moments whose items are not all held, beside others, at a neighbouring moment with at least as large a base."""
+    while True:
+        kept = np.flatnonzero(keep)
+        place = np.concatenate([[0], np.cumsum(keep)])
+        low, high = place[core.low[moving]], place[core.high[moving]]
+        real = low < high
+        born = np.bincount(low[real], minlength=len(kept) + 1)
+        died = np.bincount(high[real], minlength=len(kept) + 1)
+        if len(kept) < 2:
+            return keep
+        values = base[kept]
+        # Moment i is implied by i + 1 if nothing dies between them, by i - 1 if nothing is born.
+        by_next = np.append((died[1:-1] == 0) & (values[:-1] <= values[1:]), False)
+        by_previous = np.append(False, (born[1:-1] == 0) & (values[1:] <= values[:-1]))
+        implied = by_next | by_previous
+        implied[1:] &= ~(implied[:-1] & by_previous[1:])
+        if not implied.any():
+            return keep
+        keep = keep.copy()
+        keep[kept[implied]] = False
+
+
+def _with_items(
+    core: Core, rows: IntArray, low: IntArray, high: IntArray, usage: Array, base: Array, feasible: bool
+) -> Core:
+    """The core with some of its items, those of one node over the same moments added up."""
+    key = np.lexsort((high[rows], low[rows], core.item_node[rows]))
+    rows = rows[key]
+    names = np.stack([core.item_node[rows], low[rows], high[rows]], 1)
+    new = np.ones(len(rows), dtype=bool)
+    new[1:] = (names[1:] != names[:-1]).any(1)
+    group = np.cumsum(new) - 1
+    names = names[new]
+    lengths = core.size[names[:, 0]]
+    begins = starts(lengths)
+    total = np.zeros(int(begins[-1]))
+    wide = core.size[core.item_node[rows]]
+    within = np.arange(int(wide.sum())) - np.repeat(starts(wide)[:-1], wide)
+    source = np.repeat(core.usage_start[rows], wide) + within
+    target = np.repeat(begins[group], wide) + within
+    np.add.at(total, target, usage[source])
+    return replace(
+        core,
+        item_node=names[:, 0],
+        low=names[:, 1],
+        high=names[:, 2],
+        usage_start=begins[:-1],
+        usage=total,
+        base=base,
+        feasible=feasible,
+    )
+
+
+def _reduced(pick: np.ufunc, core: Core, lengths: IntArray) -> Array:
+    if not len(lengths):
+        return np.zeros(0)
+    assert (core.usage_start == starts(lengths)[:-1]).all()
+    result: Array = pick.reduceat(core.usage, core.usage_start)
+    return result
+
+
+def _spread(core: Core, held: Array, count: int) -> Array:
+    change = np.zeros(count + 1)
+    np.add.at(change, core.low, held)
+    np.subtract.at(change, core.high, held)
+    return np.cumsum(change)[:-1]

@@ -1,0 +1,256 @@
+"""Messages that carry a lower bound over from one problem to a larger one that is made of the same parts.
+
+Any messages whatever make a lower bound; good ones make a good bound. So messages that were found on a small problem,
+laid along a large one that repeats it, need only be mended where the repetition begins and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+import numba
+import numpy as np
+
+from autoshard.solver.problem import Array, IntArray, Problem
+
+_ROUNDING = 1e-11
+"""Relative slack taken off every bound: sums of many floats."""
+
+_PATIENCE = 10
+"""Iterations over which progress is judged."""
+
+_STALLED = 0.02
+"""Part of the distance to a known cost that so many iterations must close to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """What some iterations have found.
+
+    Attributes:
+        bound: no assignment costs less.
+        assignment: the best one rounded on the way; empty if none was finite.
+        cost: of that assignment; `inf` without one.
+        iterations: passes there and back.
+    """
+
+    bound: float
+    assignment: tuple[int, ...]
+    cost: float
+    iterations: int
+
+
+class Messages:
+    """Sequential tree-reweighted message passing on a problem as it stands, without reduction.
+
+    The nodes are ordered; the graph falls into chains that rise in that order. A pass there and back solves each
+    chain exactly, the costs of a node shared evenly by its chains, and never lowers the sum of their optima, which is
+    the bound. The problem's memory limit plays no part.
+
+    Args:
+        problem: the problem.
+        order: per node, where it comes in a pass; equal ones by their number. Nodes that depend on each other should
+            be close.
+
+    Attributes:
+        along: per edge, the message to its target.
+        against: per edge, the message to its source.
+
+    Source: V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006.
+    """
+
+    def __init__(self, problem: Problem, order: Sequence[float]) -> None:
+        self.problem = problem
+        self.sizes = np.array([len(vector) for vector in problem.costs], dtype=np.int64)
+        rank = np.empty(problem.size, dtype=np.int64)
+        self.sequence = np.argsort(np.asarray(order, dtype=np.float64), kind="stable")
+        rank[self.sequence] = np.arange(problem.size)
+        source = np.array([edge.source for edge in problem.edges], dtype=np.int64)
+        target = np.array([edge.target for edge in problem.edges], dtype=np.int64)
+        self.earlier = np.where(rank[source] < rank[target], source, target)
+        self.later = np.where(rank[source] < rank[target], target, source)
+        self.turned = rank[source] > rank[target]
+        self.at = _starts(self.sizes)
+        self.costs = np.concatenate([*problem.costs, np.zeros(0)])
+        self._lay_tables()
+        self.up_at, self.down_at = _starts(self.sizes[self.later]), _starts(self.sizes[self.earlier])
+        self.up, self.down = np.zeros(self.up_at[-1]), np.zeros(self.down_at[-1])
+        self.out, self.out_at = _grouped(self.earlier, problem.size)
+        self.into, self.into_at = _grouped(self.later, problem.size)
+        widest = np.maximum(np.diff(self.out_at), np.diff(self.into_at))
+        self.share = 1.0 / np.maximum(widest, 1)
+
+    def _lay_tables(self) -> None:
+        """Every distinct table once, from its earlier end to its later one and the other way."""
+        place: dict[tuple[int, bool], int] = {}
+        parts, length = [], 0
+        self.table = np.empty((len(self.problem.edges), 2), dtype=np.int64)
+        for number, edge in enumerate(self.problem.edges):
+            for column, turned in enumerate((bool(self.turned[number]), not self.turned[number])):
+                key = (id(edge.costs), turned)
+                if key not in place:
+                    place[key] = length
+                    parts.append((edge.costs.T if turned else edge.costs).ravel())
+                    length += parts[-1].size
+                self.table[number, column] = place[key]
+        self.tables = np.concatenate([*parts, np.zeros(0)])
+
+    @property
+    def along(self) -> list[Array]:
+        return [self._message(edge, to_later=not turned) for edge, turned in enumerate(self.turned)]
+
+    @property
+    def against(self) -> list[Array]:
+        return [self._message(edge, to_later=bool(turned)) for edge, turned in enumerate(self.turned)]
+
+    def _message(self, edge: int, *, to_later: bool) -> Array:
+        values, at = (self.up, self.up_at) if to_later else (self.down, self.down_at)
+        return values[at[edge] : at[edge + 1]]
+
+    def start_from(self, along: Sequence[Array | None], against: Sequence[Array | None]) -> None:
+        """Begin with these messages; nothing where there is None."""
+        for edge, (to_target, to_source) in enumerate(zip(along, against, strict=True)):
+            turned = bool(self.turned[edge])
+            for message, to_later in ((to_target, not turned), (to_source, turned)):
+                if message is not None:
+                    self._message(edge, to_later=to_later)[:] = message
+
+    def run(
+        self,
+        iterations: int,
+        *,
+        upper: float = float("inf"),
+        deadline: float = float("inf"),
+        progress: Callable[[float, float], None] | None = None,
+    ) -> Relaxed:
+        """Some passes there and back.
+
+        Args:
+            iterations: at most.
+            upper: cost of a known assignment: what ends the search when the bound reaches it, or hardly nears it.
+            deadline: `time.monotonic()` seconds after which no further iteration starts.
+            progress: told the least cost and the highest bound so far, now and then.
+        """
+        history: list[float] = []
+        rounded: tuple[int, ...] = ()
+        cost = float("inf")
+        while len(history) < iterations:
+            value = self._there_and_back()
+            history.append(max(value, history[-1]) if history else value)
+            if len(history) % 5 == 1 or len(history) == iterations:
+                choice = self._rounded()
+                found = self.problem.cost(choice)
+                if found < cost:
+                    rounded, cost = choice, found
+                if progress is not None:
+                    progress(cost, history[-1])
+            target = min(upper, cost)
+            if history[-1] >= target - 1e-9 * abs(target) or _stalled(history, target) or monotonic() > deadline:
+                break
+        best = history[-1] if history else -np.inf
+        lowered = best - _ROUNDING * abs(best) if np.isfinite(best) else best
+        return Relaxed(lowered, rounded, cost, len(history))
+
+    def _there_and_back(self) -> float:
+        belief = np.empty(len(self.costs))
+        arrays = (
+            self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.up, self.up_at,
+            self.down, self.down_at, self.share, self.tables, belief,
+        )  # fmt: skip
+        _pass(self.sequence, *arrays, self.table[:, 0], self.later, True)
+        _pass(self.sequence[::-1].copy(), *arrays, self.table[:, 1], self.earlier, False)
+        return float(_value(self.sizes, self.at, self.into_at, self.share, belief))
+
+    def _rounded(self) -> tuple[int, ...]:
+        choice = _round(
+            self.sequence, self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.down,
+            self.down_at, self.tables, self.table[:, 0], self.earlier,
+        )  # fmt: skip
+        return tuple(int(one) for one in choice)
+
+
+def _stalled(history: Sequence[float], target: float) -> bool:
+    if len(history) <= _PATIENCE or not np.isfinite(target):
+        return False
+    before = history[-1 - _PATIENCE]
+    return history[-1] - before < _STALLED * (target - before)
+
+
+def _starts(lengths: IntArray) -> IntArray:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+
+
+def _grouped(ends: IntArray, count: int) -> tuple[IntArray, IntArray]:
+    """Edges sorted by the node at one end, and where each node's begin."""
+    order = np.argsort(ends, kind="stable")
+    return order, np.searchsorted(ends[order], np.arange(count + 1))
+
+
+@numba.njit(cache=True)
+def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
+    sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, belief, table, to,
+    forward,
+):  # fmt: skip
+    """Every node in turn gathers what it was told, and tells the nodes after it."""
+    for node in sequence:
+        size = sizes[node]
+        own = belief[at[node] : at[node] + size]
+        for s in range(size):
+            own[s] = costs[at[node] + s]
+        for k in range(into_at[node], into_at[node + 1]):
+            start = up_at[into[k]]
+            for s in range(size):
+                own[s] += up[start + s]
+        for k in range(out_at[node], out_at[node + 1]):
+            start = down_at[out[k]]
+            for s in range(size):
+                own[s] += down[start + s]
+        first, last = (out_at[node], out_at[node + 1]) if forward else (into_at[node], into_at[node + 1])
+        for k in range(first, last):
+            edge = out[k] if forward else into[k]
+            width = sizes[to[edge]]
+            told, heard = (up_at[edge], down_at[edge]) if forward else (down_at[edge], up_at[edge])
+            message = up[told : told + width] if forward else down[told : told + width]
+            answer = down if forward else up
+            message[:] = np.inf
+            for s in range(size):
+                if own[s] < np.inf:
+                    base = share[node] * own[s] - answer[heard + s]
+                    row = tables[table[edge] + s * width : table[edge] + (s + 1) * width]
+                    for t in range(width):
+                        through = base + row[t]
+                        message[t] = through if through < message[t] else message[t]
+
+
+@numba.njit(cache=True)
+def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] # pragma: no cover
+    """The optima of all chains, each found at its first node by a pass back."""
+    total = 0.0
+    for node in range(len(sizes)):
+        begun = 1.0 - (into_at[node + 1] - into_at[node]) * share[node]
+        if begun > 0.0:
+            total += begun * belief[at[node] : at[node] + sizes[node]].min()
+    return total
+
+
+@numba.njit(cache=True)
+def _round(  # type: ignore[no-untyped-def] # pragma: no cover
+    sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, earlier
+):
+    """Every node in turn takes what is best given the nodes before it, and what those after it tell."""
+    choice = np.zeros(len(sizes), dtype=np.int64)
+    for node in sequence:
+        size = sizes[node]
+        own = costs[at[node] : at[node] + size].copy()
+        for k in range(out_at[node], out_at[node + 1]):
+            start = down_at[out[k]]
+            for s in range(size):
+                own[s] += down[start + s]
+        for k in range(into_at[node], into_at[node + 1]):
+            start = table[into[k]] + choice[earlier[into[k]]] * size
+            for s in range(size):
+                own[s] += tables[start + s]
+        choice[node] = own.argmin()
+    return choice

@@ -1,0 +1,311 @@
+"""Predicted against measured seconds of random plans: torchrun --nproc-per-node 2 benchmarks/cost_model.py [--quick]
+
+`python benchmarks/cost_model.py --compute` looks at compute alone: the whole of every model on one process, predicted
+and measured in seconds of the processor, which do not depend on what else the machine does.
+
+Calibrates the machine, then, for each of six small models, draws random plans, predicts their steps and runs them, one
+step of each in turn, so that all meet the same machine. A step is the forward and backward half of the local program
+that `parallelize` would run, without optimizer. Prints for every model
+
+* plan: error of the prediction that ranks plans in the search (`planner.schedule`);
+* replay: error of the program's own operations, replayed (`partition.operations`);
+* noise: difference between the medians of even and of odd rounds: what no prediction can be better than;
+* shape: a machine that is slower or faster now than when it was calibrated shifts all plans alike. This is the mean
+  error of the replay when every prediction of a model is multiplied by one number, the median of measured over
+  predicted, and this number;
+* collectives: the same for the sum of a plan's collectives, run one after another, each behind a short stretch of
+  compute, whose time is taken off;
+* rank: Spearman's correlation of predictions (by plan, by replay) and of the odd rounds with the even rounds.
+
+Errors are relative, mean and worst.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from gpt import GPT, Shape  # noqa: E402
+
+from autoshard.capture.joint import capture  # noqa: E402
+from autoshard.cluster.bench import Bench  # noqa: E402
+from autoshard.cluster.calibrate import calibrate  # noqa: E402
+from autoshard.cluster.cluster import Cluster  # noqa: E402
+from autoshard.cluster.collective_samples import awaited, compute_before, in_turn, started  # noqa: E402
+from autoshard.cluster.measured import Measured  # noqa: E402
+from autoshard.cluster.stopwatch import Stopwatch  # noqa: E402
+from autoshard.partition.localize import Localizer  # noqa: E402
+from autoshard.partition.operations import operations, sendings  # noqa: E402
+from autoshard.partition.split import split  # noqa: E402
+from autoshard.partition.step import Program, Ranks  # noqa: E402
+from autoshard.patterns.decisions import Decisions, Flow  # noqa: E402
+from autoshard.planner.planner import Planner, Settings  # noqa: E402
+from autoshard.planner.problem import ProblemBuilder, Wishes  # noqa: E402
+from autoshard.planner.schedule import step_seconds  # noqa: E402
+from autoshard.simulate.events import COMPUTE, replay  # noqa: E402
+from autoshard.specs.axes import MeshShape  # noqa: E402
+from tests.models import resnet18  # noqa: E402
+from tests.random_plans import random_assignment  # noqa: E402
+
+Example = tuple[nn.Module, dict[str, Tensor]]
+COMPUTE_BEFORE = compute_before(torch.device("cpu"))
+MESHES = {2: {"x": 2}, 4: {"x": 2, "y": 2}}
+
+
+def gpt() -> Example:
+    shape = Shape(layers=2, width=256, context=64)
+    tokens = torch.randint(shape.vocabulary, (8, shape.context))
+    return GPT(shape), {"tokens": tokens, "targets": tokens}
+
+
+def mlp() -> Example:
+    class Regression(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).square().mean()
+
+    return Regression(), {"x": torch.rand(512, 512)}
+
+
+def resnet() -> Example:
+    return resnet18(batch=16, size=96)
+
+
+def _tokens(build: Callable[[], nn.Module]) -> Example:
+    tokens = torch.randint(512, (8, 64))
+    return build(), {"input_ids": tokens, "labels": tokens}
+
+
+def gpt2() -> Example:
+    config = transformers.GPT2Config(
+        vocab_size=512, n_positions=64, n_embd=192, n_layer=2, n_head=6, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        use_cache=False,
+    )  # fmt: skip
+    return _tokens(lambda: transformers.GPT2LMHeadModel(config))
+
+
+def llama() -> Example:
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=192, intermediate_size=512, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    return _tokens(lambda: transformers.LlamaForCausalLM(config))
+
+
+def bert() -> Example:
+    config = transformers.BertConfig(
+        vocab_size=512, hidden_size=192, num_hidden_layers=2, num_attention_heads=6, intermediate_size=768,
+        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    return _tokens(lambda: transformers.BertForMaskedLM(config))
+
+
+MODELS: dict[str, Callable[[], Example]] = {one.__name__: one for one in (mlp, gpt, gpt2, llama, bert, resnet)}
+
+
+@dataclass(slots=True)
+class Run:
+    """A plan's program, what was predicted of it, and what was measured."""
+
+    program: Program
+    locals_: list[Tensor]
+    collectives: list[Callable[[], object]]
+    planned: float
+    replayed: float
+    sent: float
+    steps: list[float] = field(default_factory=list)
+    sendings: list[float] = field(default_factory=list)
+
+    def step(self) -> None:
+        _, saved = self.program.forward(self.locals_, {})
+        self.program.backward(
+            saved, [_like(border, self.program.ranks.mesh) for border in self.program.step.tangents], {}
+        )
+
+    def send(self) -> None:
+        for one in self.collectives:
+            one()
+
+
+def _like(border: object, mesh: MeshShape) -> Tensor:
+    """Any tensor of a border's local shape: the time does not depend on the numbers."""
+    shape, dtype = border.local_shape(mesh), border.dtype  # type: ignore[attr-defined]
+    return torch.rand(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+
+
+def runs(example: Example, mesh: DeviceMesh, cluster: Cluster, plans: int, seed: int) -> list[Run]:
+    """Random plans of a model, ready to run, and their predictions; the planner's own plan is the first."""
+    module, inputs = example
+    shape, ranks = MeshShape.of(mesh), Ranks(mesh, torch.device("cpu"))
+    planner = Planner(capture(module, (), inputs), shape, cluster, Wishes(), Settings())
+    built = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes).build(
+        frozenset(range(shape.ndim)), None
+    )
+    generator = np.random.default_rng(seed)
+    chosen = [planner.solve(planner.wishes).decisions]
+    chosen += [built.decode(random_assignment(built.problem, generator)) for _ in range(plans - 1)]
+    return [_run(planner, decisions, mesh, ranks) for decisions in chosen]
+
+
+def _run(planner: Planner, decisions: Decisions, mesh: DeviceMesh, ranks: Ranks) -> Run:
+    step = Localizer(Flow(planner.rules, decisions, planner.mesh), planner.resharder, ranks.groups).run()
+    halves = split(step, compile=False)
+    issued = operations(halves, ranks.groups, planner.cost)
+    groups = [mesh.get_group(axis) for axis in range(planner.mesh.ndim)]
+    return Run(
+        program=Program(step, halves, ranks),
+        locals_=[_like(border, ranks.mesh) for border in step.inputs if border.kind != "tangent"],
+        collectives=[
+            in_turn(COMPUTE_BEFORE, awaited(started(one.kind, one.bytes, groups[one.axis], ranks.device)))
+            for one in sendings(halves, ranks.groups)
+        ],
+        planned=step_seconds(planner.account(decisions)),
+        replayed=replay(issued).disturbed(planner.cluster.contention),
+        sent=sum(one.seconds for one in issued if one.stream != COMPUTE),
+    )
+
+
+def compute_alone(names: Sequence[str], console: Console) -> None:
+    """Predicted and measured processor seconds of whole models on one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    with torch.no_grad():
+        bench = Bench(Stopwatch(torch.device("cpu"), 5, 0.03, time.thread_time), lambda what: console.print(what))
+        measured = Measured(1, {}, dict(bench.operators(torch.float32)))
+    cluster = dataclasses.replace(Cluster.preset("cpu"), measured=measured)
+    table = Table("model", "measured, ms", "plan, ms", "replay, ms", "plan over measured", "replay over measured")
+    for name in names:
+        torch.manual_seed(0)
+        [one] = runs(MODELS[name](), mesh, cluster, 1, 0)
+        for _ in range(10):
+            start = time.thread_time()
+            one.step()
+            one.steps.append(time.thread_time() - start)
+        step = statistics.median(one.steps[1:])
+        cells = [f"{1e3 * seconds:.1f}" for seconds in (step, one.planned, one.replayed)]
+        table.add_row(name, *cells, f"{one.planned / step:.2f}", f"{one.replayed / step:.2f}")
+    console.print(table)
+    dist.destroy_process_group()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds until the last rank is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    seconds = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def measure(found: Sequence[Run], rounds: int) -> None:
+    """A step and the collectives of every plan in turn, `rounds` times after one that warms up."""
+    for number in range(rounds + 1):
+        for one in found:
+            step, sending = timed(one.step), timed(one.send)
+            computing = timed(in_turn(*[COMPUTE_BEFORE] * len(one.collectives)))
+            if number:
+                one.steps.append(step)
+                one.sendings.append(sending - computing)
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    """Correlation of the ranks."""
+    ranks = [np.argsort(np.argsort(values)) for values in (left, right)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def errors(predicted: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
+    """Mean and worst relative error."""
+    every = [abs(one - true) / true for one, true in zip(predicted, measured, strict=True)]
+    return statistics.mean(every), max(every)
+
+
+def shape(predicted: Sequence[float], measured: Sequence[float]) -> str:
+    """Mean error once all predictions are multiplied by the median of measured over predicted, and this factor."""
+    factor = statistics.median(true / one for one, true in zip(predicted, measured, strict=True))
+    return f"{errors([factor * one for one in predicted], measured)[0]:.0%} ×{factor:.2f}"
+
+
+def row(name: str, found: Sequence[Run]) -> list[str]:
+    steps = [statistics.median(one.steps) for one in found]
+    even = [statistics.median(one.steps[::2]) for one in found]
+    odd = [statistics.median(one.steps[1::2]) for one in found]
+    sendings = [(one.sent, statistics.median(one.sendings)) for one in found if one.collectives]
+    planned, replayed = [one.planned for one in found], [one.replayed for one in found]
+    pairs = [errors(planned, steps), errors(replayed, steps), errors(odd, even)]
+    ranks = [spearman(planned, steps), spearman(replayed, steps), spearman(odd, even)]
+    return [
+        name,
+        f"{1e3 * min(steps):.0f}-{1e3 * max(steps):.0f}",
+        *(f"{mean:.0%} {worst:.0%}" for mean, worst in pairs),
+        shape(replayed, steps),
+        shape(*zip(*sendings, strict=True)),
+        " ".join(f"{one:.2f}" for one in ranks),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two models, five plans, four rounds")
+    parser.add_argument("--compute", action="store_true", help="compute alone, on one process, without torchrun")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--plans", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cluster", help="a profile measured before, instead of a calibration")
+    args = parser.parse_args()
+    if args.quick:
+        args.models, args.plans, args.rounds = args.models[:2], 5, 4
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    if args.compute:
+        compute_alone(args.models, Console(width=130))
+        return
+    dist.init_process_group("gloo")
+    sizes = MESHES.get(dist.get_world_size(), {"x": dist.get_world_size()})
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    console = Console(width=130, quiet=dist.get_rank() > 0)
+    cluster = (
+        Cluster.of(args.cluster)
+        if args.cluster
+        else calibrate(mesh, largest="16MiB", dtypes=(), progress=lambda what: console.print(f"measuring {what}"))
+    )
+    table = Table(
+        "model", "steps, ms", "plan", "replay", "noise", "shape", "collectives", "rank",
+        title=f"{args.plans} random plans on {sizes}, contention {cluster.contention:.2f}; errors: mean, worst",
+    )  # fmt: skip
+    for name in args.models:
+        torch.manual_seed(0)
+        found = runs(MODELS[name](), mesh, cluster, args.plans, args.seed)
+        measure(found, args.rounds)
+        cells = row(name, found)
+        console.print("  ".join(cells), markup=False)
+        table.add_row(*cells)
+    console.print(table)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Does Llama-3-8B train on eight devices of 24 GiB, or of 80?: python examples/will_it_fit.py
+
+Nothing is allocated and no process group is needed: the model lies on the meta device, the mesh is a description. For
+every size of device it says whether a plan fits, what is held when most is held, and if none fits, what would help.
+With all 32 layers it takes some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autoshard
+from autoshard.memory import format_bytes
+
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+    use_cache=False,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--memory", nargs="+", default=["24GiB", "80GiB"], help="of one device; several are tried")
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="sequences in the global batch")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers, help="fewer give a quicker look")
+    args = parser.parse_args()
+
+    LLAMA_3_8B.num_hidden_layers = args.layers
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LLAMA_3_8B).to(torch.bfloat16)
+        tokens = torch.empty(args.batch, args.sequence, dtype=torch.long)
+
+    for memory in args.memory:
+        print(f"\n{args.devices} devices of {memory}")
+        try:
+            plan = autoshard.plan(
+                model,
+                {"dp": args.devices},
+                example_kwargs={"input_ids": tokens, "labels": tokens},
+                cluster="a100",
+                memory_limit=memory,
+                optimizer=args.optimizer,
+                output_placements="planned",  # the logits stay where they are computed
+                time_limit=600.0,
+            )
+        except autoshard.BudgetError as error:
+            print(f"No: {error}")
+            continue
+        held = plan.memory
+        print(f"Yes: {format_bytes(held.peak)} at the peak, a step of {plan.step_seconds:.3f} s ({plan.method}).")
+        print(f"The peak is in the {held.phase} of {held.module or 'the model'}, while {held.operator} runs:")
+        for kind, amount in held.held.items():
+            print(f"  {kind:14} {format_bytes(amount):>10}")
+        print("The largest tensors then:")
+        for one in held.largest:
+            print(f"  {format_bytes(one.bytes):>10}  {one.kind:14} {one.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Where a model's layers are."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autoshard.capture import capture
+from autoshard.capture.layers import is_view, layers
+from tests import models
+
+
+def _names(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> list[str]:
+    return [layer.name for layer in layers(capture(module, args, kwargs))]
+
+
+class Stack(nn.Module):
+    """Blocks one after the other, perhaps the same one again and again, perhaps below a wrapper."""
+
+    def __init__(self, blocks: int, times: int = 1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.Block(24, 2, "view", 0.0) for _ in range(blocks))
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = block(x)
+        return x.square().mean()
+
+
+X = torch.randn(2, 12, 24)
+
+
+def test_the_elements_of_a_list_are_layers() -> None:
+    assert _names(Stack(3), X) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_wrapper_around_all_is_no_layer() -> None:
+    assert _names(nn.Sequential(Stack(3)), X) == ["0.blocks.0", "0.blocks.1", "0.blocks.2"]
+
+
+def test_a_layer_that_is_called_many_times_is_cut_in_parts() -> None:
+    names = _names(Stack(1, times=4), X)
+    assert names == [f"part {number}" for number in range(len(names))]
+    assert len(names) > 3
+
+
+def test_a_sequence_of_single_operators_is_cut_in_parts() -> None:
+    parts = [nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(9)]
+    modules = [module for part in parts for module in part]
+    graph = capture(nn.Sequential(*modules), (X,), {})
+    found = layers(graph)
+    assert [layer.name for layer in found] == [f"part {number}" for number in range(4)]
+    forward = [n for n in graph.graph.nodes if n.op == "call_function" and graph.phase(n) == "forward"]
+    assert [node for layer in found for node in layer.nodes] == forward
+
+
+def test_every_operator_is_in_one_layer_at_most_and_its_results_are_with_it() -> None:
+    module, inputs = models.gpt()
+    graph = capture(module, (), inputs)
+    found = layers(graph)
+    nodes = [node for layer in found for node in layer.nodes]
+    assert len(nodes) == len(set(nodes))
+    assert all(graph.phase(node) == "forward" for node in nodes)
+    for layer in found:
+        members = set(layer.nodes)
+        for node in graph.graph.nodes:
+            if "getitem" in node.name and graph.phase(node) == "forward":
+                assert (node in members) == (node.all_input_nodes[0] in members)
+
+
+def test_views_make_no_tensor() -> None:
+    module, inputs = models.gpt()
+    nodes = {node.name: node for node in capture(module, (), inputs).graph.nodes}
+    assert is_view(nodes["view"])
+    assert is_view(nodes["getitem"])
+    assert not is_view(nodes["addmm"])

@@ -1,0 +1,70 @@
+"""Calibration on real processes: what is measured, and that all ranks agree. Nothing here depends on times."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import autoshard
+from autoshard.cluster.collective_samples import KINDS
+from autoshard.cluster.measured import BYTES, FLOPS, Grouping
+from autoshard.errors import MeshError
+from tests.distributed import run
+from tests.models import mlp
+
+
+def _quick(mesh: DeviceMesh, **options: object) -> autoshard.Cluster:
+    """A calibration of few sizes: no call is small enough for a larger one to be tried."""
+    return autoshard.calibrate(mesh, largest=512, dtypes=(), repeats=1, patience=0.0, **options)
+
+
+def measures_and_agrees() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    said: list[str] = []
+    state = torch.random.get_rng_state()
+    cluster = _quick(mesh, name="here", progress=said.append)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert said[:1] == (["operators in float32"] if dist.get_rank() == 0 else [])
+    texts: list[str | None] = [None, None]
+    dist.all_gather_object(texts, cluster.to_json())
+    assert texts[0] == texts[1]
+
+    measured = cluster.measured
+    assert measured is not None
+    assert measured.devices == cluster.devices_per_host == 2
+    assert set(measured.collectives) == {(kind, Grouping(2, 1)) for kind in KINDS}
+    for key in [("mm", "float32", FLOPS), ("mm", "float64", FLOPS), ("gelu", "float32", BYTES)]:
+        assert key in measured.operators
+    assert ("gelu", "float64", BYTES) not in measured.operators
+    assert set(cluster.device.peak_flops) == {"float32", "bfloat16", "float64"}
+    assert cluster.inside == cluster.between
+    assert cluster.contention >= 0
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "mine.json")
+        cluster.save(path)
+        assert autoshard.Cluster.load(path) == cluster
+        module, inputs = mlp()
+        assert autoshard.plan(module, {"x": 2}, example_kwargs=inputs, cluster=path).step_seconds > 0
+
+    with pytest.raises(MeshError, match="the mesh has 1 devices and the job 2 processes"):
+        _quick(DeviceMesh("cpu", [dist.get_rank()], _init_backend=False))
+
+
+@pytest.mark.slow
+def test_two_processes_measure_and_agree() -> None:
+    run(measures_and_agrees, 2)
+
+
+def test_a_job_of_one_process_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with pytest.raises(MeshError, match="two at least"):
+            _quick(init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.memory import first_that_fits
+
+Plan = tuple[float, int]
+PLANS = st.lists(st.tuples(st.integers(10, 30).map(float), st.integers(100, 200)), max_size=20)
+FASTEST, LEANEST = (10.0, 210), (40.0, 90)
+
+
+def _first(plans: list[Plan], limit: int, tried: list[int]) -> Plan:
+    def make(rung: int) -> Plan:
+        tried.append(rung)
+        return plans[rung - 1]
+
+    return first_that_fits(FASTEST, LEANEST, len(plans), make, lambda plan: plan, limit)
+
+
+@given(PLANS)
+def test_smaller_limits_never_give_faster_plans_nor_plans_that_hold_more(plans: list[Plan]) -> None:
+    found = [_first(plans, limit, []) for limit in range(90, 210)]
+    assert all(held <= limit for limit, (_, held) in zip(range(90, 210), found, strict=True))
+    for (slower, less), (faster, more) in itertools.pairwise(found):
+        assert slower >= faster
+        assert less <= more
+
+
+@given(PLANS, st.integers(90, 209))
+def test_few_plans_are_made_and_none_twice(plans: list[Plan], limit: int) -> None:
+    tried: list[int] = []
+    _first(plans, limit, tried)
+    assert len(tried) == len(set(tried)) <= len(plans).bit_length()
+
+
+@given(st.integers(90, 209))
+def test_where_plans_hold_ever_less_the_first_that_fits_is_found(limit: int) -> None:
+    plans = [(11.0 + rung, 200 - 5 * rung) for rung in range(20)]
+    best = next((plan for plan in plans if plan[1] <= limit), LEANEST)
+    assert _first(plans, limit, []) == best

@@ -1,0 +1,146 @@
+"""What a rank really holds: bytes of all live tensor memory, by watching every operator that runs."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.partition.shards import local_of
+from autoshard.specs import MeshShape
+from tests.training import loss_of, outputs_of
+
+
+@contextmanager
+def first_rank(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
+    """A mesh on which this process is the first rank and the others do not exist.
+
+    Collectives make tensors of the right shapes; what is in them means nothing.
+    """
+    mesh = MeshShape.of(sizes)
+    dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that was held at one moment.
+
+    Attributes:
+        bytes: held then.
+        moment: what ran: `"forward"`, `"backward"` or `"optimizer"`, and the operator.
+        largest: the largest pieces of memory held then: bytes, the operator that made them, shape.
+    """
+
+    bytes: int = 0
+    moment: tuple[str, str] = ("", "")
+    largest: tuple[tuple[int, str, tuple[int, ...]], ...] = ()
+
+
+@dataclass(slots=True)
+class _Piece:
+    bytes: int
+    maker: str
+    shape: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Tracker(TorchDispatchMode):
+    """While active, counts the bytes of the memory that operators return, from when it is made to when it is freed.
+
+    Memory that several tensors share counts once. What a kernel allocates and frees inside itself is not seen.
+    """
+
+    phase: str = ""
+    held: int = 0
+    peaks: dict[str, Peak] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, _Piece] = {}
+        self._watch: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it runs operators on its local tensor, which then come here
+        result = func(*args, **(kwargs or {}))
+        self.track(pytree.tree_leaves(result), str(func))
+        return result
+
+    def track(self, values: Iterable[Any], maker: str) -> None:
+        """Count the memory of these tensors until it is freed."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                local = local_of(value) if isinstance(value, DTensor) else value
+                self._add(local, maker)
+        peak = self.peaks.get(self.phase, Peak())
+        if self.held > peak.bytes:
+            pieces = sorted(self._live.values(), key=lambda piece: -piece.bytes)[:40]
+            largest = tuple((piece.bytes, piece.maker, piece.shape) for piece in pieces)
+            self.peaks[self.phase] = Peak(self.held, (self.phase, maker), largest)
+
+    @property
+    def peak(self) -> Peak:
+        """Over all phases."""
+        return max(self.peaks.values(), key=lambda peak: peak.bytes)
+
+    def _add(self, tensor: torch.Tensor, maker: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live and storage.nbytes():
+            self._live[key] = _Piece(storage.nbytes(), maker, tuple(tensor.shape))
+            self._watch[key] = weakref.ref(storage, functools.partial(self._freed, key))
+            self.held += storage.nbytes()
+
+    def _freed(self, key: int, _: object) -> None:
+        self.held -= self._live.pop(key).bytes
+        del self._watch[key]
+
+
+def track_step(
+    module: nn.Module, inputs: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None, steps: int = 2
+) -> Tracker:
+    """Train a parallelised module for some steps, and say what the last of them held.
+
+    The step: gradients are set to None, forward, backward, the optimizer's step.
+    """
+    tracker = Tracker()
+    for step in range(steps):
+        if optimizer is not None:
+            optimizer.zero_grad()
+        if step == steps - 1:
+            tracker.phase = "forward"
+            state = [value for of in (optimizer.state.values() if optimizer else ()) for value in of.values()]
+            tracker.track((*module.parameters(), *module.buffers(), *inputs.values(), *state), "at rest")
+            del state
+        with tracker if step == steps - 1 else _nothing():
+            outputs = outputs_of(module(**inputs))
+            loss = loss_of(outputs)
+            tracker.phase = "backward"
+            if loss.requires_grad:
+                loss.backward()
+            tracker.phase = "optimizer"
+            if optimizer is not None:
+                optimizer.step()
+        del outputs, loss
+    return tracker
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

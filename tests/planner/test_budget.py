@@ -1,0 +1,86 @@
+"""Plans within memory limits: what ranks hold under them, and how limits compare."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import autoshard
+from autoshard.errors import BudgetError
+from autoshard.planner.budget import BudgetSearch
+from autoshard.planner.found import Found
+from autoshard.planner.hidden import HiddenReductions
+from autoshard.planner.planner import Planner, Settings
+from autoshard.planner.problem import Hiding, Wishes
+from autoshard.specs.axes import MeshShape
+from tests import models
+from tests.memory_tracker import first_rank, track_step
+from tests.planner.steps import PLENTY, captured
+from tests.training import fast_links
+
+LIMITS = 12
+
+
+class _Remembering(Planner):
+    """A planner that solves no problem twice: searches at several limits meet many of the same."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.solved: dict[object, Found] = {}
+
+    def solve(self, wishes: Wishes, **options: Any) -> Found:
+        prices: np.ndarray | None = options.get("prices")
+        hiding: Hiding | None = options.get("hiding")
+        key = (wishes.forced, None if prices is None else prices.tobytes(), None if hiding is None else hiding.price)
+        if key not in self.solved:
+            self.solved[key] = super().solve(wishes, **options)
+        return self.solved[key]
+
+
+def _measured(name: str, options: dict[str, Any], sizes: dict[str, int], plan: autoshard.ShardingPlan) -> int:
+    """Bytes that the first rank holds at most in a step under a plan."""
+    module, inputs = models.ALL[name](**options)
+    with first_rank(sizes) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), plan=plan)
+        return track_step(module, inputs, torch.optim.AdamW(module.parameters())).peak.bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes"),
+    [
+        ("mlp", {"batch": 120}, {"x": 2}),
+        pytest.param("gpt", {"layers": 1}, {"x": 4}, marks=pytest.mark.slow),
+        pytest.param("hf_vit", {}, {"x": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_smaller_limit_is_kept_and_gives_no_faster_and_no_larger_plan(
+    name: str, options: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    graph = captured(name, **options)
+    planner = _Remembering(graph, MeshShape.of(sizes), fast_links(), Wishes(), Settings(time_limit=PLENTY))
+    cheapest = planner.solve(planner.wishes)
+    fastest = HiddenReductions(planner, cheapest).run()
+    with pytest.raises(BudgetError, match="Raise memory_limit to") as caught:
+        BudgetSearch(planner, 1000, cheapest, fastest).run()
+    least = int(str(caught.value).split("memory_limit to ")[1].split(" ")[0])
+    measured: dict[str, int] = {}
+    rows = []
+    for limit in np.linspace(fastest.memory.peak - 1, least, LIMITS).astype(int):
+        plan = planner.describe(BudgetSearch(planner, int(limit), cheapest, fastest).run())
+        decisions = json.dumps(plan.decisions)
+        if decisions not in measured:
+            measured[decisions] = _measured(name, options, sizes, plan)
+        held = measured[decisions]
+        assert plan.memory.peak <= limit
+        assert held == pytest.approx(plan.memory.peak, rel=0.01)
+        rows.append((plan.step_seconds, held))
+    assert rows[0][0] >= planner.describe(fastest).step_seconds
+    assert len(set(rows)) > 1
+    for (faster, more), (slower, less) in itertools.pairwise(rows):
+        assert slower >= faster
+        assert less <= more

@@ -1,0 +1,140 @@
+"""Searches: the same twice, told as they go, and of use when they are interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoshard.plan import ShardingPlan
+from autoshard.planner import solving
+from autoshard.planner.planner import Planner
+from autoshard.planner.progress import Progress
+from autoshard.planner.solving import Answer, Search, answered, better, places
+from autoshard.progress import described
+from tests.planner.steps import captured, links, planner_of
+from tests.planner.test_tiling import built, stack_planner, tiling_of
+
+ROOT = Path(__file__).parents[2]
+
+PLAN = """
+import dataclasses, torch
+from autoshard.capture.joint import capture
+from tests.planner.steps import links, planner_of
+from tests.planner.test_tiling import Stack
+from autoshard.planner import solving
+solving._LARGE = 0
+graph = capture(Stack(7), (torch.empty(32, 16),), {}, grad=True)
+plan = planner_of(graph, {"a": 2, "b": 4}, cluster=links(4e9, 1e-6)).plan()
+print(dataclasses.replace(plan, timings={}).to_json())
+"""
+
+
+@pytest.mark.slow
+def test_the_same_input_gives_the_same_plan_in_every_process() -> None:
+    texts = []
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        run = subprocess.run([sys.executable, "-c", PLAN], env=environment, check=True, stdout=subprocess.PIPE)
+        texts.append(run.stdout)
+    assert texts[0] == texts[1]
+
+
+def test_places_follow_the_program() -> None:
+    problem = built(8)
+    place = places(problem)
+    operators = [number for number, variable in enumerate(problem.variables) if variable.kind == "operator"]
+    assert [place[number] for number in operators] == sorted(place[number] for number in operators)
+    for edge in problem.problem.edges:
+        if problem.variables[edge.source].kind == "rest":
+            assert place[edge.source] < place[edge.target]
+
+
+def test_large_and_small_problems_are_answered_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Search("auto", math.inf)
+    exact = answered(built(8), tiling_of(8), search)
+    monkeypatch.setattr(solving, "_LARGE", 0)
+    told: list[tuple[str, float, float]] = []
+    found = answered(built(8), tiling_of(8), dataclasses.replace(search, report=lambda *one: told.append(one)))
+    assert found.cost == pytest.approx(exact.cost, rel=solving.CLOSE)
+    assert found.lower_bound <= exact.cost * (1 + 1e-9)
+    assert told[0][0] == "messages"
+    assert all(bound <= exact.cost * (1 + 1e-9) for _, _, bound in told[-1:])
+
+
+def test_the_better_of_two_answers_has_the_higher_bound_of_both() -> None:
+    first = Answer((0,), 2.0, 1.0, "one", "feasible")
+    second = Answer((1,), 3.0, 1.5, "other", "feasible", interrupted=True)
+    both = better(first, second)
+    assert (both.assignment, both.cost, both.lower_bound, both.interrupted) == ((0,), 2.0, 1.5, True)
+    assert better(first, Answer((), math.inf, 2.5, "none", "unknown")).lower_bound == 2.0
+
+
+def _planner() -> Planner:
+    return planner_of(captured("gpt", batch=8), {"x": 4}, cluster=links(4e9, 1e-6))
+
+
+def test_an_interrupted_search_hands_back_the_best_plan_met() -> None:
+    planner = _planner()
+    plain = planner.solve(planner.wishes)
+    interrupted = _planner()
+    solve = interrupted._solve_block
+    calls = []
+
+    def stopping(*arguments: object) -> object:
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(arguments)
+        return solve(*arguments)  # type: ignore[arg-type]
+
+    interrupted._solve_block = stopping  # type: ignore[method-assign, assignment]
+    with pytest.warns(UserWarning, match="the search was interrupted after .* best plan met"):
+        plan = interrupted.plan()
+    assert isinstance(plan, ShardingPlan)
+    assert plan.cost == plain.cost
+    assert plan.lower_bound <= plan.cost
+
+
+def test_an_interruption_before_there_is_a_plan_goes_on() -> None:
+    planner = _planner()
+
+    def stopped(*arguments: object) -> object:
+        raise KeyboardInterrupt
+
+    planner._solve_block = stopped  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        planner.plan()
+
+
+def test_interrupted_messages_keep_what_they_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solving, "_LARGE", 0)
+    reports = []
+
+    def stopping(*report: object) -> None:
+        reports.append(report)
+        if len(reports) > 1:
+            raise KeyboardInterrupt
+
+    found = answered(built(8), None, Search("auto", math.inf, report=stopping))
+    assert found.interrupted
+    assert found.cost == pytest.approx(built(8).problem.cost(found.assignment))
+    assert found.lower_bound <= found.cost
+
+
+def test_fast_effort_solves_one_problem_and_says_how_near_it_is() -> None:
+    planner = stack_planner(8)
+    full = planner.plan()
+    fast = planner_of(planner.graph, {"a": 2, "b": 4}, cluster=links(4e9, 1e-6), effort="fast").plan()
+    assert fast.step_seconds >= full.step_seconds * (1 - 1e-3)
+    assert fast.lower_bound <= full.cost * (1 + 1e-9)
+
+
+def test_a_report_reads_as_a_line() -> None:
+    text = described(Progress("messages", 0.1885, 0.1884, 3.12))
+    assert text == "messages: 0.1885 s per step, at least 0.1884 (gap 0.05%), after 3.1 s"
+    assert described(Progress("search", math.inf, -math.inf, 0.0)) == "search: after 0.0 s"

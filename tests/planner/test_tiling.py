@@ -1,0 +1,118 @@
+"""Repeated layers: tied, they cost what all of them cost; what is proved at full depth is true of all plans."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autoshard.capture.joint import capture
+from autoshard.planner.planner import Planner
+from autoshard.planner.problem import BuiltProblem
+from autoshard.planner.solving import CLOSE, Search, bounded, places
+from autoshard.planner.tiling import Tiling, layers_of
+from autoshard.solver import solve
+from autoshard.solver.warm import Messages
+from tests.planner.steps import links, planner_of
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int, width: int = 64) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(16, width), nn.ModuleList(Layer(width) for _ in range(depth))
+        self.last = nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).square().mean()
+
+
+@functools.cache
+def stack_planner(depth: int) -> Planner:
+    graph = capture(Stack(depth), (torch.empty(32, 16),), {}, grad=True)
+    return planner_of(graph, {"a": 2, "b": 4}, cluster=links(4e9, 1e-6))
+
+
+@functools.cache
+def built(depth: int) -> BuiltProblem:
+    return stack_planner(depth).builder.build(frozenset({0, 1}))
+
+
+def tiling_of(depth: int) -> Tiling:
+    found = Tiling.of(built(depth), stack_planner(depth).layers)
+    assert found is not None
+    return found
+
+
+def test_all_operators_of_repeated_layers_are_placed() -> None:
+    placed = layers_of(stack_planner(8).graph)
+    assert {layer[1] for layer, _ in placed.values()} == set(range(8))
+    per_layer = {number: sum(layer[1] == number for layer, _ in placed.values()) for number in range(8)}
+    assert len(set(per_layer.values())) == 1
+
+
+def test_only_layers_between_the_first_and_the_last_are_tied() -> None:
+    problem, tiling = built(8), tiling_of(8)
+    tied = {tiling.leaders[place] for place in tiling.follows if tiling.follows.count(place) > 1}
+    counts = {tiling.follows.count(place) for place in tiling.follows}
+    assert counts == {1, 4}  # of eight: what the first and the last one join differs, and the run has ends of its own
+    names = {problem.variables[variable].key for variable in tied}
+    placed = stack_planner(8).layers
+    assert {placed[name][0][1] for name in names if name in placed} == {2}
+    rests = [variable for variable in tied if problem.variables[variable].kind == "rest"]
+    assert len(rests) == 6  # weights and biases of one layer
+
+
+def test_few_layers_are_left_alone() -> None:
+    assert Tiling.of(built(3), stack_planner(3).layers) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_folded_assignment_costs_what_it_costs_spread(seed: int) -> None:
+    problem, tiling = built(8).problem, tiling_of(8)
+    folded = tiling.fold(problem)
+    random = np.random.default_rng(seed)
+    assignment = [int(random.integers(len(vector))) for vector in folded.costs]
+    assert folded.cost(assignment) == pytest.approx(problem.cost(tiling.spread(assignment)), rel=1e-9)
+
+
+def test_the_tied_plan_is_certified_at_full_depth() -> None:
+    whole = built(8)
+    optimum = solve(whole.problem, time_limit=300)
+    assert optimum.status == "optimal"
+    answer = bounded(whole, tiling_of(8), Search("auto", math.inf))
+    assert answer.lower_bound <= optimum.cost * (1 + 1e-9)
+    assert answer.cost >= optimum.cost * (1 - 1e-9)
+    assert answer.gap <= CLOSE
+    assert whole.problem.cost(answer.assignment) == pytest.approx(answer.cost, rel=1e-12)
+
+
+def test_messages_laid_along_all_layers_begin_near_their_bound() -> None:
+    whole, tiling = built(8), tiling_of(8)
+    order = places(whole)
+    folded = Messages(tiling.fold(whole.problem), [order[leader] for leader in tiling.leaders])
+    reached = folded.run(60).bound
+    spread = Messages(whole.problem, order)
+    cold = spread.run(1).bound
+    warm = Messages(whole.problem, order)
+    warm.start_from(*tiling.messages(whole.problem, folded.problem, folded.along, folded.against))
+    assert warm.run(1).bound > (cold + reached) / 2
+
+
+def test_planning_hardly_grows_with_depth() -> None:
+    assert len(tiling_of(12).leaders) == len(tiling_of(8).leaders)

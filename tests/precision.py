@@ -1,0 +1,88 @@
+"""One training step in bfloat16 on a mesh and on one device, each against one device in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
+
+import autoshard
+from tests import models
+from tests.partition.meshes import simulated
+from tests.training import PLANNING_SECONDS, fast_links, held_by_ranks, loss_of, outputs_of, relative_difference
+from tests.widen import Widened
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FACTOR = 2.0
+"""How much farther from float64 a mesh may be than one device is, both in bfloat16: roundings fall elsewhere."""
+
+BFLOAT16_ROUNDING = float(torch.finfo(torch.bfloat16).eps)
+"""What a single rounding may do; a distance below it is luck on either side."""
+
+Found = dict[str, list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """How far loss and gradients in bfloat16 are from those in float64, relative to the largest element."""
+
+    loss: float
+    gradients: float
+
+
+def distances(name: str, mesh: Mapping[str, int]) -> tuple[Distances, Distances]:
+    """Distances of a mesh and of one device, from the same float32 parameters and the same batch."""
+    module, inputs = models.ZOO[name](dtype=torch.float32)
+    with Widened():
+        exact = _step(copy.deepcopy(module).double(), _cast(inputs, torch.float64))
+    alone = _step(_Lowered(copy.deepcopy(module)), inputs)
+    with simulated(**mesh) as device_mesh:
+        autoshard.parallelize(
+            module, device_mesh, (), inputs, cluster=fast_links(), time_limit=PLANNING_SECONDS, mp_policy=BFLOAT16
+        )
+        ours = _step(module, inputs)
+    return _distances(ours, exact), _distances(alone, exact)
+
+
+class _Lowered(nn.Module):
+    """A module that is called with its parameters and inputs in bfloat16; gradients go to those that it has."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Any) -> Any:
+        lowered = {
+            name: parameter.bfloat16() if parameter.is_floating_point() else parameter
+            for name, parameter in self.inner.named_parameters()
+        }
+        return torch.func.functional_call(self.inner, lowered, (), _cast(inputs, torch.bfloat16))
+
+
+def _cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return pytree.tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
+        dict(inputs),
+    )
+
+
+def _step(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[Found, Found]:
+    """Loss and gradients as every rank has them."""
+    loss = loss_of(outputs_of(module(**inputs)))
+    loss.backward()
+    gradients = {
+        name.removeprefix("inner."): held_by_ranks(parameter.grad)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    return {"loss": held_by_ranks(loss.detach())}, gradients
+
+
+def _distances(ours: tuple[Found, Found], exact: tuple[Found, Found]) -> Distances:
+    return Distances(*(relative_difference(found, reference) for found, reference in zip(ours, exact, strict=True)))

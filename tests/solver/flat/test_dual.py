@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+from hypothesis import given, settings
+
+from autoshard.solver import Problem
+from autoshard.solver.flat.core import Core
+from autoshard.solver.flat.dual import Dual
+from autoshard.solver.flat.presolve import presolve
+from autoshard.solver.flat.view import View
+from tests.solver.problems import brute_force, small_problems, two_axes, with_memory
+
+
+@given(problem=small_problems())
+@settings(max_examples=80, deadline=None)
+def test_bounds_and_floors_are_true(problem: Problem) -> None:
+    core = presolve(Core.of(problem))
+    if not core.feasible or not core.nodes:
+        return
+    dual = Dual(core, View.of(core))
+    dual.ascend(15)
+    best = brute_force(problem)
+    slack = 1e-9 * max(abs(best), 1.0) if np.isfinite(best) else 0.0
+    assert dual.value <= best + slack
+    if dual.best is not None:
+        assert dual.upper == core.value(dual.best) >= best - slack
+    floors = dual.floors()
+    for choice in product(*(range(size) for size in core.size)):
+        places = np.array(choice, dtype=np.int64)
+        if (core.loads(places) <= core.slack).all():
+            assert (
+                floors[core.offset[:-1] + places] <= core.value(places) + 1e-9 * abs(core.value(places)) + 1e-9
+            ).all()
+
+
+def test_prices_rise_where_the_limit_binds() -> None:
+    problem = with_memory(two_axes(24, labels=3), 0.3)
+    core = presolve(Core.of(problem))
+    dual = Dual(core, View.of(core))
+    dual.ascend(5, move=False)
+    free = dual.value
+    dual.ascend(200)
+    assert dual.value > free
+    assert (dual.best_prices >= 0).all()
+    assert dual.best_prices.any()
+    assert dual.value <= dual.upper

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from autoshard.solver import Edge, Problem
+from autoshard.solver.flat.core import Core
+from autoshard.solver.flat.messages import round_in_order
+from autoshard.solver.flat.presolve import presolve
+from autoshard.solver.flat.view import View
+from tests.solver.problems import brute_force, small_problems
+
+
+def optimum(core: Core) -> float:
+    """The optimum of a core, by trying everything."""
+    every = (np.array(choice, dtype=np.int64) for choice in product(*(range(size) for size in core.size)))
+    fits = (places for places in every if (core.loads(places) <= core.slack).all())
+    return min((core.value(places) for places in fits), default=np.inf) if core.feasible else np.inf
+
+
+@given(problem=small_problems())
+@settings(max_examples=80, deadline=None)
+def test_presolve_keeps_an_optimum_and_leads_back_to_it(problem: Problem) -> None:
+    best = brute_force(problem)
+    core = presolve(Core.of(problem))
+    assert optimum(core) == pytest.approx(best)
+    if not np.isfinite(best):
+        return
+    for choice in product(*(range(size) for size in core.size)):
+        places = np.array(choice, dtype=np.int64)
+        assignment = core.expand(places).tolist()
+        if np.isfinite(core.value(places)):  # a pair that another one beats is forbidden
+            assert problem.cost(assignment) == pytest.approx(core.value(places))
+        if (core.loads(places) <= core.slack).all():
+            assert problem.within_limit(problem.peak(assignment))
+
+
+@given(problem=small_problems())
+@settings(max_examples=40, deadline=None)
+def test_presolve_below_a_known_cost_keeps_what_is_better(problem: Problem) -> None:
+    best = brute_force(problem)
+    if np.isfinite(best):
+        core = presolve(Core.of(problem))
+        assert optimum(presolve(core, upper=best + 1.0)) == pytest.approx(best)
+        assert optimum(presolve(core, upper=best)) >= best
+
+
+def test_a_determined_node_is_merged_with_its_memory() -> None:
+    """Node 1 must choose as node 0 does; node 0 alone would take its first strategy, together that passes the limit."""
+    same = np.array([[0.0, np.inf], [np.inf, 0.0]])
+    usages = (np.array([5.0, 4.0]), np.array([6.0, 1.0]))
+    costs = (np.array([0.0, 1.0]), np.zeros(2))
+    problem = Problem(costs, (Edge(0, 1, same),), usages, ((0, 2), (1, 3)), 10.0)
+    core = presolve(Core.of(problem))
+    assert core.nodes == 0
+    assert core.constant == 1.0
+    assert core.expand(np.zeros(0, dtype=np.int64)).tolist() == [1, 1]
+
+
+def test_arrays_grow_when_a_merge_needs_room() -> None:
+    """A node with many neighbours is merged into one with more strategies: every table becomes larger."""
+    random = np.random.default_rng(0)
+    wide, narrow, neighbours = 12, 2, 60
+    determines = np.full((wide, narrow), np.inf)
+    determines[np.arange(wide), np.arange(wide) % narrow] = 0.0
+    costs = [random.random(wide), random.random(narrow)]
+    edges = [Edge(0, 1, determines)]
+    for node in range(2, 2 + neighbours):
+        costs.append(random.random(4))
+        edges.append(Edge(1, node, random.random((narrow, 4))))
+        edges.append(Edge(0, node, random.random((wide, 4))))
+        if node > 2:
+            edges.append(Edge(node - 1, node, random.random((4, 4))))
+    usages = tuple(np.ceil(10 * random.random(len(vector))) for vector in costs)
+    problem = Problem(tuple(costs), tuple(edges), usages, ((0, 9),) * len(costs), 400.0)
+    core = presolve(Core.of(problem))
+    assert core.feasible
+    assert len(core.table) > sum(edge.costs.size for edge in problem.edges) // 3
+    places = np.zeros(core.nodes, dtype=np.int64)
+    round_in_order(
+        View.of(core), core.cost, np.zeros(2 * len(core.table)), np.zeros(2 * len(core.ends), dtype=np.int64), places
+    )
+    assert np.isfinite(core.value(places))
+    assert problem.cost(core.expand(places).tolist()) == pytest.approx(core.value(places))
+
+
+def test_nothing_fits_where_the_least_usage_passes_the_limit() -> None:
+    problem = Problem((np.zeros(2),), (), (np.array([3.0, 4.0]),), ((0, 1),), 2.0)
+    assert not presolve(Core.of(problem)).feasible
+    assert presolve(Core.of(replace(problem, limit=3.0))).feasible

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autoshard.solver import Problem, Progress, SolverError, solve
+from autoshard.solver.course import Course
+from tests.solver.problems import layered, two_axes, with_memory
+
+
+@pytest.fixture(scope="module")
+def hard() -> Problem:
+    """Under a limit, and too large for the integer program at once."""
+    return with_memory(two_axes(60, labels=5, density=0.9), 0.3)
+
+
+def test_only_better_assignments_are_kept() -> None:
+    course = Course(10.0)
+    assert course.assignment == ()
+    assert course.offer(3.0, lambda: (1,), "first")
+    assert not course.offer(3.0, lambda: (2,), "second")
+    assert course.assignment == (1,)
+    assert course.method == "first"
+
+
+def test_work_is_counted_down() -> None:
+    course = Course(10.0, work_limit=5)
+    assert course.counted
+    assert course.share(0.5) == course.deadline
+    course.spend(5)
+    assert course.over
+    assert course.share(0.5) == float("-inf")
+
+
+def test_progress_is_told_as_it_moves(hard: Problem) -> None:
+    moments: list[Progress] = []
+    solution = solve(hard, work_limit=100_000_000, progress=moments.append)
+    assert moments
+    assert all(moment.lower_bound <= moment.cost for moment in moments)
+    costs = [moment.cost for moment in moments]
+    assert costs == sorted(costs, reverse=True)
+    assert solution.cost <= costs[-1]
+    assert solution.lower_bound >= moments[-1].lower_bound - 1e-9
+
+
+def test_an_interrupt_returns_the_best_assignment_so_far(hard: Problem) -> None:
+    def interrupt(moment: Progress) -> None:
+        if np.isfinite(moment.cost):
+            raise KeyboardInterrupt
+
+    solution = solve(hard, progress=interrupt)
+    assert solution.interrupted
+    assert solution.status == "feasible"
+    assert hard.feasible(solution.assignment)
+    assert solution.cost == hard.cost(solution.assignment)
+    assert solution.lower_bound <= solution.cost
+
+
+def test_an_interrupt_without_an_assignment_goes_on_to_the_caller() -> None:
+    def interrupt(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    closed = Problem((np.array([1.0, 2.0]),), (), (np.array([3.0, 4.0]),), ((0, 1),), 2.0)
+    with pytest.raises(KeyboardInterrupt):
+        solve(closed, progress=interrupt)
+
+
+@pytest.mark.parametrize("method", ["auto", "alternate"])
+def test_the_same_work_gives_the_same_answer(hard: Problem, method: str) -> None:
+    first, second = (solve(hard, method=method, work_limit=60_000_000, time_limit=600.0, seed=3) for _ in range(2))
+    assert first.assignment == second.assignment
+    assert first.lower_bound == second.lower_bound
+    assert first.status == second.status
+
+
+def test_no_work_at_all_is_refused() -> None:
+    with pytest.raises(SolverError, match="work_limit=0 allows nothing"):
+        solve(layered(1), work_limit=0)
