@@ -21,7 +21,16 @@ from autoshard.specs import Spec
 from tests import models
 from tests.models.routed import sorted_experts
 from tests.patterns.units.whole import attention_model, plan_with, worst_error
-from tests.training import TOLERANCE, compare, fast_links, on_processes, one_device, relative_difference, train
+from tests.training import (
+    ONE_LAYER,
+    TOLERANCE,
+    compare,
+    fast_links,
+    on_processes,
+    one_device,
+    relative_difference,
+    train,
+)
 from tests.workers import Workers
 
 RATE = 0.25
@@ -54,7 +63,7 @@ def assert_same_everywhere(tensor: torch.Tensor) -> None:
 
 
 def test_training_equals_one_device(workers: Workers) -> None:
-    assert max(workers.run(worst_difference, "hf_llama")) <= TOLERANCE
+    assert max(workers.run(worst_difference, ONE_LAYER)) <= TOLERANCE
 
 
 def worst_difference(model: str) -> float:

@@ -28,15 +28,16 @@ class SymbolicShapes:
         self._made: dict[sympy.Expr, Any] = {}
         self._meant: dict[sympy.Symbol, sympy.Expr] = {}
         self._tensors: dict[fx.Node, Any] = {}
+        self._results: dict[tuple[Any, ...], Any] = {}  # what a call of an operator gave: equal calls are run once
+        self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def placeholder(self, node: fx.Node, shape: Sequence[int]) -> None:
         """An input of the program, of this local shape."""
         if any(map(is_dynamic, shape)):
             val = node.meta["val"]
             with self._numbers.mode:
-                self._tensors[node] = torch.empty(
-                    [self._number(size) for size in shape], dtype=val.dtype, device=val.device
-                )
+                made = torch.empty([self._number(size) for size in shape], dtype=val.dtype, device=val.device)
+            self._tensors[node] = self._known(made)
 
     def run(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> None:
         """Run the operator of a node, if dynamic sizes come into it."""
@@ -44,9 +45,35 @@ class SymbolicShapes:
         fx.node.map_aggregate((args, kwargs), leaves.append)
         if not any(is_dynamic(leaf) or (isinstance(leaf, fx.Node) and leaf in self._tensors) for leaf in leaves):
             return
-        args, kwargs = fx.node.map_aggregate((args, kwargs), self._operand)
-        with self._numbers.running():
-            self._keep(node, op(*args, **kwargs))
+        key = (op, *map(self._key, (args, kwargs)))
+        if key not in self._results:
+            args, kwargs = fx.node.map_aggregate((args, kwargs), self._operand)
+            with self._numbers.running():
+                results = op(*args, **kwargs)
+            single = isinstance(results, torch.Tensor)
+            self._results[key] = self._known(results) if single else tuple(map(self._known, results))
+        self._keep(node, self._results[key])
+
+    def _known(self, tensor: Any) -> Any:
+        """The first tensor that looked like this one."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        numbers = (*tensor.shape, *tensor.stride())
+        look = tuple(number.node.expr if isinstance(number, torch.SymInt) else number for number in numbers)
+        return self._seen.setdefault((look, tensor.dtype), tensor)
+
+    def _key(self, value: Any) -> Any:
+        """What decides the shape that an operator gives, of one of its arguments."""
+        if isinstance(value, fx.Node):
+            if value in self._tensors:
+                return id(self._tensors[value])  # kept as long as the key is
+            val = value.meta["val"]
+            return (tuple(val.shape), val.stride(), val.dtype) if isinstance(val, torch.Tensor) else val
+        if isinstance(value, dict):
+            return tuple((name, self._key(item)) for name, item in value.items())
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._key, value))
+        return value.expr if isinstance(value, (Size, Ratio)) else (type(value), value)
 
     def item(self, node: fx.Node, source: fx.Node, index: int) -> None:
         """A node that takes one of several results."""

@@ -50,13 +50,13 @@ def test_a_sample_of_pairs_on_three_axes() -> None:
 
 
 @pytest.mark.slow
-def test_every_step_of_all_pairs_on_three_axes() -> None:
+def test_every_step_of_many_pairs_on_three_axes() -> None:
     """Paths are chains of steps: where every step is right, every path is."""
     shape = (8, 16, 24)
     with ranks(a=2, b=2, c=2) as world:
         chosen = placed_specs(world, shape, PLAIN)
         resharder = Resharder(world.mesh, ring_price(world.mesh))
-        paths = [resharder.path(shape, 8, *pair) for pair in itertools.product(chosen, repeat=2)]
+        paths = [resharder.path(shape, 8, *pair) for pair in itertools.product(chosen[::3], chosen)]
         whole = whole_numbers(shape)
         for step in dict.fromkeys(step for path in paths for step in path.steps):
             assert torch.equal(world.run(Path(shape, step.source, step.target, (step,)), whole), whole), step
