@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.precision import BFLOAT16_ROUNDING, FACTOR, distances
+from tests.tight import Tight, tight_row
 from tests.training import (
     STEPS,
     Errors,
@@ -69,6 +70,7 @@ PLANNED = tuple((model, mesh) for model in MODELS for mesh in (MESHES if model i
 RANDOMLY = tuple((model, mesh) for model in CORE for mesh in MESHES[1:])
 REAL = ("hf_gpt2", "hf_llama")
 LOWERED = tuple(model for model in CORE if model != "resnet18")
+TIGHT = tuple((model, SQUARE, recompute) for model in CORE for recompute in ("none", "auto"))
 KINDS = {
     "all_reduce": "AR",
     "all_gather_into_tensor": "AG",
@@ -112,6 +114,18 @@ RANDOM = """
 The planner never chooses most of what the library can do. Here the strategy of every operator, the placement of every
 parameter and every shared copy are drawn at random among all that fit together; a third of the parameters must be
 sharded, and are gathered anew in each phase. One step.
+"""
+
+LIMITED = """
+## Under tight limits
+
+The smallest `memory_limit` that a `BudgetError` names (here as a share of the peak without limit), which is where plans
+mix all that they have: parameters that are *whole*; in shards and *used* so; gathered *once*, the copy kept for the
+backward half (ZeRO-1 and ZeRO-2); gathered *again* in each half (ZeRO-3); and, with `recompute="auto"`, *layers* that
+run again. One step.
+
+| Model | Mesh | `recompute` | Limit | Whole | Used | Once | Again | Layers | Worst difference |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 PRECISION = f"""
@@ -190,10 +204,27 @@ def lowered_row(model: str) -> str:
     return f"| {MODELS[model]} | {SQUARE} | {' | '.join(f'{figure:.1e}' for figure in figures)} |\n"
 
 
-def page(planned: Iterable[Row], random: Iterable[Row], processes: Iterable[Row], lowered: Iterable[str]) -> str:
+def limited_row(run: Tight) -> str:
+    """A line of the table of tight limits."""
+    lying = " | ".join(str(run.lying[how]) for how in ("whole", "never", "once", "again"))
+    share = f"{run.limit / run.unlimited:.0%}"
+    return (
+        f"| {MODELS[run.model]} | {run.mesh} | {run.recompute} | {share} | {lying} | {run.recomputed} "
+        f"| {run.errors.worst:.1e} |\n"
+    )
+
+
+def page(
+    planned: Iterable[Row],
+    random: Iterable[Row],
+    processes: Iterable[Row],
+    limited: Iterable[Tight],
+    lowered: Iterable[str],
+) -> str:
     """The page as Markdown."""
     tables = ("\n## Planned\n", planned), (RANDOM, random), (PROCESSES, processes)
-    return INTRODUCTION + "".join(f"{text}\n{_table(rows)}" for text, rows in tables) + PRECISION + "".join(lowered)
+    text = INTRODUCTION + "".join(f"{text}\n{_table(rows)}" for text, rows in tables)
+    return text + LIMITED + "".join(map(limited_row, limited)) + PRECISION + "".join(lowered)
 
 
 def _table(rows: Iterable[Row]) -> str:
@@ -241,10 +272,11 @@ def main() -> None:
     with ProcessPoolExecutor(asked.jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as jobs:
         planned = _logged(jobs.map(planned_row, *zip(*PLANNED, strict=True)))
         random = _logged(jobs.map(random_row, *zip(*RANDOMLY, strict=True), range(len(RANDOMLY))))
+        limited = list(jobs.map(tight_row, *zip(*TIGHT, strict=True)))
         lowered = list(jobs.map(lowered_row, LOWERED))
     with Workers(4) as workers:
         processes = _logged(process_row(model, workers) for model in REAL)
-    text = page(planned, random, processes, lowered)
+    text = page(planned, random, processes, limited, lowered)
     if asked.write:
         PAGE.write_text(text, "utf-8")
     else:

@@ -20,11 +20,13 @@ from tests.numerics import (
     RANDOMLY,
     REAL,
     SQUARE,
+    TIGHT,
     axes,
     planned_row,
     random_row,
 )
 from tests.precision import BFLOAT16_ROUNDING, FACTOR, distances
+from tests.tight import tight_row
 from tests.training import TOLERANCE, compare, on_mesh, one_device, relative_difference
 
 FAST = {("mlp", mesh) for mesh in MESHES} | {("hf_gpt2", (2,)), ("hf_llama", (2, 2)), ("resnet18", (3,))}
@@ -73,6 +75,18 @@ def test_the_default_experts_equal_the_batched_ones(model: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "mesh", "recompute"),
+    [("mlp", SQUARE, "none"), pytest.param("hf_gpt2", (2,), "auto", marks=pytest.mark.slow)],
+)
+def test_plans_under_the_smallest_limit_equal_one_device(model: str, mesh: tuple[int, ...], recompute: str) -> None:
+    row = tight_row(model, mesh, recompute)
+    assert row.errors.worst <= TOLERANCE
+    assert row.limit < row.unlimited
+    assert row.lying["once"]
+    assert recompute == "none" or (row.recomputed and row.lying["again"])
+
+
+@pytest.mark.parametrize(
     "model", [pytest.param(name, marks=[] if name == "mlp" else pytest.mark.slow) for name in LOWERED]
 )
 def test_bfloat16_on_a_mesh_is_as_near_to_float64_as_on_one_device(model: str) -> None:
@@ -86,12 +100,14 @@ def test_every_model_has_a_name() -> None:
 
 
 def test_the_page_has_every_row() -> None:
-    planned, random, processes, lowered = PAGE.read_text("utf-8").split("\n## ")[1:]
+    planned, random, processes, limited, lowered = PAGE.read_text("utf-8").split("\n## ")[1:]
     for cases, table in ((PLANNED, planned), (RANDOMLY, random)):
         assert table.count(" of ") >= len(cases)
         assert all(f"| {MODELS[model]} | {mesh} |" in table for model, mesh in cases)
     for model in REAL:
         assert f"| {MODELS[model]} | (2, 2) |" in processes
+    for model, mesh, recompute in TIGHT:
+        assert f"| {MODELS[model]} | {mesh} | {recompute} |" in limited
     for model in LOWERED:
         assert f"| {MODELS[model]} | (2, 2) |" in lowered
 
