@@ -37,7 +37,7 @@ from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.generic import generic_sizes
 from autoshard.patterns.graph import GraphRules
 from autoshard.plan import ShardingPlan
-from autoshard.planner.frontier import FrontierSearch
+from autoshard.planner.frontier import frontier_plans
 from autoshard.planner.planner import Planner
 from autoshard.planner.problem import Wishes
 from autoshard.planner.recompute import planned
@@ -111,7 +111,7 @@ def plan(
             none without a limit; `"none"`; or `"full"`: every layer, so that only what enters and leaves layers is
             kept. Random numbers are never drawn anew, and collectives that are run again are part of the price.
         effort: `"full"`, or `"fast"`: repeated layers are planned alike in any case, one problem is solved instead
-            of several, and the bound may be further off.
+            of several, by messages and segments alone (Rhino's O2) where it is large, and the bound may be further off.
         work_limit: of every search by the solver, in its units of work: unlike `time_limit`, equal calls end with
             equal plans under it, however busy the machine is.
         verbose: log how the search goes (logger `autoshard`, level INFO). Otherwise a line on standard error shows it
@@ -181,6 +181,7 @@ def frontier(
     time_limit: float = 240.0,
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    recompute: str = "none",
     effort: str = "full",
     work_limit: int | None = None,
     verbose: bool = False,
@@ -195,6 +196,8 @@ def frontier(
         module, mesh, example_args, example_kwargs, hints, optimizer, optimizer_bytes_per_element, cluster, inputs,
             input_placements, output_placements, method, dynamic, mp_policy, effort, work_limit, verbose: as for
             `autoshard.plan`.
+        recompute: what the backward half runs again, instead of keeping what the forward half made: `"none"`; `"full"`:
+            all layers; `"auto"`: the frontier of both, which takes twice as long.
         time_limit: seconds that the search may take. It solves some tens of problems, each of which takes about as long
             as a plan does.
         gaps: how many of the widest gaps between plans are searched for plans that lie in them; 0 for a quick look.
@@ -224,6 +227,7 @@ def frontier(
         time_limit=time_limit,
         dynamic=dynamic,
         mp_policy=mp_policy,
+        recompute=recompute,
         effort=effort,
         work_limit=work_limit,
         verbose=verbose,
@@ -233,7 +237,7 @@ def frontier(
     seconds = time.perf_counter() - start
     planner = _planner(module, graph, shape, options)
     with watched(options.verbose) as planner.progress:
-        plans = FrontierSearch(planner, gaps).run()
+        plans = frontier_plans(planner, gaps)
     return Frontier([_told(plan, seconds, options) for plan in plans])
 
 

@@ -1,7 +1,8 @@
-"""The solver on instances of the IOPDDL contest: python benchmarks/solver.py FOLDER_OR_FILE ... --time-limit 60
+"""The solver on instances of the IOPDDL contest: python benchmarks/solver.py FOLDER_OR_FILE ... --instances G M
 
-For each instance: nodes, edges, seconds, cost, lower bound and gap, beside what the contest's winner and the best
-publication reached. Each is solved for as long as the contest allowed, unless told otherwise.
+For each instance: nodes, edges, processor seconds, cost, lower bound, gap and whether it is proved, beside what the
+contest's winner and the best publication reached. Each is solved for 20 seconds unless told otherwise; `--time-limit 0`
+gives each what the contest allowed. The loops are compiled before the first clock starts.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from time import process_time
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.solver import Problem, Solution, solve
+from autoshard.solver import Edge, Problem, Solution, solve
+from autoshard.solver.course import Course
+from autoshard.solver.flat.campaign import Campaign
+
+_PREFIX = "asplos-2025-iopddl-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +50,59 @@ def instances(paths: list[Path]) -> list[Path]:
     return found
 
 
-def row(path: Path, problem: Problem, solution: Solution) -> list[str]:
-    """One line of the table."""
-    name = path.name.split(".")[0]
-    known = PUBLISHED.get(name)
+def row(path: Path, problem: Problem, solution: Solution, seconds: float) -> list[str]:
+    """One line of the table: an instance, and how it was solved in so many processor seconds."""
+    known = PUBLISHED.get(_name(path))
+    compared = [known.winner, known.best] if known else []
+    beside = [text for cost in compared for text in (f"{cost:,.0f}", f"{solution.cost / cost - 1:+.4%}")]
     return [
-        name.removeprefix("asplos-2025-iopddl-"),
+        _name(path).removeprefix(_PREFIX),
         f"{problem.size:,}",
         f"{len(problem.edges):,}",
-        f"{solution.seconds:.0f}",
+        f"{seconds:.0f}",
         f"{solution.cost:,.0f}",
         f"{solution.lower_bound:,.0f}",
         f"{solution.gap:.4%}",
-        f"{known.winner:,.0f}" if known else "",
-        f"{solution.cost / known.winner:.6f}" if known else "",
-        f"{known.best:,.0f}" if known else "",
-        f"{solution.cost / known.best:.6f}" if known else "",
+        "yes" if solution.status == "optimal" else "no",
+        *(beside or [""] * 4),
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", type=Path, help="instances, or folders of them")
-    parser.add_argument("--time-limit", type=float, help="seconds (default: the contest's, 60 where there is none)")
+    parser.add_argument("--instances", nargs="+", help="names of those to solve, G or A say (default: all)")
+    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds (default 20); 0: the contest's")
+    parser.add_argument("--work-limit", type=int, help="units of work (default: no limit)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    table = Table("", "nodes", "edges", "s", "cost", "lower bound", "gap", "winner", "ratio", "best published", "ratio")
+    _compile()
+    titles = ("", "nodes", "edges", "s", "cost", "lower bound", "gap", "proved")
+    table = Table(*titles, "winner", "ours", "best published", "ours", title="ours: cost above theirs")
     for path in instances(args.paths):
+        if args.instances and _name(path).removeprefix(_PREFIX) not in args.instances:
+            continue
         problem = Problem.load(path)
-        known = PUBLISHED.get(path.name.split(".")[0])
+        known = PUBLISHED.get(_name(path))
         seconds = args.time_limit or (known.seconds if known else 60.0)
-        table.add_row(*row(path, problem, solve(problem, time_limit=seconds, seed=args.seed)))
+        began = process_time()
+        solution = solve(problem, time_limit=seconds, work_limit=args.work_limit, seed=args.seed)
+        table.add_row(*row(path, problem, solution, process_time() - began))
     Console(width=170).print(table)
+
+
+def _name(path: Path) -> str:
+    return path.name.split(".")[0]
+
+
+def _compile() -> None:
+    """Has every loop compiled, on a problem that needs them all: five nodes in a ring under a limit that binds."""
+    random = np.random.default_rng(0)
+    costs = tuple(random.random((5, 3)))
+    edges = tuple(Edge(node, (node + step) % 5, random.random((3, 3))) for node in range(5) for step in (1, 2))
+    usages = tuple(random.integers(1, 9, (5, 3)).astype(float))
+    Campaign(Problem(costs, edges, usages, ((0, 9),) * 5, 15.0), Course(60.0)).run()
 
 
 if __name__ == "__main__":

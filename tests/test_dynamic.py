@@ -117,8 +117,8 @@ def test_a_range_that_the_model_sets_is_kept() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "seed"), [({"dp": 3}, 0), ({"dp": 2, "tp": 2}, 2)])
-def test_random_plans_hold_at_all_sizes(mesh: dict[str, int], seed: int) -> None:
+def test_a_random_plan_holds_at_all_sizes() -> None:
+    mesh = {"dp": 2, "tp": 2}
     module, inputs = build(ONE_LAYER)
     with Widened():
         graph = capture(module, (), inputs, dynamic=TOKENS)
@@ -127,7 +127,7 @@ def test_random_plans_hold_at_all_sizes(mesh: dict[str, int], seed: int) -> None
         mesh,
         TOKENS,
         SIZES[1:4],
-        plan=random_plan(graph, MeshShape.of(mesh), seed, forced=0.3, recompute=0.7),
+        plan=random_plan(graph, MeshShape.of(mesh), seed=2, forced=0.3, recompute=0.7),
     )
 
 

@@ -184,6 +184,30 @@ def _of_ranks(tensor: Any) -> Sequence[torch.Tensor]:
     return [tensor.reconcile()]
 
 
+class Blocks(torch.nn.Module):
+    """`forward(x)` returns a loss; what its layers make takes far more memory than what they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh().exp().sin()
+        return x.sum()
+
+
+def test_plans_with_recomputation_are_on_the_frontier_where_they_are_worth_it() -> None:
+    example = (torch.ones(4096, 16),)
+    frontier = autoshard.frontier(Blocks(), {"x": 2}, example, cluster=fast_links(), gaps=0, recompute="auto")
+    lean, fast = frontier[0], frontier[-1]
+    assert len(lean.recomputed) == 3
+    assert not fast.recomputed
+    assert lean.memory.activations < fast.memory.activations
+    alone = autoshard.plan(Blocks(), {"x": 2}, example, cluster=fast_links(), recompute="full")
+    assert frontier.at(memory=alone.memory.peak).step_seconds <= alone.step_seconds
+
+
 @pytest.mark.parametrize("gaps", [-1, 1.5, True])
 def test_gaps_are_counted(gaps: Any) -> None:
     module, inputs = models.mlp()

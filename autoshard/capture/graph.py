@@ -18,6 +18,8 @@ InputKind = Literal["parameter", "buffer", "input", "tangent", "constant"]
 OutputKind = Literal["output", "mutation", "gradient"]
 Phase = Literal["forward", "backward"]
 
+_PIN = torch.ops.autoshard.pin.default
+
 
 @dataclass(frozen=True, slots=True)
 class JointInput:
@@ -96,7 +98,7 @@ class JointGraph:
 
     def pin(self, node: fx.Node) -> tuple[Placement, ...] | None:
         """The placements that the user pinned, if the node is such a mark."""
-        if node.op == "call_function" and node.target is torch.ops.autoshard.pin.default:
+        if node.op == "call_function" and node.target is _PIN:
             return parse_pin(str(node.args[1]))
         return None
 

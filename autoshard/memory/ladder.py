@@ -10,14 +10,21 @@ Measure = Callable[[Plan], tuple[float, int]]
 
 
 def first_that_fits(
-    fastest: Plan, leanest: Plan, rungs: int, make: Callable[[int], Plan], measure: Measure[Plan], limit: int
+    fastest: Plan,
+    leanest: Plan,
+    rungs: int,
+    make: Callable[[int], Plan],
+    measure: Measure[Plan],
+    limit: int,
+    alike: float = 0.0,
 ) -> Plan:
     """The fastest plan within a limit among those on a ladder, of which few are made.
 
     Smaller limits never give faster plans, nor plans that hold more, whatever `make` returns. Plans are made at middles
     of intervals, and what is made between two plans depends on these two alone, not on the limit. One that does not lie
     between them, both in seconds and in bytes, is left out. What is left is one row of plans for all limits, in which
-    bytes fall and seconds rise; bisection finds the first that fits.
+    bytes fall and seconds rise; bisection finds the first that fits. It ends where the two plans are about as fast as
+    each other, which depends on these two alone as well.
 
     Args:
         fastest: a plan that does not fit.
@@ -26,9 +33,10 @@ def first_that_fits(
         make: the plan at a rung, from 1, next to the fastest, to `rungs`, next to the leanest.
         measure: seconds and bytes of a plan.
         limit: bytes that a plan may hold.
+        alike: part of a plan's seconds by which two may differ and no plan between them is looked for.
     """
     low, high, left, right = fastest, leanest, 0, rungs + 1
-    while right - left > 1:
+    while right - left > 1 and measure(high)[0] > (1.0 + alike) * measure(low)[0]:
         middle = (left + right) // 2
         plan = make(middle)
         seconds, held = measure(plan)

@@ -41,11 +41,6 @@ class OptimizerMemory:
     together: int = 0
     foreach: bool = False
 
-    @property
-    def per_element(self) -> float:
-        """Bytes of state for every element of a float32 parameter; rows and columns count as nothing."""
-        return self.bytes_per_element + 4 * self.copies
-
     def state_bytes(self, shape: Sequence[int], local: Sequence[int], itemsize: int) -> int:
         """Bytes of the state of one parameter on one device.
 

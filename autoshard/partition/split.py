@@ -35,6 +35,11 @@ class Halves:
     forward_sizes: tuple[sympy.Expr, ...] = ()  # the numbers, by expression, that a half takes last
     backward_sizes: tuple[sympy.Expr, ...] = ()
 
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """The graphs of both halves."""
+        return tuple(half.graph for half in (self.forward, self.backward) if half is not None)
+
 
 def split(step: LocalStep, compile: bool) -> Halves:
     """Split a local step with torch's partitioner and schedule its collectives.

@@ -74,19 +74,16 @@ def value_of(node: fx.Node) -> Value:
 
 def operand_nodes(node: fx.Node) -> Iterator[fx.Node]:
     """The FX nodes that are tensor operands of a call, in the order of `OpCall.operands`."""
-
-    def walk(argument: Any) -> Iterator[fx.Node]:
+    waiting: list[Any] = [*node.args, *node.kwargs.values()][::-1]
+    while waiting:
+        argument = waiting.pop()
         if isinstance(argument, fx.Node):
             if isinstance(argument.meta["val"], torch.Tensor):
                 yield argument
         elif isinstance(argument, (tuple, list)):
-            for item in argument:
-                yield from walk(item)
+            waiting += reversed(argument)
         elif isinstance(argument, dict):
-            for item in argument.values():
-                yield from walk(item)
-
-    yield from walk((node.args, tuple(node.kwargs.values())))
+            waiting += reversed(argument.values())
 
 
 class GraphRules:

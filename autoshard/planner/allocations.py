@@ -14,23 +14,19 @@ from autoshard.memory.footprint import Allocation, Kind
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph import Value
-from autoshard.planner.recorded import LocalPrograms
-from autoshard.planner.skeleton import Skeleton, makes_views, root_of, skeleton
-from autoshard.reshard.path import Resharder
+from autoshard.planner.skeleton import Skeleton, makes_views, root_of
 
 _AT_REST: dict[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "constant": "buffer"}
 
 
-def allocations(
-    flow: Flow, resharder: Resharder, optimizer: OptimizerMemory, programs: LocalPrograms
-) -> Iterator[Allocation]:
+def allocations(flow: Flow, program: Skeleton, optimizer: OptimizerMemory) -> Iterator[Allocation]:
     """What one device holds and when, in positions of the program; the last moment is the optimizer's step.
 
     At a moment stands what is held while an operator runs and what belongs to it (reshards of its operands, temporaries
     of its local program), when that is most. What is assumed of the training loop: gradients are set to None before the
     forward; inputs are held to the end of the step, outputs too; the optimizer made its state in an earlier step.
     """
-    yield from _Holdings(flow, skeleton(flow, resharder, programs), optimizer).run()
+    yield from _Holdings(flow, program, optimizer).run()
 
 
 class _Holdings:

@@ -14,19 +14,18 @@ from autoshard.capture.joint import JointGraph
 from autoshard.errors import BudgetError
 from autoshard.memory.force import largest
 from autoshard.memory.ladder import first_that_fits
+from autoshard.memory.prices import DEAR, memory_prices, peak_weights
 from autoshard.patterns.graph import Value
 from autoshard.planner.found import Found
 from autoshard.planner.problem import Wishes
-from autoshard.planner.schedule import step_seconds
 from autoshard.planner.ways_out import budget_error
 
 if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
 
 _ROUNDS = 6  # plans made where memory alone has a price, at most
-_PATIENCE = 2  # such plans in a row that hold no less than one before
-_SHARPNESS = 30.0  # how much more the moments of the peak weigh than others
-_DEAR = 1e3  # all the memory of a plan, in costs of a step, where memory alone counts
+_GAINED = 0.01  # part of the peak by which such a plan must be leaner than those before for another to be made
+_ALIKE = 0.005  # part of a step's time by which two plans may differ and none between them is looked for
 _CHEAP = 1e-3  # the same where memory hardly counts
 _FORCED = 10  # rungs on which ever more parameters are forced to be sharded
 _PRICED = 20  # rungs on which memory has ever higher prices
@@ -58,7 +57,6 @@ class BudgetSearch:
         # The others are for problems without a limit: too wide, or too slow, where everything is forced.
         self.method = "alternate" if planner.settings.method == "alternate" else "auto"
         self.everything = replace(planner.wishes, forced=frozenset(self.sizes))
-        self._seconds: dict[int, tuple[Found, float]] = {}
 
     def run(self) -> Found:
         """The plan.
@@ -74,15 +72,14 @@ class BudgetSearch:
         def make(rung: int) -> Found:
             return leanest if self._late() else self._rung(rung, weights)
 
-        found = first_that_fits(self.fastest, leanest, 1 + _FORCED + _PRICED, make, self._measure, self.limit)
+        rungs = 1 + _FORCED + _PRICED
+        found = first_that_fits(self.fastest, leanest, rungs, make, self._measure, self.limit, _ALIKE)
         rows = self._by_rows() if self.planner.settings.method == "ilp" else None
         return found if rows is None or rows.cost > found.cost else rows
 
     def _measure(self, plan: Found) -> tuple[float, int]:
         """Predicted seconds of a step, and the bytes of its peak."""
-        if id(plan) not in self._seconds:
-            self._seconds[id(plan)] = plan, step_seconds(self.planner.account(plan.decisions))
-        return self._seconds[id(plan)][1], plan.memory.peak
+        return plan.step_seconds, plan.memory.peak
 
     def _rung(self, rung: int, weights: np.ndarray) -> Found:
         """What stands on a rung of the ladder, the first of which is 1."""
@@ -93,7 +90,7 @@ class BudgetSearch:
             found = self.planner.solve(replace(self.planner.wishes, forced=forced), method=self.method)
             return replace(found, method=f"{found.method}, the {len(forced)} largest parameters forced to be sharded")
         share = (rung - 1 - _FORCED) / (_PRICED + 1)
-        return self._priced(weights, _CHEAP * (_DEAR / _CHEAP) ** share)
+        return self._priced(weights, _CHEAP * (DEAR / _CHEAP) ** share)
 
     def _late(self) -> bool:
         return time.monotonic() > self.planner.deadline
@@ -104,15 +101,15 @@ class BudgetSearch:
         Each of those made is the cheapest where memory alone has a price, at the moments at which the plans before held
         most on average: fictitious play between a planner and somebody who picks the moment.
         """
-        best, idle = self.cheapest, 0
+        best = self.cheapest
         held = best.held
         weights = chosen = peak_weights(held)
         for played in range(1, _ROUNDS + 1):
-            found = self._priced(weights, _DEAR)
-            idle += 1
+            found = self._priced(weights, DEAR)
+            gained = found.memory.peak < (1.0 - _GAINED) * best.memory.peak
             if found.memory.peak < best.memory.peak:
-                best, chosen, idle = found, weights, 0
-            if idle == _PATIENCE or self._late():
+                best, chosen = found, weights
+            if not gained or self._late():
                 break
             held = (held * played + found.held) / (played + 1)
             weights = peak_weights(held)
@@ -120,7 +117,7 @@ class BudgetSearch:
 
     def _priced(self, weights: np.ndarray, strength: float) -> Found:
         """The cheapest plan with all parameters forced where memory has a price at some moments."""
-        prices = weights * strength * self.cheapest.cost / self.cheapest.memory.peak
+        prices = memory_prices(weights, strength, self.cheapest.cost, self.cheapest.memory.peak)
         found = self.planner.solve(self.everything, method=self.method, prices=prices)
         return replace(found, method=f"{found.method}, all parameters forced to be sharded, memory priced")
 
@@ -144,7 +141,7 @@ class BudgetSearch:
         return None
 
     def _error(self, leanest: Found, weights: np.ndarray) -> BudgetError:
-        prices = weights * _DEAR * self.cheapest.cost / self.cheapest.memory.peak
+        prices = memory_prices(weights, DEAR, self.cheapest.cost, self.cheapest.memory.peak)
         return budget_error(self.planner, self.limit, leanest.memory, self.everything, prices, self._late())
 
 
@@ -159,9 +156,3 @@ def forceable(graph: JointGraph, wishes: Wishes) -> dict[str, int]:
 
 def _settled(pinned: Sequence[Placement | None] | None) -> bool:
     return pinned is not None and all(placement is not None for placement in pinned)
-
-
-def peak_weights(held: np.ndarray) -> np.ndarray:
-    """Weights of the moments, which sum to one: most where most is held."""
-    weights = np.exp(_SHARPNESS * (held / held.max() - 1.0))
-    return np.asarray(weights / weights.sum())

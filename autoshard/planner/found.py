@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from autoshard.memory.footprint import Memory
 from autoshard.patterns.decisions import Decisions
+from autoshard.planner.skeleton import Skeleton
+
+
+class Run:
+    """What the program of some decisions takes and holds, worked out when it is first asked for: that takes long.
+
+    Args:
+        program: makes the program's calls.
+        replay: seconds of the step, and those of them in which a device communicates and does not compute.
+        account: bytes of one device, and those at every moment of the step.
+    """
+
+    def __init__(
+        self,
+        program: Callable[[], Skeleton],
+        replay: Callable[[Skeleton], tuple[float, float]],
+        account: Callable[[Skeleton], tuple[Memory, np.ndarray]],
+    ) -> None:
+        self._make, self._replay, self._account = program, replay, account
+
+    @cached_property
+    def _program(self) -> Skeleton:
+        return self._make()
+
+    @cached_property
+    def taken(self) -> tuple[float, float]:
+        return self._replay(self._program)
+
+    @cached_property
+    def held(self) -> tuple[Memory, np.ndarray]:
+        return self._account(self._program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +52,31 @@ class Found:
         cost: seconds of the step, compute and collectives one after the other.
         lower_bound: no plan of the problem that was solved costs less.
         method: what found it.
-        memory: bytes of one device.
-        held: bytes that it holds at every moment of the step.
+        run: what its program takes and holds.
     """
 
     decisions: Decisions
     cost: float
     lower_bound: float
     method: str
-    memory: Memory
-    held: np.ndarray = field(compare=False, repr=False)
+    run: Run = field(compare=False, repr=False)
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes of one device."""
+        return self.run.held[0]
+
+    @property
+    def held(self) -> np.ndarray:
+        """Bytes that it holds at every moment of the step."""
+        return self.run.held[1]
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of the step, what communication takes from the compute beside it included."""
+        return self.run.taken[0]
+
+    @property
+    def exposed(self) -> float:
+        """Those of them in which a device communicates and does not compute."""
+        return self.run.taken[1]

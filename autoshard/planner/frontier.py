@@ -11,20 +11,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.capture.recompute import recomputable, recomputed
 from autoshard.errors import BudgetError, PlanError
 from autoshard.memory.force import by_size
+from autoshard.memory.prices import peak_weights
 from autoshard.patterns.decisions import Decisions
 from autoshard.plan import ShardingPlan
-from autoshard.planner.budget import forceable, peak_weights
+from autoshard.planner.budget import forceable
 from autoshard.planner.found import Found
 from autoshard.planner.mixing import mixtures
 from autoshard.planner.planner import Planner
 from autoshard.planner.problem import Wishes
-from autoshard.planner.schedule import step_seconds
 
 _ROUNDS = 8  # plans made where memory alone has a price
 _DEAR = 1e3  # all the memory of a plan, in costs of a step, where memory alone counts
+_SUMS = 6  # plans taken from a frontier of sums
 _LADDER = (1e2, 1e1, 1.0, 1e-1, 1e-2)  # prices below that one, tried from every set of forced parameters
+_ROWS_WORK = 200_000_000  # of the solver on a problem with rows of memory: about two seconds
 _HALVINGS = 2  # of the number of parameters that are forced, in one gap
 _POOL = 4  # plans that are mixed at a time
 _MIXED = 8  # mixtures of them that are accounted for
@@ -50,6 +53,27 @@ class Candidate:
         return self.found.memory.peak
 
 
+def frontier_plans(planner: Planner, gaps: int) -> list[ShardingPlan]:
+    """The plans of a graph that are worth their memory, with layers recomputed as the planner's settings say.
+
+    `"auto"`: the plans without recomputation, and those in which all layers are run again. Some of either may beat some
+    of the others; `Frontier` leaves those out.
+
+    Args:
+        planner: without a memory limit.
+        gaps: of each frontier that are looked into.
+    """
+    wanted = planner.settings.recompute
+    layers = () if wanted == "none" else recomputable(planner.graph)
+    plans = FrontierSearch(planner, gaps).run() if wanted != "full" or not layers else []
+    if layers:
+        graph = recomputed(planner.graph, [layer.name for layer in layers])
+        other = Planner(graph, planner.mesh, planner.cluster, planner.wishes, planner.settings, planner.progress)
+        other.deadline = planner.deadline
+        plans += FrontierSearch(other, gaps).run()
+    return plans
+
+
 class FrontierSearch:
     """Looks for plans no two of which are better than each other in the time of a step and in the peak of a device.
 
@@ -59,7 +83,9 @@ class FrontierSearch:
     * The plan without a limit, its reductions hidden, is the fast end.
     * Where memory alone has a price, at the moments at which the plans so far held most, the plans are the lean end
       (fictitious play, as where a limit has to be met).
-    * Lower prices on those moments, with the largest parameters forced to be sharded or not (Rhino 4.4), lie between.
+    * Between them lie the plans of the frontier of cost and memory summed at those moments (`solver.cost_frontier`);
+      where there are too many strategies for it, lower prices. The largest parameters are forced to be sharded or not
+      (Rhino 4.4).
     * Equal layers all flip at one price. So plans are mixed, each layer as in one or another of them: the mixtures that
       are looked at are the cost frontier (`solver.cost_frontier`) of the problem in which every operator has the
       strategies of these plans alone.
@@ -67,8 +93,8 @@ class FrontierSearch:
       more parameters forced than at one end and fewer than at the other, with rows of memory in the problem
       (Rhino 4.2), and by mixing the plans around them.
 
-    Rows of memory are searched no longer than a share of the seconds spent so far, and the time limit ends the search
-    early: a slow machine may miss some plans.
+    Rows of memory make some problems far harder than prices do: they are searched with so much work and no more. Only
+    the time limit, which ends the search early, makes it depend on the machine.
 
     Args:
         planner: without a memory limit.
@@ -84,11 +110,9 @@ class FrontierSearch:
         self.sizes = forceable(planner.graph, planner.wishes)
         self.mixed: set[frozenset[int]] = set()
         self.unseen = 0.0
-        self.patience = math.inf
 
     def run(self) -> list[ShardingPlan]:
         """The plans, from the smallest peak to the shortest step."""
-        start = time.monotonic()
         fastest = self.planner.plan()
         decisions = Decisions.from_data(fastest.decisions)
         found = self.planner.found(decisions, fastest.cost, fastest.lower_bound, fastest.method)
@@ -97,7 +121,6 @@ class FrontierSearch:
         if forced is not None:
             weights = self._leanest(forced)
             self._between(forced, weights)
-        self.patience = (time.monotonic() - start) / 4  # rows make some problems far harder than prices do
         self._mix_families()
         self._refine()
         return [self._plan(candidate, fastest) for candidate in self.frontier()]
@@ -131,15 +154,25 @@ class FrontierSearch:
 
     def _between(self, forced: Candidate, weights: np.ndarray) -> None:
         """Meets plans at lower prices, and plans with fewer parameters forced."""
-        for strength in _LADDER:
-            self._priced(forced.wishes, weights, self._unit(forced) * strength)
         peak = peak_weights(self.fastest.found.held)
-        for strength in _LADDER[:-1]:
-            self._priced(self.planner.wishes, peak, self._unit(self.fastest) * strength)
+        if not self._sums(forced.wishes, weights) or not self._sums(self.planner.wishes, peak):
+            for strength in _LADDER:
+                self._priced(forced.wishes, weights, self._unit(forced) * strength)
+            for strength in _LADDER[:-1]:
+                self._priced(self.planner.wishes, peak, self._unit(self.fastest) * strength)
         count = 1
         while count < len(self.sizes):
             self._solve(self._forcing(count))
             count *= 4
+
+    def _sums(self, wishes: Wishes, weights: np.ndarray) -> bool:
+        """Meets plans from the frontier of cost and weighted memory; whether the problem is one that has it found."""
+        if self._late():
+            return True
+        found = mixtures(self.planner, wishes, None, weights, _SUMS)
+        for decisions, cost in found:
+            self._meet(self.planner.found(decisions, cost, 0.0, "sums of memory"), wishes)
+        return bool(found)
 
     def _unit(self, candidate: Candidate) -> float:
         """The price of a byte at which all the memory of a plan costs what its step does."""
@@ -221,7 +254,7 @@ class FrontierSearch:
             return
         with contextlib.suppress(PlanError, BudgetError):
             limit = peak - self.unseen
-            found = self.planner.solve(self.planner.wishes, method=self.method, limit=limit, seconds=self.patience)
+            found = self.planner.solve(self.planner.wishes, method=self.method, limit=limit, work=_ROWS_WORK)
             self.unseen = max(0.0, found.memory.peak - limit)
             self._meet(replace(found, method=f"{found.method}, memory bounded"), self.planner.wishes)
 
@@ -249,8 +282,7 @@ class FrontierSearch:
 
     def _meet(self, found: Found, wishes: Wishes) -> Candidate:
         """Notes a plan."""
-        step = step_seconds(self.planner.account(found.decisions))
-        candidate = Candidate(found, wishes, step)
+        candidate = Candidate(found, wishes, found.step_seconds)
         self.candidates.append(candidate)
         return candidate
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autoshard.cluster.cost import GROUPED_BYTES
 from autoshard.errors import PlanError
 from autoshard.planner.account import Account
 from autoshard.planner.found import Found
 from autoshard.planner.problem import Hiding
-from autoshard.planner.schedule import timeline
 
 if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
@@ -29,15 +29,16 @@ class _Point:
         found: the plan.
         shown: seconds of compute, and of the collectives that nothing hides.
         hidden: seconds of reductions of gradients that have compute to hide behind.
-        step: predicted seconds of the step, by its timeline.
-        exposed: those of them in which a device communicates and does not compute.
     """
 
     found: Found
     shown: float
     hidden: float
-    step: float
-    exposed: float
+
+    @property
+    def step(self) -> float:
+        """Predicted seconds of the step."""
+        return self.found.step_seconds
 
     def value(self, price: float) -> float:
         return self.shown + price * self.hidden
@@ -62,14 +63,13 @@ class HiddenReductions:
         self.planner = planner
         self._contention = planner.cluster.contention
         account = planner.account(first.decisions)
-        seconds = [account.seconds(node) for node in planner.rules.operators]
-        self.behind = np.append(np.cumsum(seconds[::-1])[::-1], [0.0, 0.0])
+        self.behind = _behind(account)
         self.first = self._point(first, account)
         self.points = [self.first]
 
     def run(self) -> Found:
         """The fastest plan found; of equally fast ones, the one that costs least."""
-        if self.first.exposed > _TIE * self.first.step:
+        if self.first.found.exposed > _TIE * self.first.step:
             self._explore()
         fastest = min(point.step for point in self.points)
         found = min(
@@ -114,6 +114,23 @@ class HiddenReductions:
     def _point(self, found: Found, account: Account) -> _Point:
         reductions = [leg for leg in account.legs if leg.gradient]
         hidden = sum(min(leg.path.seconds, float(self.behind[leg.position])) for leg in reductions)
-        with self.planner.timed("schedule"):
-            replayed = timeline(account)
-        return _Point(found, found.cost - hidden, hidden, replayed.disturbed(self._contention), replayed.exposed)
+        return _Point(found, found.cost - hidden, hidden)
+
+
+def _behind(account: Account) -> np.ndarray:
+    """Seconds of compute behind a reduction of a gradient that is made at each moment of the step.
+
+    Gradients are reduced together, about `GROUPED_BYTES` at once, when the last of them is there
+    (`reshard.bucket`): what hides a reduction is the compute behind the last of its group.
+    """
+    seconds = [account.seconds(node) for node in account.rules.operators]
+    behind = np.append(np.cumsum(seconds[::-1])[::-1], [0.0, 0.0])
+    begin, last, held = 0, 0, 0
+    for leg in (leg for leg in account.legs if leg.gradient):
+        bytes = leg.path.steps[0].bytes
+        if held and held + bytes > GROUPED_BYTES:
+            behind[begin:last] = behind[last]
+            begin, held = last + 1, 0
+        last, held = leg.position, held + bytes
+    behind[begin:last] = behind[last]
+    return behind

@@ -12,39 +12,44 @@ from autoshard.planner.planner import Planner
 from autoshard.planner.problem import ProblemBuilder, Wishes
 from autoshard.solver import Edge, Problem, cost_frontier
 
-_POINTS = 40  # of one table of the frontier: it is a proposal, and is thinned
+_EPSILON = 0.01  # of the frontier: it is a proposal
+_LIMIT = 1  # partial mixtures that one combination of strategies may have for every gap of it
 _CELLS = 5_000  # combinations of strategies of one table
+_OPEN_CELLS = 60_000  # the same where all strategies are open, and settling a node would lose much
 
 
 def mixtures(
-    planner: Planner, wishes: Wishes, plans: Sequence[Decisions], weights: np.ndarray, count: int
+    planner: Planner, wishes: Wishes, plans: Sequence[Decisions] | None, weights: np.ndarray, count: int
 ) -> list[tuple[Decisions, float]]:
-    """Decisions in which everything is decided as in some of the plans, and that are worth their memory.
+    """Decisions that are worth their memory, and in which everything is decided as in some of the plans.
 
     Args:
         planner: whose problem it is.
         wishes: under which all the plans were made.
-        plans: the plans that are mixed.
+        plans: the plans that are mixed; None: all strategies are open.
         weights: of the moments at which memory counts [operators + 1].
         count: mixtures wanted at most, spread evenly over the frontier of cost and weighted memory, ends left out.
 
     Returns:
-        Decisions, and their cost in seconds; none on meshes of more than two axes.
+        Decisions, and their cost in seconds; none on meshes of more than two axes, or of more than one where all
+        strategies are open: there are too many of them.
     """
     axes = frozenset(axis for axis, size in enumerate(planner.mesh.sizes) if size > 1)
-    if len(axes) > 2:
+    if len(axes) > (1 if plans is None else 2):
         return []
     builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, wishes)
     built = builder.build(axes, reuse="all")
-    narrow, kept = _narrowed(built.problem, [built.encode(plan) for plan in plans])
+    kept = [np.arange(len(costs)) for costs in built.problem.costs]
+    if plans is not None:
+        kept = [np.unique(chosen) for chosen in np.transpose([built.encode(plan) for plan in plans])]
+    narrow = _narrowed(built.problem, kept)
     # The memory of a strategy is what a price adds to its seconds: the copies that reshards make are among it.
-    priced, _ = _narrowed(
-        builder.build(axes, None, weights, reuse="all").problem, [built.encode(plan) for plan in plans]
-    )
+    priced = _narrowed(builder.build(axes, None, weights, reuse="all").problem, kept)
     usages = tuple(_difference(*costs) for costs in zip(priced.costs, narrow.costs, strict=True))
     tables = [_difference(*(edge.costs for edge in edges)) for edges in zip(priced.edges, narrow.edges, strict=True)]
     problem = replace(narrow, usages=usages, intervals=((0, 1),) * len(usages))
-    frontier = cost_frontier(problem, edge_usages=tables, limit=_POINTS, cells=_CELLS)
+    cells = _OPEN_CELLS if plans is None else _CELLS
+    frontier = cost_frontier(problem, edge_usages=tables, epsilon=_EPSILON, limit=_LIMIT, cells=cells)
     chosen = np.unique(np.linspace(0, len(frontier) - 1, count + 2).round().astype(int))[1:-1]
     found = []
     for point in chosen:
@@ -53,18 +58,15 @@ def mixtures(
     return found
 
 
-def _narrowed(problem: Problem, assignments: Sequence[Sequence[int]]) -> tuple[Problem, list[np.ndarray]]:
-    """The problem with the strategies of these assignments alone, and which they are of every node.
+def _narrowed(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
+    """The problem with these strategies of every node alone.
 
     Edges between two single strategies are left out: they are the same for every mixture.
     """
-    kept = [np.unique(chosen) for chosen in np.transpose(assignments)]
-    edges = tuple(
-        Edge(edge.source, edge.target, edge.costs[np.ix_(kept[edge.source], kept[edge.target])])
-        for edge in problem.edges
-        if edge.costs.size > 1
-    )
-    return Problem(tuple(costs[one] for costs, one in zip(problem.costs, kept, strict=True)), edges), kept
+    ends = [(edge, np.ix_(kept[edge.source], kept[edge.target])) for edge in problem.edges]
+    edges = (Edge(edge.source, edge.target, edge.costs[at]) for edge, at in ends)
+    costs = tuple(costs[one] for costs, one in zip(problem.costs, kept, strict=True))
+    return Problem(costs, tuple(edge for edge in edges if edge.costs.size > 1))
 
 
 def _difference(priced: np.ndarray, plain: np.ndarray) -> np.ndarray:

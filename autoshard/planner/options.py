@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from autoshard.cluster.cost import CostModel
 from autoshard.cluster.flops import flops
 from autoshard.patterns.padding import PLACES, masks
-from autoshard.patterns.rule import Dims, OpCall, Rule
+from autoshard.patterns.rule import Dims, OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import (
     WHOLE,
     Choices,
@@ -26,6 +26,8 @@ from autoshard.patterns.strategy import (
     share,
 )
 from autoshard.patterns.variants import resolved
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import local_shape as spec_shape
 from autoshard.specs.spec import Spec
 
 _COLLECTIVES = {
@@ -51,6 +53,7 @@ class SpecList:
 
     distinct: tuple[Spec, ...]
     index: np.ndarray
+    _bytes: dict[tuple[tuple[int, ...], int], np.ndarray] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(specs: Sequence[Spec]) -> SpecList:
@@ -60,6 +63,14 @@ class SpecList:
 
     def __getitem__(self, strategy: int) -> Spec:
         return self.distinct[self.index[strategy]]
+
+    def bytes(self, meta: TensorMeta, mesh: MeshShape) -> np.ndarray:
+        """Bytes of one rank's shard of a tensor under every strategy."""
+        key = (meta.shape, meta.dtype.itemsize)
+        if key not in self._bytes:
+            distinct = [math.prod(spec_shape(meta.shape, spec, mesh)) * meta.dtype.itemsize for spec in self.distinct]
+            self._bytes[key] = np.array(distinct, dtype=np.float64)[self.index]
+        return self._bytes[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +91,7 @@ class OptionTables:
         self._options: dict[tuple[int, tuple[int | None, ...] | None], Options] = {}
         self._seconds: dict[tuple[int, int, int, tuple[bool, ...]], np.ndarray] = {}
         self._single: dict[tuple[int, int, Choices, tuple[bool, ...]], float] = {}
+        self._held: dict[tuple[int, int], np.ndarray] = {}
         self._kept: list[object] = []  # objects whose identity is a key above
 
     def options(self, rule: Rule, fixed: tuple[int | None, ...] | None = None) -> Options:
@@ -123,6 +135,16 @@ class OptionTables:
             seconds = [self.strategy_seconds(call, rule, choice, zeros) for choice in options.choices]
             self._seconds[key] = np.array(seconds)
         return self._seconds[key]
+
+    def held(self, call: OpCall, options: Options) -> np.ndarray:
+        """Bytes of the results of every strategy."""
+        key = (id(call), id(options))
+        if key not in self._held:
+            self._kept += [call, options]
+            results = zip(call.results, options.results, strict=True)
+            parts = [specs.bytes(meta, self.mesh) for meta, specs in results if meta is not None]
+            self._held[key] = np.sum(parts, axis=0) if parts else np.zeros(len(options.choices))
+        return self._held[key]
 
     def strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:
         """Seconds of compute and of inner collectives of one strategy."""

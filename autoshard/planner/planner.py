@@ -19,7 +19,7 @@ from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, PlanError
-from autoshard.memory.footprint import Allocation, Memory, held
+from autoshard.memory.footprint import Memory, held
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph import GraphRules, Value
@@ -28,15 +28,17 @@ from autoshard.plan import ShardingPlan
 from autoshard.planner.account import Account
 from autoshard.planner.allocations import allocations
 from autoshard.planner.budget import BudgetSearch
-from autoshard.planner.found import Found
+from autoshard.planner.found import Found, Run
 from autoshard.planner.hidden import HiddenReductions
 from autoshard.planner.hubs import Reuse
+from autoshard.planner.lessons import Lessons
 from autoshard.planner.options import OptionTables
 from autoshard.planner.problem import BuiltProblem, Hiding, ProblemBuilder, Wishes
 from autoshard.planner.progress import Progress
 from autoshard.planner.recorded import LocalPrograms
-from autoshard.planner.schedule import step_seconds
-from autoshard.planner.solving import Answer, Search, answered, bounded, is_large
+from autoshard.planner.schedule import OperatorPrices, timeline
+from autoshard.planner.skeleton import Skeleton, skeleton
+from autoshard.planner.solving import CLOSE, Answer, Search, answered, is_large, taught
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.reshard.loose import LooseResharder
 from autoshard.reshard.path import Resharder
@@ -62,7 +64,7 @@ class Settings:
         time_limit: seconds for the whole search.
         recompute: what the backward half may run again instead of keeping it, one of `RECOMPUTE`: layers, where a
             memory limit asks for it; nothing; or all layers.
-        effort: one of `EFFORTS`: "fast" takes the first good plan of tied layers, "full" looks further.
+        effort: one of `EFFORTS`: "fast" takes what messages or segments find on tied layers, "full" looks further.
         work_limit: for every problem that goes to the solver, in its units of work: a limit under which equal runs
             give equal plans, however busy the machine is. None for none.
     """
@@ -98,21 +100,26 @@ class Planner:
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.timings: dict[str, float] = {}
+        self._lessons: tuple[Wishes, Lessons, Tiling | None] | None = None  # of the problem of all of many axes
+        self._running: set[str] = set()  # phases that are being timed
         self.unlimited: Found | None = None  # what was found without the memory limit
         self.graph = graph
         self.mesh = mesh
         self.cluster = cluster
-        self.wishes = replace(wishes, state_bytes=settings.optimizer.per_element)
+        self.wishes = replace(wishes, optimizer=settings.optimizer)
         self.settings = settings
         self.progress = progress
         self.start = time.monotonic()
         self.deadline = self.start + settings.time_limit
+        self._asked: ProblemBuilder | None = None  # of the wishes that were asked for last
+        self._found: list[Found] = []  # every plan that was looked at
         self._account: Account | None = None  # of the decisions looked at last
         self.best: Found | None = None  # the cheapest plan met that keeps the limit
         self.cost = CostModel(cluster, mesh)
         self.resharder = Resharder(mesh, self.cost.collective, self.cost.gradient_collective)
-        self.tables = OptionTables(self.cost)
         self.programs = LocalPrograms(graph, mesh)
+        self.tables = OptionTables(self.cost)
+        self.prices = OperatorPrices(self.tables)
         with self.timed("patterns"):
             self.rules = GraphRules(graph, mesh)
 
@@ -166,7 +173,7 @@ class Planner:
         limit: float | None = None,
         prices: np.ndarray | None = None,
         hiding: Hiding | None = None,
-        seconds: float = math.inf,
+        work: int | None = None,
     ) -> Found:
         """The best decisions found under some wishes.
 
@@ -176,28 +183,23 @@ class Planner:
             limit: bytes that what operators and parameters hold may reach at any moment.
             prices: of memory, in seconds per byte at every moment; they decide, and are no part of the cost found.
             hiding: what reductions of gradients count; it decides, and is no part of the cost found.
-            seconds: that a single problem may take; at least one, and no more than the planner has left.
+            work: of the solver on a single problem, in its units; by default what the settings say.
 
         Raises:
             PlanError: the method found no decisions in the time there is, or can't solve this problem.
             BudgetError: the same under a limit.
             KeyboardInterrupt: somebody interrupted the search; `best` is then the cheapest plan met.
         """
-        builder = self.builder.wishing(wishes)
-        ask = _Ask(builder, method or self.settings.method, limit, prices, hiding, seconds)
+        if self._asked is None or self._asked.wishes is not wishes:
+            self._asked = self.builder.wishing(wishes)
+        builder = self._asked
+        ask = _Ask(builder, method or self.settings.method, limit, prices, hiding, work or self.settings.work_limit)
         if len(self._axes) <= 2:
             solved = self._solve_block(ask, frozenset(self._axes), None)
             bound = solved.lower_bound
         else:
-            start, bound = self._started(ask)
-            try:
-                solved = self._solve_in_turn(ask, self._axes, start)
-            except (PlanError, BudgetError):
-                if start is None:
-                    raise
-                # What was free at loose prices may be forbidden: routed rows never change their places.
-                solved = self._solve_in_turn(ask, self._axes, None)
-            bound = min(bound, solved.cost)
+            solved = self._solve_many_axes(ask)
+            bound = min(solved.lower_bound if np.isfinite(solved.lower_bound) else self._floor, solved.cost)
         found = self.found(solved.decisions, solved.cost, bound, solved.method)
         self._meet(found)
         if solved.interrupted:
@@ -212,17 +214,32 @@ class Planner:
             bound = found.lower_bound if self.best is None else self.best.lower_bound
             self.best = replace(found, lower_bound=min(bound, found.cost))
 
-    def allocations(self, decisions: Decisions) -> list[Allocation]:
-        """What one device holds, and when, under some decisions."""
-        flow = Flow(self.rules, decisions, self.mesh)
-        return list(allocations(flow, self.resharder, self.settings.optimizer, self.programs))
+    def program(self, flow: Flow) -> Skeleton:
+        """The calls of the program that some decisions stand for."""
+        with self.timed("account"):
+            return skeleton(flow, self.resharder, self.programs)
 
     def found(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> Found:
-        """Some decisions with what a device holds under them, and when."""
-        with self.timed("account"):
-            allocated = self.allocations(decisions)
-            memory, over_time = Memory.of(allocated, self.place), held(allocated, len(self.rules.operators) + 1)
-        return Found(decisions, cost, lower_bound, method, memory, over_time)
+        """Some decisions with what their program does: how long its step takes, what a device holds under them."""
+        for known in self._found:
+            if known.decisions == decisions:
+                return replace(known, cost=cost, lower_bound=lower_bound, method=method)
+        flow = Flow(self.rules, decisions, self.mesh)
+
+        def replay(program: Skeleton) -> tuple[float, float]:
+            with self.timed("schedule"):
+                replayed = timeline(program, self.prices)
+                return replayed.disturbed(self.cluster.contention), replayed.exposed
+
+        def account(program: Skeleton) -> tuple[Memory, np.ndarray]:
+            with self.timed("account"):
+                allocated = list(allocations(flow, program, self.settings.optimizer))
+                return Memory.of(allocated, self.place), held(allocated, len(self.rules.operators) + 1)
+
+        self._found.append(
+            Found(decisions, cost, lower_bound, method, Run(lambda: self.program(flow), replay, account))
+        )
+        return self._found[-1]
 
     def place(self, moment: int) -> tuple[str, str, str]:
         """What runs at a moment of the step: phase, path of the module, operator."""
@@ -255,14 +272,14 @@ class Planner:
 
     def _answered(self, ask: _Ask, built: BuiltProblem, tiling: Tiling | None, *, proof: bool) -> Answer:
         """What the solver says; `proof`: whether a bound is a bound of all, and worth an effort."""
-        deadline = min(self.deadline, time.monotonic() + ask.seconds)
         plain = ask.prices is None and ask.hiding is None
         search = Search(
             ask.method,
-            deadline,
+            self.deadline,
             proof=proof and plain,
+            priced=ask.prices is not None,
             fast=self.settings.effort == "fast",
-            work_limit=self.settings.work_limit,
+            work_limit=ask.work,
             report=self._report,
         )
         try:
@@ -292,27 +309,51 @@ class Planner:
         """The mesh axes that there is something to decide for."""
         return [axis for axis, size in enumerate(self.mesh.sizes) if size > 1]
 
-    def _started(self, ask: _Ask) -> tuple[Decisions | None, float]:
-        """Where a search over three axes and more begins, and a bound of what it can reach.
+    def _solve_many_axes(self, ask: _Ask) -> _Solved:
+        """Three axes and more: all at once where that is possible, or else some while the others stay, in turn."""
+        solved = self._solve_taught(ask)
+        # Other prices of what is hidden only propose plans, which the timeline judges: they need no proof.
+        enough = self.settings.effort == "fast" or ask.hiding is not None
+        if solved is not None and (enough or solved.gap <= CLOSE or solved.interrupted):
+            return solved
+        start = solved or self.best
+        try:
+            in_turn = self._solve_in_turn(ask, self._axes, None if start is None else start.decisions)
+        except (PlanError, BudgetError):
+            if start is None:
+                raise
+            in_turn = self._solve_in_turn(ask, self._axes, None)  # what others wished for may be forbidden here
+        if solved is None:
+            return replace(in_turn, lower_bound=-math.inf)
+        better = in_turn if in_turn.value < solved.value else replace(solved, interrupted=in_turn.interrupted)
+        return replace(better, lower_bound=solved.lower_bound)
 
-        Strategies of all axes at once can be listed, but there are too many pairs of specs to find a path for each.
-        With prices that no path is below, the problem is one that message passing bounds, and whose assignment is a
-        start. Those who ask about other prices start from what was found before.
+    def _solve_taught(self, ask: _Ask) -> _Solved | None:
+        """All axes at once, at prices that no path is below until the exact ones are learned where they count.
+
+        Small problems have exact prices at once. None where memory counts, whose prices are of more than reshards,
+        where strategies are too many, and where nothing is found.
         """
-        if ask.prices is not None or ask.hiding is not None or ask.limit is not None or ask.method != "auto":
-            return None if self.best is None else self.best.decisions, self._floor()
-        if self._most_strategies() > _MOST_STRATEGIES:
-            return None, self._floor()
-        with self.timed("problem"):
-            loose = LooseResharder(self.mesh, self.cost.collective, self.cost.gradient_collective)
-            builder = ProblemBuilder(self.rules, self.tables, loose, ask.builder.wishes)
-            built = builder.build(frozenset(self._axes))
-            tiling = Tiling.of(built, self.layers)
+        open_ = ask.prices is None and ask.limit is None and ask.method == "auto"
+        if not open_ or self._most_strategies() > _MOST_STRATEGIES:
+            return None
+        wishes = ask.builder.wishes
+        if self._lessons is None or self._lessons[0] is not wishes:
+            with self.timed("problem"):
+                loose = LooseResharder(self.mesh, self.cost.collective, self.cost.gradient_collective)
+                built = ProblemBuilder(self.rules, self.tables, loose, wishes).build(frozenset(self._axes))
+                self._lessons = wishes, Lessons(built), Tiling.of(built, self.layers)
+        _, lessons, tiling = self._lessons
+        if not is_large(lessons.built.problem):
+            return self._solve_block(ask, frozenset(self._axes), None)
+        search = Search("auto", self.deadline, proof=ask.hiding is None, work_limit=ask.work, report=self._report)
         with self.timed("solve"):
-            answer = bounded(built, tiling, Search("auto", self.deadline, report=self._report))
-        if answer.interrupted:
-            raise KeyboardInterrupt
-        return built.decode(answer.assignment) if answer.assignment else None, max(answer.lower_bound, self._floor())
+            answer, lessons = taught(lessons, self.resharder, tiling, search, ask.hiding)
+            self._lessons = wishes, lessons, tiling
+        if not answer.assignment:
+            return None
+        decisions, cost = lessons.built.decode(answer.assignment), lessons.built.problem.cost(answer.assignment)
+        return _Solved(decisions, answer.cost, cost, answer.lower_bound, answer.method, answer.interrupted)
 
     def _most_strategies(self) -> int:
         """Strategies of the operator that has most of them, at most."""
@@ -344,6 +385,7 @@ class Planner:
         assert best is not None
         return best
 
+    @cached_property
     def _floor(self) -> float:
         """A lower bound that needs no search: every operator at its cheapest, every reshard free."""
         total = 0.0
@@ -385,7 +427,7 @@ class Planner:
             input_placements=by_kind.get("input", {}),
             output_placements={name: spec.placements for name, spec in found.decisions.outputs.items()},
             shapes=shapes,
-            step_seconds=step_seconds(account),
+            step_seconds=found.step_seconds,
             memory=found.memory,
             device_memory=self.cluster.device.memory,
             collectives=account.collectives(),
@@ -404,23 +446,27 @@ class Planner:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
+        """Adds what is done to a phase; what belongs to it twice counts once."""
+        outermost, start = phase not in self._running, time.perf_counter()
+        self._running.add(phase)
         try:
             yield
         finally:
-            self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - start
+            if outermost:
+                self._running.remove(phase)
+                self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - start
 
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """What is to be solved: whose problem, how, what is asked of memory, and the seconds for one problem."""
+    """What is to be solved: whose problem, how, what is asked of memory, and the solver's work on one problem."""
 
     builder: ProblemBuilder
     method: str
     limit: float | None
     prices: np.ndarray | None
     hiding: Hiding | None
-    seconds: float
+    work: int | None
 
     @property
     def reuse(self) -> Reuse:
@@ -440,3 +486,7 @@ class _Solved:
     lower_bound: float
     method: str
     interrupted: bool = False
+
+    @property
+    def gap(self) -> float:
+        return (self.value - self.lower_bound) / max(abs(self.value), 1e-300)

@@ -7,9 +7,8 @@ the seconds to reshard a tensor from each option of its producer to each option 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,17 +17,19 @@ from torch import fx
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.capture.joint import JointInput, JointOutput
+from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph import GraphRules, Use, Value, value_of
-from autoshard.patterns.rule import Rule
+from autoshard.patterns.rule import Rule, TensorMeta
 from autoshard.patterns.strategy import WHOLE, Choices
-from autoshard.planner.hubs import Reread, Reuse, as_rereads, from_where_it_lies, rereads, tie, with_rereads
+from autoshard.planner.edge_tables import FORBIDDEN, EdgeTables, differ
+from autoshard.planner.hubs import Reread, Reuse, as_rereads, from_where_it_lies, rereads, with_rereads
 from autoshard.planner.options import OptionTables, SpecList
 from autoshard.reshard.loose import LooseResharder
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import dim_of, is_even, is_placeable, local_shape
+from autoshard.specs.layout import dim_of, is_even, is_placeable
 from autoshard.specs.spec import Spec, is_shard, split_factor_of
 
 _SMALL = 64  # a gathered activation so many times smaller than the step's largest tensor is kept, whatever it costs
@@ -44,7 +45,7 @@ class Wishes:
         planned_outputs: outputs are handed back as they lie, not gathered.
         outputs: output name -> the spec in which it is to be handed back.
         local_inputs: inputs arrive as shards.
-        state_bytes: bytes per parameter element that training adds to the parameter itself: optimizer state.
+        optimizer: what it holds beside a trained parameter and its gradient.
     """
 
     pinned: Mapping[str, tuple[Placement | None, ...]] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class Wishes:
     planned_outputs: bool = False
     outputs: Mapping[str, Spec] = field(default_factory=dict)
     local_inputs: bool = False
-    state_bytes: float = 8.0
+    optimizer: OptimizerMemory = field(default_factory=OptimizerMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +111,18 @@ class ProblemBuilder:
         self.wishes = wishes
         self.inputs: dict[fx.Node, JointInput] = {source.node: source for source in rules.graph.inputs}
         self.position = {node: position for position, node in enumerate(rules.operators)}
-        self.tables_between: dict[tuple[object, ...], np.ndarray] = {}
+        self.edge_tables = EdgeTables(resharder)
         self._lists: dict[tuple[Spec, ...], SpecList] = {}
-        self._ties: dict[int, np.ndarray] = {}
+        self._labels: dict[int, tuple[Sequence[Choices], np.ndarray]] = {}
         self._plain: dict[tuple[frozenset[int], Reuse], BuiltProblem] = {}
+        self._last: tuple[frozenset[int], Decisions | None, Reuse, BuiltProblem] | None = None
 
     def wishing(self, wishes: Wishes) -> ProblemBuilder:
         """A builder for other wishes that shares the tables made so far; itself for its own."""
         if wishes is self.wishes:
             return self
         other = copy.copy(self)
-        other.wishes, other._plain = wishes, {}
+        other.wishes, other._plain, other._last = wishes, {}, None
         return other
 
     def build(
@@ -144,11 +146,17 @@ class ProblemBuilder:
             reuse: of what the backward half may keep copies that the forward half made, or make them again (see
                 `planner.hubs`). Where memory does not count, keeping is as good.
         """
-        if current is not None or prices is not None or hiding is not None:
-            return _Build(self, free, current, prices, hiding, reuse).run()
-        if (free, reuse) not in self._plain:
-            self._plain[free, reuse] = _Build(self, free, None, None, None, reuse).run()
-        return self._plain[free, reuse]
+        if hiding is not None:
+            return self.build(free, current, prices, reuse=reuse).hiding(hiding)
+        if prices is not None:
+            return _Build(self, free, current, prices, reuse).run()
+        if current is None:
+            if (free, reuse) not in self._plain:
+                self._plain[free, reuse] = _Build(self, free, None, None, reuse).run()
+            return self._plain[free, reuse]
+        if self._last is None or self._last[0] != free or self._last[1] is not current or self._last[2] != reuse:
+            self._last = (free, current, reuse, _Build(self, free, current, None, reuse).run())
+        return self._last[3]
 
     def listed(self, specs: Sequence[Spec]) -> SpecList:
         """The specs as a shared list."""
@@ -162,29 +170,58 @@ class ProblemBuilder:
         """Bytes of the largest tensor of the step."""
         return max(value.meta.bytes for value in self.rules.values())
 
-    def tie(self, specs: int) -> np.ndarray:
-        """What ties the hub of the backward half to that of the forward half, each with so many specs."""
-        if specs not in self._ties:
-            self._ties[specs] = tie(specs)
-        return self._ties[specs]
+    def labels(self, choices: Sequence[Choices]) -> np.ndarray:
+        """The choices of an operator as an array, `[strategies, mesh axes]`; made once for equal operators."""
+        if id(choices) not in self._labels:
+            labels = np.array(choices, dtype=np.int64).reshape(len(choices), self.mesh.ndim)
+            self._labels[id(choices)] = (choices, labels)
+        return self._labels[id(choices)][1]
 
-    def between(self, value: Value, sources: SpecList, targets: SpecList, gradient: bool = False) -> np.ndarray:
-        """Seconds to reshard a tensor between all specs of two lists; `gradient`: on its way to the optimizer."""
-        meta = value.meta
-        key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets), gradient)
-        if key not in self.tables_between:
-            resharder: Resharder | LooseResharder = self.resharder.gradients if gradient else self.resharder
-            distinct = resharder.seconds(meta.shape, meta.dtype.itemsize, sources.distinct, targets.distinct)
-            self.tables_between[key] = distinct[np.ix_(sources.index, targets.index)]
-        return self.tables_between[key]
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What is resharded on an edge.
+
+    Attributes:
+        meta: of the tensor.
+        sources, targets: its specs under the options of either end.
+        gradient: whether an optimizer is given what arrives.
+    """
+
+    meta: TensorMeta
+    sources: SpecList
+    targets: SpecList
+    gradient: bool
 
 
 @dataclass(eq=False)
 class BuiltProblem:
-    """A problem, and how its assignments read as decisions."""
+    """A problem, and how its assignments read as decisions.
+
+    Attributes:
+        problem: the problem.
+        variables: its nodes.
+        reductions: number of an edge on which a gradient goes to its optimizer -> seconds of that reshard, and the
+            moment at which it starts.
+        crossings: number of an edge that is a reshard and nothing else -> that.
+    """
 
     problem: Problem
     variables: list[Variable]
+    reductions: dict[int, tuple[np.ndarray, int]] = field(default_factory=dict)
+    crossings: dict[int, Crossing] = field(default_factory=dict)
+
+    def hiding(self, hiding: Hiding) -> BuiltProblem:
+        """The same problem where reductions of gradients count less as far as compute hides them."""
+        edges, made = list(self.problem.edges), dict[tuple[int, int, float], np.ndarray]()
+        for number, (seconds, moment) in self.reductions.items():
+            edge = edges[number]
+            most = seconds.max(initial=0.0, where=np.isfinite(seconds))
+            key = (id(edge.costs), id(seconds), min(float(hiding.behind[moment]), most))  # equal layers share a table
+            if key not in made:
+                made[key] = edge.costs - (1.0 - hiding.price) * hiding.hidden(seconds, moment)
+            edges[number] = replace(edge, costs=made[key])
+        return replace(self, problem=replace(self.problem, edges=tuple(edges)))
 
     def decode(self, assignment: Sequence[int]) -> Decisions:
         """The decisions that an assignment stands for."""
@@ -233,7 +270,6 @@ class _Build:
         free: frozenset[int],
         current: Decisions | None,
         prices: np.ndarray | None,
-        hiding: Hiding | None,
         reuse: Reuse,
     ) -> None:
         self.builder = builder
@@ -242,7 +278,6 @@ class _Build:
         self.current = current
         self.free = free
         self.end = len(self.rules.operators) + 1
-        self.hiding = hiding
         self.reuse = reuse
         self.paid = None if prices is None else np.concatenate(([0.0], np.cumsum(prices)))
         self.made = {
@@ -253,6 +288,9 @@ class _Build:
         self.open: dict[Value, bool] = {}  # whether it is open how the backward half gets at a value
         self.variables: list[Variable] = []
         self.edges: list[Edge] = []
+        self.reductions: dict[int, tuple[np.ndarray, int]] = {}
+        self.crossings: dict[int, Crossing] = {}
+        self.tables: dict[tuple[int, str, float], np.ndarray] = {}
         self.of_node: dict[fx.Node, int] = {}
         self.of_output: dict[str, int] = {}
 
@@ -268,12 +306,16 @@ class _Build:
             self._connect(value)
         self._tie_tangents()
         self._tie_draws()
-        return BuiltProblem(self._problem(), self.variables)
+        return BuiltProblem(self._problem(), self.variables, self.reductions, self.crossings)
 
     def _problem(self) -> Problem:
-        usages = tuple(
-            np.zeros(len(variable.options)) if variable.usage is None else variable.usage for variable in self.variables
-        )
+        nothing: dict[int, np.ndarray] = {}  # equal vectors are one object, so that they are looked at once
+
+        def usage(variable: Variable) -> np.ndarray:
+            size = len(variable.options)
+            return nothing.setdefault(size, np.zeros(size)) if variable.usage is None else variable.usage
+
+        usages = tuple(map(usage, self.variables))
         return Problem(
             costs=tuple(np.asarray(variable.seconds, dtype=np.float64) for variable in self.variables),
             edges=tuple(self.edges),
@@ -286,7 +328,7 @@ class _Build:
     def _components(self, variable: Variable) -> np.ndarray:
         """One label per mesh axis for every option: the choice, or the placement."""
         if variable.kind == "operator":
-            return np.array(variable.options, dtype=np.int64).reshape(len(variable.options), self.mesh.ndim)
+            return self.builder.labels(variable.options)  # type: ignore[arg-type]
         labels: dict[Placement, int] = {}
         specs = (variable.results[0][option] for option in range(len(variable.options)))
         rows = [[labels.setdefault(placement, len(labels)) for placement in spec] for spec in specs]
@@ -308,16 +350,10 @@ class _Build:
         seconds = tables.seconds(call, rule, chosen, self.rules.zeros[node])
         variable = Variable("operator", node.name, chosen.choices, seconds, chosen.results)
         if not rule.free:
-            variable.usage = sum(
-                (
-                    self._bytes(Value(node, index), specs)
-                    for index, specs in enumerate(chosen.results)
-                    if call.results[index] is not None
-                ),
-                start=np.zeros(len(chosen.choices)),
-            )
+            variable.usage = self.builder.tables.held(call, chosen)
             variable.life = (self.builder.position[node], self._last_use(node) + 1)
-            variable.seconds = variable.seconds + variable.usage * self._price(*variable.life)
+            if self.paid is not None:
+                variable.seconds = variable.seconds + variable.usage * self._price(*variable.life)
         return variable
 
     def _price(self, start: int, end: int) -> float:
@@ -345,11 +381,7 @@ class _Build:
         return last
 
     def _bytes(self, value: Value, specs: SpecList) -> np.ndarray:
-        meta = value.meta
-        distinct = [
-            math.prod(local_shape(meta.shape, spec, self.mesh)) * meta.dtype.itemsize for spec in specs.distinct
-        ]
-        return np.array(distinct, dtype=np.float64)[specs.index]
+        return specs.bytes(value.meta, self.mesh)
 
     def _rest(self, source: JointInput) -> Variable:
         value = Value(source.node)
@@ -362,14 +394,21 @@ class _Build:
             # Equal otherwise, a parameter stays whole: a shard at rest costs the launch of a gather.
             overhead = self.builder.tables.cost.compute(0.0, 0.0, value.meta.dtype)
             seconds += [overhead * len(spec.shard_axes) for spec in specs]
-            held, kept = self._bytes(value, listed), 1.0
-            variable.life = (0, self.end)
+            held = self._bytes(value, listed)
+            variable.life, variable.usage = (0, self.end), held
             if source.name in self.made:
-                kept += self.builder.wishes.state_bytes / value.meta.dtype.itemsize
+                state = self._state(value, held)
+                variable.usage = 2.0 * held + state
                 variable.seconds += held * self._price(self.made[source.name], self.end)
-            variable.seconds += held * kept * self._price(*variable.life)
-            variable.usage = held * (kept + 1.0 if source.name in self.made else kept)
+                variable.seconds += state * self._price(*variable.life)
+            variable.seconds += held * self._price(*variable.life)
         return variable
+
+    def _state(self, value: Value, held: np.ndarray) -> np.ndarray:
+        """Bytes of the optimizer's state of a parameter, for the bytes of it that a device holds under every option."""
+        shape, itemsize = value.meta.shape, value.meta.dtype.itemsize
+        optimizer = self.builder.wishes.optimizer
+        return np.array([optimizer.state_bytes(shape, (int(one) // itemsize,), itemsize) for one in held], dtype=float)
 
     def _rest_specs(self, source: JointInput, value: Value) -> list[Spec]:
         """The specs in which a placeholder may lie before the step."""
@@ -505,14 +544,14 @@ class _Build:
         again = _End(number, listed, (used, held[1]))
         lying = self._bytes(value, source.specs) * (not self._is_view(value))
         costs = from_where_it_lies(
-            self.builder.between(value, source.specs, first.specs),
-            self._bytes(value, first.specs) * _differ(source.specs, first.specs),
+            self.builder.edge_tables.between(value.meta, source.specs, first.specs),
+            self._bytes(value, first.specs) * differ(source.specs, first.specs),
             lying,
             self._price(held[0], again.life[0]),
             self._price(*again.life),
         )
         self.edges.append(Edge(source.variable, number, costs))
-        self.edges.append(Edge(first.variable, number, self.builder.tie(len(specs))))
+        self.edges.append(Edge(first.variable, number, self.builder.edge_tables.tie(len(specs))))
         for use in backward:
             self._edge(value, again, use)
         for use in gradients:
@@ -569,28 +608,31 @@ class _Build:
         if source.variable == target.variable:
             # A tensor handed back where it came from (an unchanged buffer): nothing to pay.
             return
-        costs = self.builder.between(value, source.specs, target.specs, target.gradient)
-        if target.gradient and self.hiding is not None:
-            costs = costs - (1.0 - self.hiding.price) * self.hiding.hidden(costs, target.life[0])
-        costs = costs + self._forbidden(value, source.specs, target.specs)
-        price = self._price(*target.life)
-        if price:
-            costs = costs + price * self._bytes(value, target.specs) * _differ(source.specs, target.specs)
-        if costs.size > 1 or costs.any():
+        between = self.builder.edge_tables.between
+        seconds = between(value.meta, source.specs, target.specs, target.gradient)
+        price, forbidden = self._price(*target.life), self._forbidden(value)
+        # Equal layers share a table where nothing is added, or the same is.
+        key = (id(seconds), forbidden, price)
+        if key not in self.tables:
+            costs = seconds
+            if forbidden:
+                costs = costs + FORBIDDEN[forbidden](source.specs, target.specs)
+            if price:
+                costs = costs + price * self._bytes(value, target.specs) * differ(source.specs, target.specs)
+            self.tables[key] = costs
+        costs = self.tables[key]
+        if costs.size > 1 or costs.any() or source.specs.distinct != target.specs.distinct:
+            if target.gradient:
+                self.reductions[len(self.edges)] = (seconds, target.life[0])
+            if not price:
+                self.crossings[len(self.edges)] = Crossing(value.meta, source.specs, target.specs, target.gradient)
             self.edges.append(Edge(source.variable, target.variable, costs))
 
-    def _forbidden(self, value: Value, sources: SpecList, targets: SpecList) -> np.ndarray | float:
-        """Infinite where a gradient would be reduced in another dtype than the policy of precisions asks for."""
+    def _forbidden(self, value: Value) -> str:
+        """In what way reshards of the value are limited, one of `FORBIDDEN`; empty where they are not."""
         if self.rules.restores(value.node):
-            partial = np.array([bool(spec.partial_axes) for spec in sources.distinct])
-            return np.where(partial[sources.index], np.inf, 0.0)[:, None]
-        if value in self.rules.unreduced:
-            reduced = [
-                [not set(source.partial_axes) <= set(target.partial_axes) for target in targets.distinct]
-                for source in sources.distinct
-            ]
-            return np.where(np.array(reduced)[np.ix_(sources.index, targets.index)], np.inf, 0.0)
-        return 0.0
+            return "reduced before"
+        return "reduced later" if value in self.rules.unreduced else ""
 
     def _tie_tangents(self) -> None:
         """The gradient of an output arrives as the output was handed back."""
@@ -625,12 +667,6 @@ def _splits(variable: Variable) -> list[tuple[object, ...]]:
 def _specs(uses: Sequence[_End]) -> tuple[Spec, ...]:
     """The specs in which a value is wanted, each once."""
     return tuple(dict.fromkeys(spec for use in uses for spec in use.specs.distinct))
-
-
-def _differ(sources: SpecList, targets: SpecList) -> np.ndarray:
-    """For all pairs of two lists, whether one spec is not the other: whether a copy is made."""
-    distinct = np.array([[float(source is not target) for target in targets.distinct] for source in sources.distinct])
-    return distinct[np.ix_(sources.index, targets.index)]
 
 
 def _plain_nest(spec: Spec) -> bool:

@@ -179,6 +179,11 @@ class LocalPrograms:
             self._calls[key] = self._record(call, rule, choices, operands, zeros)
         return self._calls[key]
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without numbers, row-major."""
+        with self.mode:
+            return torch.empty([int(plain(size)) for size in shape], dtype=dtype, device=self.device)
+
     def _record(
         self, call: OpCall, rule: Rule, choices: Choices, operands: Sequence[torch.Tensor], zeros: Sequence[bool]
     ) -> RecordedCall:

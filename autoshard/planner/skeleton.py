@@ -19,11 +19,12 @@ from autoshard.capture import outside_modes
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph import Value, operand_nodes, value_of
 from autoshard.patterns.local import collectives
+from autoshard.patterns.variants import resolved
 from autoshard.planner.recorded import LocalPrograms
 from autoshard.reshard.bucket import bucket_reductions
 from autoshard.reshard.overlap import await_late, gather_ahead
 from autoshard.reshard.path import Resharder, Step
-from autoshard.size import plain
+from autoshard.simulate.kernels import STARTS
 from autoshard.specs.layout import local_shape
 
 _WAIT = collectives.wait_tensor.default
@@ -161,9 +162,7 @@ class _Builder:
 
     def _placeholder(self, half: str, name: str, shape: Any, dtype: torch.dtype) -> fx.Node:
         node = self.halves[half].graph.placeholder(name)
-        with self.programs.mode:
-            val = torch.empty([int(plain(size)) for size in shape], dtype=dtype, device=self.programs.device)
-        self._tell(node, half, val)
+        self._tell(node, half, self.programs.empty(shape, dtype))
         return node
 
     def _tell(self, node: fx.Node, half: str, val: Any) -> None:
@@ -203,13 +202,23 @@ class _Builder:
             self.made[Value(node).name] = operands[0]
             return
         operands = [self.masked.get((operand, phase), operand) for operand in operands]
+        call, rule, choices = self.rules.calls[node], self.rules.rules[node], self.flow.decisions.choices[node.name]
+        zeros = tuple(operand in self.zeros for operand in operands)
         recorded = self.programs.operator(
-            *(self.rules.calls[node], self.rules.rules[node], self.flow.decisions.choices[node.name]),
-            operands=[operand.meta["val"] for operand in operands],
-            zeros=[operand in self.zeros for operand in operands],
+            call, rule, choices, operands=[operand.meta["val"] for operand in operands], zeros=zeros
         )
         given = [*map(self._here, operands), *map(self._here, self.shared)]
-        node_of = recorded.recording.play(given, self._call)
+        stands_for: list[Any] = (
+            [(call, rule, choices, self.rules.zeros[node])] if resolved(rule, choices)[0].local else []
+        )
+
+        def called(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
+            made = self._call(op, args, kwargs, val)
+            if stands_for and op is not _WAIT and op not in STARTS:
+                made.meta["stands_for"], stands_for[0] = stands_for[0], ()
+            return made
+
+        node_of = recorded.recording.play(given, called)
         for place, (operand, filled) in enumerate(zip(operands, recorded.operands, strict=True)):
             if recorded.operand_zeros[place] and filled.index != place:
                 self.masked[operand, phase] = node_of(filled)
@@ -262,8 +271,7 @@ class _Builder:
         self.taken.add(root)
         if fresh and (gradient.target is _WAIT or gradient.meta["val"].is_contiguous()):
             return gradient
-        with self.programs.mode:
-            val = torch.empty(gradient.meta["val"].shape, dtype=value.meta.dtype, device=self.programs.device)
+        val = self.programs.empty(gradient.meta["val"].shape, value.meta.dtype)
         return self._call(torch.ops.aten.clone.default, (here,), {}, val)
 
     # The halves

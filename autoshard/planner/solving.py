@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 import numpy as np
 
-from autoshard.planner.problem import BuiltProblem
+from autoshard.planner.lessons import Lessons
+from autoshard.planner.problem import BuiltProblem, Hiding
 from autoshard.planner.tiling import Tiling
+from autoshard.reshard.path import Resharder
 from autoshard.solver import Problem, solve
+from autoshard.solver.hierarchy import solve_in_segments
 from autoshard.solver.warm import Messages, Relaxed
 
 Report = Callable[[str, float, float], None]
@@ -32,6 +35,15 @@ _PROVED = 1e-6
 _GOOD = 1e-4
 """Relative gap at which it ends where nothing is to be proved."""
 
+_PRICED = 2e-2
+"""The same where memory has a price: what the limit is kept by is chosen among plans at many prices."""
+
+_LESSONS = 40
+"""Times that prices are learned, at most."""
+
+_STITCHES = 4
+"""Times that segments are, where what messages give is not close."""
+
 CLOSE = 5e-3
 """Relative gap at which a plan of tied layers stands; where it is larger, every layer is looked at by itself."""
 
@@ -44,7 +56,8 @@ class Search:
         method: one of the solver's.
         deadline: `time.monotonic()` seconds.
         proof: whether the bound is wanted; else a good assignment is enough.
-        fast: whether the first assignment that message passing finds is good enough.
+        priced: whether memory has a price.
+        fast: whether an assignment of message passing or, where that leaves a gap, of segments is good enough.
         work_limit: of the solver, in its units; None for none.
         report: told how it goes.
     """
@@ -52,6 +65,7 @@ class Search:
     method: str
     deadline: float
     proof: bool = True
+    priced: bool = False
     fast: bool = False
     work_limit: int | None = None
     report: Report | None = None
@@ -59,6 +73,8 @@ class Search:
     @property
     def close(self) -> float:
         """Relative gap at which the search ends."""
+        if self.priced:
+            return _PRICED
         return _PROVED if self.proof else _GOOD
 
     def told(self, phase: str, cost: float, bound: float) -> None:
@@ -94,10 +110,12 @@ class Answer:
 def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answer:
     """The best assignment found, with a bound at full depth.
 
-    A large problem without a memory limit goes to message passing first, which most often proves its assignment.
+    A large problem without a memory limit goes to message passing first, which most often proves its assignment; so
+    does a small one of which no proof is wanted.
     Where repeated layers are known, that happens where equal layers are tied to one choice, and the messages, laid
-    along all layers, become a bound of the whole problem: what it proves is proved for untied layers too. What
-    remains open goes to the solver: the tied problem, and, if that is not `CLOSE`, the whole one.
+    along all layers, become a bound of the whole problem: what it proves is proved for untied layers too. Where that is
+    not `CLOSE`, segments are stitched. What remains open goes to the solver: the tied problem where messages were
+    close, else the whole one, which starts from what the segments gave.
 
     Args:
         built: the problem.
@@ -105,23 +123,88 @@ def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answ
         search: method and limits.
     """
     problem = built.problem
-    if search.method != "auto" or problem.limit is not None or not is_large(problem):
+    if search.method != "auto" or problem.limit is not None or (search.proof and not is_large(problem)):
         return _by_solver(problem, search)
-    best = _by_messages(problem, places(built), tiling, search)
+    best = by_messages(problem, places(built), tiling, search)
     if best.interrupted or best.gap <= search.close or monotonic() > search.deadline:
         return best
-    if search.fast and best.assignment:
+    start = None
+    if best.gap > CLOSE:
+        stitched = _in_segments(problem, places(built), tiling, search)
+        best = better(best, stitched)
+        start = best.assignment if stitched.assignment else None
+    if best.interrupted or best.gap <= search.close or (search.fast and best.assignment):
         return best
     if tiling is not None:
-        best = better(best, _tied(problem, tiling, search))
+        if start is None:
+            best = better(best, _tied(problem, tiling, search))
         if best.interrupted or best.gap <= CLOSE or monotonic() > search.deadline:
             return best
-    return better(best, _by_solver(problem, search))
+    return better(best, _by_solver(problem, search, start))
 
 
-def bounded(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answer:
-    """A bound, and the assignment that it comes with, however small the problem and however large the gap."""
-    return _by_messages(built.problem, places(built), tiling, search)
+def taught(
+    lessons: Lessons, resharder: Resharder, tiling: Tiling | None, search: Search, hiding: Hiding | None = None
+) -> tuple[Answer, Lessons]:
+    """The best assignment of a problem at loose prices by exact ones, and what was learned on the way.
+
+    Args:
+        lessons: the problem, at prices that are not above the exact ones.
+        resharder: the exact ones.
+        tiling: which variables repeat others; None where nothing does.
+        search: limits.
+        hiding: what reductions of gradients count; all their seconds by default.
+
+    Returns:
+        The assignment, with its cost at exact prices and a bound of all; and the problem with the prices learned.
+    """
+    best = Answer((), float("inf"), -np.inf, "messages", "unknown")
+    order, warm = places(lessons.built), None
+    for _ in range(_LESSONS):
+        problem = lessons.asked(hiding).problem
+        messages = _tied_messages(problem, order, tiling)
+        if warm is not None:
+            messages.start_from(*warm)
+        relaxed, interrupted = _passes(messages, _ITERATIONS, search)
+        warm = messages.along, messages.against
+        assignment = relaxed.assignment if tiling is None else tiling.spread(relaxed.assignment)
+        # What bounds tied layers bounds no others.
+        found = replace(_answer(relaxed, interrupted), lower_bound=relaxed.bound if tiling is None else -np.inf)
+        best, lessons, more = _examined(best, found, assignment, lessons, resharder, hiding)
+        if not more or best.interrupted or best.gap <= search.close or monotonic() > search.deadline:
+            break
+    if tiling is not None and warm is not None and not best.interrupted:
+        problem = lessons.asked(hiding).problem
+        whole = Messages(problem, order)
+        whole.start_from(*tiling.messages(problem, tiling.fold(problem), *warm))
+        relaxed, interrupted = _passes(whole, _MENDING, search, best.cost)
+        found = _answer(relaxed, interrupted)
+        best, lessons, _ = _examined(best, found, found.assignment, lessons, resharder, hiding)
+    # With other prices of what is hidden, an answer is a proposal: it need not be close.
+    for _ in range(_STITCHES):
+        if hiding is not None or best.interrupted or best.gap <= CLOSE or monotonic() > search.deadline:
+            break
+        stitched = _in_segments(lessons.asked(hiding).problem, order, tiling, search)
+        best, lessons, more = _examined(best, stitched, stitched.assignment, lessons, resharder, hiding)
+        if not more:
+            break
+    return best, lessons
+
+
+def _examined(
+    best: Answer,
+    found: Answer,
+    assignment: tuple[int, ...],
+    lessons: Lessons,
+    resharder: Resharder,
+    hiding: Hiding | None,
+) -> tuple[Answer, Lessons, bool]:
+    """The better of two answers by the exact prices of what the second one uses; and whether these were news."""
+    after = lessons.after(assignment, resharder) if assignment else None
+    lessons, news = after or lessons, after is not None
+    cost = lessons.asked(hiding).problem.cost(assignment) if assignment else float("inf")
+    found = replace(found, assignment=assignment if np.isfinite(cost) else (), cost=cost)
+    return better(best, found), lessons, news
 
 
 def better(first: Answer, second: Answer) -> Answer:
@@ -132,13 +215,13 @@ def better(first: Answer, second: Answer) -> Answer:
     return Answer(best.assignment, best.cost, bound, best.method, best.status, interrupted)
 
 
-def _by_messages(problem: Problem, order: list[float], tiling: Tiling | None, search: Search) -> Answer:
+def by_messages(problem: Problem, order: list[float], tiling: Tiling | None, search: Search) -> Answer:
     """Message passing, on tied layers first where there are any."""
-    messages = Messages(problem, order)
+    folded = _tied_messages(problem, order, tiling)
     if tiling is None:
-        relaxed, interrupted = _passes(messages, _ITERATIONS, search)
+        relaxed, interrupted = _passes(folded, _ITERATIONS, search)
         return _answer(relaxed, interrupted)
-    folded = Messages(tiling.fold(problem), [order[leader] for leader in tiling.leaders])
+    messages = Messages(problem, order)
     tied, interrupted = _passes(folded, _ITERATIONS, search)
     assignment = tiling.spread(tied.assignment) if tied.assignment else ()
     cost = problem.cost(assignment) if assignment else float("inf")
@@ -150,6 +233,13 @@ def _by_messages(problem: Problem, order: list[float], tiling: Tiling | None, se
     return better(own, _answer(relaxed, interrupted))
 
 
+def _tied_messages(problem: Problem, order: list[float], tiling: Tiling | None) -> Messages:
+    """Messages of a problem, or of its tied layers where there are any."""
+    if tiling is None:
+        return Messages(problem, order)
+    return Messages(tiling.fold(problem), [order[leader] for leader in tiling.leaders])
+
+
 def _passes(messages: Messages, iterations: int, search: Search, upper: float = float("inf")) -> tuple[Relaxed, bool]:
     """Iterations, and whether somebody stopped them."""
     told = search.told
@@ -158,6 +248,7 @@ def _passes(messages: Messages, iterations: int, search: Search, upper: float = 
         best = messages.run(
             iterations,
             upper=upper,
+            patient=not search.proof,
             deadline=search.deadline,
             progress=lambda cost, bound: told("messages", min(cost, upper), bound),
         )
@@ -172,6 +263,21 @@ def _answer(relaxed: Relaxed, interrupted: bool) -> Answer:
     )
 
 
+def _in_segments(problem: Problem, order: list[float], tiling: Tiling | None, search: Search) -> Answer:
+    """The hierarchy, on tied layers where there are any: its own bound is then none of the whole problem."""
+    try:
+        if tiling is None:
+            found = solve_in_segments(problem, order, deadline=search.deadline)
+            return Answer(found.assignment, found.cost, found.lower_bound, "segments", "feasible")
+        leaders = [order[leader] for leader in tiling.leaders]
+        found = solve_in_segments(tiling.fold(problem), leaders, deadline=search.deadline)
+    except KeyboardInterrupt:
+        return Answer((), float("inf"), -np.inf, "segments", "feasible", True)
+    assignment = tiling.spread(found.assignment) if found.assignment else ()
+    cost = problem.cost(assignment) if assignment else float("inf")
+    return Answer(assignment, cost, -np.inf, "segments, layers tied", "feasible")
+
+
 def _tied(problem: Problem, tiling: Tiling, search: Search) -> Answer:
     """The problem in which equal layers choose alike, by the solver; its own bound is none of the whole problem."""
     found = _by_solver(tiling.fold(problem), search)
@@ -182,13 +288,14 @@ def _tied(problem: Problem, tiling: Tiling, search: Search) -> Answer:
     return Answer(assignment, problem.cost(assignment), -np.inf, method, "feasible", found.interrupted)
 
 
-def _by_solver(problem: Problem, search: Search) -> Answer:
+def _by_solver(problem: Problem, search: Search, start: tuple[int, ...] | None = None) -> Answer:
     solution = solve(
         problem,
         method="alternate" if search.method == "auto" and not search.proof else search.method,
         time_limit=max(1.0, search.deadline - monotonic()),
         work_limit=search.work_limit,
         progress=lambda one: search.told(one.phase, one.cost, one.lower_bound),
+        start=start,
     )
     return Answer(
         solution.assignment,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autoshard.capture.recompute import recomputable, recomputed
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.memory.budget import format_bytes
 from autoshard.memory.footprint import Memory
+from autoshard.memory.prices import DEAR, memory_prices, peak_weights
 from autoshard.plan_rows import memory_parts
 from autoshard.planner.problem import Wishes
 from autoshard.specs.axes import MeshShape
@@ -60,16 +62,37 @@ def _ways_out(planner: Planner, least: Memory, wishes: Wishes, prices: np.ndarra
         if peak < least.peak:
             others = f" and {len(pinned) - 1} more" if len(pinned) > 1 else ""
             yield f"drop the hints (without that on {pinned[0]}{others}, {format_bytes(peak)} are enough)"
+    layers = (
+        recomputable(planner.graph) if planner.settings.recompute == "none" and not planner.graph.recomputed else ()
+    )
+    if layers:
+        peak = _recomputing(planner, [layer.name for layer in layers], wishes)
+        if peak < least.peak:
+            yield f'allow recomputation (recompute="full" needs {format_bytes(peak)})'
     mesh = _doubled(planner.mesh)
     larger = type(planner)(planner.graph, mesh, planner.cluster, wishes, planner.settings)
     peak = _peak(larger, wishes, prices)
     yield f"add devices ({mesh} needs {format_bytes(peak)})" if peak < least.peak else "add devices"
 
 
+def _recomputing(planner: Planner, layers: Sequence[str], wishes: Wishes) -> float:
+    """The peak where all layers are run again, at prices on the moments at which the fastest plan then holds most."""
+    other = type(planner)(
+        recomputed(planner.graph, layers), planner.mesh, planner.cluster, planner.wishes, planner.settings
+    )
+    other.deadline = planner.deadline
+    try:
+        fastest = other.solve(other.wishes)
+    except AutoshardError:
+        return float("inf")
+    peak = fastest.memory.peak
+    return min(peak, _peak(other, wishes, memory_prices(peak_weights(fastest.held), DEAR, fastest.cost, peak)))
+
+
 def _peak(planner: Planner, wishes: Wishes, prices: np.ndarray) -> float:
     """The peak of one plan under these wishes, at prices at which memory alone counts; infinite where there is none."""
     try:
-        return planner.solve(replace(wishes, state_bytes=planner.wishes.state_bytes), prices=prices).memory.peak
+        return planner.solve(wishes, prices=prices).memory.peak
     except AutoshardError:
         return float("inf")
 

@@ -1,28 +1,96 @@
 """Prices that no path between two specs is below: for bounds where the specs are too many for exact ones.
 
-How axes are nested in a dim, and at which strides, is forgotten: what is left of a spec is, per mesh axis, which dim it
-shards, or which reduction it leaves open. Every path of collectives between two specs is one between what is left of
-them, no dearer, so that a shortest path there bounds all of them from below.
+What is left of a spec is, per mesh axis, which piece of which dim it shards, or which reduction it leaves open. A piece
+is known by the steps above it in its whole dim, which the moves of other axes do not change; so a collective over one
+axis changes what is left of that axis alone, and one small graph serves all specs of a tensor at once. The exact paths
+of a pair go through few placements beside the plain ones; here every pair may use what any other pair needs, and pieces
+that nobody asked for cost no more than the cheapest of their dim. Shortest paths here are never dearer than exact ones.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.reshard.path import Price
+from autoshard.reshard.states import ALL_GATHER, ALL_TO_ALL, KINDS, REDUCE_SCATTER, state_of
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import dim_of
-from autoshard.specs.spec import Spec, is_shard
+from autoshard.specs.spec import Spec
 
-Token = tuple[str, int]
-"""What one axis does: ("shard", dim), ("partial", number of the reduction) or ("whole", 0)."""
+_MOST_CELLS = 1 << 17
+"""Combinations of what the axes do, from which pieces of one dim are no longer told apart."""
 
-_WHOLE: Token = ("whole", 0)
-_REDUCTIONS = ("sum", "avg", "max", "min", "product")
+
+@dataclass(frozen=True, slots=True, order=True)
+class Token:
+    """What one axis does.
+
+    Attributes:
+        kind: "whole", "partial" or "shard".
+        detail: the reduction of a partial one, and nothing for others.
+        dim: the dim that is sharded; -1 of others.
+        above: steps of the whole dim above the piece; 0 of a piece anywhere in the dim.
+        share: of the piece that one rank holds, where the axis does not divide it; 0 where it does.
+    """
+
+    kind: str
+    detail: str = ""
+    dim: int = -1
+    above: Fraction = Fraction(0)
+    share: Fraction = Fraction(0)
+
+
+_WHOLE = Token("whole")
+Tokens = tuple[Token, ...]
+
+_MOVES = {
+    ("shard", "whole"): "all_gather",
+    ("shard", "shard"): "all_to_all",
+    ("partial", "whole"): "all_reduce",
+    ("partial", "shard"): "reduce_scatter",
+    ("whole", "shard"): "slice",
+    ("whole", "partial"): "make_partial",
+}
+
+
+@dataclass(eq=False)
+class _Graph:
+    """All that axes may do with one tensor, and the collectives between.
+
+    Attributes:
+        number: [tokens of axis 0, tokens of axis 1, ...] -> number of the state; -1 where pieces overlap.
+        place: per axis, position of every token.
+        source, target: ends of every move.
+        seconds: its price.
+        rows: distances from a state to all, as far as they were asked for.
+    """
+
+    number: NDArray[np.int64]
+    place: tuple[dict[Token, int], ...]
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    rows: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+
+    def state(self, tokens: Tokens) -> int:
+        return int(self.number[tuple(place[token] for place, token in zip(self.place, tokens, strict=True))])
+
+    def distances(self, sources: Sequence[int]) -> NDArray[np.float64]:
+        """Seconds from states to all states, `[sources, states]`."""
+        wanted = sorted(set(sources) - self.rows.keys())
+        if wanted:
+            reached = np.full((int(self.number.max()) + 1, len(wanted)), np.inf)
+            reached[wanted, np.arange(len(wanted))] = 0.0
+            _relax(self.source, self.target, self.seconds, reached)
+            self.rows.update(zip(wanted, reached.T, strict=True))
+        return np.stack([self.rows[source] for source in sources])
 
 
 class LooseResharder:
@@ -41,7 +109,7 @@ class LooseResharder:
         self.mesh = mesh
         self.gradients: LooseResharder = self if gradient_price is None else LooseResharder(mesh, gradient_price)
         self._price = price
-        self._known: dict[object, tuple[dict[tuple[Token, ...], int], NDArray[np.float64]]] = {}
+        self._graphs: dict[object, _Graph] = {}
         self._tables: dict[object, NDArray[np.float64]] = {}
 
     def seconds(
@@ -50,73 +118,147 @@ class LooseResharder:
         """At most the price of the cheapest path between every source and every target, `[sources, targets]`."""
         key = (tuple(shape), dtype_size, tuple(sources), tuple(targets))
         if key not in self._tables:
-            rows, columns = ([self._tokens(spec, len(shape)) for spec in specs] for specs in (sources, targets))
-            operations = tuple(sorted({token for tokens in (*rows, *columns) if tokens for token in tokens} - {_WHOLE}))
-            partial = tuple(token for token in operations if token[0] == "partial")
-            index, distances = self._distances(tuple(shape), dtype_size, partial)
-            known = [[index[tokens] if tokens else -1 for tokens in ends] for ends in (rows, columns)]
-            table = distances[np.ix_(*known)]
-            table[[place < 0 for place in known[0]], :] = 0.0
-            table[:, [place < 0 for place in known[1]]] = 0.0
-            self._tables[key] = table
+            self._tables[key] = self._table(*key)
         return self._tables[key]
 
-    def _tokens(self, spec: Spec, dims: int) -> tuple[Token, ...] | None:
-        """What is left of a spec; nothing where the data says which rows a rank holds, which is priced at nothing."""
-        if spec.is_routed:
+    def _table(
+        self, shape: tuple[int, ...], dtype_size: int, sources: Sequence[Spec], targets: Sequence[Spec]
+    ) -> NDArray[np.float64]:
+        rows, columns = ([self._tokens(shape, spec) for spec in specs] for specs in (sources, targets))
+        known = [tokens for tokens in (*rows, *columns) if tokens is not None]
+        per_axis = [sorted({_WHOLE, *(tokens[axis] for tokens in known)}) for axis in range(self.mesh.ndim)]
+        anywhere = [{Token("shard", dim=dim) for dim in range(len(shape))} if n > 1 else set() for n in self.mesh.sizes]
+        fine = [(*tokens, *sorted(more)) for tokens, more in zip(per_axis, anywhere, strict=True)]
+        if math.prod(map(len, fine)) > _MOST_CELLS:
+            rows, columns = ([tokens and tuple(map(_coarse, tokens)) for tokens in ends] for ends in (rows, columns))
+            fine = [tuple(sorted({*map(_coarse, tokens)})) for tokens in fine]
+        graph = self._graph(shape, dtype_size, tuple(fine))
+        table = np.zeros((len(rows), len(columns)))  # nothing is known of where no path leads from or to
+        own, other = ([at for at, tokens in enumerate(ends) if tokens] for ends in (rows, columns))
+        if own and other:
+            distances = graph.distances([graph.state(rows[row] or ()) for row in own])
+            table[np.ix_(own, other)] = distances[:, [graph.state(columns[column] or ()) for column in other]]
+        return table
+
+    def _tokens(self, shape: tuple[int, ...], spec: Spec) -> Tokens | None:
+        """What is left of a spec; nothing of one that no path leads from or to."""
+        state = state_of(shape, spec, self.mesh)
+        if state is None:
             return None
-        partial = set(spec.partial_axes)
-        return tuple(
-            ("partial", _REDUCTIONS.index(placement.reduce_op))  # type: ignore[attr-defined]
-            if axis in partial
-            else ("shard", dim_of(placement, dims))
-            if is_shard(placement)
-            else _WHOLE
-            for axis, placement in enumerate(spec)
-        )
+        tokens = [_WHOLE if kind is None else Token("partial", kind) for kind in state.partial]
+        for dim, nest in enumerate(state.nests):
+            steps = Fraction(1)  # that axes distribute above
+            for loop in nest:
+                block, total = loop.share(self.mesh)
+                share = Fraction(block, total) if loop.total else Fraction(0)
+                tokens[loop.axis] = Token("shard", "", dim, loop.outer * steps, share)
+                steps = steps * total / block
+        return tuple(tokens)
 
-    def _distances(
-        self, shape: tuple[int, ...], dtype_size: int, partial: tuple[Token, ...]
-    ) -> tuple[dict[tuple[Token, ...], int], NDArray[np.float64]]:
-        """Every state, and the shortest distances between all of them."""
-        key = (shape, dtype_size, partial)
-        if key not in self._known:
-            tokens = (_WHOLE, *partial, *(("shard", dim) for dim in range(len(shape))))
-            choices = [tokens if size > 1 else (_WHOLE,) for size in self.mesh.sizes]
-            index = {state: number for number, state in enumerate(itertools.product(*choices))}
-            total = float(np.prod(shape, dtype=np.float64)) * dtype_size
-            self._known[key] = index, _shortest(self._moves(index, total))
-        return self._known[key]
+    def _graph(self, shape: tuple[int, ...], dtype_size: int, tokens: tuple[Tokens, ...]) -> _Graph:
+        key = (shape, dtype_size, tokens)
+        if key not in self._graphs:
+            self._graphs[key] = self._made(shape, dtype_size, tokens)
+        return self._graphs[key]
 
-    def _moves(self, index: dict[tuple[Token, ...], int], total: float) -> NDArray[np.float64]:
-        """Prices of single collectives; `inf` between states that no single one joins."""
-        moves = np.full((len(index), len(index)), np.inf)
-        np.fill_diagonal(moves, 0.0)
-        for state, number in index.items():
-            held = total
-            for token, size in zip(state, self.mesh.sizes, strict=True):
-                held /= size if token[0] == "shard" else 1
-            for axis, before in enumerate(state):
-                for after in {other[axis] for other in index} - {before} if self.mesh.sizes[axis] > 1 else ():
-                    kind = _KINDS.get((before[0], after[0]))
-                    if kind is not None:
-                        target = index[(*state[:axis], after, *state[axis + 1 :])]
-                        moves[number, target] = self._price(kind, int(held), axis)
-        return moves
+    def _made(self, shape: tuple[int, ...], dtype_size: int, tokens: tuple[Tokens, ...]) -> _Graph:
+        number = self._numbered(tokens)
+        states = np.argwhere(number >= 0)
+        sharded = [np.array([token.kind == "shard" for token in one]) for one in tokens]
+        # What a rank holds depends on which axes shard, not on what: a bit for each.
+        holding = sum(sharded[axis][states[:, axis]].astype(np.int64) << axis for axis in range(self.mesh.ndim))
+        holding = np.asarray(holding, dtype=np.int64).reshape(len(states))
+        inner = self._inner(shape, tokens, states)
+        parts = []
+        for axis, size in enumerate(self.mesh.sizes):
+            if size > 1:
+                lines = np.moveaxis(number, axis, 0).reshape(len(tokens[axis]), -1)
+                kinds = np.array([[_kind(one, other) for other in tokens[axis]] for one in tokens[axis]])
+                usable = (kinds >= 0)[:, :, None] & (lines >= 0)[:, None, :] & (lines >= 0)[None, :, :]
+                before, after, line = np.nonzero(usable)
+                source, target, kind = lines[before, line], lines[after, line], kinds[before, after]
+                price = self._prices(shape, dtype_size, axis)
+                seconds = price[kind, holding[source]]
+                unpacked = np.isin(kind, (ALL_GATHER, ALL_TO_ALL)) & inner[source, axis]
+                packed = np.isin(kind, (REDUCE_SCATTER, ALL_TO_ALL)) & inner[target, axis]
+                seconds = seconds + unpacked * price[-1, holding[target]] + packed * price[-1, holding[source]]
+                parts.append((source, target, seconds))
+        nothing = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
+        source, target, seconds = map(np.concatenate, zip(nothing, *parts, strict=True))
+        places = tuple({token: place for place, token in enumerate(one)} for one in tokens)
+        return _Graph(number, places, source, target, seconds)
+
+    def _numbered(self, tokens: tuple[Tokens, ...]) -> NDArray[np.int64]:
+        """Numbers of the states: all combinations in which no two axes shard overlapping pieces of a dim."""
+        apart = np.ones(tuple(map(len, tokens)), dtype=bool)
+        sizes = self.mesh.sizes
+        for first, second in itertools.combinations(range(len(tokens)), 2):
+            pairs = [[_apart(one, sizes[first], two, sizes[second]) for two in tokens[second]] for one in tokens[first]]
+            view = [1] * len(tokens)
+            view[first], view[second] = len(tokens[first]), len(tokens[second])
+            apart &= np.array(pairs).reshape(view)
+        number = np.full(apart.shape, -1, dtype=np.int64)
+        number[apart] = np.arange(np.count_nonzero(apart))
+        return number
+
+    def _inner(
+        self, shape: tuple[int, ...], tokens: tuple[Tokens, ...], states: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """`[states, axes]`: whether an axis's piece certainly lies inside other loops of the local tensor."""
+        dims = [np.array([token.dim for token in one])[states[:, axis]] for axis, one in enumerate(tokens)]
+        above = [np.array([float(token.above) for token in one])[states[:, axis]] for axis, one in enumerate(tokens)]
+        inner = np.zeros(states.shape, dtype=bool)
+        for axis in range(len(tokens)):
+            outside = np.ones(len(states))
+            for dim, size in enumerate(shape):
+                outside *= np.where(dims[axis] > dim, float(size), 1.0)
+            outside *= np.maximum(above[axis], 1.0)
+            for other, size in enumerate(self.mesh.sizes):
+                same = (dims[other] == dims[axis]) & (above[other] < above[axis])
+                outside /= np.where((dims[other] >= 0) & ((dims[other] < dims[axis]) | same), float(size), 1.0)
+            inner[:, axis] = (dims[axis] >= 0) & (outside > 1.0 + 1e-9)
+        return inner
+
+    def _prices(self, shape: tuple[int, ...], dtype_size: int, axis: int) -> NDArray[np.float64]:
+        """`[kinds, sets of axes that shard]`: seconds of a collective over an axis; the last kind is a local copy."""
+        whole = math.prod(map(int, shape)) * dtype_size
+        held = [
+            whole // math.prod(size for other, size in enumerate(self.mesh.sizes) if bits >> other & 1)
+            for bits in range(1 << self.mesh.ndim)
+        ]
+        return np.array([[self._price(kind, amount, axis) for amount in held] for kind in (*KINDS, "copy")])
 
 
-_KINDS = {
-    ("shard", "whole"): "all_gather",
-    ("shard", "shard"): "all_to_all",
-    ("partial", "whole"): "all_reduce",
-    ("partial", "shard"): "reduce_scatter",
-    ("whole", "shard"): "slice",
-    ("whole", "partial"): "make_partial",
-}
+def _coarse(token: Token) -> Token:
+    return Token("shard", dim=token.dim) if token.kind == "shard" else token
 
 
-def _shortest(distances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Shortest distances between all pairs (Floyd and Warshall)."""
-    for middle in range(len(distances)):
-        np.minimum(distances, distances[:, middle, None] + distances[None, middle, :], out=distances)
-    return distances
+def _kind(before: Token, after: Token) -> int:
+    """The collective from one to the other; -1 where none does it."""
+    kind = _MOVES.get((before.kind, after.kind))
+    return -1 if kind is None or before == after else KINDS.index(kind)
+
+
+def _apart(one: Token, size: int, other: Token, other_size: int) -> bool:
+    """Whether two axes may do so together: pieces of a dim that both divide are apart, others may be."""
+    if one.kind != "shard" or one.dim != other.dim or not one.above or not other.above or one.share or other.share:
+        return True
+    (above, length), (below, _) = sorted(((one.above, size), (other.above, other_size)))
+    return below % (above * length) == 0
+
+
+@numba.njit(cache=True)
+def _relax(source, target, seconds, reached):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Shortens `reached`, `[states, columns]`, over all moves until none helps (Bellman and Ford)."""
+    columns = reached.shape[1]
+    changed = True
+    while changed:
+        changed = False
+        for move in range(len(source)):
+            start, end, price = reached[source[move]], reached[target[move]], seconds[move]
+            closer = False
+            for column in range(columns):
+                through = start[column] + price
+                closer |= through < end[column]
+                end[column] = min(end[column], through)
+            changed |= closer

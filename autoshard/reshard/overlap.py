@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 
 import torch
 from torch import fx
@@ -13,26 +14,29 @@ aten = torch.ops.aten
 
 _WAIT = collectives.wait_tensor.default
 _GATHER = collectives.all_gather_into_tensor.default
-_MOVES = (aten.view.default, aten.reshape.default, aten.permute.default)
+_FOLLOWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.split_with_sizes.default,  # takes joined reductions apart
+    operator.getitem,
+    aten._to_copy.default,  # the cast of what was reduced
+)
 
 
 def await_late(graph: fx.Graph) -> None:
-    """Move every wait, and views of what is awaited, to just before its first user."""
-    order = {node: position for position, node in enumerate(graph.nodes)}
+    """Move every wait, and views and casts of what is awaited, to just before its first user."""
     for node in reversed(list(graph.nodes)):
-        if not _awaits(node) or not node.users:
-            continue
-        first = min(node.users, key=order.__getitem__)
-        first.prepend(node)
-        order[node] = order[first]  # users of its operands see it where it now stands
+        if _awaits(node) and node.users:
+            min(node.users).prepend(node)  # nodes compare by their places, those moved before included
 
 
 def _awaits(node: fx.Node) -> bool:
-    """Whether the node is a wait, or only reads one and does no work."""
+    """Whether the node is a wait, or only a view or a cast of one."""
     if node.target is _WAIT:
         return True
     source = node.args[0] if node.args else None
-    return node.target in _MOVES and isinstance(source, fx.Node) and _awaits(source)
+    return node.target in _FOLLOWS and isinstance(source, fx.Node) and _awaits(source)
 
 
 def gather_ahead(graph: fx.Graph) -> None:

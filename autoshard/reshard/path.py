@@ -110,6 +110,7 @@ class Resharder:
         self._prices: dict[tuple[str, int, int], float] = {}
         self._graphs: dict[tuple[tuple[int, ...], int, frozenset[str], Extra], _PricedGraph] = {}
         self._tables: dict[object, NDArray[np.float64]] = {}
+        self._kinds: dict[tuple[tuple[int, ...], tuple[Spec, ...]], tuple[Extra | None, ...]] = {}
         self._paths: dict[object, Path] = {}
 
     def seconds(
@@ -131,6 +132,13 @@ class Resharder:
             table.flags.writeable = False
             self._tables[key] = table
         return self._tables[key]
+
+    def kin(self, shape: Sequence[int], specs: Sequence[Spec], which: int) -> list[int]:
+        """Positions of the specs that are priced along with one of them, which is found in the same graphs."""
+        extras = self._extras(tuple(shape), tuple(specs))
+        return [position for position, extra in enumerate(extras) if extra is not None and extra == extras[which]] or [
+            which
+        ]
 
     def path(self, shape: Sequence[int], dtype_size: int, source: Spec, target: Spec) -> Path:
         """The cheapest path from `source` to `target`; of equally cheap ones, one of the fewest steps.
@@ -165,11 +173,19 @@ class Resharder:
     def _grouped(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> dict[Extra, list[tuple[int, State]]]:
         """Positions and states of the specs that exist for `shape`, by their nests beyond the plain ones."""
         groups: dict[Extra, list[tuple[int, State]]] = {}
-        for position, spec in enumerate(specs):
+        for position, (spec, extra) in enumerate(zip(specs, self._extras(shape, tuple(specs)), strict=True)):
             state = state_of(shape, spec, self.mesh)
-            if state is not None:
-                groups.setdefault(self._extra(shape, state), []).append((position, state))
+            if state is not None and extra is not None:
+                groups.setdefault(extra, []).append((position, state))
         return groups
+
+    def _extras(self, shape: tuple[int, ...], specs: tuple[Spec, ...]) -> tuple[Extra | None, ...]:
+        """For every spec the nests beyond the plain ones that its paths may use; None where the spec does not exist."""
+        key = (shape, specs)
+        if key not in self._kinds:
+            states = (state_of(shape, spec, self.mesh) for spec in specs)
+            self._kinds[key] = tuple(None if state is None else self._extra(shape, state) for state in states)
+        return self._kinds[key]
 
     def _extra(self, shape: tuple[int, ...], state: State) -> Extra:
         """The dims, and the nests there, that only paths from or to such a state may use."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import monotonic
 
 import numpy as np
 
+from autoshard.solver.course import ENDLESS, Stretch
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array, IntArray
 
@@ -15,6 +15,9 @@ _ROUNDING = 1e-11
 
 _BYTES = 500_000_000
 """Most bytes of padded edge tables that the bound may hold."""
+
+_WORK = 4
+"""Units of work per table entry that an iteration is counted as: both ways, and what is read of it."""
 
 _PATIENCE = 8
 """Iterations over which progress is judged."""
@@ -55,7 +58,7 @@ def trivial_bound(network: Network) -> Bound:
 
 
 def lower_bound(
-    core: Network, *, upper: float = float("inf"), iterations: int = 200, deadline: float | None = None
+    core: Network, *, upper: float = float("inf"), iterations: int = 200, stretch: Stretch = ENDLESS
 ) -> Bound:
     """Bounds a reduced network from below.
 
@@ -68,7 +71,7 @@ def lower_bound(
         core: a feasible network after `reduce` (every strategy supported by every neighbour).
         upper: cost of a known assignment: the search ends when the bound reaches it.
         iterations: passes there and back, at most.
-        deadline: `time.monotonic()` seconds after which no further iteration starts.
+        stretch: after whose end no further iteration starts.
 
     Source: V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006.
     """
@@ -81,6 +84,7 @@ def lower_bound(
     best, floors = -np.inf, np.zeros((0, 0))
     rounded, rounded_cost = chains.no_choice, np.inf
     history: list[float] = []
+    cells = core.cells
     for iteration in range(1, iterations + 1):
         chains.forward()
         chains.backward()
@@ -92,10 +96,11 @@ def lower_bound(
             if cost < rounded_cost:
                 rounded, rounded_cost = choice, cost
         history.append(best)
+        stretch.spend(_WORK * cells)
         target = upper - core.offset - chains.isolated
         if best >= min(target, rounded_cost) - 1e-9 * abs(target if np.isfinite(target) else best):
             break
-        if _stalled(history, min(target, rounded_cost)) or (deadline is not None and monotonic() > deadline):
+        if _stalled(history, min(target, rounded_cost)) or stretch.over:
             break
     return chains.bound(best, floors, rounded, rounded_cost, len(history))
 

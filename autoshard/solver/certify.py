@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import monotonic
 
 import numpy as np
 
 from autoshard.solver.bound import Bound, lower_bound
+from autoshard.solver.course import ENDLESS, Stretch
 from autoshard.solver.eliminate import WidthError, eliminate
 from autoshard.solver.network import Network
 from autoshard.solver.order import DEFAULT_CAP
@@ -34,7 +34,7 @@ class Certified:
 
 
 def certify(
-    network: Network, start: Found, *, cap: float = DEFAULT_CAP, deadline: float = float("inf"), rounds: int = 12
+    network: Network, start: Found, *, cap: float = DEFAULT_CAP, stretch: Stretch = ENDLESS, rounds: int = 12
 ) -> Certified:
     """Improves an assignment and its bound in turn, until they meet or nothing moves.
 
@@ -45,7 +45,7 @@ def certify(
         network: left as it is.
         start: a known assignment, `search.NOTHING` if none is.
         cap: entries of a table for the exact solve.
-        deadline: `time.monotonic()` seconds.
+        stretch: after whose end no further round starts.
         rounds: bounds computed, at most.
     """
     best, proved = start, -np.inf
@@ -58,15 +58,15 @@ def certify(
         if exact is not None:
             best = better(best, exact)
             return Certified(best, best.cost, None)
-        bound = lower_bound(rest, upper=best.cost, deadline=deadline)
+        bound = lower_bound(rest, upper=best.cost, stretch=stretch)
         proved = max(proved, min(bound.value, best.cost))
-        improved = _round_up(network, bound, best, deadline)
+        improved = _round_up(network, bound, best, stretch)
         progress = improved.improves(best)
         best = improved
         if proved >= _target(best):
             return Certified(best, best.cost, None)
         fixed = fix(rest, bound, _target(best))
-        if monotonic() > deadline or not (progress or _shrank(rest, fixed)):
+        if stretch.over or not (progress or _shrank(rest, fixed)):
             return Certified(best, proved, fixed)
         rest = fixed
     return Certified(best, proved, rest)
@@ -80,12 +80,12 @@ def _exact(rest: Network, cap: float) -> Found | None:
     return Found(exact.choices, exact.cost)
 
 
-def _round_up(network: Network, bound: Bound, best: Found, deadline: float) -> Found:
+def _round_up(network: Network, bound: Bound, best: Found, stretch: Stretch) -> Found:
     """The best assignment after the bound's rounded one was improved too, if it is at all near."""
     candidate = Found(bound.choices, bound.cost)
     if not bound.choices or bound.cost > best.cost + abs(best.cost) * 0.1:
         return best
-    return better(best, improve(network, candidate, deadline=deadline))
+    return better(best, improve(network, candidate, stretch=stretch))
 
 
 def _target(best: Found) -> float:

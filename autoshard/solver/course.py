@@ -81,6 +81,10 @@ class Course:
         now = monotonic()
         return now + fraction * max(self.deadline - now, 0.0)
 
+    def stretch(self, fraction: float) -> Stretch:
+        """What one step may take: a fraction of the time that remains, and the work that does."""
+        return Stretch(self.share(fraction), self)
+
     def offer(self, cost: float, assignment: Callable[[], Assignment], method: str) -> bool:
         """Notes a feasible assignment, which is only made when it is asked for, if it is the best so far."""
         if not cost < self.cost:
@@ -96,3 +100,30 @@ class Course:
         """Tells how far the solve has come."""
         if self._tell is not None:
             self._tell(Progress(phase, self.cost, min(self.lower_bound, self.cost), monotonic() - self.start))
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of a solve, as the loops see it that must end with it.
+
+    Attributes:
+        deadline: `time.monotonic()` seconds.
+        course: the solve whose work this is; None where nobody counts it.
+    """
+
+    deadline: float = float("inf")
+    course: Course | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether no further step may start."""
+        return monotonic() > self.deadline or (self.course is not None and self.course.over)
+
+    def spend(self, work: float) -> None:
+        """Counts work that was done."""
+        if self.course is not None:
+            self.course.spend(work)
+
+
+ENDLESS = Stretch()
+"""No end."""

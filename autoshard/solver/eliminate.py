@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,16 +85,61 @@ def _order(core: Network, cap: float) -> Order:
 
 
 def run_order(core: Network, order: Order) -> tuple[dict[int, int], float]:
-    """Eliminates every node of a network in a given order.
+    """Eliminates every node of a network in a given order; what is not connected, and equal, is solved once.
 
     Returns:
         The choices (node -> strategy of the problem), empty where no assignment is finite; the cost without the offset.
     """
-    rank = {node: position for position, (node, _) in enumerate(order.steps)}
+    known: dict[Hashable, tuple[list[int], float]] = {}
+    choices: dict[int, int] = {}
+    total = 0.0
+    for nodes in _components(core, [node for node, _ in order.steps]):
+        signature = _signature(core, nodes)
+        if signature not in known:
+            known[signature] = _run_component(core, nodes)
+        places, cost = known[signature]
+        if not np.isfinite(cost):
+            return {}, float("inf")
+        total += cost
+        choices.update((node, int(core.labels[node][place])) for node, place in zip(nodes, places, strict=True))
+    return choices, total
+
+
+def _components(core: Network, nodes: list[int]) -> list[list[int]]:
+    """The nodes by connected component, in their order within each."""
+    number: dict[int, int] = {}
+    for start in nodes:
+        waiting = [] if start in number else [start]
+        while waiting:
+            node = waiting.pop()
+            if node not in number:
+                number[node] = start
+                waiting.extend(core.edges[node])
+    components: dict[int, list[int]] = {}
+    for node in nodes:
+        components.setdefault(number[node], []).append(node)
+    return list(components.values())
+
+
+def _signature(core: Network, nodes: list[int]) -> Hashable:
+    """Equal for components whose nodes, one by one in the order of elimination, have the same costs and edges.
+
+    Tables stand for their content, so equal ones are one object.
+    """
+    rank = {node: position for position, node in enumerate(nodes)}
+    return tuple(
+        (id(core.vectors[node]), *sorted((rank[other], id(table)) for other, table in core.edges[node].items()))
+        for node in nodes
+    )
+
+
+def _run_component(core: Network, nodes: list[int]) -> tuple[list[int], float]:
+    """Eliminates nodes in their order: the position of each one's choice, none if nothing is finite, and the cost."""
+    rank = {node: position for position, node in enumerate(nodes)}
     buckets = _buckets(core, rank)
     constant = 0.0
     choosers: list[tuple[int, Choose]] = []
-    for node, _ in order.steps:
+    for node in nodes:
         factors = buckets.pop(node)
         scope = tuple(sorted(set().union(*(part for part, _ in factors)), key=rank.__getitem__))[1:]
         result, choose = _minimum_over(node, scope, factors, core)
@@ -104,18 +149,18 @@ def run_order(core: Network, order: Order) -> tuple[dict[int, int], float]:
         else:
             constant += float(result)
     if not np.isfinite(constant):
-        return {}, float("inf")
+        return [], float("inf")
     places: dict[int, int] = {}
     for node, choose in reversed(choosers):
         places[node] = choose(places)
-    return {node: int(core.labels[node][place]) for node, place in places.items()}, constant
+    return [places[node] for node in nodes], constant
 
 
 def _buckets(core: Network, rank: dict[int, int]) -> dict[int, list[Factor]]:
     """Every table in the bucket of the node that is eliminated first, that node as its first axis."""
     buckets: dict[int, list[Factor]] = {node: [((node,), core.vectors[node])] for node in rank}
-    for node, neighbours in core.edges.items():
-        for other, table in neighbours.items():
+    for node in rank:
+        for other, table in core.edges[node].items():
             if rank[node] < rank[other]:
                 buckets[node].append(((node, other), table))
     return buckets

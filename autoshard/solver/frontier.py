@@ -8,9 +8,11 @@ from typing import Literal
 
 import numpy as np
 
-from autoshard.solver.frontier_graph import Factor, Graph, steps
+from autoshard.solver.frontier_order import Step, steps
+from autoshard.solver.frontier_prices import Costs
 from autoshard.solver.frontier_reduce import useful
-from autoshard.solver.frontier_table import Joiner, Table, unroll
+from autoshard.solver.frontier_room import Known
+from autoshard.solver.frontier_track import Tracker
 from autoshard.solver.problem import Array, IntArray, Problem, SolverError
 from autoshard.solver.solve import solve
 
@@ -28,8 +30,9 @@ class CostFrontier:
         memory: sum of the usages of each [points], ascending.
         time: sum of the costs of each [points], descending.
         assignments: strategy of every node [points, nodes].
-        within: every assignment that exists has one here that takes no more memory and at most (1 + within) times its
-            time; 0.0: this is the exact frontier. `inf` where nodes were settled by heuristic, and nothing is promised.
+        within: proved: every assignment that exists has one here that takes no more memory and at most (1 + within)
+            times its time; 0.0: this is the exact frontier. `inf` where nodes were settled by heuristic, and nothing is
+            promised.
         settled: how many nodes were.
     """
 
@@ -51,7 +54,6 @@ def cost_frontier(
     limit: int | None = None,
     edge_usages: Sequence[Array] | None = None,
     cells: int = CELLS,
-    threads: int = 1,
 ) -> CostFrontier:
     """The frontier of time (the sum of all node and edge costs) and memory (the sum of all usages).
 
@@ -61,38 +63,39 @@ def cost_frontier(
         problem: with usages; costs of infinity forbid.
         method: the order of eliminations: `"ldp"` runs along the graph from one end (FT-LDP), `"elimination"` keeps
             both ends to the last (FT-Elimination). Both find the same frontier; see `frontier_graph.steps`.
-        epsilon: share of its time by which a point may be slower than the exact frontier at its memory: points that
-            are closer together than that are dropped, which bounds their number.
-        limit: points that the frontier of one combination of strategies may have on the way; beyond that it is thinned,
-            whatever epsilon promises (`CostFrontier.within` says what came of it). None for no limit.
+        epsilon: share of its time by which a point may be slower than the exact frontier at its memory; what is closer
+            than that to points that are known is not looked for.
+        limit: partial assignments that one combination of strategies may have for every gap between known points,
+            whatever epsilon promises (`CostFrontier.within` says what came of it). None for as many as it takes.
         edge_usages: of every edge a table like its costs, of the memory that both strategies take together.
         cells: combinations of strategies that one table may hold. Where eliminating a node would need more, its
             strategy is settled: three frontiers are found, with the strategies of the fastest plan, of the leanest,
             and of one between, and joined.
-        threads: that share the work.
 
     Raises:
         SolverError: no usages; an epsilon below zero, a limit below two, an unknown method, or edge usages that do not
             fit.
 
-    Source: TensorOpt 3.2, Algorithms 1 to 3; the thinning is ours.
+    Source: TensorOpt 3.2, Algorithms 1 to 3; bounding and thinning are ours.
     """
     usages = _checked(problem, method, epsilon, limit, edge_usages)
+    search = _Search(problem, usages, edge_usages, method, epsilon, limit, cells)
     kept = useful(problem, usages, edge_usages)
-    ends = [np.ix_(kept[edge.source], kept[edge.target]) for edge in problem.edges]
-    edges = (replace(edge, costs=edge.costs[at]) for edge, at in zip(problem.edges, ends, strict=True))
-    components = problem.components and tuple(map(_taken, problem.components, kept))
-    narrow = Problem(tuple(map(_taken, problem.costs, kept)), tuple(edges), components=components)
-    tables = edge_usages and [table[at] for table, at in zip(edge_usages, ends, strict=True)]
-    search = _Search(narrow, tuple(map(_taken, usages, kept)), tables, method, epsilon, limit, cells, threads)
-    found = search.run()
-    for node, strategies in enumerate(kept):
-        found.assignments[:, node] = strategies[found.assignments[:, node]]
-    return found
-
-
-def _taken(values: np.ndarray, places: IntArray) -> np.ndarray:
-    return values[places]
+    order = search.order(kept)
+    settled = [step.node for step in order if not step.exact]
+    if not settled:
+        known, within = search.tracked(kept, [step.node for step in order])
+        return CostFrontier(known.memory, known.time, known.assignments, within, 0)
+    found = None
+    for guide in search.guides():
+        narrow = list(kept)
+        for node in settled:
+            narrow[node] = np.array([guide[node]])
+        part, _ = search.tracked(narrow, [step.node for step in order if step.exact])
+        found = part if found is None else found.and_those(part)
+    if found is None:
+        return CostFrontier(np.zeros(0), np.zeros(0), np.zeros((0, problem.size), dtype=np.int64), 0.0, 0)
+    return CostFrontier(found.memory, found.time, found.assignments, float("inf"), len(settled))
 
 
 def _checked(
@@ -102,8 +105,8 @@ def _checked(
         raise SolverError(f'method={method!r} finds no frontier: choose "ldp" or "elimination"')
     if not epsilon >= 0:
         raise SolverError(f"epsilon={epsilon!r}: it is a share of a point's time, zero or more")
-    if limit is not None and limit < 2:
-        raise SolverError(f"limit={limit!r}: a frontier has two ends; allow two points or more")
+    if limit is not None and limit < 1:
+        raise SolverError(f"limit={limit!r}: allow one partial assignment or more, or None for as many as it takes")
     if problem.usages is None:
         raise SolverError("the problem has no usages: without memory, the frontier is its optimum; use solve")
     shapes = [edge.costs.shape for edge in problem.edges]
@@ -123,73 +126,50 @@ class _Search:
     epsilon: float
     limit: int | None
     cells: int
-    threads: int
 
-    def run(self) -> CostFrontier:
-        found = self._tracked(None)
-        if found is not None:
-            return found
-        parts = [part for guide in self._guides() if (part := self._tracked(guide)) is not None]
-        if not parts:
-            return CostFrontier(np.zeros(0), np.zeros(0), np.zeros((0, self.problem.size), dtype=np.int64), 0.0, 0)
-        memory = np.concatenate([part.memory for part in parts])
-        time = np.concatenate([part.time for part in parts])
-        order = np.lexsort((time, memory))
-        first = time[order] < np.minimum.accumulate(np.append(np.inf, time[order]))[:-1]
-        kept = order[first]
-        assignments = np.concatenate([part.assignments for part in parts])[kept]
-        return CostFrontier(memory[kept], time[kept], assignments, float("inf"), max(part.settled for part in parts))
-
-    def _tracked(self, guide: Sequence[int] | None) -> CostFrontier | None:
-        """The frontier; nodes that are too entangled take the guide's strategies. None where there are some and no
-        guide."""
-        # A node of one strategy decides nothing: its costs are its neighbours', or nobody's.
-        sizes = {node: len(costs) for node, costs in enumerate(self.problem.costs) if len(costs) > 1}
-        order = steps(sizes, self._neighbours(sizes), self.method == "ldp", self.cells)
-        if guide is None and not all(step.exact for step in order):
-            return None
-        floor = self._least_time()
-        joiner = Joiner(self.epsilon * floor, len(order), self.limit, self.threads)
-        graph = Graph(sizes, self._factors(sizes), joiner)
-        for step in order:
-            if step.exact:
-                graph.eliminate(step.node)
-            else:
-                assert guide is not None
-                graph.settle(step.node, guide[step.node])
-        table = graph.rest
-        assignments = np.zeros((len(table.memory), self.problem.size), dtype=np.int64)
-        unroll(table, assignments)
-        for node, strategy in graph.settled.items():
-            assignments[:, node] = strategy
-        within = joiner.spent / floor if joiner.spent and floor > 0 else 0.0
-        if graph.settled or (joiner.spent and floor <= 0):
-            within = float("inf")
-        return CostFrontier(table.memory, table.time, assignments, within, len(graph.settled))
-
-    def _neighbours(self, sizes: Mapping[int, int]) -> dict[int, set[int]]:
-        neighbours: dict[int, set[int]] = {node: set() for node in sizes}
+    def order(self, kept: Sequence[IntArray]) -> Sequence[Step]:
+        """How nodes with these strategies go; one of a single strategy decides nothing."""
+        neighbours: dict[int, set[int]] = {node: set() for node, strategies in enumerate(kept) if len(strategies) > 1}
         for edge in self.problem.edges:
-            if edge.source in sizes and edge.target in sizes:
+            if edge.source in neighbours and edge.target in neighbours:
                 neighbours[edge.source].add(edge.target)
                 neighbours[edge.target].add(edge.source)
-        return neighbours
+        sizes = {node: len(kept[node]) for node in neighbours}
+        return steps(sizes, neighbours, self.method == "ldp", self.cells)
 
-    def _factors(self, sizes: Mapping[int, int]) -> Iterator[Factor]:
-        """Initialization: one point for every strategy of every node, and for every pair of every edge."""
-        for node, (costs, usage) in enumerate(zip(self.problem.costs, self.usages, strict=True)):
-            yield Factor((node,) if node in sizes else (), Table.of(costs, usage))
+    def tracked(self, kept: Sequence[IntArray], order: Sequence[int]) -> tuple[Known, float]:
+        """The assignments of these strategies that are worth their memory, and how far from exact they are.
+
+        Args:
+            kept: strategies of every node.
+            order: in which the nodes with more than one are eliminated.
+        """
+        place = {node: number for number, node in enumerate(order)}
+        sizes = {node: len(kept[node]) for node in order}
+        tracker = Tracker(sizes, list(self._costs(kept, place)), order, self.epsilon, self.limit)
+        known, within = tracker.run()
+        assignments = np.empty((len(known), self.problem.size), dtype=np.int64)
+        for node, strategies in enumerate(kept):
+            chosen = known.assignments[:, place[node]] if node in place else 0
+            assignments[:, node] = strategies[chosen]
+        return Known(known.memory, known.time, assignments), within
+
+    def _costs(self, kept: Sequence[IntArray], place: Mapping[int, int]) -> Iterator[Costs]:
+        """Initialization: the costs of every strategy of every node, and of every pair of every edge."""
+        for node, strategies in enumerate(kept):
+            time, memory = self.problem.costs[node][strategies], self.usages[node][strategies]
+            yield Costs((node,), time, memory) if node in place else Costs((), time[0], memory[0])
         for number, edge in enumerate(self.problem.edges):
-            memory = np.zeros_like(edge.costs) if self.edge_usages is None else self.edge_usages[number]
-            scope = tuple(node for node in (edge.source, edge.target) if node in sizes)
-            yield Factor(scope, Table.of(edge.costs, memory))
+            at = np.ix_(kept[edge.source], kept[edge.target])
+            time = edge.costs[at]
+            memory = np.zeros_like(time) if self.edge_usages is None else self.edge_usages[number][at]
+            ends = [node for node in (edge.source, edge.target) if node in place]
+            if len(ends) == 2 and place[edge.source] < place[edge.target]:
+                ends, time, memory = ends[::-1], time.T, memory.T
+            shape = [len(kept[node]) for node in ends]
+            yield Costs(tuple(ends), time.reshape(shape), memory.reshape(shape))
 
-    def _least_time(self) -> float:
-        """No assignment is faster: everything at its cheapest."""
-        parts = (*self.problem.costs, *(edge.costs for edge in self.problem.edges))
-        return sum(float(part.min()) for part in parts if np.isfinite(part.min()))
-
-    def _guides(self) -> Iterator[Sequence[int]]:
+    def guides(self) -> Iterator[Sequence[int]]:
         """The fastest assignment known, the leanest, and the best at the rate at which they trade memory for time."""
         fastest, leanest = self._solved(0.0), self._solved(None)
         if not fastest or not leanest:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from autoshard.solver.frontier_room import Outlook
 from autoshard.solver.problem import Array, IntArray
 
 _CHUNK = 1 << 19
 """Candidate points that are looked at together: large enough for numpy, small enough for the cache."""
-
-
-_OVER = 1 + 1e-9
-"""So that the slowest point of a frontier that is cut in equal stretches is in the last of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,15 +89,14 @@ class Joiner:
     Attributes:
         budget: seconds that all thinning together may cost.
         joins: how many joins will eliminate a node; each may spend its share of what is left of the budget.
-        limit: points of one cell at most; thinning to it may cost more than the budget. None for no limit.
-        threads: that share the work of one join.
+        each: points of one cell that are kept at most for every corner of an outlook, those that look best; what
+            goes with the others is not accounted for. None: all are kept.
         spent: seconds that thinning has cost so far, at most.
     """
 
     budget: float = 0.0
     joins: int = 1
-    limit: int | None = None
-    threads: int = 1
+    each: int | None = None
     spent: float = field(default=0.0, init=False)
 
     def join(
@@ -112,6 +107,7 @@ class Joiner:
         right_cells: IntArray,
         fan: int = 1,
         decided: int | None = None,
+        outlook: Outlook | None = None,
     ) -> Table:
         """The frontiers of sums of points.
 
@@ -123,6 +119,7 @@ class Joiner:
             left_cells, right_cells: cells to be summed in pairs [cells of the result * fan].
             fan: pairs per cell of the result: the strategies of the node that is eliminated, or 1.
             decided: that node, whose strategies are the last index of the left table's cells.
+            outlook: points are left out that lead to nothing new. None: all are kept.
 
         Source: TensorOpt 3.2: product, union, and Algorithm 1.
         """
@@ -130,17 +127,15 @@ class Joiner:
         if decided is not None:
             share = max(0.0, self.budget - self.spent) / max(1, self.joins)
             self.joins -= 1
-        work = left.counts[left_cells] * right.counts[right_cells]
-        bounds = _bounds(work.reshape(-1, fan).sum(1))
-        tasks = [
-            _Task(left, right, left_cells[a * fan : b * fan], right_cells[a * fan : b * fan], fan, share, self.limit)
-            for a, b in itertools.pairwise(bounds)
-        ]
-        if self.threads > 1 and len(tasks) > 1:
-            with ThreadPoolExecutor(self.threads) as pool:
-                parts = list(pool.map(_Task.run, tasks))
-        else:
-            parts = [task.run() for task in tasks]
+        pairs = left.counts[left_cells] * right.counts[right_cells]
+        if outlook is not None:
+            pairs *= outlook.pairs
+        bounds = _bounds(pairs.reshape(-1, fan).sum(1))
+        parts = []
+        for a, b in itertools.pairwise(bounds):
+            at = slice(a * fan, b * fan)
+            task = _Task(left, right, left_cells[at], right_cells[at], pairs[at], fan, share, self.each, outlook, a)
+            parts.append(task.run())
         self.spent += max((part.slower for part in parts), default=0.0)
         counts = np.concatenate([part.counts for part in parts])
         memory, time, left_points, right_points = (
@@ -196,38 +191,44 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A stretch of the cells of a join."""
+    """A stretch of the cells of a join, from the cell `first` on."""
 
     left: Table
     right: Table
     left_cells: IntArray
     right_cells: IntArray
+    pairs: IntArray
     fan: int
     tolerance: float
-    limit: int | None
+    each: int | None
+    outlook: Outlook | None
+    first: int
 
     def run(self) -> _Part:
-        counts, left_points, right_points = self._pairs()
+        counts = self.pairs.reshape(-1, self.fan).sum(1)
+        left_points, right_points = self._points()
         memory = self.left.memory[left_points] + self.right.memory[right_points]
         time = self.left.time[left_points] + self.right.time[right_points]
         cell, keep = _frontiers(counts, memory, time)
-        thinned, slower = _thinned(cell, time[keep], len(counts), self.tolerance, self.limit)
+        if self.outlook is not None:
+            new = self.outlook.open(self.first + cell, memory[keep], time[keep], self.each)
+            cell, keep = cell[new], keep[new]
+        thinned, slower = _thinned(cell, time[keep], len(counts), self.tolerance)
         cell, keep = cell[thinned], keep[thinned]
         kept = np.bincount(cell, minlength=len(counts))
         return _Part(kept, memory[keep], time[keep], left_points[keep], right_points[keep], slower)
 
-    def _pairs(self) -> tuple[IntArray, IntArray, IntArray]:
-        """How many pairs of points are summed for each cell, and the two points of every pair, cell by cell."""
-        first, second = self.left.counts[self.left_cells], self.right.counts[self.right_cells]
-        count = first * second
+    def _points(self) -> tuple[IntArray, IntArray]:
+        """The two points of every pair that is summed, cell by cell."""
+        count, second = self.pairs, self.right.counts[self.right_cells]
         ends = np.cumsum(count)
         within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - count, count)
         left_starts = np.repeat(self.left.starts[self.left_cells], count)
         right_starts = np.repeat(self.right.starts[self.right_cells], count)
         if second.max(initial=0) > 1:
             quotient, within = np.divmod(within, np.repeat(second, count))
-            return count.reshape(-1, self.fan).sum(1), left_starts + quotient, right_starts + within
-        return count.reshape(-1, self.fan).sum(1), left_starts + within, right_starts
+            return left_starts + quotient, right_starts + within
+        return left_starts + within, right_starts
 
 
 def _frontiers(counts: IntArray, memory: Array, time: Array) -> tuple[IntArray, IntArray]:
@@ -268,31 +269,20 @@ def _frontiers(counts: IntArray, memory: Array, time: Array) -> tuple[IntArray, 
     return cell[order], found[order]
 
 
-def _thinned(
-    cell: IntArray, time: Array, cells: int, tolerance: float, limit: int | None
-) -> tuple[IntArray | slice, float]:
+def _thinned(cell: IntArray, time: Array, cells: int, tolerance: float) -> tuple[IntArray | slice, float]:
     """Places that remain of sorted frontiers, and the most by which one that goes is faster than what stands for it.
 
     In every stretch of `tolerance` seconds, the point of least memory remains, and the fastest of all.
     """
-    counts = np.bincount(cell, minlength=cells)
-    crowded = limit is not None and counts.max(initial=0) > limit
-    if not len(cell) or (tolerance <= 0 and not crowded):
+    if not len(cell) or tolerance <= 0:
         return slice(None), 0.0
-    ends = np.cumsum(counts)
+    counts = np.bincount(cell, minlength=cells)
+    ends = np.cumsum(counts)[counts > 0]
     fastest = np.zeros(cells)
-    fastest[counts > 0] = time[ends[counts > 0] - 1]
-    stretch = np.full(cells, max(0.0, tolerance))
-    if limit is not None and crowded:
-        slowest = np.zeros(cells)
-        slowest[counts > 0] = time[(ends - counts)[counts > 0]]
-        many = counts > limit
-        stretch[many] = np.maximum(stretch[many], (slowest - fastest)[many] * _OVER / (limit - 1))
-    number = np.arange(len(cell), dtype=float)  # every point is a stretch of its own where nothing is to be dropped
-    thin = stretch[cell] > 0
-    number[thin] = np.floor((time - fastest[cell])[thin] / stretch[cell][thin])
+    fastest[counts > 0] = time[ends - 1]
+    number = np.floor((time - fastest[cell]) / tolerance)
     new = (np.diff(number, prepend=-1) != 0) | (np.diff(cell, prepend=-1) != 0)
-    new[ends[counts > 0] - 1] = True
+    new[ends - 1] = True
     remaining = np.flatnonzero(new)
     stands = remaining[np.cumsum(new) - 1]
     return remaining, float((time[stands] - time).max())

@@ -23,11 +23,6 @@ class IntegerResult:
     proved: bool
 
 
-def cells(network: Network) -> int:
-    """Entries of all edge tables: the size of the program."""
-    return sum(table.size for node, around in network.edges.items() for other, table in around.items() if node < other)
-
-
 def solve_integer(
     network: Network,
     *,

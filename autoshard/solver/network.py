@@ -151,6 +151,12 @@ class Network:
         network.feasible = self.feasible and all(map(len, kept.values()))
         return network
 
+    @property
+    def cells(self) -> int:
+        """Entries of all edge tables."""
+        edges = ((node, other, table) for node, around in self.edges.items() for other, table in around.items())
+        return sum(table.size for node, other, table in edges if node < other)
+
     def expand(self, choices: dict[int, int]) -> dict[int, int]:
         """Completes an assignment of the remaining nodes (node -> strategy of the problem) with the removed ones."""
         choices = dict(choices)

@@ -154,13 +154,17 @@ def _converted(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
 
 
 def _check_costs(costs: tuple[Array, ...]) -> None:
+    sound: set[int] = set()  # equal layers share their vectors and tables: each is looked at once
     for node, vector in enumerate(costs):
+        if id(vector) in sound:
+            continue
         if vector.ndim != 1 or not len(vector):
             raise SolverError(
                 f"costs[{node}] has shape {vector.shape}; a node needs a vector with at least one strategy"
             )
         if not _is_cost(vector):
             raise SolverError(f"costs[{node}] holds NaN or -inf; use finite costs, and inf to forbid a strategy")
+        sound.add(id(vector))
 
 
 def _check_edges(edges: tuple[Edge, ...], sizes: list[int]) -> None:
@@ -202,11 +206,13 @@ def _check_memory(problem: Problem) -> None:
             f"{len(problem.usages)} usages and {len(problem.intervals)} intervals for {problem.size} nodes: "
             "give one of each per node"
         )
+    sound: set[int] = set()
     for node, (usage, vector) in enumerate(zip(problem.usages, problem.costs, strict=True)):
         if usage.shape != vector.shape:
             raise SolverError(f"usages[{node}] has shape {usage.shape}, the node has {len(vector)} strategies")
-        if not np.isfinite(usage).all() or (usage < 0).any():
+        if id(usage) not in sound and (not np.isfinite(usage).all() or (usage < 0).any()):
             raise SolverError(f"usages[{node}] holds a negative or non-finite value; give bytes")
+        sound.add(id(usage))
 
 
 def _check_components(problem: Problem) -> None:

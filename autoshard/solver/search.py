@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, permutations
-from time import monotonic
 
 import numpy as np
 
+from autoshard.solver.course import ENDLESS, Stretch
 from autoshard.solver.eliminate import WidthError, eliminate, run_order
 from autoshard.solver.network import Network
 from autoshard.solver.order import conditioned_order
@@ -24,6 +24,9 @@ _AXIS_CAP = 10_000_000
 
 _NEIGHBOURHOOD_CAP = 200_000
 """Entries of a table when a neighbourhood is solved."""
+
+_AXIS_WORK, _ROUND_WORK = 5, 20
+"""Units of work per table entry of the network that an axis and a neighbourhood are counted as."""
 
 _IMPROVEMENT = 1e-12
 """Relative improvement below which an assignment counts as no better: the rounding of sums."""
@@ -52,7 +55,7 @@ def better(first: Found, second: Found) -> Found:
 
 
 def alternate(
-    network: Network, components: Sequence[IntArray], *, start: Found = NOTHING, deadline: float = float("inf")
+    network: Network, components: Sequence[IntArray], *, start: Found = NOTHING, stretch: Stretch = ENDLESS
 ) -> Found:
     """Solves one mesh axis after another exactly, the labels of the other axes held, until no axis improves.
 
@@ -64,27 +67,28 @@ def alternate(
         network: the problem as a network, not reduced.
         components: per node labels [strategies of the problem, mesh axes].
         start: a known assignment.
-        deadline: `time.monotonic()` seconds after which no further exact solve starts.
+        stretch: after whose end no further exact solve starts.
     """
     labels = [network.tables.intern(array) for array in components]
     axes = labels[0].shape[1] if labels else 0
-    best = axis_by_axis(network, components, start, deadline=deadline) if start.choices else start
+    best = axis_by_axis(network, components, start, stretch=stretch) if start.choices else start
     for sequence in islice(permutations(range(axes)), _ORDERS):
-        if monotonic() > deadline:
+        if stretch.over:
             break
+        stretch.spend(_AXIS_WORK * axes * network.cells)
         found = _first_labels(network, labels, sequence)
         if np.isfinite(found.cost):
-            best = better(best, _descend(network, labels, found, sequence, deadline))
+            best = better(best, _descend(network, labels, found, sequence, stretch))
     return best
 
 
 def axis_by_axis(
-    network: Network, components: Sequence[IntArray], start: Found, *, deadline: float = float("inf")
+    network: Network, components: Sequence[IntArray], start: Found, *, stretch: Stretch = ENDLESS
 ) -> Found:
     """One mesh axis after another from a known assignment only, until no axis improves it; see `alternate`."""
     labels = [network.tables.intern(array) for array in components]
     axes = labels[0].shape[1] if labels else 0
-    return _descend(network, labels, start, tuple(range(axes)), deadline)
+    return _descend(network, labels, start, tuple(range(axes)), stretch)
 
 
 def _first_labels(network: Network, labels: list[IntArray], sequence: tuple[int, ...]) -> Found:
@@ -147,15 +151,15 @@ def _projected_table(
 
 
 def _descend(
-    network: Network, labels: list[IntArray], start: Found, sequence: tuple[int, ...], deadline: float
+    network: Network, labels: list[IntArray], start: Found, sequence: tuple[int, ...], stretch: Stretch
 ) -> Found:
     """Axis after axis in turn, until a whole round brings nothing."""
     best = start
     unimproved = 0
     for axis in _cycle(sequence):
-        if unimproved >= len(sequence) or monotonic() > deadline:
+        if unimproved >= len(sequence) or stretch.over:
             return best
-        found = _solve_axis(network, labels, best, axis)
+        found = _solve_axis(network, labels, best, axis, stretch)
         unimproved = 0 if found.improves(best) else unimproved + 1
         best = better(best, found)
     return best
@@ -166,7 +170,7 @@ def _cycle(sequence: tuple[int, ...]) -> Iterator[int]:
         yield from sequence
 
 
-def _solve_axis(network: Network, labels: list[IntArray], current: Found, axis: int) -> Found:
+def _solve_axis(network: Network, labels: list[IntArray], current: Found, axis: int, stretch: Stretch) -> Found:
     """The optimum over one axis, every node keeping its labels on the others."""
     tables = network.tables
     rows = {}
@@ -175,10 +179,11 @@ def _solve_axis(network: Network, labels: list[IntArray], current: Found, axis: 
         held = int(left.searchsorted(current.choices[node]))
         rows[node] = _agreeing(own, held, axis)
     restricted = network.restricted(rows)
+    stretch.spend(_AXIS_WORK * network.cells)
     try:
         exact = eliminate(restricted, cap=_AXIS_CAP)
     except WidthError:
-        return improve(restricted, current, rounds=1)
+        return improve(restricted, current, rounds=1, stretch=stretch)
     return Found(exact.choices, exact.cost)
 
 
@@ -196,7 +201,7 @@ def improve(
     rounds: int = 40,
     patience: int = 4,
     cap: float = _NEIGHBOURHOOD_CAP,
-    deadline: float = float("inf"),
+    stretch: Stretch = ENDLESS,
 ) -> Found:
     """Changes most nodes at once: some are held so that the rest is narrow enough to be solved exactly.
 
@@ -209,7 +214,7 @@ def improve(
         rounds: neighbourhoods at most.
         patience: neighbourhoods without improvement after which the search ends.
         cap: entries of a table.
-        deadline: `time.monotonic()` seconds after which no further round starts.
+        stretch: after whose end no further round starts.
     """
     # No more than folding: the start may use a dominated strategy.
     core = fold(network.copy())
@@ -217,7 +222,7 @@ def improve(
     reluctance: Counter[int] = Counter()
     best, failures = start, 0
     for _ in range(rounds):
-        if failures >= patience or monotonic() > deadline:
+        if failures >= patience or stretch.over:
             break
         order = conditioned_order(sizes, core.edges, cap, reluctance)
         reluctance.update(order.conditioned)
@@ -225,6 +230,7 @@ def improve(
         for node in order.conditioned:
             _hold(free, node, best.choices[node])
         choices, cost = run_order(free, order)
+        stretch.spend(_ROUND_WORK * core.cells)
         found = Found(free.expand(choices), cost + free.offset) if np.isfinite(cost) else NOTHING
         failures = 0 if found.improves(best) else failures + 1
         best = better(best, found)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from time import monotonic
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from autoshard.solver.bound import lower_bound
 from autoshard.solver.certify import TOLERANCE, certify
-from autoshard.solver.course import Course, Progress
+from autoshard.solver.course import Course, Progress, Stretch
 from autoshard.solver.eliminate import WidthError, eliminate
-from autoshard.solver.ilp import cells, solve_integer
+from autoshard.solver.ilp import solve_integer
 from autoshard.solver.moments import Moments
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Problem, SolverError
@@ -33,7 +33,7 @@ _INTEGER_CELLS = 80_000
 """Entries of edge tables up to which what is left goes to the integer program."""
 
 _WORK = 100
-"""Units of work per table entry that a search or a proof is counted as."""
+"""Units of work per table entry that exact elimination and the integer program are counted as."""
 
 _SMALL = 4_000
 """Entries of edge tables up to which a problem under a limit goes to the integer program at once."""
@@ -85,6 +85,7 @@ def solve(
     seed: int = 0,
     verbose: bool = False,
     progress: Callable[[Progress], object] | None = None,
+    start: Sequence[int] | None = None,
 ) -> Solution:
     """Solves a problem.
 
@@ -101,19 +102,24 @@ def solve(
         seed: of what is random. Same problem and seed, same solution, unless the time limit ends the search.
         verbose: whether to log progress at INFO level.
         progress: called with the best cost and the bound as they move.
+        start: a known assignment of finite cost. Where no limit on memory binds, "auto" and "alternate" improve it
+            instead of looking for one of their own; a good one makes the proof shorter. Nothing else depends on it.
 
     Returns:
         The best assignment found. After Ctrl-C it is the best known by then, and `interrupted` is set.
 
     Raises:
-        SolverError: an unknown method; or "eliminate" where the tables would be too large, or where the memory
-            limit binds.
+        SolverError: an unknown method; a start that is no assignment of finite cost; or "eliminate" where the tables
+            would be too large, or where the memory limit binds.
         KeyboardInterrupt: Ctrl-C before any feasible assignment was known.
     """
     if method not in METHODS:
         raise SolverError(f'method "{method}" does not exist; choose one of {", ".join(METHODS)}')
     if work_limit is not None and work_limit < 1:
         raise SolverError(f"work_limit={work_limit} allows nothing; give a positive number of units, or None")
+    known = NOTHING if start is None else Found(dict(enumerate(start)), problem.cost(start))
+    if known.choices and not np.isfinite(known.cost):
+        raise SolverError("start uses a forbidden strategy or pair; give an assignment of finite cost, or None")
 
     def tell(moment: Progress) -> None:
         if verbose:
@@ -123,7 +129,7 @@ def solve(
 
     course = Course(time_limit, work_limit, tell)
     try:
-        task = _Task(problem, course, seed)
+        task = _Task(problem, course, seed, known)
         outcome = _METHODS[method](task) if problem.size else _Outcome(Found({}, 0.0), 0.0, True, method)
     except KeyboardInterrupt:
         if not course.assignment:
@@ -143,12 +149,13 @@ class _Outcome:
 
 
 class _Task:
-    """A problem being solved: its network, its moments, its course."""
+    """A problem being solved: its network, its moments, its course, and the assignment that it starts from."""
 
-    def __init__(self, problem: Problem, course: Course, seed: int) -> None:
+    def __init__(self, problem: Problem, course: Course, seed: int, start: Found) -> None:
         self.problem = problem
         self.course = course
         self.seed = seed
+        self.start = start
         self.moments = _binding_moments(problem)
         self.large = problem.size >= _LARGE and problem.components is None
 
@@ -192,6 +199,11 @@ def _binding_moments(problem: Problem) -> Moments | None:
 
 
 def _solution(problem: Problem, outcome: _Outcome, course: Course) -> Solution:
+    known = outcome.found.cost
+    if course.cost < (known - TOLERANCE * abs(known) if np.isfinite(known) else known):
+        # A step before the last one knew better.
+        found = Found(dict(enumerate(course.assignment)), course.cost)
+        outcome = replace(outcome, found=found, method=course.method, proved=False)
     if not np.isfinite(outcome.found.cost):
         status = "infeasible" if outcome.proved else "unknown"
         bound = float("inf") if outcome.proved else outcome.bound
@@ -239,24 +251,24 @@ def _peak(task: _Task, choices: dict[int, int]) -> float:
 def _alternate(task: _Task) -> _Outcome:
     if task.large:
         return _flat(task, finish=False)
-    found = _search(task, task.deadline)
-    task.note("search", found, float("-inf"), _WORK * cells(task.network))
+    found = _search(task, task.course.stretch(1.0))
+    task.note("search", found, float("-inf"), 0)
     if found.choices and not task.fits(found.choices):
         return _flat(task, finish=False)
-    result = certify(task.network, found, cap=1.0, deadline=task.deadline, rounds=1)
+    result = certify(task.network, found, cap=1.0, stretch=task.course.stretch(1.0), rounds=1)
     # The bound's rounded assignment may be cheaper, and pass the limit.
     best = result.found if not result.found.choices or task.fits(result.found.choices) else found
     return _Outcome(best, result.bound, result.rest is None and best is result.found, "alternate")
 
 
-def _search(task: _Task, deadline: float) -> Found:
+def _search(task: _Task, stretch: Stretch) -> Found:
     """A good assignment without the limit: alternation where strategies have labels, then large neighbourhoods."""
-    found = NOTHING
-    if task.problem.components is not None:
-        found = alternate(task.network, task.problem.components, deadline=deadline)
+    found = task.start
+    if not found.choices and task.problem.components is not None:
+        found = alternate(task.network, task.problem.components, stretch=stretch)
     if not found.choices:
         found = _rounded(task)
-    return improve(task.network, found, deadline=deadline) if found.choices else found
+    return improve(task.network, found, stretch=stretch) if found.choices else found
 
 
 def _rounded(task: _Task) -> Found:
@@ -265,12 +277,12 @@ def _rounded(task: _Task) -> Found:
     core = reduce(task.network.copy())
     if not core.feasible:
         return NOTHING
-    bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, deadline=task.course.share(0.3))
+    bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, stretch=task.course.stretch(0.3))
     if bound.choices:
         return Found(bound.choices, bound.cost)
     soft = softened(core)
     choices = {node: int(soft.labels[node][vector.argmin()]) for node, vector in soft.vectors.items()}
-    found = improve(soft, Found(soft.expand(choices), soft.value(choices)), deadline=task.course.share(0.5))
+    found = improve(soft, Found(soft.expand(choices), soft.value(choices)), stretch=task.course.stretch(0.5))
     cost = core.value(found.choices)
     return Found(found.choices, cost) if np.isfinite(cost) else NOTHING
 
@@ -287,13 +299,13 @@ def _auto(task: _Task) -> _Outcome:
     bound = float("-inf")
     if task.moments is not None:
         core = task.core(dominance=True)
-        if not core.feasible or cells(core) <= _SMALL:
+        if not core.feasible or core.cells <= _SMALL:
             result = _integer(task, core)
             if result.proved:
                 return result
             bound = result.bound
     free = _unlimited(task)
-    if not free.found.choices or task.fits(free.found.choices):
+    if task.fits(free.found.choices) if free.found.choices else free.proved:
         return free
     task.course.bound(max(bound, free.bound))
     return _flat(task, finish=True)
@@ -304,13 +316,13 @@ def _integer(task: _Task, core: Network) -> _Outcome:
     result = solve_integer(
         core, moments=task.moments, deadline=task.course.share(0.3), seed=task.seed, nodes=_nodes(task, core)
     )
-    task.note("integer program", result.found, result.bound, 100 * cells(core))
+    task.note("integer program", result.found, result.bound, _WORK * core.cells)
     return _Outcome(result.found, result.bound, result.proved, "ilp")
 
 
 def _nodes(task: _Task, core: Network) -> int | None:
     """Nodes of a search tree that the work left allows; None where time is what limits the solve."""
-    return int(max(1.0, task.course.remaining // max(cells(core), 1))) if task.course.counted else None
+    return int(max(1.0, task.course.remaining // max(core.cells, 1))) if task.course.counted else None
 
 
 def _flat(task: _Task, *, finish: bool) -> _Outcome:
@@ -331,23 +343,24 @@ def _unlimited(task: _Task) -> _Outcome:
     try:
         exact = eliminate(task.network)
         found = Found(exact.choices, exact.cost)
-        task.note("without the limit, elimination" if task.moments else "elimination", found, exact.cost, 0)
+        work = _WORK * task.network.cells
+        task.note("without the limit, elimination" if task.moments else "elimination", found, exact.cost, work)
         return _Outcome(found, exact.cost, True, "eliminate")
     except WidthError as error:
         task.note(str(error), NOTHING, float("-inf"), 0)
-    found = _search(task, task.course.share(0.4))
-    task.note("search", found, float("-inf"), _WORK * cells(task.network))
+    found = _search(task, task.course.stretch(0.4))
+    task.note("search", found, float("-inf"), 0)
     if found.choices and not task.fits(found.choices):
         # The limit binds: a proof without it would take the time that the prices need.
         return _Outcome(found, float("-inf"), False, "alternate")
-    result = certify(task.network, found, deadline=task.course.share(0.7))
-    task.note("proof", result.found, result.bound, _WORK * cells(task.network))
+    result = certify(task.network, found, stretch=task.course.stretch(0.7))
+    task.note("proof", result.found, result.bound, 0)
     if result.rest is None:
         return _Outcome(result.found, result.bound, True, "alternate")
-    if cells(result.rest) > _INTEGER_CELLS:
+    if result.rest.cells > _INTEGER_CELLS:
         found = result.found
         if found.choices:
-            found = improve(task.network, found, cap=1e6, deadline=task.deadline)
+            found = improve(task.network, found, cap=1e6, stretch=task.course.stretch(1.0))
         return _Outcome(found, result.bound, False, "alternate")
     return _closed(task, reduce(result.rest), result.found, result.bound)
 

@@ -24,6 +24,9 @@ _PATIENCE = 10
 _STALLED = 0.02
 """Part of the distance to a known cost that so many iterations must close to go on."""
 
+_SETTLED = 0.1
+"""Part of the gap that twice as many iterations must close where assignments matter, not the bound."""
+
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
@@ -122,6 +125,7 @@ class Messages:
         iterations: int,
         *,
         upper: float = float("inf"),
+        patient: bool = False,
         deadline: float = float("inf"),
         progress: Callable[[float, float], None] | None = None,
     ) -> Relaxed:
@@ -130,10 +134,12 @@ class Messages:
         Args:
             iterations: at most.
             upper: cost of a known assignment: what ends the search when the bound reaches it, or hardly nears it.
+            patient: go on where the bound hardly rises, while what is rounded gets better: that settles long after it.
             deadline: `time.monotonic()` seconds after which no further iteration starts.
             progress: told the least cost and the highest bound so far, now and then.
         """
         history: list[float] = []
+        gaps: list[float] = []
         rounded: tuple[int, ...] = ()
         cost = float("inf")
         while len(history) < iterations:
@@ -147,7 +153,10 @@ class Messages:
                 if progress is not None:
                     progress(cost, history[-1])
             target = min(upper, cost)
-            if history[-1] >= target - 1e-9 * abs(target) or _stalled(history, target) or monotonic() > deadline:
+            if history[-1] >= target - 1e-9 * abs(target) or monotonic() > deadline:
+                break
+            gaps.append(target - history[-1])
+            if _settled(gaps) if patient else _stalled(history, target):
                 break
         best = history[-1] if history else -np.inf
         lowered = best - _ROUNDING * abs(best) if np.isfinite(best) else best
@@ -176,6 +185,12 @@ def _stalled(history: Sequence[float], target: float) -> bool:
         return False
     before = history[-1 - _PATIENCE]
     return history[-1] - before < _STALLED * (target - before)
+
+
+def _settled(gaps: Sequence[float]) -> bool:
+    """Whether the best assignment and the bound have hardly come closer for long."""
+    window = 2 * _PATIENCE
+    return len(gaps) > window and gaps[-1] > (1.0 - _SETTLED) * gaps[-1 - window]
 
 
 def _starts(lengths: IntArray) -> IntArray:

@@ -12,17 +12,17 @@ PLANS = st.lists(st.tuples(st.integers(10, 30).map(float), st.integers(100, 200)
 FASTEST, LEANEST = (10.0, 210), (40.0, 90)
 
 
-def _first(plans: list[Plan], limit: int, tried: list[int]) -> Plan:
+def _first(plans: list[Plan], limit: int, tried: list[int], alike: float = 0.0) -> Plan:
     def make(rung: int) -> Plan:
         tried.append(rung)
         return plans[rung - 1]
 
-    return first_that_fits(FASTEST, LEANEST, len(plans), make, lambda plan: plan, limit)
+    return first_that_fits(FASTEST, LEANEST, len(plans), make, lambda plan: plan, limit, alike)
 
 
-@given(PLANS)
-def test_smaller_limits_never_give_faster_plans_nor_plans_that_hold_more(plans: list[Plan]) -> None:
-    found = [_first(plans, limit, []) for limit in range(90, 210)]
+@given(PLANS, st.sampled_from([0.0, 0.1, 1.0]))
+def test_smaller_limits_never_give_faster_plans_nor_plans_that_hold_more(plans: list[Plan], alike: float) -> None:
+    found = [_first(plans, limit, [], alike) for limit in range(90, 210)]
     assert all(held <= limit for limit, (_, held) in zip(range(90, 210), found, strict=True))
     for (slower, less), (faster, more) in itertools.pairwise(found):
         assert slower >= faster
@@ -41,3 +41,16 @@ def test_where_plans_hold_ever_less_the_first_that_fits_is_found(limit: int) -> 
     plans = [(11.0 + rung, 200 - 5 * rung) for rung in range(20)]
     best = next((plan for plan in plans if plan[1] <= limit), LEANEST)
     assert _first(plans, limit, []) == best
+
+
+@given(PLANS, st.integers(90, 209))
+def test_between_plans_that_are_about_as_fast_none_is_made(plans: list[Plan], limit: int) -> None:
+    near: list[int] = []
+    found = _first(plans, limit, near, 0.25)
+    far: list[int] = []
+    best = _first(plans, limit, far)
+    assert near == far[: len(near)]
+    assert best[0] <= found[0] <= 1.25 * best[0] or near == far
+    tried: list[int] = []
+    assert _first(plans, limit, tried, 3.0) == LEANEST
+    assert not tried

@@ -107,11 +107,12 @@ def gpt(
     sequence: int = SEQUENCE,
     split: str = "view",
     tied: bool = False,
+    hidden: int = HIDDEN,
     heads: int = 12,
     layers: int = 2,
     dropout: float = 0.0,
 ) -> Model:
     """A small GPT; `split` says how the fused projection is cut: "view", "chunk" or "split"."""
     with seeded(dtype, seed):
-        module = Gpt(HIDDEN, heads, layers, split, tied, dropout)
+        module = Gpt(hidden, heads, layers, split, tied, dropout)
         return module, {"input_ids": tokens(batch, sequence), "labels": tokens(batch, sequence)}

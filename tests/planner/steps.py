@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -19,8 +20,9 @@ from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.local import collectives
 from autoshard.plan import ShardingPlan
 from autoshard.planner.account import Account
+from autoshard.planner.found import Found
 from autoshard.planner.planner import Planner, Settings
-from autoshard.planner.problem import Wishes
+from autoshard.planner.problem import Hiding, Wishes
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 from tests import models
@@ -54,6 +56,22 @@ def planner_of(
     """A planner, on links so fast that tiny models are sharded unless a cluster is given; with time for its search."""
     asked = Settings(**{"time_limit": PLENTY} | settings)
     return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), wishes or Wishes(), asked)
+
+
+class Remembering(Planner):
+    """A planner that solves no problem twice: searches at several limits meet many of the same."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.solved: dict[object, Found] = {}
+
+    def solve(self, wishes: Wishes, **options: Any) -> Found:
+        prices: np.ndarray | None = options.get("prices")
+        hiding: Hiding | None = options.get("hiding")
+        key = (wishes.forced, None if prices is None else prices.tobytes(), None if hiding is None else hiding.price)
+        if key not in self.solved:
+            self.solved[key] = super().solve(wishes, **options)
+        return self.solved[key]
 
 
 def plan_of(graph: JointGraph, mesh: Mapping[str, int], *args: Any, **settings: Any) -> ShardingPlan:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
-from autoshard.patterns.decisions import Decisions
+from autoshard.planner.allocations import allocations
 from tests import models
 from tests.partition.meshes import per_rank, simulated
-from tests.planner.steps import captured, plan_of, planner_of
+from tests.planner.steps import captured, flow_of, plan_of, planner_of
 from tests.training import fast_links
 
 
@@ -99,7 +99,8 @@ def test_memory_can_not_be_below_what_is_at_rest_nor_above_the_sum() -> None:
 def test_activations_die_after_their_last_use() -> None:
     planner = planner_of(captured("mlp"), {"x": 2})
     end = len(planner.rules.operators) + 1
-    held = planner.allocations(Decisions.from_data(planner.plan().decisions))
+    flow = flow_of(planner, planner.plan())
+    held = list(allocations(flow, planner.program(flow), planner.settings.optimizer))
     activations = [one for one in held if one.kind in ("saved", "temporary") and one.end < end]
     assert activations
     assert all(0 <= one.start < one.end <= end for one in activations)

@@ -13,33 +13,16 @@ import torch
 import autoshard
 from autoshard.errors import BudgetError
 from autoshard.planner.budget import BudgetSearch
-from autoshard.planner.found import Found
 from autoshard.planner.hidden import HiddenReductions
-from autoshard.planner.planner import Planner, Settings
-from autoshard.planner.problem import Hiding, Wishes
+from autoshard.planner.planner import Settings
+from autoshard.planner.problem import Wishes
 from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.memory_tracker import first_rank, track_step
-from tests.planner.steps import PLENTY, captured
+from tests.planner.steps import PLENTY, Remembering, captured
 from tests.training import fast_links
 
 LIMITS = 12
-
-
-class _Remembering(Planner):
-    """A planner that solves no problem twice: searches at several limits meet many of the same."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.solved: dict[object, Found] = {}
-
-    def solve(self, wishes: Wishes, **options: Any) -> Found:
-        prices: np.ndarray | None = options.get("prices")
-        hiding: Hiding | None = options.get("hiding")
-        key = (wishes.forced, None if prices is None else prices.tobytes(), None if hiding is None else hiding.price)
-        if key not in self.solved:
-            self.solved[key] = super().solve(wishes, **options)
-        return self.solved[key]
 
 
 def _measured(name: str, options: dict[str, Any], sizes: dict[str, int], plan: autoshard.ShardingPlan) -> int:
@@ -62,7 +45,7 @@ def test_a_smaller_limit_is_kept_and_gives_no_faster_and_no_larger_plan(
     name: str, options: dict[str, Any], sizes: dict[str, int]
 ) -> None:
     graph = captured(name, **options)
-    planner = _Remembering(graph, MeshShape.of(sizes), fast_links(), Wishes(), Settings(time_limit=PLENTY))
+    planner = Remembering(graph, MeshShape.of(sizes), fast_links(), Wishes(), Settings(time_limit=PLENTY))
     cheapest = planner.solve(planner.wishes)
     fastest = HiddenReductions(planner, cheapest).run()
     with pytest.raises(BudgetError, match="Raise memory_limit to") as caught:

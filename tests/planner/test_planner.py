@@ -18,12 +18,22 @@ from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError, HintError
 from autoshard.plan import ShardingPlan
-from autoshard.planner.planner import METHODS
+from autoshard.planner.budget import BudgetSearch
+from autoshard.planner.planner import METHODS, Planner, Settings
 from autoshard.planner.problem import Wishes
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec, shard_placement
 from tests import models
-from tests.planner.steps import captured, every_parameter, gathered_again, links, plan_of, planner_of
+from tests.planner.steps import (
+    PLENTY,
+    Remembering,
+    captured,
+    every_parameter,
+    gathered_again,
+    links,
+    plan_of,
+    planner_of,
+)
 from tests.training import fast_links
 
 
@@ -206,22 +216,30 @@ def test_an_error_names_a_limit_that_can_be_met(method: str, mesh: Mapping[str, 
     assert plan_of(graph, mesh, memory_limit=least, method=method).memory.peak <= least
 
 
+def _smallest_is_met(planner: Planner) -> int:
+    """The smallest limit that the error about one that is too small names, which a second search keeps."""
+    cheapest = planner.solve(planner.wishes)
+    with pytest.raises(BudgetError, match="Raise memory_limit to") as caught:
+        BudgetSearch(planner, 1000, cheapest, cheapest).run()
+    least = caught.value.peak
+    assert least is not None
+    assert f"memory_limit to {least} bytes" in str(caught.value)
+    assert BudgetSearch(planner, least, cheapest, cheapest).run().memory.peak <= least
+    return least
+
+
 @pytest.mark.slow
 def test_the_smallest_limit_of_a_transformer_can_be_met_on_two_axes() -> None:
-    graph = captured("gpt", batch=96)
-    mesh, wishes = {"x": 2, "y": 2}, Wishes(forced=frozenset(every_parameter(graph)))
-    sharded = plan_of(graph, mesh, wishes, Cluster.preset("h100"))
-    least = _smallest(graph, mesh, cluster=Cluster.preset("h100"), time_limit=120.0)
-    assert least < 0.6 * sharded.memory.peak  # activations are split too
-    plan = plan_of(graph, mesh, cluster=Cluster.preset("h100"), memory_limit=least, time_limit=120.0)
-    assert plan.memory.peak <= least
+    graph, mesh = captured("gpt", batch=96), MeshShape.of({"x": 2, "y": 2})
+    planner = Remembering(graph, mesh, Cluster.preset("h100"), Wishes(), Settings(time_limit=PLENTY))
+    sharded = planner.solve(Wishes(forced=frozenset(every_parameter(graph))))
+    assert _smallest_is_met(planner) < 0.6 * sharded.memory.peak  # activations are split too
 
 
 @pytest.mark.slow
 def test_the_smallest_limit_can_be_met_on_three_axes() -> None:
-    graph, mesh = captured("mlp", batch=120), {"x": 2, "y": 2, "z": 2}
-    least = _smallest(graph, mesh, time_limit=120.0)
-    assert plan_of(graph, mesh, memory_limit=least, time_limit=120.0).memory.peak <= least
+    graph, mesh = captured("mlp", batch=120), MeshShape.of({"x": 2, "y": 2, "z": 2})
+    _smallest_is_met(Remembering(graph, mesh, fast_links(), Wishes(), Settings(time_limit=PLENTY)))
 
 
 def test_every_method_finds_the_best_plan_where_nothing_limits_it() -> None:

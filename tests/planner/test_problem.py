@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from autoshard.capture.joint import capture
+from autoshard.memory.optimizer import optimizer_memory
 from autoshard.planner.problem import BuiltProblem, ProblemBuilder, Wishes
 from autoshard.solver import solve
 from autoshard.specs.spec import Spec
@@ -107,8 +111,8 @@ def test_memory_of_parameters_counts_gradients_and_optimizer_state() -> None:
     assert variable.usage is not None
     whole = 24 * 48 * 4
     held = dict(zip(map(str, variable.options), variable.usage.tolist(), strict=True))
-    assert held["R"] == 4 * whole  # parameter, gradient and two moments
-    assert held["S(0)"] == held["S(1)"] == 2 * whole
+    assert held["R"] == 4 * whole + 4  # parameter, gradient, two moments, and a count of steps
+    assert held["S(0)"] == held["S(1)"] == 2 * whole + 4
     assert variable.life == (0, len(planner_of(captured("mlp"), {"x": 2}).rules.operators) + 1)
 
 
@@ -119,9 +123,24 @@ def test_what_a_reshard_costs_is_found_on_the_edge() -> None:
     specs = [Spec.parse(text) for text in ("R", "S(0)", "P(sum)", "S(0)")]
     listed = builder.listed(specs)
     assert builder.listed(specs) is listed
-    table = builder.between(value, listed, listed)
+    table = builder.edge_tables.between(value.meta, listed, listed)
     assert np.array_equal(table[1], table[3])
     for row, source in enumerate(specs):
         for column, target in enumerate(specs):
             path = planner.resharder.path(value.meta.shape, value.meta.dtype.itemsize, source, target)
             assert table[row, column] == pytest.approx(path.seconds)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd", "adafactor"])
+def test_a_parameter_at_rest_holds_its_gradient_and_what_its_optimizer_keeps_in_its_dtype(optimizer: str) -> None:
+    module = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+    graph = capture(module, (), {"input": torch.randn(8, 64, dtype=torch.bfloat16)})
+    planner = planner_of(graph, {"x": 2}, optimizer=optimizer_memory(optimizer, None, foreach=True))
+    built = planner.builder.build(frozenset({0}))
+    (name,) = (source.node.name for source in graph.inputs if source.kind == "parameter")
+    (rest,) = (one for one in built.variables if one.key == name)
+    assert rest.usage is not None
+    for spec, usage in zip(rest.options, rest.usage, strict=True):
+        local = (64 * 32) // (2 if spec.shard_axes else 1)  # type: ignore[union-attr]
+        state = planner.settings.optimizer.state_bytes((32, 64), (local,), 2)
+        assert usage == 2 * (2 * local) + state

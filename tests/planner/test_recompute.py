@@ -49,7 +49,7 @@ def test_without_a_limit_nothing_is_recomputed_unless_all_is_asked_for() -> None
     full = _planned(recompute="full")
     assert full.recomputed == NAMES
     assert full.memory.peak < _planned().memory.peak
-    assert full.step_seconds > _planned().step_seconds
+    assert full.cost > _planned().cost
 
 
 def _between(share: float, devices: int = 2) -> int:
@@ -67,7 +67,7 @@ def test_a_limit_is_kept_by_the_faster_of_recomputing_and_what_there_is_besides(
     except BudgetError:
         assert auto.recomputed
     assert auto.memory.peak <= limit
-    assert auto.step_seconds <= min(other.step_seconds for other in others)
+    assert auto.step_seconds <= 1.001 * min(other.step_seconds for other in others)  # as good as, whatever overlaps
 
 
 def test_no_more_layers_are_recomputed_than_the_limit_asks_for() -> None:

@@ -1,70 +1,101 @@
-"""The timeline of a plan issues what the program issues, in its order."""
+"""The step that a plan predicts is the replay of the program that is made of it, whatever the plan."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 
-from autoshard.planner.account import LOCAL_STEPS, Account
-from autoshard.planner.problem import Wishes
-from autoshard.planner.schedule import issued, step_seconds, timeline
-from autoshard.reshard.overlap import await_late, gather_ahead
+from autoshard.cluster.cluster import Cluster
+from autoshard.partition.split import split
+from autoshard.plan import ShardingPlan
+from autoshard.planner.planner import Planner
+from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.planner.schedule import timeline
+from autoshard.simulate.events import Operation, Timeline, replay
+from autoshard.simulate.program import KernelPrices, operations
 from tests.planner.steps import (
-    KINDS,
-    account_of,
-    bytes_of,
     captured,
+    described,
     every_parameter,
-    halves_of,
+    flow_of,
+    gathered_again,
     links,
     planner_of,
     program_of,
 )
+from tests.random_plans import random_assignment
+
+H100 = Cluster.preset("h100")
 
 
-def _forced(name: str, mesh: Mapping[str, int]) -> tuple[Account, list[list[tuple[str, int]]]]:
-    """The account of a plan that shards every parameter, and the collectives of both halves as programs run them."""
-    graph = captured(name)
-    planner = planner_of(graph, mesh, Wishes(forced=every_parameter(graph)))
+def program_operations(planner: Planner, plan: ShardingPlan) -> list[Operation]:
+    """What the partitioned program of a plan runs, on the same cluster."""
+    halves = split(program_of(planner, plan), compile=False)
+    return operations(halves.graphs, planner.mesh.names, KernelPrices(planner.cost))
+
+
+def timeline_of(planner: Planner, plan: ShardingPlan) -> Timeline:
+    """The timeline of the calls that the search takes a plan for, each priced as a kernel."""
+    return timeline(planner.program(flow_of(planner, plan)), KernelPrices(planner.cost))
+
+
+def drawn(planner: Planner, seed: int, forced: bool) -> ShardingPlan:
+    """A random plan."""
+    wishes = Wishes(forced=every_parameter(planner.graph) if forced else frozenset())
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, wishes)
+    axes = frozenset(range(planner.mesh.ndim))
+    built = builder.build(axes, reuse="all" if forced else "none")
+    return described(planner, built.decode(random_assignment(built.problem, np.random.default_rng(seed))))
+
+
+CASES = [
+    *((name, mesh, "found") for name in ("mlp", "gpt") for mesh in ({"x": 4}, {"x": 2, "y": 2}, {"x": 5})),
+    *(("mlp", mesh, "random") for mesh in ({"x": 4}, {"x": 3, "y": 2})),
+    *(("mlp", mesh, "random, forced") for mesh in ({"x": 4}, {"x": 3, "y": 2})),
+    ("gpt", {"x": 4}, "random, forced"),
+    ("resnet18", {"x": 4}, "found"),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "kind"), CASES)
+def test_the_predicted_step_is_the_replay_of_the_program(name: str, mesh: Mapping[str, int], kind: str) -> None:
+    planner = planner_of(captured(name), mesh, cluster=H100)
+    plan = planner.plan() if kind == "found" else drawn(planner, 0, forced="forced" in kind)
+    replayed = replay(program_operations(planner, plan))
+    ours = timeline_of(planner, plan)
+    assert ours.disturbed(H100.contention) == pytest.approx(replayed.disturbed(H100.contention), rel=1e-9)
+    assert plan.step_seconds <= ours.disturbed(H100.contention) * (1 + 1e-9), "local programs run as many kernels"
+    assert ours.exposed == pytest.approx(replayed.exposed, rel=1e-9, abs=1e-12)
+
+
+def test_also_where_parameters_are_gathered_again() -> None:
+    graph = captured("hf_llama")
+    planner = planner_of(graph, {"x": 4}, Wishes(forced=every_parameter(graph)), cluster=H100)
+    plan = gathered_again(planner, planner.plan())
+    replayed = replay(program_operations(planner, plan))
+    ours = timeline_of(planner, plan)
+    assert ours.disturbed(H100.contention) == pytest.approx(replayed.disturbed(H100.contention), rel=1e-9)
+
+
+def test_a_forward_pass_has_no_backward_half() -> None:
+    planner = planner_of(captured("gpt", grad=False), {"x": 2}, cluster=H100)
     plan = planner.plan()
-    ran = []
-    for half in halves_of(program_of(planner, plan)):
-        await_late(half.graph)
-        gather_ahead(half.graph)
-        nodes = (node for node in half.graph.nodes if node.target in KINDS)
-        ran.append([(KINDS[node.target], bytes_of(node.args[0])) for node in nodes])
-    return account_of(planner, plan), ran
+    replayed = replay(program_operations(planner, plan))
+    ours = timeline_of(planner, plan)
+    assert ours.disturbed(H100.contention) == pytest.approx(replayed.disturbed(H100.contention), rel=1e-9)
 
 
-@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 4}, {"x": 2, "y": 2}], ids=str)
-def test_collectives_are_issued_in_the_order_of_the_program(mesh: Mapping[str, int]) -> None:
-    account, ran = _forced("mlp", mesh)
-    said: dict[str, list[tuple[str, int]]] = {"forward": [], "backward": []}
-    for _, leg, steps in sorted(issued(account), key=lambda one: one[0]):
-        said[leg.phase] += [(step.kind, step.bytes) for step in steps if step.kind not in LOCAL_STEPS]
-    assert any(kind == "all_gather" for kind, _ in said["forward"])
-    assert list(said.values()) == ran
-
-
-def test_a_parameter_is_gathered_while_the_one_before_it_is_used() -> None:
-    account, _ = _forced("gpt", {"x": 2})
-    gathers = [
-        (position, leg.position)
-        for position, leg, steps in issued(account)
-        if leg.phase == "forward" and steps and steps[0].kind == "all_gather" and leg.value.node.op == "placeholder"
-    ]
-    assert len(gathers) >= 2
-    for (_, used), (start, _) in itertools.pairwise(gathers):
-        assert start == used
-    assert gathers[-1][0] < gathers[-1][1]
-
-
-def test_the_predicted_step_lies_between_the_timeline_and_the_sum() -> None:
-    planner = planner_of(captured("gpt", batch=8), {"x": 4}, cluster=links(4e9, 1e-6))
+def test_a_step_takes_no_longer_than_its_operations_one_after_the_other() -> None:
+    cluster, graph = links(4e9, 1e-6), captured("gpt")
+    planner = planner_of(graph, {"x": 4}, Wishes(forced=every_parameter(graph)), cluster=cluster)
     plan = planner.plan()
-    account = account_of(planner, plan)
-    replayed = timeline(account)
+    issued, replayed = (
+        program_operations(planner, plan),
+        timeline(planner.program(flow_of(planner, plan)), planner.prices),
+    )
     assert replayed.hidden > 0
-    assert replayed.seconds < step_seconds(account) == plan.step_seconds <= plan.cost
+    assert replayed.seconds < plan.step_seconds
+    assert plan.step_seconds == replayed.seconds + cluster.contention * replayed.hidden
+    assert plan.step_seconds <= sum(one.seconds for one in issued)

@@ -134,6 +134,33 @@ def test_fast_effort_solves_one_problem_and_says_how_near_it_is() -> None:
     assert fast.lower_bound <= full.cost * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_fast_effort_takes_segments_where_messages_leave_a_gap(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    problem, tiling = built(8), tiling_of(8) if tied else None
+    exact = answered(problem, tiling, Search("auto", math.inf))
+    monkeypatch.setattr(solving, "_LARGE", 0)
+    monkeypatch.setattr(solving, "_ITERATIONS", 1)
+    monkeypatch.setattr(solving, "_MENDING", 1)
+    fast = answered(problem, tiling, Search("auto", math.inf, fast=True))
+    assert fast.method.startswith("segments")
+    assert fast.cost == pytest.approx(exact.cost, rel=1e-3)
+    assert fast.lower_bound <= exact.cost * (1 + 1e-9)
+    assert fast.cost == pytest.approx(problem.problem.cost(fast.assignment))
+
+
+def test_interrupted_segments_keep_what_messages_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*arguments: object, **options: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(solving, "_LARGE", 0)
+    monkeypatch.setattr(solving, "CLOSE", -1.0)
+    monkeypatch.setattr(solving, "_PROVED", -1.0)
+    monkeypatch.setattr(solving, "solve_in_segments", stopped)
+    found = answered(built(8), tiling_of(8), Search("auto", math.inf))
+    assert found.interrupted
+    assert found.cost == pytest.approx(built(8).problem.cost(found.assignment))
+
+
 def test_a_report_reads_as_a_line() -> None:
     text = described(Progress("messages", 0.1885, 0.1884, 3.12))
     assert text == "messages: 0.1885 s per step, at least 0.1884 (gap 0.05%), after 3.1 s"

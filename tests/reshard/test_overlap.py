@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -47,6 +48,21 @@ def test_waits_and_views_of_them_move_to_their_first_user() -> None:
     await_late(graph)
     graph.lint()
     assert _names(graph) == ["start", "work", "more", "wait", "view", "total"]
+
+
+def test_joined_reductions_are_awaited_where_their_parts_are_used() -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> list[fx.Node]:
+        start = _call(graph, collectives.all_reduce.default, x, "sum", "g", name="start")
+        wait = _call(graph, WAIT, start, name="wait")
+        parts = _call(graph, aten.split_with_sizes.default, wait, [1, 2], name="parts")
+        part = _call(graph, operator.getitem, parts, 0, name="part")
+        cast = graph.create_node("call_function", aten._to_copy.default, (part,), {"dtype": torch.half}, name="cast")
+        return [_call(graph, aten.mul.Tensor, y, y, name="work"), cast]
+
+    graph = _graph(build)
+    await_late(graph)
+    graph.lint()
+    assert _names(graph) == ["start", "work", "wait", "parts", "part", "cast"]
 
 
 def test_a_wait_that_is_needed_at_once_stays() -> None:

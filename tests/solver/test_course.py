@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from autoshard.solver import Problem, Progress, SolverError, solve
-from autoshard.solver.course import Course
+from autoshard.solver.course import ENDLESS, Course
 from tests.solver.problems import layered, two_axes, with_memory
 
 
@@ -30,6 +30,18 @@ def test_work_is_counted_down() -> None:
     course.spend(5)
     assert course.over
     assert course.share(0.5) == float("-inf")
+
+
+def test_a_stretch_ends_with_its_time_or_with_the_work_of_the_whole() -> None:
+    assert not ENDLESS.over
+    assert Course(0.0).stretch(1.0).over
+    course = Course(600.0, work_limit=10)
+    stretch = course.stretch(0.5)
+    stretch.spend(9)
+    assert not stretch.over
+    stretch.spend(1)
+    assert stretch.over
+    assert course.over
 
 
 def test_progress_is_told_as_it_moves(hard: Problem) -> None:

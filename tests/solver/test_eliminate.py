@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem
+from autoshard.solver import eliminate as elimination
 from autoshard.solver.eliminate import WidthError, eliminate, run_order
 from autoshard.solver.network import Network
 from autoshard.solver.order import conditioned_order, find_order, greedy_order, table_size, weighted_fill
@@ -29,6 +30,49 @@ def test_any_order_is_exact(problem: Problem) -> None:
     for score in (weighted_fill, table_size):
         _, cost = run_order(network, greedy_order(sizes, network.edges, 1e9, score))
         assert cost == brute_force(problem)
+
+
+def side_by_side(problem: Problem, copies: int) -> Problem:
+    """Copies of a problem that have nothing to do with each other."""
+    edges = (
+        Edge(copy * problem.size + edge.source, copy * problem.size + edge.target, edge.costs)
+        for copy in range(copies)
+        for edge in problem.edges
+    )
+    return Problem(problem.costs * copies, tuple(edges))
+
+
+def test_equal_components_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = clique(5, 4), layered(1, per_layer=12, strategies=4)
+    both = Problem(
+        one.costs * 2 + other.costs,
+        (*side_by_side(one, 2).edges, *(Edge(edge.source + 10, edge.target + 10, edge.costs) for edge in other.edges)),
+    )
+    solved = []
+    run = elimination._run_component
+    monkeypatch.setattr(elimination, "_run_component", lambda core, nodes: solved.append(nodes) or run(core, nodes))
+    network = Network.of(both, Tables())
+    order = find_order({node: len(vector) for node, vector in network.vectors.items()}, network.edges, 1e9)
+    choices, cost = run_order(network, order)
+    assert sorted(map(len, solved)) == [5, 12]
+    assert cost == pytest.approx(2 * eliminate_cost(one) + eliminate_cost(other))
+    assert both.cost([choices[node] for node in range(both.size)]) == pytest.approx(cost)
+
+
+def test_components_that_differ_in_one_entry_are_not_taken_for_equal() -> None:
+    one = clique(4, 3)
+    costs = list(one.costs * 2)
+    costs[5] = costs[5] + np.array([0.0, 1.0, 0.5])
+    both = Problem(tuple(costs), side_by_side(one, 2).edges)
+    changed = Problem(tuple(costs[4:]), one.edges)
+    assert eliminate_cost(both) == pytest.approx(eliminate_cost(one) + eliminate_cost(changed))
+
+
+def eliminate_cost(problem: Problem) -> float:
+    """The optimum, and that the choices cost so much."""
+    exact = eliminate(Network.of(problem, Tables()))
+    assert problem.cost([exact.choices[node] for node in range(problem.size)]) == pytest.approx(exact.cost)
+    return exact.cost
 
 
 def clique(nodes: int, strategies: int) -> Problem:

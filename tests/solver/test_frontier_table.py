@@ -42,16 +42,6 @@ def test_of_points_closer_than_the_tolerance_the_leaner_one_stays() -> None:
     assert joiner.spent == max(9.6 - 9.5, 7 - 6.9)
 
 
-def test_a_limit_holds_whatever_the_budget() -> None:
-    time = 1.0 / np.arange(1, 101)
-    points = Table(np.array([0, 100]), np.arange(100.0), time)
-    joiner = Joiner(limit=5)
-    thinned = joiner.join(points, UNIT, HERE, HERE)
-    assert len(thinned.memory) <= 5
-    assert (thinned.memory[0], thinned.time[-1]) == (0.0, 0.01)
-    assert 0 < joiner.spent <= 1.0 / 3
-
-
 def test_a_long_join_is_cut_in_stretches_without_a_trace() -> None:
     random = np.random.default_rng(0)
     cells, points = 800, 40
@@ -60,7 +50,7 @@ def test_a_long_join_is_cut_in_stretches_without_a_trace() -> None:
     time = -np.sort(-random.random((cells, points)), 1).ravel()
     table = Table(np.append(0, np.cumsum(counts)), memory, time)
     every = np.arange(cells)
-    whole = Joiner(threads=2).join(table, table, every, every)
+    whole = Joiner().join(table, table, every, every)
     for cell in (0, cells // 2, cells - 1):
         one = Joiner().join(table, table, every[cell : cell + 1], every[cell : cell + 1])
         stretch = slice(whole.starts[cell], whole.starts[cell + 1])

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from autoshard.solver import Edge, Problem, solve
+from autoshard.solver.bound import lower_bound
 from autoshard.solver.certify import certify
+from autoshard.solver.course import Course
 from autoshard.solver.network import Network
+from autoshard.solver.reduce import reduce
 from autoshard.solver.search import NOTHING, Found, alternate, better, improve, softened
 from autoshard.solver.tables import Tables
 from tests.solver.problems import layered, two_axes
@@ -81,3 +84,19 @@ def test_penalties_lead_out_of_what_is_forbidden() -> None:
     found = improve(soft, Found(start, soft.value(start)), cap=1e4)
     assert sorted(found.choices.values()) == list(range(7))
     assert np.isclose(network.value(found.choices), found.cost)
+
+
+def test_work_ends_a_search_between_its_steps() -> None:
+    """Less work than one step is counted as: each loop ends after the step that it is in."""
+    problem = two_axes(60, density=0.9)
+    network = Network.of(problem, Tables())
+    start = dict.fromkeys(range(60), 0)
+    first = Found(start, network.value(start))
+    once = improve(network, first, rounds=1, cap=2000)
+    course = Course(600.0, work_limit=1)
+    assert improve(network, first, cap=2000, stretch=course.stretch(1.0)).choices == once.choices
+    assert course.remaining < 0
+    assert lower_bound(reduce(network), stretch=Course(600.0, work_limit=1).stretch(1.0)).iterations == 1
+    course = Course(600.0, work_limit=1)
+    assert np.isfinite(alternate(network, problem.components, stretch=course.stretch(1.0)).cost)
+    assert course.remaining > -20 * network.cells

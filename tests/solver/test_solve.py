@@ -127,6 +127,25 @@ def test_large_problems_without_mesh_axes_are_solved_by_every_method(
     assert solution.lower_bound <= expected.cost * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("method", ["auto", "alternate"])
+def test_a_start_is_never_made_worse(method: str) -> None:
+    problem = two_axes(40)
+    best = solve(problem)
+    for start in (best.assignment, tuple(int(vector.argmin()) for vector in problem.costs)):
+        found = solve(problem, method=method, start=start)
+        assert found.cost <= problem.cost(start) * (1 + 1e-12)
+        assert found.lower_bound <= best.cost * (1 + 1e-9)
+    assert solve(problem, method=method, start=best.assignment).cost == pytest.approx(best.cost)
+
+
+def test_a_start_that_is_none_is_refused() -> None:
+    problem = Problem((np.array([0.0, np.inf]), np.zeros(2)), (Edge(0, 1, np.zeros((2, 2))),))
+    with pytest.raises(SolverError, match="forbidden strategy"):
+        solve(problem, start=(1, 0))
+    with pytest.raises(SolverError, match="1 entries"):
+        solve(problem, start=(0,))
+
+
 def test_nothing_to_choose() -> None:
     solution = solve(Problem(()))
     assert solution.status == "optimal"

@@ -57,26 +57,19 @@ def _maximum(call: LocalCall, value: Any) -> Any:
     return call.all_reduce(call.emit.call(aten.amax.default, value, [call.arg("dim")], True), "d", "max")
 
 
-def _shifted(call: LocalCall) -> tuple[Any, Any]:
-    """The operand less the maximum of its row, and the row's sum of exponentials."""
-    value = _wide(call)
-    return _less(call, value, _maximum(call, value))
-
-
-def _less(call: LocalCall, value: Any, maximum: Any) -> tuple[Any, Any]:
-    """`value - maximum`, and the sum of its exponentials over the row."""
-    emit, dim = call.emit, [call.arg("dim")]
-    value = emit.call(aten.sub.Tensor, value, maximum)
-    total = emit.call(aten.sum.dim_IntList, emit.call(aten.exp.default, value), dim, True)
-    return value, call.all_reduce(total, "d")
+def _parts(call: LocalCall, value: Any, maximum: Any) -> tuple[Any, Any]:
+    """Exponentials of `value - maximum`, and their sum over the row."""
+    emit = call.emit
+    parts = emit.call(aten.exp.default, emit.call(aten.sub.Tensor, value, maximum))
+    return parts, call.all_reduce(emit.call(aten.sum.dim_IntList, parts, [call.arg("dim")], True), "d")
 
 
 def _softmax(call: LocalCall) -> Any:
     if not call.axes("d"):
         return call.run()
-    value, total = _shifted(call)
-    result = call.emit.call(aten.div.Tensor, call.emit.call(aten.exp.default, value), total)
-    return cast(call, result, result_dtype(call))
+    value = _wide(call)
+    parts, total = _parts(call, value, _maximum(call, value))
+    return cast(call, call.emit.call(aten.div.Tensor, parts, total), result_dtype(call))
 
 
 def _safe_softmax(call: LocalCall) -> Any:
@@ -84,18 +77,29 @@ def _safe_softmax(call: LocalCall) -> Any:
         return call.run()
     emit, value = call.emit, _wide(call)
     maximum = _maximum(call, value)
-    value, total = _less(call, value, maximum)
-    result = emit.call(aten.div.Tensor, emit.call(aten.exp.default, value), total)
+    parts, total = _parts(call, value, maximum)
+    result = emit.call(aten.div.Tensor, parts, total)
     masked = emit.call(aten.eq.Scalar, maximum, -math.inf)
     return cast(call, emit.call(aten.masked_fill.Scalar, result, masked, 0.0), result_dtype(call))
 
 
 def _log_softmax(call: LocalCall) -> Any:
+    """`value - log(sum(exp(value)))`, whose second term is known for a stretch from where its maximum is.
+
+    The kernel of the whole operator finds a stretch's own sum in one pass over it; maximum, exponentials and sum by
+    themselves would take three times as many.
+    """
     if not call.axes("d"):
         return call.run()
-    value, total = _shifted(call)
-    result = call.emit.call(aten.sub.Tensor, value, call.emit.call(aten.log.default, total))
-    return cast(call, result, result_dtype(call))
+    emit, dim, value = call.emit, call.arg("dim"), _wide(call)
+    maximum, place = emit.call(aten.max.dim, value, dim, True)
+    own = emit.call(aten.gather.default, emit.call(aten._log_softmax.default, value, dim, False), dim, place)
+    nothing = emit.call(aten.eq.Scalar, maximum, -math.inf)  # of the row lies in this stretch: its sum is zero
+    own = emit.call(aten.masked_fill.Scalar, emit.call(aten.sub.Tensor, maximum, own), nothing, -math.inf)
+    largest = call.all_reduce(own, "d", "max")
+    total = call.all_reduce(emit.call(aten.exp.default, emit.call(aten.sub.Tensor, own, largest)), "d")
+    logarithm = emit.call(aten.add.Tensor, largest, emit.call(aten.log.default, total))
+    return cast(call, emit.call(aten.sub.Tensor, value, logarithm), result_dtype(call))
 
 
 @rule_maker("aten._softmax_backward_data", "aten._log_softmax_backward_data")
@@ -130,8 +134,8 @@ def _softmax_backward(call: LocalCall) -> Any:
     if not call.axes("d"):
         return call.run()
     emit, (gradient, output) = call.emit, _wide_operands(call)
-    total = _row_sum(call, emit.call(aten.mul.Tensor, gradient, output))
-    result = emit.call(aten.mul.Tensor, output, emit.call(aten.sub.Tensor, gradient, total))
+    parts = emit.call(aten.mul.Tensor, gradient, output)
+    result = emit.call(aten.addcmul.default, parts, output, _row_sum(call, parts), value=-1)
     return cast(call, result, result_dtype(call))
 
 
@@ -140,5 +144,6 @@ def _log_softmax_backward(call: LocalCall) -> Any:
     if not call.axes("d"):
         return call.run()
     emit, (gradient, output) = call.emit, _wide_operands(call)
-    share = emit.call(aten.mul.Tensor, emit.call(aten.exp.default, output), _row_sum(call, gradient))
-    return cast(call, emit.call(aten.sub.Tensor, gradient, share), result_dtype(call))
+    parts = emit.call(aten.exp.default, output)
+    result = emit.call(aten.addcmul.default, gradient, parts, _row_sum(call, gradient), value=-1)
+    return cast(call, result, result_dtype(call))

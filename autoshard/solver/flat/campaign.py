@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,18 @@ _INTEGER_TIME = 0.7
 
 _WARM = 6
 """Rounds of messages and search before the integer program is tried."""
+
+_ENDS = 24
+"""Ends of descents that are remembered."""
+
+_UNITED = 60
+"""Passes of messages over what is left where the best choice and these ends are united."""
+
+_APPROACH = 12
+"""Rounds from whose first to last there are messages only, where there is memory: the search needs good prices."""
+
+_ALTERNATE = 2
+"""Rounds of search between two unions of what they found."""
 
 _SHRINK = 0.25
 """Share of the strategies that must be out of the question for another presolve."""
@@ -107,7 +120,7 @@ class Front:
         self.dual.prices = prices
         self.random = np.random.default_rng(campaign.seed)
         self.descent: Descent | None = None
-        self.heat = 0.0
+        self.ends: deque[IntArray] = deque(maxlen=_ENDS)
         self.idle = 0
         self.tried_integer = False
 
@@ -120,8 +133,11 @@ class Front:
             self._bound()
             if course.over:
                 break
-            self._search(2 * _PASSES * self.core.cells)
             rounds += 1
+            if rounds == 1 or rounds >= _APPROACH or not len(self.core.base):
+                self._search(2 * _PASSES * self.core.cells)
+            if rounds >= _APPROACH and rounds % _ALTERNATE == 0:
+                self._unite(2 * _PASSES * self.core.cells)
             course.note("search")
             moved = course.cost < before[0] or course.lower_bound - before[1] > 1e-3 * abs(course.cost - before[1])
             stalled = 0 if moved else stalled + 1
@@ -159,11 +175,62 @@ class Front:
         for start in starts:
             descent.begin(start, self.dual.best_prices)
             self._run(work, until_stuck=True)
+            if descent.settled:
+                self.ends.append(descent.places.copy())
         if descent.best is not None:
             if descent.best is not best:
                 self.idle = 0
             descent.begin(descent.best, self.dual.best_prices)
             self._run(2 * work, until_stuck=False)
+
+    def _unite(self, work: int) -> None:
+        """The best choice, ends of descents and roundings united: a node keeps the strategies that one of them has.
+
+        What they agree on is decided, so that little is left, with prices, messages and neighbourhoods of its own.
+        """
+        descent, course = self.descent, self.course
+        assert descent is not None
+        if descent.best is None or not self.ends:
+            return
+        kept = self.dual.recent(_PASSES)
+        for places in (descent.best, *self.ends):
+            kept[self.core.offset[:-1] + places] = True
+        core = presolve(replace(self.core, cost=np.where(kept, self.core.cost, np.inf)), deadline=course.share(0.1))
+        course.spend(core.work)
+        if not core.feasible or not core.nodes:
+            return
+        view = View.of(core)
+        dual = Dual(core, view)
+        dual.prices = self._prices_at(core)
+        dual.upper = descent.cost
+        dual.ascend(_UNITED, deadline=course.deadline)
+        course.spend(_UNITED * (4 * core.cells + len(core.usage)))
+        part = Descent(core, view, abs(dual.value) + 1.0, self.campaign.seed)
+        known = descent.best
+        for stage in core.stages[len(self.core.stages) :]:
+            known = stage.contract(known)
+        for start in (known, dual.rounded(), dual.best):
+            if start is not None:
+                part.begin(start, dual.best_prices)
+                before, failures = part.work, 0
+                while part.work < before + work and failures < _PATIENT and not course.over:
+                    failures = 0 if part.run() else failures + 1
+                course.spend(part.work - before)
+        if part.best is not None and part.cost < descent.cost:
+            places = part.best
+            for stage in reversed(core.stages[len(self.core.stages) :]):
+                places = stage.expand(places)
+            descent.begin(places, self.dual.best_prices)
+            self.campaign.offer(self.core, places, descent.cost, "united")
+            self._run(work, until_stuck=True)
+
+    def _prices_at(self, core: Core) -> Array:
+        """The best prices, for the moments of a core that was made from this one."""
+        prices = np.zeros(len(core.base))
+        if len(prices):
+            places = np.minimum(np.searchsorted(core.moment, self.core.moment), len(prices) - 1)
+            np.add.at(prices, places, self.dual.best_prices)
+        return prices
 
     def _run(self, work: int, *, until_stuck: bool) -> None:
         descent, course = self.descent, self.course
@@ -202,11 +269,7 @@ class Front:
         if not core.feasible:
             self.course.bound(upper)
         self.course.note(f"fixing: {core.nodes} nodes, {core.cells} table entries left")
-        prices = np.zeros(len(core.base))
-        if len(prices):
-            places = np.minimum(np.searchsorted(core.moment, self.core.moment), len(prices) - 1)
-            np.add.at(prices, places, self.dual.best_prices)
-        return core, prices
+        return core, self._prices_at(core)
 
     def _integer(self) -> bool:
         """The integer program, with rows of memory added until its answer keeps the limit. True if that closes it."""

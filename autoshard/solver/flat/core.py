@@ -47,6 +47,15 @@ class Stage:
             result[node] = int(choice[place])
         return np.array(result, dtype=np.int64)
 
+    def contract(self, places: IntArray) -> IntArray:
+        """A choice before the presolve as one for what is left: the first strategy where the node's own one is gone."""
+        lengths = np.diff(self.starts[: len(self.kept) + 1])
+        owner = np.repeat(np.arange(len(self.kept)), lengths)
+        same = self.labels == places[self.kept][owner]
+        result = np.zeros(len(self.kept), dtype=np.int64)
+        result[owner[same]] = (np.arange(len(owner)) - self.starts[owner])[same]
+        return result
+
 
 @dataclass(slots=True, eq=False)
 class Core:

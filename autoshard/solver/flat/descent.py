@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from autoshard.solver.flat.chance import chance
 from autoshard.solver.flat.core import Core
 from autoshard.solver.flat.messages import loads_of, price_strategies
 from autoshard.solver.flat.neighbours import condition, search
@@ -35,11 +36,11 @@ class Descent:
 
     def __init__(self, core: Core, view: View, scale: float, seed: int) -> None:
         self.core = core
-        self.view = view._replace(table=np.minimum(core.table, _FORBIDDEN * max(abs(scale), 1e-300)))
+        self.view = view._replace(table=np.minimum(view.table, _FORBIDDEN * max(abs(scale), 1e-300)))
         self.work = 0
         self.best: IntArray | None = None
         self.cost = float("inf")
-        self._random = np.random.default_rng(seed)
+        self._chance = chance(seed)
         self._given = np.zeros(len(core.cost))
         self._priced = np.zeros(len(core.cost))
         self._loads = np.zeros(len(core.base))
@@ -82,7 +83,7 @@ class Descent:
             self._given,
             forests,
             _LARGEST,
-            self._random,
+            self._chance,
             self._state,
             temperature,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.solver.flat.arena import FAILED, FULL, WORK, pop_edge, pop_node, push_edge, push_node, strides
-from autoshard.solver.flat.jit import compiled
+from autoshard.solver.flat.jit import compiled, inner
 from autoshard.solver.flat.rules import strategies_lost, tidy_edge, tidy_node
 
 _DEAREST = 30_000_000
@@ -18,54 +18,41 @@ _WIDEST = 160
 """Strategies up to which memory is compared: the work is quadratic."""
 
 
-@compiled
-def settle(arena, upper):  # type: ignore[no-untyped-def]
-    """Looks at queued edges and nodes until none is left, one has no strategy left, or room runs out."""
-    while arena.counts[FAILED] == 0 and arena.counts[FULL] == 0:
-        edge = pop_edge(arena)
-        if edge >= 0:
-            if not arena.dropped[edge]:
-                tidy_edge(arena, edge, upper)
-                if arena.counts[FULL]:
-                    push_edge(arena, edge)
-            continue
-        node = pop_node(arena)
-        if node < 0:
-            return
-        if not arena.gone[node]:
-            tidy_node(arena, node, upper)
-
-
-@compiled
+@inner
 def uses_no_more(arena, node, alive):  # type: ignore[no-untyped-def]
     """[s, t]: whether strategy alive[t] of a node uses no more memory than alive[s] at any moment."""
     count = len(alive)
     less = np.ones((count, count), dtype=np.bool_)
     items = 0
-    item = arena.first_item[node]
+    item = arena.nodes[node].first_item
     while item >= 0:
         items += 1
-        item = arena.next_item[item]
+        item = arena.items[item].following
     if items == 0:
         return less
     moments = np.empty(2 * items, dtype=np.int64)
     which = np.empty(2 * items, dtype=np.int64)
     place = 0
-    item = arena.first_item[node]
+    item = arena.nodes[node].first_item
     while item >= 0:
-        moments[place], which[place] = arena.low[item], item
-        moments[place + 1], which[place + 1] = arena.high[item], -item - 1
+        moments[place], which[place] = arena.items[item].low, item
+        moments[place + 1], which[place + 1] = arena.items[item].high, -item - 1
         place += 2
-        item = arena.next_item[item]
+        item = arena.items[item].following
+    for position in range(1, 2 * items):
+        moment, event, place = moments[position], which[position], position
+        while place > 0 and moments[place - 1] > moment:
+            moments[place], which[place] = moments[place - 1], which[place - 1]
+            place -= 1
+        moments[place], which[place] = moment, event
     held = np.zeros(count)
-    order = np.argsort(moments)
     for position in range(2 * items):
-        event = which[order[position]]
+        event = which[position]
         sign = 1.0 if event >= 0 else -1.0
-        begin = arena.usage_start[event if event >= 0 else -event - 1]
+        begin = arena.items[event if event >= 0 else -event - 1].start
         for s in range(count):
             held[s] += sign * arena.usage[begin + alive[s]]
-        if position + 1 < 2 * items and moments[order[position + 1]] > moments[order[position]]:
+        if position + 1 < 2 * items and moments[position + 1] > moments[position]:
             for s in range(count):
                 for t in range(count):
                     if held[t] > held[s] + 1e-9 * abs(held[s]):
@@ -74,21 +61,27 @@ def uses_no_more(arena, node, alive):  # type: ignore[no-untyped-def]
     return less
 
 
-@compiled
+@inner
 def alive_strategies(arena, node):  # type: ignore[no-untyped-def]
     """The strategies that a node still has, ascending."""
-    own = arena.offset[node]
-    return np.flatnonzero(arena.cost[own : own + arena.size[node]] < np.inf)
+    own, size = arena.nodes[node].offset, arena.nodes[node].size
+    alive = np.empty(size, dtype=np.int64)
+    count = 0
+    for s in range(size):
+        if arena.cost[own + s] < np.inf:
+            alive[count] = s
+            count += 1
+    return alive[:count]
 
 
-@compiled
+@inner
 def loses(arena, half, s, t, most):  # type: ignore[no-untyped-def]
     """The most that choosing t instead of s adds on an edge, over the choices of the other end; stops above `most`."""
-    other = arena.end[half ^ 1]
+    other = arena.halves[half ^ 1].end
     begin, row, column = strides(arena, half)
-    far = arena.offset[other]
+    far = arena.nodes[other].offset
     worst = -np.inf
-    for j in range(arena.size[other]):
+    for j in range(arena.nodes[other].size):
         if arena.cost[far + j] < np.inf:
             before = arena.table[begin + s * row + j * column]
             if before < np.inf:
@@ -98,7 +91,7 @@ def loses(arena, half, s, t, most):  # type: ignore[no-untyped-def]
     return worst
 
 
-@compiled
+@inner
 def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
     """Drops strategies that another one beats (Goldstein's criterion, memory included). Returns how many."""
     alive = alive_strategies(arena, node)
@@ -106,14 +99,14 @@ def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
     if count < 2 or count > _WIDEST:
         return 0
     around = 0
-    half = arena.head[node]
+    half = arena.nodes[node].head
     while half >= 0:
-        around += arena.size[arena.end[half ^ 1]]
-        half = arena.after[half]
+        around += arena.nodes[arena.halves[half ^ 1].end].size
+        half = arena.halves[half].after
     if around * count * count > 8 * _DEAREST:
         return 0
     less = uses_no_more(arena, node, alive)
-    own = arena.offset[node]
+    own = arena.nodes[node].offset
     lost = 0
     for place in range(count - 1, -1, -1):
         s = alive[place]
@@ -123,11 +116,11 @@ def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
                 continue
             # On a normalised edge another strategy never gains: the sum only grows.
             total = arena.cost[own + t] - arena.cost[own + s]
-            half = arena.head[node]
+            half = arena.nodes[node].head
             while half >= 0 and total <= 0.0:
-                arena.numbers[WORK] += arena.size[arena.end[half ^ 1]]
+                arena.numbers[WORK] += arena.nodes[arena.halves[half ^ 1].end].size
                 total += max(loses(arena, half, s, t, -total), 0.0)
-                half = arena.after[half]
+                half = arena.halves[half].after
             if total <= 0.0:
                 arena.cost[own + s] = np.inf
                 lost += 1
@@ -137,38 +130,38 @@ def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
     return lost
 
 
-@compiled
+@inner
 def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
     """Forbids pairs of a node's strategy with a neighbour's where, given the neighbour's, another strategy of the
     node is better: where one is best for each strategy of the neighbour, the node can be merged into it."""
-    if arena.degree[node] == 0 or arena.degree[node] > _PAIRED:
+    if arena.nodes[node].degree == 0 or arena.nodes[node].degree > _PAIRED:
         return 0
     alive = alive_strategies(arena, node)
     count = len(alive)
     if count < 2 or count > _WIDEST:
         return 0
     less = uses_no_more(arena, node, alive)
-    edges = arena.degree[node]
+    edges = arena.nodes[node].degree
     halves = np.empty(edges, dtype=np.int64)
-    half = arena.head[node]
+    half = arena.nodes[node].head
     for place in range(edges):
         halves[place] = half
-        half = arena.after[half]
+        half = arena.halves[half].after
     added = np.zeros((edges, count, count))
     for place in range(edges):
         for s in range(count):
             for t in range(count):
                 if less[s, t] and s != t:
                     added[place, s, t] = loses(arena, halves[place], alive[s], alive[t], np.inf)
-        arena.numbers[WORK] += count * count * arena.size[arena.end[halves[place] ^ 1]]
-    own = arena.offset[node]
+        arena.numbers[WORK] += count * count * arena.nodes[arena.halves[halves[place] ^ 1].end].size
+    own = arena.nodes[node].offset
     forbidden = 0
     for place in range(edges):
-        other = arena.end[halves[place] ^ 1]
+        other = arena.halves[halves[place] ^ 1].end
         begin, row, column = strides(arena, halves[place])
         before = forbidden
-        for j in range(arena.size[other]):
-            if arena.cost[arena.offset[other] + j] == np.inf:
+        for j in range(arena.nodes[other].size):
+            if arena.cost[arena.nodes[other].offset + j] == np.inf:
                 continue
             for s in range(count - 1, -1, -1):
                 mine = arena.table[begin + alive[s] * row + j * column]
@@ -194,19 +187,36 @@ def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def dominate(arena, upper, pairs, work):  # type: ignore[no-untyped-def]
-    """One pass over all nodes, each settled before the next; returns what was dropped. Ends after so much work."""
-    dropped = 0
-    for node in range(len(arena.size)):
-        if arena.gone[node]:
+def settle(arena, upper, nodes, pairs, work):  # type: ignore[no-untyped-def]
+    """Looks at queued edges and nodes until none is left, one has no strategy left, or room runs out.
+
+    Of the first `nodes` nodes, each in turn is searched for dominated strategies (and pairs of them, if asked to) as
+    soon as nothing is queued, until so much work has been done.
+
+    Returns:
+        How many strategies and pairs were dropped because others are better.
+    """
+    dropped, node = 0, 0
+    while arena.counts[FAILED] == 0 and arena.counts[FULL] == 0:
+        edge = pop_edge(arena)
+        if edge >= 0:
+            if not arena.edges[edge].dropped:
+                tidy_edge(arena, edge, upper)
+                if arena.counts[FULL]:
+                    push_edge(arena, edge)
             continue
-        if arena.numbers[WORK] > work:
-            return dropped
+        queued = pop_node(arena)
+        if queued >= 0:
+            if not arena.nodes[queued].gone:
+                tidy_node(arena, queued, upper)
+            continue
+        while node < nodes and arena.nodes[node].gone:
+            node += 1
+        if node >= nodes or arena.numbers[WORK] > work:
+            break
         dropped += drop_dominated(arena, node)
         if pairs:
             dropped += drop_dominated_pairs(arena, node)
         push_node(arena, node)
-        settle(arena, upper)
-        if arena.counts[FAILED] or arena.counts[FULL]:
-            return dropped
+        node += 1
     return dropped

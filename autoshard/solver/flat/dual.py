@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 import numpy as np
+import numpy.typing as npt
 
-from autoshard.solver.flat.core import Core, starts
+from autoshard.solver.flat.core import Core
 from autoshard.solver.flat.messages import loads_of, price_strategies, round_in_order, sweep
 from autoshard.solver.flat.view import View
 from autoshard.solver.problem import Array, IntArray
@@ -15,10 +16,22 @@ from autoshard.solver.problem import Array, IntArray
 _SETTLING = 5
 """Passes at the best prices before floors are read."""
 
-_PROBE = 1.5
-"""Growth of the step until the bound falls for the first time."""
+_FRACTION = 0.05
+"""The first step, as a share of the one that would close the gap if the bound were linear in the prices."""
 
-_STRETCHES = 256
+_UNKNOWN = 0.05
+"""What the gap is taken for where no choice is known, relative to the bound."""
+
+_GROWTH, _SHRINKING = 1.1, 0.66
+"""By how much the share grows after a bound that improved, and shrinks after many that did not."""
+
+_PATIENCE = 20
+"""How many those are."""
+
+_NEGLIGIBLE = 1e-4
+"""Share at which steps become so small that the next one is a large one again."""
+
+_STRETCHES = 16
 """Stretches of time: in each, the fullest moment is the one whose price rises."""
 
 
@@ -31,12 +44,12 @@ class Dual:
         prices: cost per byte at each moment, now.
         value: the best bound so far, the core's constant included.
         best_prices: those of the best bound.
-        step: by how much prices move, per byte above the limit.
         upper: cost of a choice known to keep the limit.
         best: the best rounded choice that keeps the limit; None while there is none.
 
-    Source: V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006; the prices follow
-    subgradients, with steps bounded as B. T. Polyak does ("Minimization of unsmooth functionals", 1969).
+    Source: V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006. The prices move
+    as in F. Barahona and R. Anbil, "The volume algorithm: producing primal solutions with a subgradient method", 2000:
+    always from the best ones known, along an average of what rounded choices use above the limit.
     """
 
     core: Core
@@ -44,7 +57,6 @@ class Dual:
     prices: Array = field(init=False)
     value: float = float("-inf")
     best_prices: Array = field(init=False)
-    step: float = 0.0
     upper: float = float("inf")
     best: IntArray | None = None
 
@@ -52,18 +64,15 @@ class Dual:
         core = self.core
         self.prices = np.zeros(len(core.base))
         self.best_prices = self.prices.copy()
-        owner = core.ends.ravel()
-        lengths = core.size[owner]
-        self._inbox = starts(lengths)[:-1]
-        self._messages = np.zeros(int(lengths.sum()))
-        low = core.ends.min(1, initial=core.nodes)
-        self._ahead = np.bincount(low, minlength=core.nodes)
+        self._messages = np.zeros(int(core.size[core.ends].sum()))
+        self._widest = int(core.size.max(initial=1))
         self._beliefs = np.zeros(len(core.cost))
         self._priced = np.zeros(len(core.cost))
         self._average = np.zeros(len(core.base))
-        self._last = float("-inf")
-        self._patience = 10
-        self._probing = True
+        self._failures = 0
+        self._fraction = _FRACTION
+        self._passes = 0
+        self._chosen = np.full(len(core.cost), -1)
 
     def ascend(self, rounds: int, *, move: bool = True, deadline: float = float("inf")) -> None:
         """Passes there and back; with `move`, prices follow what a rounded choice uses.
@@ -76,26 +85,29 @@ class Dual:
         core, view = self.core, self.view
         loads = np.zeros(len(core.base))
         for _ in range(rounds):
-            if monotonic() > deadline:
+            if monotonic() > deadline or self.value >= self.upper:
                 return
-            value = self._pass()
+            known = self.value
+            improved = self._pass() > known
             places = self.rounded()
+            self._passes += 1
+            self._chosen[core.offset[:-1] + places] = self._passes
             loads_of(view, places, loads)
             if (loads <= view.room).all():
                 cost = core.value(places)
                 if cost < self.upper:
                     self.upper, self.best = cost, places
             if move and len(loads):
-                self._move(loads - view.room, value)
+                self._move(loads - view.room, improved)
 
     def _pass(self) -> float:
         """One pass there and back at the prices as they stand; returns the bound."""
         core, view = self.core, self.view
         price_strategies(view, self.prices, self._priced)
         unary = core.cost + self._priced
-        sweep(view, unary, self._messages, self._inbox, self._ahead, False, self._beliefs)
-        self._forward = np.minimum.reduceat(self._beliefs, view.offset)
-        total = sweep(view, unary, self._messages, self._inbox, self._ahead, True, self._beliefs)
+        sweep(view, unary, self._messages, False, self._widest, self._beliefs)
+        self._forward = np.minimum.reduceat(self._beliefs, core.offset[:-1])
+        total = sweep(view, unary, self._messages, True, self._widest, self._beliefs)
         value = total + core.constant - float(self.prices @ view.room)
         value -= 1e-11 * (abs(value) + abs(total))  # sums of many floats
         if value > self.value:
@@ -112,9 +124,9 @@ class Dual:
         self.prices = self.best_prices.copy()
         value = max(self._pass() for _ in range(_SETTLING))
         value = self._pass()
-        least = np.minimum.reduceat(self._beliefs, view.offset)
-        degree = np.diff(view.first_half)
-        ahead, behind = self._ahead, degree - self._ahead
+        least = np.minimum.reduceat(self._beliefs, core.offset[:-1])
+        ahead = np.bincount(core.ends.min(1, initial=core.nodes), minlength=core.nodes)
+        behind = np.bincount(core.ends.ravel(), minlength=core.nodes) - ahead
         share = 1.0 / np.maximum(np.maximum(ahead, behind), 1)
         ends_after, ends_before = 1.0 - ahead * share, 1.0 - behind * share
         ended = np.cumsum(ends_after * self._forward) - ends_after * self._forward
@@ -135,42 +147,37 @@ class Dual:
     def rounded(self) -> IntArray:
         """A choice rounded from the messages as they stand; it may pass the limit."""
         places = np.zeros(self.core.nodes, dtype=np.int64)
-        round_in_order(self.view, self.core.cost + self._priced, self._messages, self._inbox, places)
+        round_in_order(self.view, self.core.cost + self._priced, self._messages, self._widest, places)
         return places
 
-    def _move(self, excess: Array, value: float) -> None:
-        """Prices rise at the fullest moment of each stretch that passes the limit, and fall where there is room.
+    def recent(self, passes: int) -> npt.NDArray[np.bool_]:
+        """Per strategy, whether a choice rounded in one of the last passes used it."""
+        return self._chosen > max(self._passes - passes, 0)
 
-        Steps grow while the bound does, fast until it falls for the first time, and shrink where it falls; a bound
-        that fell far below the best one sends the prices back to where that was.
+    def _move(self, excess: Array, improved: bool) -> None:
+        """New prices, from the best ones: up at the fullest moment of each stretch that passes the limit, down where
+        there is room.
+
+        The step grows while bounds improve and the direction holds, and shrinks after many that did not; when it has
+        become negligible, it starts anew.
         """
-        known = self.upper - self.value if np.isfinite(self.upper) else 0.2 * abs(self.value)
-        self._patience -= 1
-        if value < self.value - max(2.0 * known, 0.02 * abs(self.value)) and self._patience < 0:
-            # Too far: from the best prices on, more carefully.
-            self.prices = self.best_prices.copy()
-            self.step *= 0.4
-            self._patience = 10
-            self._average[:] = 0.0
-            self._last = float("-inf")
-            return
-        self._average = 0.6 * self._average + 0.4 * excess
-        change = np.where(self.prices > 0, np.minimum(self._average, 0.0), 0.0)
+        if improved:
+            self._failures = 0
+            if float(excess @ self._average) >= 0.0:
+                self._fraction = min(_GROWTH * self._fraction, 2.0)
+        else:
+            self._failures += 1
+            if self._failures >= _PATIENCE:
+                self._failures = 0
+                self._fraction *= _SHRINKING
+                if self._fraction < _NEGLIGIBLE:
+                    self._fraction = _FRACTION
+        self._average = 0.5 * (self._average + excess)
+        change = np.where(self.best_prices > 0, np.minimum(self._average, 0.0), 0.0)
         for stretch in np.array_split(np.arange(len(excess)), min(_STRETCHES, len(excess))):
             fullest = stretch[self._average[stretch].argmax()]
-            change[fullest] = self._average[fullest]
-        length = max(float(change @ change), 1e-300)
-        if not self.step:
-            self.step = 0.01 * max(abs(value), 1.0) / length
-        else:
-            if self._probing and value < self._last:
-                self._probing = False
-                self.prices = self.best_prices.copy()
-                self.step *= 0.4
-                self._last = float("-inf")
-                return
-            self.step *= (_PROBE if self._probing else 1.1) if value > self._last else 0.85
-        if np.isfinite(self.upper):
-            self.step = min(self.step, 4.0 * max(self.upper - value, 1e-6 * abs(value)) / length)
-        self._last = value
-        self.prices = np.maximum(self.prices + self.step * change, 0.0)
+            if self._average[fullest] > 0.0 or self.best_prices[fullest] > 0.0:
+                change[fullest] = self._average[fullest]
+        gap = self.upper - self.value if np.isfinite(self.upper) else _UNKNOWN * abs(self.value)
+        step = self._fraction * max(gap, 1e-6 * abs(self.value)) / max(float(change @ change), 1e-300)
+        self.prices = np.maximum(self.best_prices + step * change, 0.0)

@@ -1,158 +1,148 @@
-"""Large-neighbourhood search under a hard memory limit: induced subtrees solved exactly at prices on memory."""
+"""Large-neighbourhood search under a hard memory limit: random forests solved exactly at prices on memory."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.flat.jit import compiled
+from autoshard.solver.flat.chance import draw, pick
+from autoshard.solver.flat.forest import MARK, MEMBER, grow, solve_forest
+from autoshard.solver.flat.jit import compiled, inner
 
 _TRIES = 6
-"""Prices under which one subtree is solved."""
+"""Multiples of the prices under which one forest is solved, at most."""
 
-
-@compiled
-def entry(view, half, s, t):  # type: ignore[no-untyped-def]
-    """The table entry for strategy s of a half-edge's node and t of the other."""
-    edge = half >> 1
-    columns = view.size[view.ends[edge, 1]]
-    if half & 1:
-        return view.table[view.start[edge] + t * columns + s]
-    return view.table[view.start[edge] + s * columns + t]
+_BLOCK = 64
+"""Moments that are looked at together where nothing begins or ends in them."""
 
 
 @compiled
 def condition(view, places, given):  # type: ignore[no-untyped-def]
     """Writes per strategy its cost beside the choices of all neighbours."""
-    given[:] = view.cost
-    for half in range(2 * len(view.ends)):
-        node, other = view.ends[half >> 1, half & 1], view.ends[half >> 1, 1 - (half & 1)]
-        own = view.offset[node]
-        for s in range(view.size[node]):
-            given[own + s] += entry(view, half, s, places[other])
+    for node in range(len(view.nodes) - 1):
+        own, size = view.nodes[node].offset, view.nodes[node].size
+        for s in range(size):
+            given[own + s] = view.cost[own + s]
+        for place in range(view.nodes[node].around, view.nodes[node + 1].around):
+            half = view.around[place]
+            row = view.around[half.back].table + places[half.other] * size
+            for s in range(size):
+                given[own + s] += view.table[row + s]
 
 
-@compiled
-def grow(view, random, seed, hub, target, members, link, count, stamp, border):  # type: ignore[no-untyped-def]
-    """A random set of nodes whose edges among them form a forest, the parent of each before it.
+@inner
+def move(view, node, choice, places, given):  # type: ignore[no-untyped-def]
+    """Changes the choice of one node, and what its neighbours' strategies cost beside it."""
+    for place in range(view.nodes[node].around, view.nodes[node + 1].around):
+        half = view.around[place]
+        own, size = view.nodes[half.other].offset, view.nodes[half.other].size
+        new, old = half.table + choice * size, half.table + places[node] * size
+        for t in range(size):
+            given[own + t] += view.table[new + t] - view.table[old + t]
+    places[node] = choice
 
-    Args:
-        view: the core.
-        random: a numpy generator.
-        seed: the node to start from, where there is no hub.
-        hub: a node that the others may be linked to besides, -1 for none: trees start at its neighbours.
-        target: nodes wanted.
-        members: written: the nodes, in order.
-        link: written: per member the half-edge at it that leads to its parent; -1 for a root.
-        count: per node how many of its neighbours are members; 0 before and after.
-        stamp: per node, whether it is a member; False before.
-        border: room for candidates: half-edges at them that lead to a member, or -1 - node for roots.
 
-    Returns:
-        The number of members.
-    """
-    size, waiting = 0, 0
-    capacity = len(border)
-    if hub < 0:
-        border[0] = -1 - seed
-        waiting = 1
-    else:
-        stamp[hub] = True
-        first, degree = view.first_half[hub], view.first_half[hub + 1] - view.first_half[hub]
-        turn = random.integers(0, degree)
-        for step in range(min(degree, capacity // 2)):
-            half = view.halves[first + (turn + step) % degree]
-            border[waiting] = -1 - view.ends[half >> 1, 1 - (half & 1)]
-            waiting += 1
-    while size < target and waiting:
-        pick = random.integers(0, waiting)
-        towards = border[pick]
-        waiting -= 1
-        border[pick] = border[waiting]
-        candidate = -1 - towards if towards < 0 else view.ends[towards >> 1, towards & 1]
-        if stamp[candidate] or count[candidate] != (0 if towards < 0 else 1):
-            continue
-        members[size], link[size] = candidate, -1 if towards < 0 else towards
-        stamp[candidate] = True
-        size += 1
-        for place in range(view.first_half[candidate], view.first_half[candidate + 1]):
-            half = view.halves[place]
-            other = view.ends[half >> 1, 1 - (half & 1)]
-            count[other] += 1
-            if not stamp[other] and count[other] == 1 and waiting < capacity:
-                border[waiting] = half ^ 1
-                waiting += 1
+@inner
+def free(view, places, given, members, size, marks, hub, plain, hub_costs):  # type: ignore[no-untyped-def]
+    """Costs of the members' strategies, and of the hub's, without the edges among them; returns what they cost now."""
+    total, before = 0, 0.0
     for member in range(size):
-        for place in range(view.first_half[members[member]], view.first_half[members[member] + 1]):
-            half = view.halves[place]
-            count[view.ends[half >> 1, 1 - (half & 1)]] = 0
-    return size
-
-
-@compiled
-def solve_forest(view, members, link, size, sums, start, best, picked, position):  # type: ignore[no-untyped-def]
-    """The cheapest choices on a forest, and their cost.
-
-    Args:
-        view: the core.
-        members, link, size: the forest, as `grow` made it.
-        sums: costs of the members' strategies, from `start`[member] on; changed.
-        start: see there.
-        best: room for the best strategy of each member by its parent's.
-        picked: written: the choice of each member.
-        position: per node its place among the members.
-    """
-    used, total = 0, 0.0
-    for member in range(size - 1, -1, -1):
-        half = link[member]
-        mine, own = start[member], view.size[members[member]]
-        if half < 0:
-            picked[member] = np.argmin(sums[mine : mine + own])
-            total += sums[mine + picked[member]]
+        node = members[member].node
+        members[member].start, members[member].to_hub = total, -1
+        own = view.nodes[node].offset
+        for s in range(view.nodes[node].size):
+            plain[total + s] = given[own + s]
+        total += view.nodes[node].size
+    for member in range(size):
+        link = members[member].link
+        if link < 0:
             continue
-        edge = half >> 1
-        parent = position[view.ends[edge, 1 - (half & 1)]]
-        wide, columns = view.size[members[parent]], view.size[view.ends[edge, 1]]
-        row, column = (1, columns) if half & 1 else (columns, 1)
-        begin, theirs = view.start[edge], start[parent]
+        half, node = view.around[link], members[member].node
+        mine, theirs = members[member].start, members[marks[half.other].position].start
+        own, wide = view.nodes[node].size, view.nodes[half.other].size
+        seen = view.around[half.back].table + places[half.other] * own
+        for s in range(own):
+            plain[mine + s] -= view.table[seen + s]
+        row = half.table + places[node] * wide
         for t in range(wide):
-            least, argument = np.inf, 0
-            for s in range(own):
-                value = sums[mine + s] + view.table[begin + s * row + t * column]
-                if value < least:
-                    least, argument = value, s
-            sums[theirs + t] += least
-            best[used + t] = argument
-        picked[member] = used
-        used += wide
+            plain[theirs + t] -= view.table[row + t]
+        before += view.table[row + places[half.other]]
+    if hub >= 0:
+        own, wide = view.nodes[hub].offset, view.nodes[hub].size
+        for t in range(wide):
+            hub_costs[t] = given[own + t]
+        for place in range(view.nodes[hub].around, view.nodes[hub + 1].around):
+            half = view.around[place]
+            if not marks[half.other].inside:
+                continue
+            member, theirs = marks[half.other].position, view.nodes[half.other].size
+            members[member].to_hub = half.back
+            row = half.table + places[hub] * theirs
+            for s in range(theirs):
+                plain[members[member].start + s] -= view.table[row + s]
+            row = view.around[half.back].table + places[half.other] * wide
+            for t in range(wide):
+                hub_costs[t] -= view.table[row + t]
+            before += view.table[row + places[hub]]
+        before += hub_costs[places[hub]]
     for member in range(size):
-        half = link[member]
-        if half >= 0:
-            parent = position[view.ends[half >> 1, 1 - (half & 1)]]
-            picked[member] = best[picked[member] + picked[parent]]
-    return total
+        before += plain[members[member].start + places[members[member].node]]
+    return total, before
 
 
-@compiled
-def change_loads(view, members, size, places, picked, change):  # type: ignore[no-untyped-def]
-    """Adds to a difference array what the new choices use more; returns the moments [first, last) concerned."""
+@inner
+def change_loads(view, members, size, places, change, events):  # type: ignore[no-untyped-def]
+    """Adds to a difference array what the new choices use more, and notes in which blocks of moments; returns the
+    moments [first, last) concerned."""
     first, last = len(change), 0
     for member in range(size):
-        node = members[member]
-        if picked[member] == places[node]:
+        node, choice = members[member].node, members[member].picked
+        if choice == places[node]:
             continue
-        for item in range(view.first_item[node], view.first_item[node + 1]):
-            begin = view.usage_start[item]
-            more = view.usage[begin + picked[member]] - view.usage[begin + places[node]]
+        for place in range(view.nodes[node].items, view.nodes[node + 1].items):
+            item = view.items[place]
+            more = view.usage[item.start + choice] - view.usage[item.start + places[node]]
             if more != 0.0:
-                change[view.low[item]] += more
-                change[view.high[item]] -= more
-                first, last = min(first, view.low[item]), max(last, view.high[item])
+                change[item.low] += more
+                change[item.high] -= more
+                events[item.low // _BLOCK] = True
+                events[item.high // _BLOCK] = True
+                first, last = min(first, item.low), max(last, item.high)
     return first, last
+
+
+@inner
+def passes(view, loads, fullest, change, events, first, last):  # type: ignore[no-untyped-def]
+    """Whether a change of the loads, at [first, last), passes the limit at some moment; and the work that this was."""
+    running, work = 0.0, 0
+    for block in range(first // _BLOCK, (last - 1) // _BLOCK + 1):
+        work += 1
+        if events[block]:
+            work += _BLOCK
+            for moment in range(max(block * _BLOCK, first), min((block + 1) * _BLOCK, last)):
+                running += change[moment]
+                if running > 0.0 and loads[moment] + running > view.room[moment]:
+                    return True, work
+        elif running > 0.0 and fullest[block] + running > 0.0:
+            return True, work
+    return False, work
+
+
+@inner
+def load_more(view, loads, fullest, change, first, last):  # type: ignore[no-untyped-def]
+    """Adds a change to the loads; `fullest` is by how much each block's fullest moment passes the limit."""
+    running = 0.0
+    for moment in range(first, last):
+        running += change[moment]
+        loads[moment] += running
+    for block in range(first // _BLOCK, (last - 1) // _BLOCK + 1):
+        fullest[block] = -np.inf
+        for moment in range(block * _BLOCK, min((block + 1) * _BLOCK, len(loads))):
+            fullest[block] = max(fullest[block], loads[moment] - view.room[moment])
 
 
 @compiled
 def search(  # type: ignore[no-untyped-def]
-    view, places, loads, priced, penalty, given, steps, largest, random, state, temperature
+    view, places, loads, priced, penalty, given, steps, largest, seed, state, temperature
 ):
     """Solves random forests, half of them together with a hub, all else held; takes what is better.
 
@@ -167,155 +157,145 @@ def search(  # type: ignore[no-untyped-def]
         given: per strategy its cost beside the neighbours' choices (`condition`); changed.
         steps: forests to solve.
         largest: nodes of a forest at most.
-        random: a numpy generator.
+        seed: state of the random numbers; changed.
         state: multiple of the prices to start from, and work done so far; changed.
         temperature: by how much a change may be dearer, times a random number.
 
     Returns:
         The bytes above the limit that are left, summed over moments.
     """
-    nodes, moments = len(view.size), len(loads)
-    members, link = np.empty(largest + 1, dtype=np.int64), np.empty(largest, dtype=np.int64)
-    to_hub = np.empty(largest, dtype=np.int64)
-    count, stamp = np.zeros(nodes, dtype=np.int64), np.zeros(nodes, dtype=np.bool_)
+    nodes, moments = len(view.nodes) - 1, len(loads)
+    widest = 1
+    for node in range(nodes):
+        widest = max(widest, view.nodes[node].size)
+    members, marks = np.empty(largest + 1, dtype=MEMBER), np.zeros(nodes, dtype=MARK)
     border = np.empty(max(256, 32 * largest), dtype=np.int64)
-    widest = view.size.max()
     plain, sums = np.empty(largest * widest), np.empty(largest * widest)
     best = np.empty(largest * widest, dtype=np.int32)
-    start = np.empty(largest, dtype=np.int64)
-    picked, trial = np.empty(largest + 1, dtype=np.int64), np.empty(largest + 1, dtype=np.int64)
-    hub_costs = np.empty(widest)
-    position = np.empty(nodes, dtype=np.int64)
+    hub_costs, least = np.empty(widest), np.empty(widest)
     change = np.zeros(moments + 1)
+    events = np.zeros(moments // _BLOCK + 1, dtype=np.bool_)
+    fullest = np.full(moments // _BLOCK + 1, -np.inf)
     over = 0.0
     for moment in range(moments):
+        fullest[moment // _BLOCK] = max(fullest[moment // _BLOCK], loads[moment] - view.room[moment])
         over += max(loads[moment] - view.room[moment], 0.0)
     for _ in range(steps):
-        target = min(int(np.exp(random.random() * np.log(largest))) + 1, largest)
+        target = min(int(np.exp(draw(seed) * np.log(largest))) + 1, largest)
         hub = -1
-        if len(view.halves) and random.random() < 0.5:
-            half = random.integers(0, len(view.halves))
-            hub = view.ends[half >> 1, half & 1]
-        size = grow(view, random, random.integers(0, nodes), hub, target, members, link, count, stamp, border)
-        total, before = 0, 0.0
+        if len(view.around) and draw(seed) < 0.5:
+            # By its degree: the other end of any half-edge.
+            hub = view.around[pick(seed, len(view.around))].other
+        size = grow(view, seed, pick(seed, nodes), hub, target, members, marks, border)
+        total, before = free(view, places, given, members, size, marks, hub, plain, hub_costs)
         for member in range(size):
-            node = members[member]
-            position[node] = member
-            start[member] = total
-            to_hub[member] = -1
-            own = view.offset[node]
-            plain[total : total + view.size[node]] = given[own : own + view.size[node]]
-            total += view.size[node]
-        for member in range(size):
-            half = link[member]
-            if half < 0:
-                continue
-            parent = members[position[view.ends[half >> 1, 1 - (half & 1)]]]
-            node, theirs = members[member], start[position[parent]]
-            for s in range(view.size[node]):
-                plain[start[member] + s] -= entry(view, half, s, places[parent])
-            for t in range(view.size[parent]):
-                plain[theirs + t] -= entry(view, half, places[node], t)
-            before += entry(view, half, places[node], places[parent])
+            marks[members[member].node].inside = False
+        both = size
         if hub >= 0:
-            own, wide = view.offset[hub], view.size[hub]
-            hub_costs[:wide] = given[own : own + wide]
-            for place in range(view.first_half[hub], view.first_half[hub + 1]):
-                half = view.halves[place] ^ 1
-                node = view.ends[half >> 1, half & 1]
-                if stamp[node]:
-                    member = position[node]
-                    to_hub[member] = half
-                    before += entry(view, half, places[node], places[hub])
-                    for s in range(view.size[node]):
-                        plain[start[member] + s] -= entry(view, half, s, places[hub])
-                    for t in range(wide):
-                        hub_costs[t] -= entry(view, half, places[node], t)
-            before += hub_costs[places[hub]]
-            members[size] = hub
-            stamp[hub] = False
-        for member in range(size):
-            before += plain[start[member] + places[members[member]]]
-            stamp[members[member]] = False
-        all_of_them = size + (hub >= 0)
+            marks[hub].inside = False
+            members[size].node = hub
+            both += 1
+        allowed = temperature * draw(seed)
         scale, low, high = state[0], 0.0, np.inf
-        if random.random() < 0.5:
-            scale *= np.exp(random.normal() * 0.7)
+        if draw(seed) < 0.5:
+            scale *= np.exp(2.4 * draw(seed) - 1.2)
+        unpriced = False
         for _attempt in range(_TRIES):
-            least = np.inf
-            for choice in range(view.size[hub] if hub >= 0 else 1):
+            lowest = np.inf
+            for choice in range(view.nodes[hub].size if hub >= 0 else 1):
                 value = 0.0
                 if hub >= 0:
-                    value = hub_costs[choice] + scale * priced[view.offset[hub] + choice]
-                    if value >= least:
+                    value = hub_costs[choice] + scale * priced[view.nodes[hub].offset + choice]
+                    if value >= lowest:
                         continue
                 for member in range(size):
-                    own, mine, half = view.offset[members[member]], start[member], to_hub[member]
-                    for s in range(view.size[members[member]]):
+                    node, mine, link = members[member].node, members[member].start, members[member].to_hub
+                    own, count = view.nodes[node].offset, view.nodes[node].size
+                    for s in range(count):
                         sums[mine + s] = plain[mine + s] + scale * priced[own + s]
-                    if half >= 0:
-                        for s in range(view.size[members[member]]):
-                            sums[mine + s] += entry(view, half, s, choice)
-                value += solve_forest(view, members, link, size, sums, start, best, trial, position)
+                    if link >= 0:
+                        row = view.around[view.around[link].back].table + choice * count
+                        for s in range(count):
+                            sums[mine + s] += view.table[row + s]
+                value += solve_forest(view, members, size, marks, sums, best, least)
                 state[1] += 8 * total
-                if value < least:
-                    least = value
-                    picked[:size] = trial[:size]
-                    picked[size] = choice
+                if value < lowest:
+                    lowest = value
+                    for member in range(size):
+                        members[member].picked = members[member].trial
+                    members[size].picked = choice
             after, moved = 0.0, False
             if hub >= 0:
-                after = hub_costs[picked[size]]
-                moved = picked[size] != places[hub]
+                after = hub_costs[members[size].picked]
+                moved = members[size].picked != places[hub]
             for member in range(size):
-                after += plain[start[member] + picked[member]]
-                moved |= picked[member] != places[members[member]]
-                if link[member] >= 0:
-                    half = link[member]
-                    parent = position[view.ends[half >> 1, 1 - (half & 1)]]
-                    after += entry(view, half, picked[member], picked[parent])
-                if to_hub[member] >= 0:
-                    after += entry(view, to_hub[member], picked[member], picked[size])
-            if not moved:
-                # At these prices all is well as it is; a change, if any, comes from lower ones.
-                high = scale
-            else:
-                allowed = temperature * random.random()
-                fits, taken = True, False
-                if over > 0.0 or after - before <= allowed:
-                    first, last = change_loads(view, members, all_of_them, places, picked, change)
+                node, picked, link = members[member].node, members[member].picked, members[member].link
+                after += plain[members[member].start + picked]
+                moved |= picked != places[node]
+                if link >= 0:
+                    half = view.around[link]
+                    parent = members[marks[half.other].position].picked
+                    after += view.table[half.table + picked * view.nodes[half.other].size + parent]
+                link = members[member].to_hub
+                if link >= 0:
+                    half = view.around[link]
+                    after += view.table[half.table + picked * view.nodes[hub].size + members[size].picked]
+            fits, taken = True, False
+            if moved and (over > 0.0 or after - before <= allowed):
+                first, last = change_loads(view, members, both, places, change, events)
+                if first >= last:
+                    taken = over == 0.0 or after - before < 0.0
+                elif over > 0.0:
                     running, fined, excess = 0.0, 0.0, 0.0
-                    state[1] += max(last - first, 0)
+                    state[1] += last - first
                     for moment in range(first, last):
                         running += change[moment]
                         old = max(loads[moment] - view.room[moment], 0.0)
                         new = max(loads[moment] + running - view.room[moment], 0.0)
                         excess += new - old
                         fined += (new - old) * penalty[moment]
-                    if over > 0.0:
-                        taken = after - before + fined < 0.0
-                        fits = fined <= 0.0
-                    else:
-                        fits = excess <= 0.0
-                        taken = fits
+                    taken = after - before + fined < 0.0
+                    fits = fined <= 0.0
                     if taken:
-                        running = 0.0
-                        for moment in range(first, last):
-                            running += change[moment]
-                            loads[moment] += running
                         over = max(over + excess, 0.0)
-                    if first < last:
-                        change[first : last + 1] = 0.0
-                if taken:
-                    for member in range(all_of_them):
-                        node = members[member]
-                        if picked[member] != places[node]:
-                            move(view, node, picked[member], places, given)
-                    state[0] = min(max(state[0] * 0.98 + scale * 0.02, 0.05), 4.0)
-                    break
-                if fits:
-                    high = scale
                 else:
-                    low = scale
+                    passed, work = passes(view, loads, fullest, change, events, first, last)
+                    state[1] += work
+                    fits = not passed
+                    taken = fits
+                if first < last:
+                    if taken:
+                        load_more(view, loads, fullest, change, first, last)
+                    for member in range(both):
+                        node = members[member].node
+                        if members[member].picked != places[node]:
+                            for place in range(view.nodes[node].items, view.nodes[node + 1].items):
+                                item = view.items[place]
+                                change[item.low] = 0.0
+                                change[item.high] = 0.0
+                                events[item.low // _BLOCK] = False
+                                events[item.high // _BLOCK] = False
+            if taken:
+                for member in range(both):
+                    node = members[member].node
+                    if members[member].picked != places[node]:
+                        move(view, node, members[member].picked, places, given)
+                if not unpriced:
+                    state[0] = min(max(state[0] * 0.98 + scale * 0.02, 0.05), 4.0)
+                break
+            if unpriced:
+                if fits:
+                    # Memory for nothing would bring nothing, so no price brings anything.
+                    break
+                unpriced, scale = False, high / 2
+                continue
+            if fits:
+                if high == np.inf and low == 0.0 and over == 0.0:
+                    unpriced, high, scale = True, scale, 0.0
+                    continue
+                high = scale
+            else:
+                low = scale
             scale = low * 2.0 + 1e-3 if high == np.inf else (low + high) / 2
             if high - low < 0.1 * high:
                 break
@@ -323,15 +303,3 @@ def search(  # type: ignore[no-untyped-def]
     for moment in range(moments):
         over += max(loads[moment] - view.room[moment], 0.0)
     return over
-
-
-@compiled
-def move(view, node, choice, places, given):  # type: ignore[no-untyped-def]
-    """Changes the choice of one node, and what its neighbours' strategies cost beside it."""
-    for place in range(view.first_half[node], view.first_half[node + 1]):
-        half = view.halves[place]
-        other = view.ends[half >> 1, 1 - (half & 1)]
-        own = view.offset[other]
-        for t in range(view.size[other]):
-            given[own + t] += entry(view, half, choice, t) - entry(view, half, places[node], t)
-    places[node] = choice

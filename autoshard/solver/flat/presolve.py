@@ -9,9 +9,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.solver.flat.arena import CELLS, EDGES, FAILED, FULL, MAPPED, OFFSET, REMOVED, USED, WORK, Arena
+from autoshard.solver.flat.arena import (
+    CELLS,
+    EDGE,
+    EDGES,
+    FAILED,
+    FIRST_EDGE,
+    FULL,
+    HALF,
+    ITEM,
+    MAPPED,
+    NODE,
+    OFFSET,
+    REMOVED,
+    USED,
+    WORK,
+    Arena,
+)
 from autoshard.solver.flat.core import Core, Stage, starts
-from autoshard.solver.flat.dominance import dominate, settle
+from autoshard.solver.flat.dominance import settle
 from autoshard.solver.flat.rules import begin
 from autoshard.solver.flat.thin import thinned, without_too_large
 
@@ -52,7 +68,7 @@ def presolve(core: Core, *, upper: float = float("inf"), work: float = 5e9, dead
 def _searched(core: Core, upper: float, work: float, deadline: float) -> Core:
     """Every exact step on the nodes and edges of a core."""
     arena = _arena(core)
-    arena = _run(arena, lambda room: settle(room, upper))
+    arena = _run(arena, lambda room: settle(room, upper, 0, False, work))
     alive = np.isfinite(arena.cost).sum()
     for attempt in range(_PASSES):
         if arena.counts[FAILED] or arena.numbers[WORK] > work or monotonic() > deadline:
@@ -60,8 +76,7 @@ def _searched(core: Core, upper: float, work: float, deadline: float) -> Core:
         dropped = [0]
 
         def search(room: Arena, dropped: list[int] = dropped, pairs: bool = attempt > 0) -> None:
-            settle(room, upper)
-            dropped[0] += dominate(room, upper, pairs, work)
+            dropped[0] += settle(room, upper, core.nodes, pairs, work)
 
         arena = _run(arena, search)
         if attempt and dropped[0] < _WORTH * alive:
@@ -70,42 +85,30 @@ def _searched(core: Core, upper: float, work: float, deadline: float) -> Core:
 
 
 def _arena(core: Core) -> Arena:
-    edges, nodes = len(core.ends), core.nodes
-    room = 2 * edges + 16
+    count, cells = len(core.ends), 2 * core.cells + 4096
     arena = Arena(
-        size=core.size,
-        offset=core.offset[:-1].copy(),
+        nodes=np.zeros(core.nodes, dtype=NODE),
+        halves=np.zeros(2 * (2 * count + 16), dtype=HALF),
+        edges=np.zeros(2 * count + 16, dtype=EDGE),
+        items=np.zeros(len(core.low), dtype=ITEM),
         cost=core.cost.copy(),
-        gone=np.zeros(nodes, dtype=bool),
-        head=np.full(nodes, -1),
-        degree=np.zeros(nodes, dtype=np.int64),
-        end=_longer(core.ends.ravel(), 2 * room),
-        after=np.full(2 * room, -1),
-        before=np.full(2 * room, -1),
-        start=_longer(core.start[:-1], room),
-        dropped=np.zeros(room, dtype=bool),
-        table=_longer(core.table, 2 * core.cells + 4096),
-        first_item=np.full(nodes, -1),
-        next_item=np.full(len(core.low), -1),
-        low=core.low.copy(),
-        high=core.high.copy(),
-        usage_start=core.usage_start.copy(),
+        table=_longer(core.table, cells),
         usage=_longer(core.usage, 2 * len(core.usage) + 4096),
-        stale=np.ones(nodes, dtype=bool),
         base=np.zeros(len(core.base) + 1),
-        removed=np.zeros((nodes, 4), dtype=np.int64),
+        removed=np.zeros((core.nodes, 4), dtype=np.int64),
         choice=np.zeros(4 * len(core.cost) + 4096, dtype=np.int64),
         numbers=np.array([core.constant, 0.0]),
-        counts=np.zeros(8, dtype=np.int64),
-        edge_queue=np.zeros(room, dtype=np.int64),
-        node_queue=np.zeros(nodes + 1, dtype=np.int64),
-        queue_ends=np.zeros(4, dtype=np.int64),
-        queued_edge=np.zeros(room, dtype=bool),
-        queued_node=np.zeros(nodes, dtype=bool),
+        counts=np.zeros(12, dtype=np.int64),
     )
-    arena.counts[EDGES], arena.counts[CELLS] = edges, core.cells
-    arena.counts[USED] = len(core.usage)
-    begin(arena, core.item_node)
+    nodes, edges, items = arena.nodes, arena.edges, arena.items
+    nodes["size"], nodes["offset"] = core.size, core.offset[:-1]
+    nodes["head"] = nodes["first_item"] = -1
+    nodes["stale"] = True
+    arena.halves["end"][: 2 * count] = core.ends.ravel()
+    edges["start"][:count] = core.start[:-1]
+    items["low"], items["high"], items["start"] = core.low, core.high, core.usage_start
+    arena.counts[EDGES], arena.counts[CELLS], arena.counts[USED] = count, core.cells, len(core.usage)
+    begin(arena, np.ascontiguousarray(core.item_node))
     return arena
 
 
@@ -126,31 +129,30 @@ def _run(arena: Arena, step: Callable[[Arena], object]) -> Arena:
         if not arena.counts[FULL]:
             return arena
         grown = {name: _longer(getattr(arena, name), 2 * len(getattr(arena, name))) for name in _GROWING}
-        edges = len(arena.start)
+        edges = len(arena.edges)
         if arena.counts[EDGES] * 2 > edges:
-            order = (arena.queue_ends[0] + np.arange(arena.queue_ends[1])) % edges
-            grown["edge_queue"] = _longer(arena.edge_queue[order], 2 * edges)
-            arena.queue_ends[0] = 0
-            for name in ("start", "dropped", "queued_edge"):
-                grown[name] = _longer(getattr(arena, name), 2 * edges)
-            for name in ("end", "after", "before"):
-                grown[name] = _longer(getattr(arena, name), 4 * edges)
+            # The ring of waiting edges begins at 0 again: it would not be one where it wrapped round.
+            arena.edges["waiting"] = np.roll(arena.edges["waiting"], -int(arena.counts[FIRST_EDGE]))
+            arena.counts[FIRST_EDGE] = 0
+            grown["edges"] = _longer(arena.edges, 2 * edges)
+            grown["halves"] = _longer(arena.halves, 4 * edges)
         arena = arena._replace(**grown)
 
 
 def _compacted(arena: Arena, core: Core) -> Core:
     """What is left, without gaps, and a stage that leads back."""
-    kept = np.flatnonzero(~arena.gone)
+    gone = arena.nodes["gone"]
+    kept = np.flatnonzero(~gone)
     alive = np.isfinite(arena.cost)
     owner = np.repeat(np.arange(core.nodes), core.size)
-    left = alive & ~arena.gone[owner]
+    left = alive & ~gone[owner]
     labels = np.flatnonzero(left) - np.repeat(core.offset[:-1], core.size)[left]
     size = np.bincount(owner[left], minlength=core.nodes)[kept]
     number = np.full(core.nodes, -1)
     number[kept] = np.arange(len(kept))
     count = int(arena.counts[EDGES])
-    edges = np.flatnonzero(~arena.dropped[:count])
-    ends = arena.end[: 2 * count].reshape(-1, 2)[edges]
+    edges = np.flatnonzero(~arena.edges["dropped"][:count])
+    ends = arena.halves["end"][: 2 * count].reshape(-1, 2)[edges]
     offset = starts(size)
     removed = int(arena.counts[REMOVED])
     stage = Stage(
@@ -164,22 +166,21 @@ def _compacted(arena: Arena, core: Core) -> Core:
     )
     new_ends = number[ends]
     places = [labels[offset[node] : offset[node + 1]] for node in range(len(kept))]
-    tables = []
+    tables, first_cell = [], arena.edges["start"].tolist()
     for edge, (one, other), (row, column) in zip(edges.tolist(), ends.tolist(), new_ends.tolist(), strict=True):
         cells = core.size[one] * core.size[other]
-        first = int(arena.start[edge])
+        first = first_cell[edge]
         table = arena.table[first : first + cells].reshape(core.size[one], core.size[other])
         tables.append(table[places[row][:, None], places[column]].ravel())
     item_node, items = [], []
-    for node in kept.tolist():
-        item = int(arena.first_item[node])
+    following, used = arena.items["following"].tolist(), arena.items["start"].tolist()
+    for node, first in zip(kept.tolist(), arena.nodes["first_item"][kept].tolist(), strict=True):
+        item = first
         while item >= 0:
             item_node.append(int(number[node]))
             items.append(item)
-            item = int(arena.next_item[item])
-    usages = [
-        arena.usage[int(arena.usage_start[item]) + places[node]] for node, item in zip(item_node, items, strict=True)
-    ]
+            item = following[item]
+    usages = [arena.usage[used[item] + places[node]] for node, item in zip(item_node, items, strict=True)]
     nodes = np.array(item_node, dtype=np.int64)
     rows = np.array(items, dtype=np.int64)
     return Core(
@@ -190,8 +191,8 @@ def _compacted(arena: Arena, core: Core) -> Core:
         start=starts(np.array([table.size for table in tables], dtype=np.int64)),
         table=np.concatenate(tables) if tables else np.zeros(0),
         item_node=nodes,
-        low=arena.low[rows],
-        high=arena.high[rows],
+        low=arena.items["low"][rows],
+        high=arena.items["high"][rows],
         usage_start=starts(size[nodes])[:-1],
         usage=np.concatenate(usages) if usages else np.zeros(0),
         base=core.base + np.cumsum(arena.base)[:-1],

@@ -23,7 +23,7 @@ from autoshard.solver.flat.arena import (
     push_node,
     strides,
 )
-from autoshard.solver.flat.jit import compiled
+from autoshard.solver.flat.jit import compiled, inner
 
 _NEGLIGIBLE = 1e-14
 """What rounding leaves of a zero, relative to what was subtracted."""
@@ -31,31 +31,34 @@ _NEGLIGIBLE = 1e-14
 _GROWTH = 20_000
 """Table entries that merging a node may add."""
 
+_NONE, _ZERO, _ONE = np.int64(-1), np.int64(0), np.int64(1)
+"""Arguments that are written out would each have a loop compiled once more."""
 
-@compiled
+
+@inner
 def strategies_lost(arena, node):  # type: ignore[no-untyped-def]
     """Everything that may follow from a node's having fewer strategies is to be looked at."""
-    half = arena.head[node]
+    half = arena.nodes[node].head
     while half >= 0:
         push_edge(arena, half >> 1)
-        half = arena.after[half]
-    arena.stale[node] = True
+        half = arena.halves[half].after
+    arena.nodes[node].stale = True
     push_node(arena, node)
 
 
-@compiled
+@inner
 def tidy_side(arena, half):  # type: ignore[no-untyped-def]
     """Moves row minima (rows: the strategies of the half-edge's node) into the node; unsupported strategies go."""
-    node, other = arena.end[half], arena.end[half ^ 1]
+    node, other = arena.halves[half].end, arena.halves[half ^ 1].end
     begin, row, column = strides(arena, half)
-    own, far = arena.offset[node], arena.offset[other]
+    own, far = arena.nodes[node].offset, arena.nodes[other].offset
     lost, moved = False, False
-    for s in range(arena.size[node]):
+    for s in range(arena.nodes[node].size):
         if arena.cost[own + s] == np.inf:
             continue
         least = np.inf
         place = begin + s * row
-        for t in range(arena.size[other]):
+        for t in range(arena.nodes[other].size):
             if arena.cost[far + t] < np.inf:
                 least = min(least, arena.table[place + t * column])
         if least == np.inf:
@@ -65,56 +68,56 @@ def tidy_side(arena, half):  # type: ignore[no-untyped-def]
             moved = True
             arena.cost[own + s] += least
             scale = abs(least) * _NEGLIGIBLE
-            for t in range(arena.size[other]):
+            for t in range(arena.nodes[other].size):
                 value = arena.table[place + t * column] - least
                 arena.table[place + t * column] = 0.0 if abs(value) <= scale else value
-    arena.numbers[WORK] += arena.size[node] * arena.size[other]
+    arena.numbers[WORK] += arena.nodes[node].size * arena.nodes[other].size
     if lost:
         strategies_lost(arena, node)
     elif moved:
         push_node(arena, node)
 
 
-@compiled
+@inner
 def forbid_dear(arena, edge, upper):  # type: ignore[no-untyped-def]
     """Forbids pairs that alone bring the cost to `upper`: nodes and tables are otherwise at least zero."""
-    one, other = arena.end[2 * edge], arena.end[2 * edge + 1]
+    one, other = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
     begin, row, column = strides(arena, 2 * edge)
     slack = upper - arena.numbers[OFFSET]
-    for s in range(arena.size[one]):
-        first = arena.cost[arena.offset[one] + s]
-        for t in range(arena.size[other]):
-            if first + arena.cost[arena.offset[other] + t] + arena.table[begin + s * row + t * column] >= slack:
+    for s in range(arena.nodes[one].size):
+        first = arena.cost[arena.nodes[one].offset + s]
+        for t in range(arena.nodes[other].size):
+            if first + arena.cost[arena.nodes[other].offset + t] + arena.table[begin + s * row + t * column] >= slack:
                 arena.table[begin + s * row + t * column] = np.inf
 
 
-@compiled
+@inner
 def tidy_edge(arena, edge, upper):  # type: ignore[no-untyped-def]
     """Normalises an edge; drops it if nothing is left; merges an end that the other end determines."""
     if upper < np.inf:
         forbid_dear(arena, edge, upper)
     tidy_side(arena, 2 * edge)
     tidy_side(arena, 2 * edge + 1)
-    one, other = arena.end[2 * edge], arena.end[2 * edge + 1]
+    one, other = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
     begin, row, column = strides(arena, 2 * edge)
     largest = 0.0
     by_row, by_column = True, True
-    for s in range(arena.size[one]):
-        if arena.cost[arena.offset[one] + s] == np.inf:
+    for s in range(arena.nodes[one].size):
+        if arena.cost[arena.nodes[one].offset + s] == np.inf:
             continue
         allowed = 0
-        for t in range(arena.size[other]):
-            if arena.cost[arena.offset[other] + t] < np.inf:
+        for t in range(arena.nodes[other].size):
+            if arena.cost[arena.nodes[other].offset + t] < np.inf:
                 value = arena.table[begin + s * row + t * column]
                 largest = max(largest, value)
                 allowed += value < np.inf
         by_row &= allowed == 1
-    for t in range(arena.size[other]):
-        if arena.cost[arena.offset[other] + t] == np.inf:
+    for t in range(arena.nodes[other].size):
+        if arena.cost[arena.nodes[other].offset + t] == np.inf:
             continue
         allowed = 0
-        for s in range(arena.size[one]):
-            if arena.cost[arena.offset[one] + s] < np.inf:
+        for s in range(arena.nodes[one].size):
+            if arena.cost[arena.nodes[one].offset + s] < np.inf:
                 allowed += arena.table[begin + s * row + t * column] < np.inf
         by_column &= allowed == 1
     if largest == 0.0:
@@ -123,37 +126,37 @@ def tidy_edge(arena, edge, upper):  # type: ignore[no-untyped-def]
         push_node(arena, other)
         return
     # Where each determines the other, the one with fewer edges goes.
-    if by_row and by_column and arena.degree[one] < arena.degree[other]:
+    if by_row and by_column and arena.nodes[one].degree < arena.nodes[other].degree:
         by_row = False
     if not (by_row and merge(arena, 2 * edge)) and by_column:
         merge(arena, 2 * edge + 1)
 
 
-@compiled
+@inner
 def merge(arena, half):  # type: ignore[no-untyped-def]
     """Merges the far node of a half-edge into the near one, which determines it. False if that costs too much."""
-    keep, leave = arena.end[half], arena.end[half ^ 1]
-    wide, narrow = arena.size[keep], arena.size[leave]
+    keep, leave = arena.halves[half].end, arena.halves[half ^ 1].end
+    wide, narrow = arena.nodes[keep].size, arena.nodes[leave].size
     growth, cells = 0, 0
-    other = arena.head[leave]
+    other = arena.nodes[leave].head
     while other >= 0:
         if other != half ^ 1:
-            third = arena.end[other ^ 1]
-            growth += (wide - narrow) * arena.size[third]
-            cells += wide * arena.size[third]
-        other = arena.after[other]
+            third = arena.halves[other ^ 1].end
+            growth += (wide - narrow) * arena.nodes[third].size
+            cells += wide * arena.nodes[third].size
+        other = arena.halves[other].after
     if growth > _GROWTH:
         return False
     items = 0
-    item = arena.first_item[leave]
+    item = arena.nodes[leave].first_item
     while item >= 0:
         items += 1
-        item = arena.next_item[item]
-    if not has_room(arena, arena.degree[leave], cells, items, items * wide, wide):
+        item = arena.items[item].following
+    if not has_room(arena, arena.nodes[leave].degree, cells, items, items * wide, wide):
         return False
-    chosen = remember(arena, leave, keep, -1, wide)
+    chosen = remember(arena, leave, keep, _NONE, wide)
     begin, row, column = strides(arena, half)
-    own, far = arena.offset[keep], arena.offset[leave]
+    own, far = arena.nodes[keep].offset, arena.nodes[leave].offset
     for s in range(wide):
         if arena.cost[own + s] == np.inf:
             continue
@@ -163,59 +166,59 @@ def merge(arena, half):  # type: ignore[no-untyped-def]
                 arena.choice[chosen + s] = t
                 arena.cost[own + s] += value + arena.cost[far + t]
     drop_edge(arena, half >> 1)
-    while arena.head[leave] >= 0:
-        move_edge(arena, arena.head[leave], keep, chosen)
+    while arena.nodes[leave].head >= 0:
+        move_edge(arena, arena.nodes[leave].head, keep, chosen)
     move_items(arena, leave, keep, chosen)
-    arena.gone[leave] = True
+    arena.nodes[leave].gone = True
     push_node(arena, keep)
     return True
 
 
-@compiled
+@inner
 def move_edge(arena, half, keep, chosen):  # type: ignore[no-untyped-def]
     """An edge of a merged node becomes, or is added to, one of the node that determines it."""
-    third = arena.end[half ^ 1]
+    third = arena.halves[half ^ 1].end
     begin, row, column = strides(arena, half)
     drop_edge(arena, half >> 1)
     into = find_edge(arena, keep, third)
     if into < 0:
         into = 2 * new_edge(arena, keep, third)
     to, to_row, to_column = strides(arena, into)
-    for s in range(arena.size[keep]):
-        if arena.cost[arena.offset[keep] + s] < np.inf:
+    for s in range(arena.nodes[keep].size):
+        if arena.cost[arena.nodes[keep].offset + s] < np.inf:
             source = begin + arena.choice[chosen + s] * row
-            for t in range(arena.size[third]):
+            for t in range(arena.nodes[third].size):
                 arena.table[to + s * to_row + t * to_column] += arena.table[source + t * column]
-    arena.numbers[WORK] += arena.size[keep] * arena.size[third]
+    arena.numbers[WORK] += arena.nodes[keep].size * arena.nodes[third].size
     push_edge(arena, into >> 1)
 
 
-@compiled
+@inner
 def move_items(arena, leave, keep, chosen):  # type: ignore[no-untyped-def]
     """What a merged node uses, as a function of the strategy of the node that determines it."""
-    item = arena.first_item[leave]
-    arena.first_item[leave] = -1
+    item = arena.nodes[leave].first_item
+    arena.nodes[leave].first_item = -1
     while item >= 0:
-        following = arena.next_item[item]
-        source, target = arena.usage_start[item], arena.counts[USED]
-        arena.counts[USED] += arena.size[keep]
-        for s in range(arena.size[keep]):
+        following = arena.items[item].following
+        source, target = arena.items[item].start, arena.counts[USED]
+        arena.counts[USED] += arena.nodes[keep].size
+        for s in range(arena.nodes[keep].size):
             arena.usage[target + s] = arena.usage[source + arena.choice[chosen + s]]
-        arena.usage_start[item] = target
-        arena.next_item[item] = arena.first_item[keep]
-        arena.first_item[keep] = item
+        arena.items[item].start = target
+        arena.items[item].following = arena.nodes[keep].first_item
+        arena.nodes[keep].first_item = item
         item = following
-    arena.stale[keep] = True
+    arena.nodes[keep].stale = True
 
 
-@compiled
+@inner
 def has_room(arena, edges, cells, items, used, mapped):  # type: ignore[no-untyped-def]
     """Whether the arrays have room for so much more; if not, that is noted, and the step is to be tried again."""
     counts = arena.counts
     enough = (
-        counts[EDGES] + edges <= len(arena.start)
+        counts[EDGES] + edges <= len(arena.edges)
         and counts[CELLS] + cells <= len(arena.table)
-        and counts[ITEMS] + items <= len(arena.low)
+        and counts[ITEMS] + items <= len(arena.items)
         and counts[USED] + used <= len(arena.usage)
         and counts[MAPPED] + mapped <= len(arena.choice)
     )
@@ -224,7 +227,7 @@ def has_room(arena, edges, cells, items, used, mapped):  # type: ignore[no-untyp
     return enough
 
 
-@compiled
+@inner
 def remember(arena, node, first, second, entries):  # type: ignore[no-untyped-def]
     """Notes that a node is removed; returns where its choices are to be written."""
     row = arena.counts[REMOVED]
@@ -239,39 +242,39 @@ def remember(arena, node, first, second, entries):  # type: ignore[no-untyped-de
     return begin
 
 
-@compiled
+@inner
 def settle_items(arena, node):  # type: ignore[no-untyped-def]
     """Usages count from their least; what does not depend on the choice is used whatever is chosen."""
-    arena.stale[node] = False
-    own, size = arena.offset[node], arena.size[node]
-    item, previous = arena.first_item[node], -1
+    arena.nodes[node].stale = False
+    own, size = arena.nodes[node].offset, arena.nodes[node].size
+    item, previous = arena.nodes[node].first_item, -1
     while item >= 0:
-        following = arena.next_item[item]
+        following = arena.items[item].following
         least, most = np.inf, 0.0
-        begin = arena.usage_start[item]
+        begin = arena.items[item].start
         for s in range(size):
             if arena.cost[own + s] < np.inf:
                 least = min(least, arena.usage[begin + s])
                 most = max(most, arena.usage[begin + s])
         if least != 0.0:
-            arena.base[arena.low[item]] += least
-            arena.base[arena.high[item]] -= least
+            arena.base[arena.items[item].low] += least
+            arena.base[arena.items[item].high] -= least
             for s in range(size):
                 arena.usage[begin + s] -= least
         if least == most:
             if previous >= 0:
-                arena.next_item[previous] = following
+                arena.items[previous].following = following
             else:
-                arena.first_item[node] = following
+                arena.nodes[node].first_item = following
         else:
             previous = item
         item = following
 
 
-@compiled
+@inner
 def tidy_node(arena, node, upper):  # type: ignore[no-untyped-def]
     """Moves the least cost into the offset; fixes, merges or eliminates a node where that is exact."""
-    own, size = arena.offset[node], arena.size[node]
+    own, size = arena.nodes[node].offset, arena.nodes[node].size
     least, allowed, last = np.inf, 0, 0
     for s in range(size):
         if arena.cost[own + s] < np.inf:
@@ -293,55 +296,55 @@ def tidy_node(arena, node, upper):  # type: ignore[no-untyped-def]
     if lost:
         strategies_lost(arena, node)
         return
-    if arena.stale[node]:
+    if arena.nodes[node].stale:
         settle_items(arena, node)
     if allowed == 1:
-        fix(arena, node, last)
-    elif arena.first_item[node] < 0 and arena.degree[node] <= 2:
+        fix(arena, node, _ZERO + last)
+    elif arena.nodes[node].first_item < 0 and arena.nodes[node].degree <= 2:
         eliminate(arena, node)
 
 
-@compiled
+@inner
 def fix(arena, node, choice):  # type: ignore[no-untyped-def]
     """Takes out a node of one strategy: its row of each edge is a cost of the neighbour."""
-    if not has_room(arena, 0, 0, 0, 0, 1):
+    if not has_room(arena, _ZERO, _ZERO, _ZERO, _ZERO, _ONE):
         push_node(arena, node)
         return
-    arena.choice[remember(arena, node, -1, -1, 1)] = choice
-    while arena.head[node] >= 0:
-        half = arena.head[node]
-        other = arena.end[half ^ 1]
+    arena.choice[remember(arena, node, _NONE, _NONE, _ONE)] = choice
+    while arena.nodes[node].head >= 0:
+        half = arena.nodes[node].head
+        other = arena.halves[half ^ 1].end
         begin, row, column = strides(arena, half)
         drop_edge(arena, half >> 1)
         lost = False
-        for t in range(arena.size[other]):
-            before = arena.cost[arena.offset[other] + t]
-            arena.cost[arena.offset[other] + t] = before + arena.table[begin + choice * row + t * column]
-            lost |= before < np.inf and arena.cost[arena.offset[other] + t] == np.inf
+        for t in range(arena.nodes[other].size):
+            before = arena.cost[arena.nodes[other].offset + t]
+            arena.cost[arena.nodes[other].offset + t] = before + arena.table[begin + choice * row + t * column]
+            lost |= before < np.inf and arena.cost[arena.nodes[other].offset + t] == np.inf
         push_node(arena, other)
         if lost:
             strategies_lost(arena, other)
-    arena.gone[node] = True
+    arena.nodes[node].gone = True
 
 
-@compiled
+@inner
 def eliminate(arena, node):  # type: ignore[no-untyped-def]
     """Takes out a node of degree two or less that uses no memory: its best strategy follows from its neighbours'."""
-    own, size = arena.offset[node], arena.size[node]
-    if arena.degree[node] == 0:
-        if has_room(arena, 0, 0, 0, 0, 1):
-            arena.choice[remember(arena, node, -1, -1, 1)] = np.argmin(arena.cost[own : own + size])
-            arena.gone[node] = True
+    own, size = arena.nodes[node].offset, arena.nodes[node].size
+    if arena.nodes[node].degree == 0:
+        if has_room(arena, _ZERO, _ZERO, _ZERO, _ZERO, _ONE):
+            arena.choice[remember(arena, node, _NONE, _NONE, _ONE)] = np.argmin(arena.cost[own : own + size])
+            arena.nodes[node].gone = True
         else:
             push_node(arena, node)
         return
-    first = arena.head[node]
-    second = arena.after[first]
-    left = arena.end[first ^ 1]
-    right = arena.end[second ^ 1] if second >= 0 else -1
-    width = arena.size[right] if second >= 0 else 1
-    entries = arena.size[left] * width
-    if not has_room(arena, 1, entries, 0, 0, entries):
+    first = arena.nodes[node].head
+    second = arena.halves[first].after
+    left = arena.halves[first ^ 1].end
+    right = arena.halves[second ^ 1].end if second >= 0 else -1
+    width = arena.nodes[right].size if second >= 0 else 1
+    entries = arena.nodes[left].size * width
+    if not has_room(arena, _ONE, entries, _ZERO, _ZERO, entries):
         push_node(arena, node)
         return
     chosen = remember(arena, node, left, right, entries)
@@ -354,10 +357,10 @@ def eliminate(arena, node):  # type: ignore[no-untyped-def]
         into = find_edge(arena, left, right)
         if into < 0:
             into = 2 * new_edge(arena, left, right)
-    arena.gone[node] = True
+    arena.nodes[node].gone = True
     arena.numbers[WORK] += entries * size
     to, to_row, to_column = strides(arena, into) if second >= 0 else (0, 0, 0)
-    for a in range(arena.size[left]):
+    for a in range(arena.nodes[left].size):
         for b in range(width):
             least, best = np.inf, 0
             for s in range(size):
@@ -370,7 +373,7 @@ def eliminate(arena, node):  # type: ignore[no-untyped-def]
             if second >= 0:
                 arena.table[to + a * to_row + b * to_column] += least
             else:
-                arena.cost[arena.offset[left] + a] += least
+                arena.cost[arena.nodes[left].offset + a] += least
     if second >= 0:
         push_edge(arena, into >> 1)
         push_node(arena, right)
@@ -383,22 +386,22 @@ def eliminate(arena, node):  # type: ignore[no-untyped-def]
 def begin(arena, item_nodes):  # type: ignore[no-untyped-def]
     """Links the edges and items of a fresh arena, parallel edges added up, and queues everything."""
     for edge in range(arena.counts[EDGES]):
-        one, other = arena.end[2 * edge], arena.end[2 * edge + 1]
+        one, other = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
         into = find_edge(arena, one, other)
         if into < 0:
             link(arena, 2 * edge)
             link(arena, 2 * edge + 1)
             push_edge(arena, edge)
             continue
-        arena.dropped[edge] = True
+        arena.edges[edge].dropped = True
         source, row, column = strides(arena, 2 * edge)
         to, to_row, to_column = strides(arena, into)
-        for s in range(arena.size[one]):
-            for t in range(arena.size[other]):
+        for s in range(arena.nodes[one].size):
+            for t in range(arena.nodes[other].size):
                 arena.table[to + s * to_row + t * to_column] += arena.table[source + s * row + t * column]
     for item in range(len(item_nodes)):
         node = item_nodes[item]
-        arena.next_item[item] = arena.first_item[node]
-        arena.first_item[node] = item
-    for node in range(len(arena.size)):
+        arena.items[item].following = arena.nodes[node].first_item
+        arena.nodes[node].first_item = item
+    for node in range(len(arena.nodes)):
         push_node(arena, node)

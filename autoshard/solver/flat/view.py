@@ -1,4 +1,4 @@
-"""A core as numba's loops want it: arrays only, with lists of edges and items by node."""
+"""A core as numba's loops want it: few arrays, of records, with every node's edges and memory items side by side."""
 
 from __future__ import annotations
 
@@ -8,51 +8,60 @@ import numpy as np
 
 from autoshard.solver.flat.core import Core, starts
 
+NODE = np.dtype([(name, np.int64) for name in ("size", "offset", "around", "items")], align=True)
+HALF = np.dtype([(name, np.int64) for name in ("other", "table", "told", "back")], align=True)
+ITEM = np.dtype([(name, np.int64) for name in ("low", "high", "start")], align=True)
+
 
 class View(NamedTuple):
     """The arrays of a `Core`, and what follows from them.
 
     Attributes:
-        size, offset, cost, ends, start, table, low, high, usage_start, usage: as in `Core`.
-        first_half: per node where its half-edges start in `halves`; one longer than there are nodes.
-        halves: half-edges by node: 2e at the rows of edge e, 2e + 1 at its columns.
-        first_item: per node where its items start; items are sorted by node; one longer than there are nodes.
+        nodes: per node its number of strategies, and where its strategies start in `cost`, its half-edges in `around`,
+            its items in `items`; one record more than there are nodes.
+        around: half-edges, sorted by node: the node at the other end, where the table starts in `table`, where messages
+            to the node along this edge start, and which half-edge is the same edge seen from the other end.
+        items: memory items, sorted by node: the moments [low, high), and where the usages start in `usage`.
+        cost: as in `Core`.
+        table: every edge's table twice, row-major, the rows being the strategies of the half-edge's own node.
+        usage: as in `Core`.
         room: per moment the limit less what is used whatever is chosen.
     """
 
-    size: Any
-    offset: Any
+    nodes: Any
+    around: Any
+    items: Any
     cost: Any
-    ends: Any
-    start: Any
     table: Any
-    low: Any
-    high: Any
-    usage_start: Any
     usage: Any
-    first_half: Any
-    halves: Any
-    first_item: Any
     room: Any
 
     @classmethod
     def of(cls, core: Core) -> View:
         """The view of a core that `presolve` made."""
-        owner = core.ends.ravel()
         assert (np.diff(core.item_node) >= 0).all()
-        return cls(
-            core.size,
-            core.offset[:-1],
-            core.cost,
-            core.ends,
-            core.start[:-1],
-            core.table,
-            core.low,
-            core.high,
-            core.usage_start,
-            core.usage,
-            starts(np.bincount(owner, minlength=core.nodes)),
-            np.argsort(owner, kind="stable"),
-            starts(np.bincount(core.item_node, minlength=core.nodes)),
-            core.slack - core.base,
-        )
+        owner = core.ends.ravel()
+        order = np.argsort(owner, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        opposite = owner.reshape(-1, 2)[:, ::-1].ravel()
+        nodes = np.zeros(core.nodes + 1, dtype=NODE)
+        nodes["size"][:-1] = core.size
+        nodes["offset"] = core.offset
+        nodes["around"] = starts(np.bincount(owner, minlength=core.nodes))
+        nodes["items"] = starts(np.bincount(core.item_node, minlength=core.nodes))
+        around = np.zeros(len(owner), dtype=HALF)
+        around["other"] = opposite[order]
+        around["table"] = starts(core.size[owner[order]] * core.size[opposite[order]])[:-1]
+        around["told"] = starts(core.size[owner[order]])[:-1]
+        around["back"] = place[order ^ 1]
+        items = np.zeros(len(core.low), dtype=ITEM)
+        items["low"], items["high"], items["start"] = core.low, core.high, core.usage_start
+        table = np.empty(2 * core.cells)
+        begins = around["table"][place].reshape(-1, 2).tolist()
+        shapes = core.size[core.ends].tolist()
+        for edge, ((rows, columns), (one, other)) in enumerate(zip(shapes, begins, strict=True)):
+            cells = core.table[core.start[edge] : core.start[edge + 1]]
+            table[one : one + len(cells)] = cells
+            table[other : other + len(cells)] = cells.reshape(rows, columns).T.ravel()
+        return cls(nodes, around, items, core.cost, table, core.usage, core.slack - core.base)

@@ -8,7 +8,11 @@ from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem, solve
 from autoshard.solver.course import Course
-from autoshard.solver.flat.campaign import Campaign
+from autoshard.solver.flat.campaign import Campaign, Front
+from autoshard.solver.flat.core import Core
+from autoshard.solver.flat.descent import Descent
+from autoshard.solver.flat.integer import solve_core
+from autoshard.solver.flat.presolve import presolve
 from tests.solver.problems import brute_force, small_problems, two_axes, with_memory
 
 
@@ -52,3 +56,26 @@ def test_what_only_the_integer_program_can_refute_is_infeasible() -> None:
     course = Course(60.0)
     assert Campaign(Problem((np.zeros(3),) * 4, edges, usages, lives, 9.0), course).run()
     assert course.assignment == ()
+
+
+def test_what_descents_ended_at_is_united() -> None:
+    """Of the leanest choice and a good one, the union holds every mixture: the best of them is no worse than either."""
+    problem = with_memory(two_axes(40, labels=3, seed=3), 0.3)
+    core = presolve(Core.of(problem))
+    front = Front(Campaign(problem, Course(600.0, work_limit=10**9)), core, np.zeros(len(core.base)))
+    good = solve_core(core).places
+    assert good is not None
+    use = np.zeros(len(core.cost))
+    for item, node in enumerate(core.item_node.tolist()):
+        begin, size = int(core.usage_start[item]), int(core.size[node])
+        use[core.offset[node] : core.offset[node + 1]] += core.usage[begin : begin + size]
+    ends = zip(core.offset[:-1], core.offset[1:], strict=True)
+    lean = np.array([use[low:high].argmin() for low, high in ends], dtype=np.int64)
+    front.descent = Descent(core, front.view, core.value(good), 0)
+    front.descent.begin(lean, np.zeros(len(core.base)))
+    assert core.value(good) < front.descent.cost < np.inf
+    front.ends.append(good)
+    front._unite(10**6)
+    assert front.descent.best is not None
+    assert front.descent.cost == pytest.approx(core.value(good), rel=1e-9)
+    assert problem.feasible(core.expand(front.descent.best).tolist())

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 from hypothesis import given, settings
 
-from autoshard.solver import Problem
+from autoshard.solver import Problem, solve
 from autoshard.solver.flat.core import Core
 from autoshard.solver.flat.dual import Dual
 from autoshard.solver.flat.presolve import presolve
@@ -46,3 +46,16 @@ def test_prices_rise_where_the_limit_binds() -> None:
     assert (dual.best_prices >= 0).all()
     assert dual.best_prices.any()
     assert dual.value <= dual.upper
+
+
+def test_prices_come_near_the_optimum_without_a_known_choice() -> None:
+    """Without prices the bound is far below: what is left at the end is the relaxation's gap and little else."""
+    problem = with_memory(two_axes(24, labels=3), 0.3)
+    best = solve(problem, method="ilp", time_limit=60.0)
+    assert best.status == "optimal"
+    core = presolve(Core.of(problem))
+    dual = Dual(core, View.of(core))
+    dual.ascend(5, move=False)
+    free = dual.value
+    dual.ascend(400)
+    assert best.cost - dual.value < 0.25 * (best.cost - free)

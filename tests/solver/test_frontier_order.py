@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.solver.frontier_graph import Step, steps
+from autoshard.solver.frontier_order import Step, steps
 
 NODES = 9
 LINE = {node: [other for other in (node - 1, node + 1) if 0 <= other < NODES] for node in range(NODES)}

@@ -1,0 +1,69 @@
+"""Tables of the edges of a problem: made once for equal tensors and equal options, and shared by all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from autoshard.patterns.rule import TensorMeta
+from autoshard.planner.hubs import tie
+from autoshard.planner.options import SpecList
+from autoshard.reshard.loose import LooseResharder
+from autoshard.reshard.path import Resharder
+
+
+class EdgeTables:
+    """Seconds of reshards between all options of two variables.
+
+    Args:
+        resharder: prices them.
+    """
+
+    def __init__(self, resharder: Resharder | LooseResharder) -> None:
+        self.resharder = resharder
+        self._between: dict[tuple[object, ...], np.ndarray] = {}
+        self._ties: dict[int, np.ndarray] = {}
+
+    def between(self, meta: TensorMeta, sources: SpecList, targets: SpecList, gradient: bool = False) -> np.ndarray:
+        """Seconds to reshard a tensor between all specs of two lists; `gradient`: on its way to the optimizer."""
+        key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets), gradient)
+        if key not in self._between:
+            resharder: Resharder | LooseResharder = self.resharder.gradients if gradient else self.resharder
+            distinct = resharder.seconds(meta.shape, meta.dtype.itemsize, sources.distinct, targets.distinct)
+            self._between[key] = distinct[np.ix_(sources.index, targets.index)]
+        return self._between[key]
+
+    def tie(self, specs: int) -> np.ndarray:
+        """What ties the hub of the backward half to that of the forward half, each with so many specs."""
+        if specs not in self._ties:
+            self._ties[specs] = tie(specs)
+        return self._ties[specs]
+
+
+def differ(sources: SpecList, targets: SpecList) -> np.ndarray:
+    """For all pairs of two lists, whether one spec is not the other: whether a copy is made."""
+    distinct = np.array([[float(source is not target) for target in targets.distinct] for source in sources.distinct])
+    return distinct[np.ix_(sources.index, targets.index)]
+
+
+def _reduced_before(sources: SpecList, targets: SpecList) -> np.ndarray:
+    """What is cast for the optimizer is reduced before."""
+    partial = np.array([bool(spec.partial_axes) for spec in sources.distinct])
+    return np.where(partial[sources.index], np.inf, 0.0)[:, None]
+
+
+def _reduced_later(sources: SpecList, targets: SpecList) -> np.ndarray:
+    """What is cast for its reduction is not reduced before."""
+    reduced = [
+        [not set(source.partial_axes) <= set(target.partial_axes) for target in targets.distinct]
+        for source in sources.distinct
+    ]
+    return np.where(np.array(reduced)[np.ix_(sources.index, targets.index)], np.inf, 0.0)
+
+
+FORBIDDEN: Mapping[str, Callable[[SpecList, SpecList], np.ndarray]] = {
+    "reduced before": _reduced_before,
+    "reduced later": _reduced_later,
+}
+"""Infinite where a gradient would be reduced in another dtype than the policy of precisions asks for."""

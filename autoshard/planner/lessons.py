@@ -1,0 +1,116 @@
+"""A problem at loose prices that learns exact ones where its answers use them.
+
+On three axes and more there are too many pairs of specs to find a path for each, but few of them matter. Prices that
+no path is below make a problem whose optimum bounds that of the exact one. Where its answer counts on a price that is
+too low, the exact one takes its place, and the next answer is looked for. An answer all of whose prices are exact is,
+as far as it is proved, the best of the exact problem too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.planner.problem import BuiltProblem, Crossing, Hiding
+from autoshard.reshard.path import Resharder
+
+_SAME = 1e-9
+"""Relative difference up to which two prices are one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lessons:
+    """A problem at prices that may be too low, and what its answers have taught.
+
+    Attributes:
+        built: the problem, with the exact prices known so far.
+    """
+
+    built: BuiltProblem
+
+    def asked(self, hiding: Hiding | None) -> BuiltProblem:
+        """The problem in which reductions of gradients count so."""
+        return self.built if hiding is None else self.built.hiding(hiding)
+
+    def after(self, assignment: Sequence[int], resharder: Resharder) -> Lessons | None:
+        """With the exact prices of what an assignment uses, and of what goes the same ways; None if it knew them."""
+        lessons: dict[int, list[_Lesson]] = {}  # by table
+        seen: set[tuple[int, int, int]] = set()
+        problem = self.built.problem
+        for number, crossing in self.built.crossings.items():
+            edge = problem.edges[number]
+            row, column = assignment[edge.source], assignment[edge.target]
+            source, target = crossing.sources.index[row], crossing.targets.index[column]
+            if (id(edge.costs), source, target) in seen:
+                continue
+            seen.add((id(edge.costs), source, target))
+            learned = lessons.setdefault(id(edge.costs), [])
+            if any(lesson.covers(source, target) for lesson in learned):
+                continue
+            lesson = _lesson(crossing, int(source), int(target), resharder)
+            if lesson.price(source, target) > edge.costs[row, column] + _SAME * abs(edge.costs[row, column]):
+                learned.append(lesson)
+        if not any(lessons.values()):
+            return None
+        return Lessons(self._with({table: some for table, some in lessons.items() if some}))
+
+    def _with(self, lessons: dict[int, list[_Lesson]]) -> BuiltProblem:
+        edges, reductions = list(self.built.problem.edges), dict(self.built.reductions)
+        corrected = _once(lambda costs, crossing, some: _corrected(costs, crossing, some))
+        for number, crossing in self.built.crossings.items():
+            edge = edges[number]
+            some = lessons.get(id(edge.costs))
+            if some:
+                edges[number] = replace(edge, costs=corrected(edge.costs, crossing, some))
+                if number in reductions:
+                    seconds, moment = reductions[number]
+                    reductions[number] = corrected(seconds, crossing, some), moment
+        return replace(self.built, problem=replace(self.built.problem, edges=tuple(edges)), reductions=reductions)
+
+
+@dataclass(frozen=True, eq=False)
+class _Lesson:
+    """Exact prices from some of the distinct specs of an edge's source to some of its target."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    seconds: np.ndarray
+
+    def covers(self, row: int, column: int) -> bool:
+        return row in self.rows and column in self.columns
+
+    def price(self, row: int, column: int) -> float:
+        return float(self.seconds[np.searchsorted(self.rows, row), np.searchsorted(self.columns, column)])
+
+
+def _lesson(crossing: Crossing, row: int, column: int, resharder: Resharder) -> _Lesson:
+    """Exact prices of a pair, and of all pairs whose paths lie in the same graph: they are found with it."""
+    exact = resharder.gradients if crossing.gradient else resharder
+    meta, sources, targets = crossing.meta, crossing.sources.distinct, crossing.targets.distinct
+    rows = np.array(exact.kin(meta.shape, sources, row))
+    columns = np.array(exact.kin(meta.shape, targets, column))
+    shape, size = meta.shape, meta.dtype.itemsize
+    seconds = exact.seconds(shape, size, [sources[one] for one in rows], [targets[one] for one in columns])
+    return _Lesson(rows, columns, seconds)
+
+
+def _corrected(costs: np.ndarray, crossing: Crossing, lessons: Sequence[_Lesson]) -> np.ndarray:
+    """A table with what was learned; what is forbidden stays so."""
+    known = np.zeros((len(crossing.sources.distinct), len(crossing.targets.distinct)))
+    for lesson in lessons:
+        known[np.ix_(lesson.rows, lesson.columns)] = lesson.seconds
+    return np.maximum(costs, known[np.ix_(crossing.sources.index, crossing.targets.index)])
+
+
+def _once(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """The same with equal first arguments answered by one object, so that equal layers go on sharing their tables."""
+    made: dict[int, np.ndarray] = {}
+
+    def answer(first: np.ndarray, *others: object) -> np.ndarray:
+        if id(first) not in made:
+            made[id(first)] = make(first, *others)
+        return made[id(first)]
+
+    return answer

@@ -1,0 +1,216 @@
+"""Frontier tracking: elimination with a frontier in every cell, followed where known points leave room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autoshard.solver.frontier_prices import Bucket, Costs, Priced, Scope, buckets, spread
+from autoshard.solver.frontier_room import Known, Outlook, Room
+from autoshard.solver.frontier_table import UNIT, Joiner, Table, unroll
+from autoshard.solver.problem import Array, IntArray
+
+_OCTAVES = 8  # prices on either side of the rate between the two ends, each double the one before
+_ROUNDS = 3  # of prices at the rates between neighbours
+_MOST_PRICES = 16  # of one round
+_BETWEEN = 4  # amounts of memory, for every gap between neighbours, at which prices are compared
+_SMALL = 1e-9  # share of the slowest point's time that the others' are measured in at the least
+
+_COARSE = ((1, 0.2), (2, 0.3))
+"""First passes: points of a cell for every corner, and shares of epsilon beyond the hull."""
+
+_FINE = 0.01  # epsilon of the first passes, where it is smaller
+
+_FIRST = np.zeros(1, dtype=np.int64)
+
+
+class Tracker:
+    """One problem that can be eliminated.
+
+    The ends of the frontier and its convex hull are the optima at prices of memory. They bound what a partial
+    assignment can lead to. So tables of frontiers hold what may still lie between the points that are known, and no
+    more. First passes look close to the hull and keep few points in a cell: where a model has many layers, they find
+    enough for the hull to prove them, and elsewhere they leave less room to the last pass, which follows all that is
+    left.
+
+    Args:
+        sizes: strategies of every node.
+        costs: of nodes and edges, in scopes of the order.
+        order: in which the nodes are eliminated.
+        epsilon: share of its time by which a point may be slower than the exact frontier.
+        limit: points of a cell at most for every gap between known points; None for no limit.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[int, int],
+        costs: Sequence[Costs],
+        order: Sequence[int],
+        epsilon: float,
+        limit: int | None,
+    ) -> None:
+        self.sizes = sizes
+        self.costs = costs
+        self.order = order
+        self.epsilon = epsilon
+        self.limit = limit
+        alone = [one for one in costs if not one.scope]
+        self.constant = Costs(
+            (), np.array(sum(float(one.time) for one in alone)), np.array(sum(float(one.memory) for one in alone))
+        )
+        self.tree = buckets(order, costs)
+
+    def run(self) -> tuple[Known, float]:
+        """Assignments [points, places in the order], and how much slower than the exact frontier they are at most."""
+        weights = np.array([[1.0, 0.0], [0.0, 1.0]])
+        priced = Priced(self.sizes, self.constant, self.tree, weights)
+        if not np.isfinite(priced.best).all():
+            return Known(np.zeros(0), np.zeros(0), np.zeros((0, len(self.order)), dtype=np.int64)), 0.0
+        known = self._evaluated(priced.optima())
+        known, priced = self._hull(known, weights)
+        within = known.within(priced.weights, priced.best)
+        for each, hope in self._passes():
+            if within <= self.epsilon:
+                break
+            found, proved = self._pass(known, priced, each, hope)
+            known = known.and_those(found)
+            within = min(known.within(priced.weights, priced.best), proved)
+        return known, within
+
+    def _passes(self) -> list[tuple[int | None, float]]:
+        """Points of a cell for every corner, and what share of its time beyond the hull points are hoped for."""
+        coarse = [(each, share * max(self.epsilon, _FINE)) for each, share in _COARSE]
+        return [one for one in coarse if self.limit is None or one[0] <= self.limit] + [(self.limit, 0.0)]
+
+    # Points
+
+    def _evaluated(self, strategies: Mapping[int, IntArray]) -> Known:
+        """Some assignments as points."""
+        assignments = np.stack([strategies[node] for node in self.order], 1) if self.order else np.zeros((1, 0), int)
+        time = np.full(len(assignments), float(self.constant.time))
+        memory = np.full(len(assignments), float(self.constant.memory))
+        for bucket in self.tree:
+            for one in bucket.costs:
+                at = tuple(strategies[node] for node in one.scope)
+                time += one.time[at]
+                memory += one.memory[at]
+        return Known.of(memory, time, assignments)
+
+    def _most(self) -> tuple[float, float]:
+        """Memory and time that no assignment exceeds."""
+        every = [one for bucket in self.tree for one in bucket.costs]
+        memory = sum(float(one.memory.max()) for one in every) + float(self.constant.memory)
+        time = sum(float(one.time[np.isfinite(one.time)].max(initial=0.0)) for one in every) + float(self.constant.time)
+        return 1.0 + memory, 1.0 + time
+
+    def _hull(self, known: Known, weights: Array) -> tuple[Known, Priced]:
+        """The convex hull of the frontier, as far as it is steeper or flatter by much, and the prices that bound it."""
+        tried, optima = np.zeros((0, 2)), np.zeros(0)
+        saved, slower = known.memory[-1] - known.memory[0], known.time[0] - known.time[-1]
+        rates = slower / saved * 2.0 ** np.arange(-_OCTAVES, _OCTAVES + 1) if len(known) > 1 else np.zeros(0)
+        for _ in range(1 + _ROUNDS):
+            fresh = np.array([rate for rate in rates if not np.isclose(rate, tried[:, 1], rtol=1e-9, atol=0.0).any()])
+            if not len(fresh):
+                break
+            fresh = np.stack([np.ones(len(fresh)), fresh], 1)
+            tried = np.concatenate([tried, fresh])
+            priced = Priced(self.sizes, self.constant, self.tree, fresh)
+            optima = np.append(optima, priced.best)
+            known = known.and_those(self._evaluated(priced.optima()))
+            slower = known.time[:-1] - known.time[1:]
+            share = slower / np.maximum(np.abs(known.time[1:]), _SMALL * np.abs(known.time).max())
+            wide = np.argsort(-share, kind="stable")[:_MOST_PRICES]
+            wide = wide[share[wide] > self.epsilon / 4]
+            rates = (slower / np.diff(known.memory))[np.sort(wide)]
+        return known, Priced(self.sizes, self.constant, self.tree, self._decisive(known, weights, tried, optima))
+
+    def _decisive(self, known: Known, ends: Array, tried: Array, optima: Array) -> Array:
+        """The prices at the ends, and those of the others that bound the time most at some memory."""
+        if not len(tried):
+            return ends
+        share = np.linspace(0.0, 1.0, _BETWEEN, endpoint=False)
+        memory = np.append(known.memory[:-1, None] + np.diff(known.memory)[:, None] * share, known.memory[-1])
+        return np.concatenate([ends, tried[np.unique((optima - memory[:, None] * tried[:, 1]).argmax(1))]])
+
+    # Passes
+
+    def _pass(self, known: Known, priced: Priced, each: int | None, hope: float) -> tuple[Known, float]:
+        """Assignments that known ones leave room for, and how much slower than the exact frontier all are at most."""
+        least = float(priced.best[0])
+        followed = each is None and not hope
+        epsilon = self.epsilon / 2 if followed else 0.0
+        spare = (1 + self.epsilon) / (1 + epsilon) - 1 if followed else 0.0
+        if hope and least > 0:
+            known = known.hoped_for(priced.weights, priced.best, hope)
+        room = Room.beside(known, priced.weights, priced.best, epsilon, self._most())
+        joiner = Joiner(spare * max(0.0, least), len(self.order), each)
+        table = self._reduced(joiner, priced, self._outlooks(priced, room))
+        assignments = np.zeros((len(table.memory), 1 + max(self.order, default=0)), dtype=np.int64)
+        unroll(table, assignments)
+        proved = (1 + epsilon) * (1 + (joiner.spent / least if joiner.spent else 0.0)) - 1
+        found = Known.of(table.memory, table.time, assignments[:, list(self.order)])
+        return found, proved if followed else float("inf")
+
+    def _outlooks(self, priced: Priced, room: Room) -> list[Outlook]:
+        found = []
+        for wholes, outside in priced.wholes():
+            prices = wholes.shape[-1]
+            wholes = wholes.reshape(-1, prices)
+            pairs = np.zeros(len(wholes), dtype=bool)
+            pairs[room.reached(wholes)[0]] = True
+            found.append(Outlook(room, outside.reshape(-1, prices), pairs))
+        return found[::-1]
+
+    def _reduced(self, joiner: Joiner, priced: Priced, outlooks: Sequence[Outlook]) -> Table:
+        """One cell, of what is left when all nodes are eliminated."""
+        tables: list[Table] = []
+        rest = Table.of(self.constant.time, self.constant.memory)
+        done = self.constant.at(priced.weights)
+        for bucket, minimum, outlook in zip(self.tree, priced.minima, outlooks, strict=True):
+            table = self._eliminated(joiner, bucket, tables, outlook)
+            tables.append(table)
+            if not bucket.rest:  # a component ends
+                done = done + minimum
+                onward = Outlook(outlook.room, (priced.best - done)[None], np.ones(1, dtype=bool))
+                rest = joiner.join(rest, table, _FIRST, _FIRST, outlook=onward)
+        return rest
+
+    def _eliminated(self, joiner: Joiner, bucket: Bucket, tables: Sequence[Table], outlook: Outlook) -> Table:
+        """The frontiers of what is summed in a bucket, over its node.
+
+        With two neighbours this is the paper's node elimination (Eq. 4), costs of one scope are edge elimination
+        (Eq. 5), with one neighbour it is a step of the linear dynamic programming (Algorithm 3), and where a node has
+        more, a table over all of them stands for the node of concatenated strategies of branch elimination (Eq. 6).
+        """
+        scope = self._united([one.scope for one in bucket.costs], bucket)
+        shape = [self.sizes[node] for node in scope]
+        time, memory = np.zeros(shape), np.zeros(shape)
+        for one in bucket.costs:
+            time += spread(one.time, one.scope, scope)
+            memory += spread(one.memory, one.scope, scope)
+        together = Table.of(time, memory)
+        parts = sorted(((tables[child], self.tree[child].rest) for child in bucket.children), key=_points)
+        last, inner = parts.pop() if parts else (UNIT, ())
+        for table, other in parts:
+            joint = self._united([scope, other], bucket)
+            together = joiner.join(together, table, self._cells(scope, joint), self._cells(other, joint))
+            scope = joint
+        left, right = self._cells(scope, bucket.scope), self._cells(inner, bucket.scope)
+        return joiner.join(together, last, left, right, self.sizes[bucket.node], bucket.node, outlook)
+
+    def _united(self, scopes: Sequence[Scope], bucket: Bucket) -> Scope:
+        """The nodes of a bucket that are in some scopes, and its own."""
+        present = {bucket.node}.union(*scopes)
+        return tuple(node for node in bucket.scope if node in present)
+
+    def _cells(self, scope: Scope, joint: Scope) -> IntArray:
+        """Which cell of a table over `scope` every cell over `joint` is."""
+        shape = [self.sizes[node] for node in scope]
+        cells = spread(np.arange(math.prod(shape), dtype=np.int64).reshape(shape), scope, joint)
+        return np.broadcast_to(cells, [self.sizes[node] for node in joint]).ravel()
+
+
+def _points(part: tuple[Table, Scope]) -> tuple[int, Scope]:
+    return len(part[0].memory), part[1]

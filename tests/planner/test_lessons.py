@@ -1,0 +1,85 @@
+"""Loose prices that are learned: never above exact ones, and what is proved with them is true of the exact problem."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from autoshard.planner.lessons import Lessons
+from autoshard.planner.planner import Planner
+from autoshard.planner.problem import BuiltProblem, Hiding, ProblemBuilder
+from autoshard.planner.solving import Search, taught
+from autoshard.reshard.loose import LooseResharder
+from autoshard.solver import solve
+from tests.planner.steps import captured, links, planner_of
+
+AXES = frozenset({0, 1, 2})
+
+
+@functools.cache
+def planner() -> Planner:
+    return planner_of(captured("mlp"), {"a": 2, "b": 2, "c": 2}, cluster=links(4e9, 1e-6))
+
+
+@functools.cache
+def loose() -> BuiltProblem:
+    """Collectives at half their prices, so that there is much to learn."""
+    one = planner()
+
+    def half(kind: str, amount: int, axis: int) -> float:
+        return 0.5 * one.cost.collective(kind, amount, axis)
+
+    def half_gradient(kind: str, amount: int, axis: int) -> float:
+        return 0.5 * one.cost.gradient_collective(kind, amount, axis)
+
+    resharder = LooseResharder(one.mesh, half, half_gradient)
+    return ProblemBuilder(one.rules, one.tables, resharder, one.wishes).build(AXES)
+
+
+def exact() -> BuiltProblem:
+    return planner().builder.build(AXES)
+
+
+def test_both_problems_have_the_same_options() -> None:
+    assert [one.options for one in loose().variables] == [one.options for one in exact().variables]
+    ends = [[(edge.source, edge.target) for edge in built.problem.edges] for built in (loose(), exact())]
+    assert ends[0] == ends[1]
+
+
+def test_no_price_is_above_the_exact_one() -> None:
+    for cheap, true in zip(loose().problem.edges, exact().problem.edges, strict=True):
+        assert np.all(cheap.costs <= true.costs * (1 + 1e-9) + 1e-15)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_learned_is_exact(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    assignment = [int(random.integers(len(vector))) for vector in loose().problem.costs]
+    lessons = Lessons(loose()).after(assignment, planner().resharder)
+    assert lessons is not None
+    assert lessons.built.problem.cost(assignment) == pytest.approx(exact().problem.cost(assignment), rel=1e-9)
+    assert lessons.after(assignment, planner().resharder) is None
+    for learned, true in zip(lessons.built.problem.edges, exact().problem.edges, strict=True):
+        assert np.all(learned.costs <= true.costs * (1 + 1e-9) + 1e-15)
+
+
+@pytest.mark.parametrize("price", [None, 0.3])
+def test_what_is_proved_is_true_of_the_exact_problem(price: float | None) -> None:
+    hiding = None if price is None else Hiding(np.full(len(planner().rules.operators) + 2, 1e-6), price)
+    asked = exact() if hiding is None else exact().hiding(hiding)
+    optimum = solve(asked.problem, time_limit=300)
+    assert optimum.status == "optimal"
+    answer, lessons = taught(Lessons(loose()), planner().resharder, None, Search("auto", math.inf), hiding)
+    assert answer.lower_bound <= optimum.cost * (1 + 1e-9)
+    assert answer.cost >= optimum.cost * (1 - 1e-9)
+    assert asked.problem.cost(answer.assignment) == pytest.approx(answer.cost, rel=1e-9)
+    plain = lessons.built.problem.cost(answer.assignment)
+    assert exact().problem.cost(answer.assignment) == pytest.approx(plain, rel=1e-9)
+
+
+def test_three_axes_are_planned_with_a_proof() -> None:
+    plan = planner().plan()
+    assert plan.gap <= 5e-3
