@@ -35,7 +35,7 @@ SLOW = [
     (model, mesh)
     for place, model in enumerate(CORE)
     for mesh in (((2, 2), (4,)), ((2, 2, 2), (3,)))[place % 2]
-    if (model, mesh) not in FAST | {("resnet18", (2, 2, 2))}
+    if (model, mesh) not in FAST | {("resnet18", (2, 2, 2)), ("hf_bert", (2, 2, 2))}
 ]
 CASES = [
     *(pytest.param(*case) for case in sorted(FAST)),
@@ -61,13 +61,13 @@ def test_the_other_models_train_as_on_one_device(model: str, mesh: tuple[int, ..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "mesh"), [("hf_deepseek_v3", (3,)), ("unet", (2,))])
+@pytest.mark.parametrize(("model", "mesh"), [("unet", (2,))])
 def test_other_models_under_a_random_plan(model: str, mesh: tuple[int, ...]) -> None:
     assert random_row(model, mesh, seed=1).errors.worst <= TOLERANCE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["hf_mixtral", "hf_qwen3_moe"])
+@pytest.mark.parametrize("model", ["hf_mixtral"])
 def test_the_default_experts_equal_the_batched_ones(model: str) -> None:
     """`grouped_mm` has no kernel in float64 on one device; what is captured of it does."""
     trace = on_mesh(model, axes(SQUARE), 1, experts="grouped_mm")

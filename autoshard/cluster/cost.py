@@ -94,19 +94,17 @@ class CostModel:
         """Time of a collective by which a gradient goes to its optimizer, as `collective`.
 
         Gradients are reduced together, up to `GROUPED_BYTES` at once: a reduction pays its share of the latency only,
-        or, where collectives were measured, its share of such a group's time; and for being laid beside the others.
+        or, where collectives were measured, its share of such a group's time.
 
         Source: Whale 5.1.1, "grouped" AllReduce.
         """
-        grouped = kind in ("all_reduce", "reduce_scatter") and self.mesh.axes[axis].size > 1
-        share = min(1.0, bytes / GROUPED_BYTES) if grouped else 1.0
-        laid = 2 * bytes / self.cluster.device.memory_bandwidth if share < 1 else 0.0
         measured = self._measured(kind, max(bytes, GROUPED_BYTES), axis)
-        if measured is not None and grouped:
-            return measured * share + laid
+        if measured is not None and kind in ("all_reduce", "reduce_scatter"):
+            return measured * min(1.0, bytes / GROUPED_BYTES)
         if measured is not None:
             return self.collective(kind, bytes, axis)
-        return min(share * waiting + moving for waiting, moving in self._algorithms(kind, bytes, axis)) + laid
+        share = min(1.0, bytes / GROUPED_BYTES) if kind in ("all_reduce", "reduce_scatter") else 1.0
+        return min(share * waiting + moving for waiting, moving in self._algorithms(kind, bytes, axis))
 
     def _algorithms(self, kind: str, bytes: int, axis: int) -> list[tuple[float, float]]:
         """Seconds that a collective waits for latencies, and in which it moves bytes, by every known algorithm."""

@@ -77,13 +77,12 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(part: int, size: in
     assert costs.collective("all_reduce", part * size, 0) == pytest.approx(min(halves, tree))
 
 
-def test_a_gradient_pays_its_share_of_the_latency_and_for_being_laid_beside_others() -> None:
+def test_a_gradient_pays_its_share_of_the_latency() -> None:
     costs = model({"x": 4})
     for kind in ("all_reduce", "reduce_scatter"):
         small, large = 400, 2 * GROUPED_BYTES
         assert costs.gradient_collective(kind, large, 0) == pytest.approx(costs.collective(kind, large, 0))
-        laid = 2 * small / costs.cluster.device.memory_bandwidth
-        assert 0 < costs.gradient_collective(kind, small, 0) - laid < costs.collective(kind, small, 0)
+        assert costs.gradient_collective(kind, small, 0) < costs.collective(kind, small, 0)
     assert costs.gradient_collective("all_gather", 400, 0) == costs.collective("all_gather", 400, 0)
 
 

@@ -39,7 +39,6 @@ FAST = [
 ]
 SLOW = [
     ("hf_gpt2", (4,), 6, SOME),
-    ("hf_llama", (2, 2), 7, ALL),
     ("resnet18", (2,), 8, ALL),
     ("hf_mixtral", (2,), 9, ALL),
     ("hf_t5", (3,), 10, UNEVEN),

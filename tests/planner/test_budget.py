@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import autoshard
+from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError
 from autoshard.planner.budget import BudgetSearch
 from autoshard.planner.hidden import HiddenReductions
@@ -25,27 +26,30 @@ from tests.training import fast_links
 LIMITS = 12
 
 
-def _measured(name: str, options: dict[str, Any], sizes: dict[str, int], plan: autoshard.ShardingPlan) -> int:
+def _measured(
+    name: str, options: dict[str, Any], sizes: dict[str, int], cluster: Cluster, plan: autoshard.ShardingPlan
+) -> int:
     """Bytes that the first rank holds at most in a step under a plan."""
     module, inputs = models.ALL[name](**options)
     with first_rank(sizes) as mesh:
-        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), plan=plan)
+        autoshard.parallelize(module, mesh, (), inputs, cluster=cluster, plan=plan)
         return track_step(module, inputs, torch.optim.AdamW(module.parameters())).peak.bytes
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "sizes"),
+    ("name", "options", "sizes", "cluster"),
     [
-        ("mlp", {"batch": 120}, {"x": 2}),
-        pytest.param("gpt", {"layers": 1}, {"x": 4}, marks=pytest.mark.slow),
-        pytest.param("hf_vit", {}, {"x": 2}, marks=pytest.mark.slow),
+        ("mlp", {"batch": 120}, {"x": 2}, fast_links()),
+        pytest.param("gpt", {"layers": 1}, {"x": 4}, Cluster.preset("a100"), marks=pytest.mark.slow),
+        pytest.param("hf_vit", {}, {"x": 2}, Cluster.preset("a100"), marks=pytest.mark.slow),
     ],
+    ids=["mlp", "gpt", "hf_vit"],
 )
 def test_a_smaller_limit_is_kept_and_gives_no_faster_and_no_larger_plan(
-    name: str, options: dict[str, Any], sizes: dict[str, int]
+    name: str, options: dict[str, Any], sizes: dict[str, int], cluster: Cluster
 ) -> None:
     graph = captured(name, **options)
-    planner = Remembering(graph, MeshShape.of(sizes), fast_links(), Wishes(), Settings(time_limit=PLENTY))
+    planner = Remembering(graph, MeshShape.of(sizes), cluster, Wishes(), Settings(time_limit=PLENTY))
     cheapest = planner.solve(planner.wishes)
     fastest = HiddenReductions(planner, cheapest).run()
     with pytest.raises(BudgetError, match="Raise memory_limit to") as caught:
@@ -57,7 +61,7 @@ def test_a_smaller_limit_is_kept_and_gives_no_faster_and_no_larger_plan(
         plan = planner.describe(BudgetSearch(planner, int(limit), cheapest, fastest).run())
         decisions = json.dumps(plan.decisions)
         if decisions not in measured:
-            measured[decisions] = _measured(name, options, sizes, plan)
+            measured[decisions] = _measured(name, options, sizes, cluster, plan)
         held = measured[decisions]
         assert plan.memory.peak <= limit
         assert held == pytest.approx(plan.memory.peak, rel=0.01)
