@@ -14,7 +14,7 @@ from autoshard.partition.localize import LocalStep
 from autoshard.patterns.ring import lower_shifts
 from autoshard.patterns.routed_exchange import programs
 from autoshard.reshard.bucket import bucket_reductions
-from autoshard.reshard.overlap import await_late, gather_ahead
+from autoshard.reshard.overlap import schedule
 from autoshard.size import Ratio, Size
 
 
@@ -63,8 +63,7 @@ def split(step: LocalStep, compile: bool) -> Halves:
     for half in (forward, backward):
         if half is not None:
             bucket_reductions(half.graph)
-            await_late(half.graph)
-            gather_ahead(half.graph)
+            schedule(half.graph)
             if compile:
                 lower_shifts(half.graph)
             sizes.append(take_sizes(half.graph))

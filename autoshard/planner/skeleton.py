@@ -22,7 +22,7 @@ from autoshard.patterns.local import collectives
 from autoshard.patterns.variants import resolved
 from autoshard.planner.recorded import LocalPrograms
 from autoshard.reshard.bucket import bucket_reductions
-from autoshard.reshard.overlap import await_late, gather_ahead
+from autoshard.reshard.overlap import schedule
 from autoshard.reshard.path import Resharder, Step
 from autoshard.simulate.kernels import STARTS
 from autoshard.specs.layout import local_shape
@@ -292,8 +292,7 @@ class _Builder:
         forward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
         for half in (forward, backward):
             bucket_reductions(half.graph)
-            await_late(half.graph)
-            gather_ahead(half.graph)
+            schedule(half.graph)
         output = next(iter(backward.graph.find_nodes(op="output")))
         self.outputs.update(zip(names, output.args[0], strict=True))
 

@@ -19,6 +19,7 @@ aten = torch.ops.aten
 _WAIT = collectives.wait_tensor.default
 _ALL_REDUCE = collectives.all_reduce.default
 _REDUCE_SCATTER = collectives.reduce_scatter_tensor.default
+_ALL_GATHER = collectives.all_gather_into_tensor.default
 _RESHAPES = (aten.view.default, aten.reshape.default)
 
 
@@ -26,14 +27,23 @@ _RESHAPES = (aten.view.default, aten.reshape.default)
 class _Reduction:
     """An output of the graph that is made of a local gradient by reductions alone, over one axis or several in turn.
 
-    `stages` holds the collectives in order, each as its operator and the arguments behind the tensor; `parts` is into
-    how many pieces a reduce-scatter among them cuts the gradient, 1 without one.
+    `stages` holds the collectives in order, each as its operator and the arguments behind the tensor. Over several axes
+    that may be a reduce-scatter, reductions of the pieces, and the gather of these: what is reduced whole in the end.
     """
 
     source: fx.Node
     result: fx.Node
     stages: tuple[tuple[Any, tuple[Any, ...]], ...]
-    parts: int
+
+    @property
+    def pieces(self) -> int:
+        """Into how many a reduce-scatter among the stages cuts the gradient; 1 without one."""
+        return next((int(arguments[1]) for op, arguments in self.stages if op is _REDUCE_SCATTER), 1)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the pieces are put together again, so that it does not matter where they are cut."""
+        return self.stages[-1][0] is _ALL_GATHER
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -84,40 +94,59 @@ def _uncast(node: fx.Node) -> fx.Node:
 def _reduction(node: fx.Node) -> _Reduction | None:
     """The chain of reductions that ends in `node` and serves nothing but an output."""
     stages: list[tuple[Any, tuple[Any, ...]]] = []
-    source, parts, seen = node, 1, node
+    source, seen = node, node
     while len(seen.users) == 1:
         if seen.target in _RESHAPES:
             seen = seen.all_input_nodes[0]
             continue
         start = seen.all_input_nodes[0] if seen.target is _WAIT else None
-        if start is None or len(start.users) != 1 or start.target not in (_ALL_REDUCE, _REDUCE_SCATTER):
+        if start is None or len(start.users) != 1 or not _continues(start, stages):
             break
-        if start.target is _REDUCE_SCATTER:
-            if parts > 1:
-                break
-            parts = int(start.args[2])  # type: ignore[arg-type]
         stages.append((start.target, start.args[1:]))
         source = seen = start.all_input_nodes[0]
-    return _Reduction(source, node, tuple(reversed(stages)), parts) if stages else None
+    found = tuple(reversed(stages))
+    gathers = [arguments for op, arguments in found if op is _ALL_GATHER]
+    if not found or (gathers and gathers[0] not in [one[1:] for op, one in found if op is _REDUCE_SCATTER]):
+        return None
+    return _Reduction(source, node, found)
 
 
-def _buckets(reductions: Iterable[_Reduction], limit: int) -> Iterable[list[_Reduction]]:
-    bucket: list[_Reduction] = []
+def _continues(start: fx.Node, behind: Sequence[tuple[Any, tuple[Any, ...]]]) -> bool:
+    """Whether a collective is a stage before those `behind` it, which were found from the last to the first."""
+    if start.target is _ALL_GATHER:
+        return not behind
+    if start.target is _REDUCE_SCATTER:
+        return all(op is not _REDUCE_SCATTER for op, _ in behind)
+    return start.target is _ALL_REDUCE
+
+
+def _buckets(reductions: Iterable[_Reduction], limit: int) -> list[list[_Reduction]]:
+    """Stretches of at most `limit` bytes.
+
+    The last bucket is ready when hardly anything is left to compute: if it is tiny, the one before it is too late as
+    well, and hands over some of what it has.
+    """
+    buckets: list[list[_Reduction]] = []
     held = 0
     for reduction in reductions:
-        if bucket and held + reduction.bytes > limit:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(reduction)
+        if not buckets or held + reduction.bytes > limit:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(reduction)
         held += reduction.bytes
-    if bucket:
-        yield bucket
+    if len(buckets) > 1:
+        before, last = buckets[-2:]
+        while len(before) > 1 and held + before[-1].bytes <= limit // 4:
+            held += before[-1].bytes
+            last.insert(0, before.pop())
+    return buckets
 
 
 def _join(graph: fx.Graph, bucket: Sequence[_Reduction]) -> None:
     """Replace the reductions of a bucket by one of their elements laid side by side.
 
-    A reduce-scatter hands the n-th row of its input to the n-th rank: rows are what is laid side by side.
+    A reduce-scatter hands the n-th row of its input to the n-th rank: rows are what is laid side by side. Where the
+    pieces are put together again, the elements may be cut anywhere: they lie one gradient behind the other.
     """
 
     def call(shape: Sequence[int], op: Any, *args: Any) -> fx.Node:
@@ -126,20 +155,23 @@ def _join(graph: fx.Graph, bucket: Sequence[_Reduction]) -> None:
         node.meta["val"] = torch.empty([plain(size) for size in shape], dtype=dtype, device="meta")
         return node
 
-    dtype, rows = bucket[0].source.meta["val"].dtype, bucket[0].parts
+    dtype, cuts = bucket[0].source.meta["val"].dtype, bucket[0].pieces
+    rows = 1 if bucket[0].whole else cuts
     widths = [reduction.elements // rows for reduction in bucket]
-    total = sum(widths)
     with graph.inserting_before(bucket[-1].source.next):
-        pieces = [
+        parts = [
             call([rows, width], aten.reshape.default, one.source, [rows, width])
             for one, width in zip(bucket, widths, strict=True)
         ]
-        joined, left = call([rows, total], aten.cat.default, pieces, 1), rows
+        joined = call([rows, sum(widths)], aten.cat.default, parts, 1)
+        left, width = cuts, rows * sum(widths) // cuts
+        if cuts > rows:
+            joined = call([left, width], aten.view.default, joined, [left, width])
         for op, arguments in bucket[0].stages:
-            left = 1 if op is _REDUCE_SCATTER else left
-            joined = call([left, total], _WAIT, call([left, total], op, joined, *arguments))
-        flat = call([left * total], aten.view.default, joined, [-1])
-        split = call([left * total], aten.split_with_sizes.default, flat, widths)
+            left = {_REDUCE_SCATTER: 1, _ALL_GATHER: cuts}.get(op, left)
+            joined = call([left, width], _WAIT, call([left, width], op, joined, *arguments))
+        flat = call([left * width], aten.view.default, joined, [-1])
+        split = call([left * width], aten.split_with_sizes.default, flat, widths)
         split.meta["val"] = [torch.empty([plain(width)], dtype=dtype, device="meta") for width in widths]
         for index, reduction in enumerate(bucket):
             piece = call([widths[index]], operator.getitem, split, index)

@@ -14,6 +14,7 @@ aten = torch.ops.aten
 
 _WAIT = collectives.wait_tensor.default
 _GATHER = collectives.all_gather_into_tensor.default
+_STARTS = (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default, _GATHER)
 _FOLLOWS = (
     aten.view.default,
     aten.reshape.default,
@@ -22,6 +23,48 @@ _FOLLOWS = (
     operator.getitem,
     aten._to_copy.default,  # the cast of what was reduced
 )
+
+
+def schedule(graph: fx.Graph) -> None:
+    """Order the collectives of half a program, which stay in one order on all ranks."""
+    continue_late(graph)
+    await_late(graph)
+    gather_ahead(graph)
+
+
+def continue_late(graph: fx.Graph) -> None:
+    """Start the later collectives of gradients that are reduced in stages when the next gradients' are started.
+
+    A stage waits for the one before it, and what is computed behind it waits too. Where the next gradient is ready to
+    be reduced, the stage before has had time to end. Stages of the last gradients, behind which there are no more, are
+    started at the end of the half.
+    """
+    output = next(iter(graph.find_nodes(op="output")))
+    chains = _chains(graph, output)
+    most = max(map(len, chains), default=0)
+    for turn in range(1, len(chains) + most - 1):
+        place = chains[turn][0] if turn < len(chains) else output
+        for stage in range(1, most):
+            chain = chains[turn - stage] if 0 <= turn - stage < len(chains) else []
+            if stage < len(chain):
+                place.prepend(chain[stage])  # `await_late` brings the waits behind their collectives again
+
+
+def _chains(graph: fx.Graph, output: fx.Node) -> list[list[fx.Node]]:
+    """The collectives that are started for nothing but outputs, each with those that go on with its result."""
+    handed = {output}
+    for node in reversed(graph.nodes):
+        if node.users and handed.issuperset(node.users) and (node.target in _STARTS or _awaits(node)):
+            handed.add(node)
+    chains: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node in handed and node.target in _STARTS:
+            before = _started(node.args[0])
+            chain = chains[before] if before in chains else []
+            chains[node] = [*chain, node]
+            if chain:
+                del chains[before]
+    return list(chains.values())
 
 
 def await_late(graph: fx.Graph) -> None:
@@ -33,10 +76,16 @@ def await_late(graph: fx.Graph) -> None:
 
 def _awaits(node: fx.Node) -> bool:
     """Whether the node is a wait, or only a view or a cast of one."""
-    if node.target is _WAIT:
-        return True
-    source = node.args[0] if node.args else None
-    return node.target in _FOLLOWS and isinstance(source, fx.Node) and _awaits(source)
+    return _started(node) is not None
+
+
+def _started(node: object) -> fx.Node | None:
+    """The collective whose result a node is, or is a view or a cast of; None where it is something else."""
+    while isinstance(node, fx.Node) and (node.target is _WAIT or node.target in _FOLLOWS):
+        if node.target is _WAIT:
+            return node.all_input_nodes[0]
+        node = node.args[0]
+    return None
 
 
 def gather_ahead(graph: fx.Graph) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+
 import pytest
 import torch
+from torch import fx
+from torch.distributed.tensor import Replicate
 
 from autoshard.capture.joint import capture
+from autoshard.cluster.cluster import Link
 from autoshard.planner.problem import Wishes
 from autoshard.reshard.bucket import bucket_reductions
+from autoshard.reshard.overlap import schedule
 from tests import models
 from tests.partition.meshes import per_rank, simulated
 from tests.partition.programs import locals_of, run_halves, step_on
@@ -49,6 +56,54 @@ def test_bucketed_reductions_give_the_same_numbers(forced: bool, limit: int) -> 
     starts = [node for node in plain[1].graph.nodes if node.target in KINDS]
     reductions = [node for node in starts if KINDS[node.target] in ("all_reduce", "reduce_scatter")]
     assert len(reductions) == {25 * 2**20: 1, 12_000: 2, 1: 4}[limit]
+
+
+@pytest.mark.parametrize("limit", [25 * 2**20, 12_000])
+def test_reductions_in_stages_over_two_axes_are_joined_and_give_the_same_numbers(limit: int) -> None:
+    module, inputs = models.mlp(dtype=torch.float64, batch=1920)
+    graph = capture(module, (), inputs)
+    wishes = Wishes(pinned=dict.fromkeys(every_parameter(graph), (Replicate(), Replicate())))
+    cluster = dataclasses.replace(_SLOW, devices_per_host=2, inside=Link(bandwidth=4e9, latency=1e-9))
+    with simulated(hosts=2, devices=2) as mesh:
+        step = step_on(graph, mesh, wishes, cluster)
+        tensors = locals_of(step, module, inputs, mesh)
+        plain = halves_of(step)
+        before = run_halves(plain, step, tensors)
+        assert _stages(plain[1]) == {"reduce_scatter": 4, "all_reduce": 4, "all_gather": 4}
+        for half in plain:
+            bucket_reductions(half.graph, limit)
+            schedule(half.graph)
+            half.graph.lint()
+            half.recompile()
+        after = run_halves(plain, step, tensors)
+        for one, other in zip((*before[0], *before[1]), (*after[0], *after[1]), strict=True):
+            for ours, theirs in zip(per_rank(one, mesh).values(), per_rank(other, mesh).values(), strict=True):
+                assert torch.equal(ours, theirs)
+    joined = {25 * 2**20: 1, 12_000: 2}[limit]
+    assert _stages(plain[1]) == {"reduce_scatter": joined, "all_reduce": joined, "all_gather": joined}
+
+
+def _stages(half: fx.GraphModule) -> Counter[str]:
+    return Counter(KINDS[node.target] for node in half.graph.nodes if node.target in KINDS)
+
+
+def test_a_tiny_last_bucket_takes_from_the_one_before() -> None:
+    graph = fx.Graph()
+    gradients = []
+    for place, elements in enumerate((40, 40, 10, 10, 1)):
+        made = graph.placeholder(f"gradient{place}")
+        made.meta["val"] = torch.empty(elements, dtype=torch.int8, device="meta")
+        start = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (made, "sum", "x"))
+        gradients.append(graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,)))
+        gradients[-1].meta["val"] = made.meta["val"]
+    graph.output(tuple(gradients))
+    bucket_reductions(graph, 100)
+    graph.lint()
+    joined = [node.args[0] for node in graph.nodes if "all_reduce" in str(node.target)]
+    assert [[part.args[0].name for part in node.args[0]] for node in joined] == [
+        ["gradient0", "gradient1"],
+        ["gradient2", "gradient3", "gradient4"],
+    ]
 
 
 def test_a_bucket_holds_what_the_limit_allows_and_all_bytes_are_reduced() -> None:

@@ -12,11 +12,12 @@ from torch import fx
 from autoshard.partition.split import split
 from autoshard.patterns.local import collectives
 from autoshard.planner.problem import Wishes
-from autoshard.reshard.overlap import await_late, gather_ahead
+from autoshard.reshard.overlap import await_late, continue_late, gather_ahead
 from tests.planner.steps import KINDS, captured, every_parameter, planner_of, program_of
 
 aten = torch.ops.aten
 WAIT = collectives.wait_tensor.default
+SCATTER = collectives.reduce_scatter_tensor.default
 GATHER = collectives.all_gather_into_tensor.default
 VIEWS = (aten.view.default, aten.reshape.default, aten.permute.default)
 
@@ -76,6 +77,45 @@ def test_a_wait_that_is_needed_at_once_stays() -> None:
     await_late(graph)
     graph.lint()
     assert _names(graph) == ["start", "wait", "first", "second"]
+
+
+def test_a_stage_of_a_gradient_goes_on_where_the_next_gradient_is_reduced() -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> list[fx.Node]:
+        reduced = []
+        for index in range(3):
+            made = x = _call(graph, aten.neg.default, x, name=f"work{index}")
+            for stage in ("scatter", "reduce", "gather"):
+                op = {"scatter": SCATTER, "reduce": collectives.all_reduce.default, "gather": GATHER}[stage]
+                made = _call(graph, op, made, 2, "g", name=f"{stage}{index}")
+                made = _call(graph, WAIT, made, name=f"{stage}{index}_wait")
+            reduced.append(made)
+        return reduced
+
+    graph = _graph(build)
+    continue_late(graph)
+    await_late(graph)
+    graph.lint()
+    assert [name for name in _names(graph) if not name.endswith("wait")] == [
+        *("work0", "scatter0"),
+        *("work1", "reduce0", "scatter1"),
+        *("work2", "reduce1", "gather0", "scatter2"),
+        *("reduce2", "gather1"),
+        "gather2",
+    ]
+
+
+def test_stages_of_what_is_used_at_once_stay() -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+        for index in range(2):
+            first = _call(graph, WAIT, _call(graph, SCATTER, x, 2, "g", name=f"scatter{index}"), name=f"a{index}")
+            second = _call(graph, WAIT, _call(graph, GATHER, first, 2, "g", name=f"gather{index}"), name=f"b{index}")
+            x = _call(graph, aten.neg.default, second, name=f"work{index}")
+        return x
+
+    graph = _graph(build)
+    before = _names(graph)
+    continue_late(graph)
+    assert _names(graph) == before
 
 
 def test_gathers_of_parameters_start_one_gather_early() -> None:
