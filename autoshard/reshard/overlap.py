@@ -60,10 +60,7 @@ def _chains(graph: fx.Graph, output: fx.Node) -> list[list[fx.Node]]:
     for node in graph.nodes:
         if node in handed and node.target in _STARTS:
             before = _started(node.args[0])
-            chain = chains[before] if before in chains else []
-            chains[node] = [*chain, node]
-            if chain:
-                del chains[before]
+            chains[node] = [*(chains.pop(before, []) if before is not None else []), node]
     return list(chains.values())
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from autoshard.plan import ShardingPlan
 from autoshard.planner import solving
+from autoshard.planner.found import Found
+from autoshard.planner.hidden import HiddenReductions
 from autoshard.planner.planner import Planner
 from autoshard.planner.progress import Progress
 from autoshard.planner.solving import Answer, Search, answered, better, places
@@ -28,6 +33,8 @@ from autoshard.capture.joint import capture
 from tests.planner.steps import links, planner_of
 from tests.planner.test_tiling import Stack
 from autoshard.planner import solving
+from autoshard.planner.found import Found
+from autoshard.planner.hidden import HiddenReductions
 solving._LARGE = 0
 graph = capture(Stack(7), (torch.empty(32, 16),), {}, grad=True)
 plan = planner_of(graph, {"a": 2, "b": 4}, cluster=links(4e9, 1e-6)).plan()
@@ -98,6 +105,32 @@ def test_an_interrupted_search_hands_back_the_best_plan_met() -> None:
     assert isinstance(plan, ShardingPlan)
     assert plan.cost == plain.cost
     assert plan.lower_bound <= plan.cost
+
+
+def test_ctrl_c_hands_back_the_best_plan_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    searching = threading.Event()
+
+    def long(search: HiddenReductions) -> Found:
+        searching.set()
+        time.sleep(60)
+        return search.first.found
+
+    def press() -> None:
+        searching.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    planner = _planner()
+    monkeypatch.setattr(HiddenReductions, "run", long)
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.warns(UserWarning, match="the search was interrupted after .* best plan met"):
+            plan = planner.plan()
+    finally:
+        pressing.join()
+        signal.signal(signal.SIGINT, before)
+    assert plan.cost == _planner().solve(planner.wishes).cost
 
 
 def test_an_interruption_before_there_is_a_plan_goes_on() -> None:
