@@ -1,0 +1,167 @@
+"""One parallelised module: its plan, its parameters, and a program for every way in which it is called."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+from torch.utils import _pytree as pytree
+
+from autoshard.capture import outside_modes
+from autoshard.capture.joint import JointGraph, capture
+from autoshard.capture.recompute import recomputed
+from autoshard.capture.twin import check_parameters
+from autoshard.options import Options
+from autoshard.partition.agree import from_first_rank, together
+from autoshard.partition.checkpoint import install_hooks
+from autoshard.partition.localize import Localizer
+from autoshard.partition.module import Runtime, Tangents, check_constants, wants_gradient
+from autoshard.partition.shards import replace_parameters, synchronize_buffers
+from autoshard.partition.split import split
+from autoshard.partition.steady import check_steady
+from autoshard.partition.step import Program, Ranks
+from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.patterns.generic import generic_sizes
+from autoshard.patterns.graph import GraphRules
+from autoshard.plan import ShardingPlan
+from autoshard.planner.planner import Planner
+from autoshard.planning import planned_with, planner_for
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
+
+RUNTIME = "_autoshard_runtime"
+"""Attribute of a parallelised module that runs it."""
+
+
+class Parallelizer:
+    """One parallelised module: makes the program of every call signature, and places parameters once."""
+
+    def __init__(
+        self, module: nn.Module, device_mesh: DeviceMesh, options: Options, compile: bool, plan: ShardingPlan | None
+    ) -> None:
+        self.module = module
+        self.device_mesh = device_mesh
+        self.mesh = MeshShape.of(device_mesh)
+        self.options = options
+        self.compile = compile
+        self.plan = plan
+        self.placed: dict[str, tuple[Placement, ...]] | None = None
+        self.runtime = Runtime(module, device_mesh, self.prepare, options.inputs, options.dynamic)
+        self.runtime.planned_outputs = options.output_placements is not None
+
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan and place now if there is an example call, else replicate and plan at the first call."""
+        if args or kwargs:
+            self.runtime.serve(args, kwargs, torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs))
+        else:
+            check_parameters(self.module)
+            whole = Spec.replicated(self.mesh.ndim)
+            replace_parameters(
+                self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh
+            )
+            self.module.sharding_plan = None  # type: ignore[assignment]
+        synchronize_buffers(self.module, self.device_mesh)
+        install_hooks(self.module)
+        self.runtime.install()
+        self.module.__dict__[RUNTIME] = self.runtime
+
+    def prepare(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grad: bool,
+        tangents: Tangents,
+        signature: Hashable,
+        dynamic: bool,
+    ) -> tuple[JointGraph, Program]:
+        """Graph and program of one call."""
+        device = torch.device(self.device_mesh.device_type)
+        graph, planner, seconds = together(
+            self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic, device)
+        )
+        decided = self._decide(graph, planner, seconds)
+        rules = planner.rules
+        if decided.recomputed:
+            rules = GraphRules(recomputed(graph, decided.recomputed), self.mesh)
+        flow = Flow(rules, Decisions.from_data(decided.decisions), self.mesh)
+        ranks = Ranks(self.device_mesh, device)
+        with outside_modes():
+            step = Localizer(flow, planner.resharder, ranks.groups).run()
+            if graph.dynamic is not None:
+                others = generic_sizes(flow.graph, self.mesh, flow.rules.generic)
+                check_steady(step, Localizer(flow, planner.resharder, ranks.groups, others).run(), others)
+            halves = split(step, self.compile)
+        if self.placed is None:
+            self._place(decided)
+        self.runtime.know_inputs(step.inputs)
+        general = None
+        if grad and tangents != "all" and not _differentiates_all(graph):
+            like_args, like_kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
+
+            def general() -> Program:
+                return self.runtime.prepare(like_args, like_kwargs, grad, "all", signature, dynamic).program
+
+        return graph, Program(step, halves, ranks, general)
+
+    def _capture(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grad: bool,
+        tangents: Tangents,
+        dynamic: bool,
+        device: torch.device,
+    ) -> tuple[JointGraph, Planner, float]:
+        """The graph of one call, its planner, and the seconds that the capture took."""
+        start = time.perf_counter()
+        sizes = self.options.dynamic if dynamic else None
+        graph = capture(
+            self.module,
+            args,
+            kwargs,
+            grad=grad,
+            device=device,
+            tangents=tangents,
+            dynamic=sizes,
+            mp_policy=self.options.mp_policy,
+        )
+        check_constants(graph, self.module)
+        seconds = time.perf_counter() - start
+        known = self.runtime.input_placements if self.options.inputs == "local" else {}
+        return graph, planner_for(self.module, graph, self.mesh, self.options, self.placed, known), seconds
+
+    def _decide(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
+        """The plan given by the user for the first call; else the first rank's."""
+        held = {
+            name: tuple(source.node.meta["val"].shape)
+            for source in graph.inputs
+            if source.kind in ("parameter", "buffer")
+            for name in graph.aliases[source.name]
+        }
+        decided = self.plan if self.placed is None else None
+        if decided is None:
+            text = from_first_rank(self.device_mesh, lambda: planned_with(planner, seconds, self.options).to_json())
+            decided = ShardingPlan.from_json(text)
+        together(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))
+        return decided
+
+    def _place(self, decided: ShardingPlan) -> None:
+        whole = Spec.replicated(self.mesh.ndim).placements
+        specs = {name: Spec.of(*decided.placements.get(name, whole)) for name, _ in self.module.named_parameters()}
+        replace_parameters(self.module, specs, self.device_mesh)
+        self.placed = dict(decided.placements)
+        self.module.sharding_plan = decided  # type: ignore[assignment]
+
+
+def _differentiates_all(graph: JointGraph) -> bool:
+    """Whether the program of a graph starts its backward half from every output."""
+    return len(graph.tangent_outputs) == sum(output.kind == "output" for output in graph.outputs)
+
+
+def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
