@@ -18,7 +18,7 @@ from autoshard.memory.prices import DEAR, memory_prices, peak_weights
 from autoshard.patterns.graph import Value
 from autoshard.planner.found import Found
 from autoshard.planner.problem import Wishes
-from autoshard.planner.ways_out import budget_error
+from autoshard.planner.ways_out import Shortfall
 
 if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
@@ -62,12 +62,13 @@ class BudgetSearch:
         """The plan.
 
         Raises:
-            BudgetError: no plan found fits. The smallest peak, which it names, is the same at every limit, so that a
+            Shortfall: no plan found fits. The smallest peak, which it names, is the same at every limit, so that a
                 limit of that size can be met.
         """
         leanest, weights = self._leanest()
         if leanest.memory.peak > self.limit:
-            raise self._error(leanest, weights)
+            prices = memory_prices(weights, DEAR, self.cheapest.cost, self.cheapest.memory.peak)
+            raise Shortfall(self.planner, self.limit, leanest.memory, self.everything, prices, self._late())
 
         def make(rung: int) -> Found:
             return leanest if self._late() else self._rung(rung, weights)
@@ -139,10 +140,6 @@ class BudgetSearch:
             if rows <= 0 or self._late():
                 return None
         return None
-
-    def _error(self, leanest: Found, weights: np.ndarray) -> BudgetError:
-        prices = memory_prices(weights, DEAR, self.cheapest.cost, self.cheapest.memory.peak)
-        return budget_error(self.planner, self.limit, leanest.memory, self.everything, prices, self._late())
 
 
 def forceable(graph: JointGraph, wishes: Wishes) -> dict[str, int]:
