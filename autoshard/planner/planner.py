@@ -111,7 +111,8 @@ class Planner:
         self.progress = progress
         self.start = time.monotonic()
         self.deadline = self.start + settings.time_limit
-        self._asked: ProblemBuilder | None = None  # of the wishes that were asked for last
+        self._asked: dict[int, ProblemBuilder] = {}  # of wishes, which they keep alive, by identity
+        self._tilings: dict[int, tuple[BuiltProblem, Tiling | None]] = {}  # of problems at no prices, the same way
         self._found: list[Found] = []  # every plan that was looked at
         self._account: Account | None = None  # of the decisions looked at last
         self.best: Found | None = None  # the cheapest plan met that keeps the limit
@@ -190,9 +191,7 @@ class Planner:
             BudgetError: the same under a limit.
             KeyboardInterrupt: somebody interrupted the search; `best` is then the cheapest plan met.
         """
-        if self._asked is None or self._asked.wishes is not wishes:
-            self._asked = self.builder.wishing(wishes)
-        builder = self._asked
+        builder = self._asked.setdefault(id(wishes), self.builder.wishing(wishes))
         ask = _Ask(builder, method or self.settings.method, limit, prices, hiding, work or self.settings.work_limit)
         if len(self._axes) <= 2:
             solved = self._solve_block(ask, frozenset(self._axes), None)
@@ -254,7 +253,7 @@ class Planner:
             if ask.limit is not None:
                 built = replace(built, problem=replace(built.problem, limit=ask.limit))
             tied = ask.method == "auto" and ask.limit is None and is_large(built.problem)
-            tiling = Tiling.of(built, self.layers) if tied else None
+            tiling = self._tiling(built) if tied else None
         with self.timed("solve"):
             answer = self._answered(ask, built, tiling, proof=len(free) == len(self._axes))
         if not answer.assignment:
@@ -269,6 +268,13 @@ class Planner:
                 cost = ask.builder.build(free, current, reuse=ask.reuse).problem.cost(answer.assignment)
         decisions = built.decode(answer.assignment)
         return _Solved(decisions, answer.cost, cost, answer.lower_bound, answer.method, answer.interrupted)
+
+    def _tiling(self, built: BuiltProblem) -> Tiling | None:
+        """Which variables of a problem repeat others; prices change nothing about that."""
+        plain = built.plain
+        if id(plain) not in self._tilings:
+            self._tilings[id(plain)] = plain, Tiling.of(plain, self.layers)
+        return self._tilings[id(plain)][1]
 
     def _answered(self, ask: _Ask, built: BuiltProblem, tiling: Tiling | None, *, proof: bool) -> Answer:
         """What the solver says; `proof`: whether a bound is a bound of all, and worth an effort."""

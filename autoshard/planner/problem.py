@@ -7,6 +7,7 @@ the seconds to reshard a tensor from each option of its producer to each option 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,12 +23,13 @@ from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph import GraphRules, Use, Value, value_of
 from autoshard.patterns.rule import Rule, TensorMeta
 from autoshard.patterns.strategy import WHOLE, Choices
-from autoshard.planner.edge_tables import FORBIDDEN, EdgeTables, differ
-from autoshard.planner.hubs import Reread, Reuse, as_rereads, from_where_it_lies, rereads, with_rereads
+from autoshard.planner.edge_tables import FORBIDDEN, EdgeTables
+from autoshard.planner.hubs import Reread, Reuse, as_rereads, rereads, with_rereads
 from autoshard.planner.options import OptionTables, SpecList
 from autoshard.reshard.loose import LooseResharder
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
+from autoshard.solver.blend import Blend, BlendedEdge, Part, blend
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import dim_of, is_even, is_placeable
 from autoshard.specs.spec import Spec, is_shard, split_factor_of
@@ -87,6 +89,7 @@ class Variable:
         seconds: of every option by itself.
         life: first and last position in the program at which its memory is held.
         usage: bytes of every option.
+        rents: what it holds, and when, where memory has a price.
     """
 
     kind: str
@@ -96,6 +99,7 @@ class Variable:
     results: tuple[SpecList, ...]
     life: tuple[int, int] = (0, 1)
     usage: np.ndarray | None = None
+    rents: tuple[Rent, ...] = ()
 
 
 class ProblemBuilder:
@@ -146,16 +150,19 @@ class ProblemBuilder:
             reuse: of what the backward half may keep copies that the forward half made, or make them again (see
                 `planner.hubs`). Where memory does not count, keeping is as good.
         """
+        built = self._built(free, current, reuse)
         if hiding is not None:
-            return self.build(free, current, prices, reuse=reuse).hiding(hiding)
-        if prices is not None:
-            return _Build(self, free, current, prices, reuse).run()
+            built = built.hiding(hiding)
+        return built if prices is None else built.priced(prices)
+
+    def _built(self, free: frozenset[int], current: Decisions | None, reuse: Reuse) -> BuiltProblem:
+        """The problem at no prices, made once."""
         if current is None:
             if (free, reuse) not in self._plain:
-                self._plain[free, reuse] = _Build(self, free, None, None, reuse).run()
+                self._plain[free, reuse] = _Build(self, free, None, reuse).run()
             return self._plain[free, reuse]
         if self._last is None or self._last[0] != free or self._last[1] is not current or self._last[2] != reuse:
-            self._last = (free, current, reuse, _Build(self, free, current, None, reuse).run())
+            self._last = (free, current, reuse, _Build(self, free, current, reuse).run())
         return self._last[3]
 
     def listed(self, specs: Sequence[Spec]) -> SpecList:
@@ -176,6 +183,20 @@ class ProblemBuilder:
             labels = np.array(choices, dtype=np.int64).reshape(len(choices), self.mesh.ndim)
             self._labels[id(choices)] = (choices, labels)
         return self._labels[id(choices)][1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rent:
+    """What is held for some moments, and costs what memory costs then.
+
+    Attributes:
+        bytes: held under every option of a variable, or every pair of options of two.
+        start, end: from which moment, and until before which.
+    """
+
+    bytes: np.ndarray
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +225,60 @@ class BuiltProblem:
         reductions: number of an edge on which a gradient goes to its optimizer -> seconds of that reshard, and the
             moment at which it starts.
         crossings: number of an edge that is a reshard and nothing else -> that.
+        rents: what the options of a variable hold, per variable.
+        edge_rents: number of an edge -> what the pairs of options hold.
+        origin: the problem of the same variables in which neither memory nor hiding has a price; None for that itself.
     """
 
     problem: Problem
     variables: list[Variable]
     reductions: dict[int, tuple[np.ndarray, int]] = field(default_factory=dict)
     crossings: dict[int, Crossing] = field(default_factory=dict)
+    rents: list[tuple[Rent, ...]] = field(default_factory=list)
+    edge_rents: dict[int, tuple[Rent, ...]] = field(default_factory=dict)
+    origin: BuiltProblem | None = None
+
+    @property
+    def plain(self) -> BuiltProblem:
+        """The problem of the same variables in which neither memory nor hiding has a price."""
+        return self.origin or self
+
+    @cached_property
+    def places(self) -> list[float]:
+        """Where every variable comes in the order of the program: what is no operator stands by those that it joins."""
+        return _places(self) if self.origin is None else self.origin.places
+
+    def priced(self, prices: np.ndarray) -> BuiltProblem:
+        """The same problem where memory has a price, in seconds per byte, at every moment of the step."""
+        paid = np.concatenate(([0.0], np.cumsum(prices)))
+        vectors: dict[tuple[object, ...], np.ndarray] = {}
+        blends: dict[tuple[object, ...], Blend] = {}  # equal edges share one
+
+        def parts(rents: tuple[Rent, ...]) -> list[Part]:
+            owed = [(float(paid[rent.end] - paid[rent.start]), rent.bytes) for rent in rents]
+            return [(price, held) for price, held in owed if price > 0.0]
+
+        def keyed(costs: np.ndarray, more: list[Part]) -> tuple[object, ...]:
+            return (id(costs), *((price, id(held)) for price, held in more))
+
+        costs = list(self.problem.costs)
+        for number, rents in enumerate(self.rents):
+            more = parts(rents)
+            if more:
+                key = keyed(costs[number], more)
+                if key not in vectors:
+                    vectors[key] = costs[number] + sum(price * held for price, held in more)
+                costs[number] = vectors[key]
+        edges = list(self.problem.edges)
+        for number, rents in self.edge_rents.items():
+            edge, more = edges[number], parts(rents)
+            if more:
+                key = keyed(edge.costs, more)
+                if key not in blends:
+                    blends[key] = blend([(1.0, edge.costs), *more])
+                edges[number] = BlendedEdge(edge.source, edge.target, blends[key])
+        problem = replace(self.problem, costs=tuple(costs), edges=tuple(edges))
+        return replace(self, problem=problem, crossings={}, origin=self.plain)
 
     def hiding(self, hiding: Hiding) -> BuiltProblem:
         """The same problem where reductions of gradients count less as far as compute hides them."""
@@ -220,8 +289,8 @@ class BuiltProblem:
             key = (id(edge.costs), id(seconds), min(float(hiding.behind[moment]), most))  # equal layers share a table
             if key not in made:
                 made[key] = edge.costs - (1.0 - hiding.price) * hiding.hidden(seconds, moment)
-            edges[number] = replace(edge, costs=made[key])
-        return replace(self, problem=replace(self.problem, edges=tuple(edges)))
+            edges[number] = Edge(edge.source, edge.target, made[key])
+        return replace(self, problem=replace(self.problem, edges=tuple(edges)), origin=self.plain)
 
     def decode(self, assignment: Sequence[int]) -> Decisions:
         """The decisions that an assignment stands for."""
@@ -269,7 +338,6 @@ class _Build:
         builder: ProblemBuilder,
         free: frozenset[int],
         current: Decisions | None,
-        prices: np.ndarray | None,
         reuse: Reuse,
     ) -> None:
         self.builder = builder
@@ -279,7 +347,6 @@ class _Build:
         self.free = free
         self.end = len(self.rules.operators) + 1
         self.reuse = reuse
-        self.paid = None if prices is None else np.concatenate(([0.0], np.cumsum(prices)))
         self.made = {
             output.name: self.builder.position.get(value_of(output.node).node, 0)
             for output in self.rules.graph.outputs
@@ -290,7 +357,8 @@ class _Build:
         self.edges: list[Edge] = []
         self.reductions: dict[int, tuple[np.ndarray, int]] = {}
         self.crossings: dict[int, Crossing] = {}
-        self.tables: dict[tuple[int, str, float], np.ndarray] = {}
+        self.edge_rents: dict[int, tuple[Rent, ...]] = {}
+        self.tables: dict[tuple[int, str], np.ndarray] = {}
         self.of_node: dict[fx.Node, int] = {}
         self.of_output: dict[str, int] = {}
 
@@ -306,7 +374,10 @@ class _Build:
             self._connect(value)
         self._tie_tangents()
         self._tie_draws()
-        return BuiltProblem(self._problem(), self.variables, self.reductions, self.crossings)
+        rents = [variable.rents for variable in self.variables]
+        return BuiltProblem(
+            self._problem(), self.variables, self.reductions, self.crossings, rents, self.edge_rents
+        )
 
     def _problem(self) -> Problem:
         nothing: dict[int, np.ndarray] = {}  # equal vectors are one object, so that they are looked at once
@@ -352,13 +423,8 @@ class _Build:
         if not rule.free:
             variable.usage = self.builder.tables.held(call, chosen)
             variable.life = (self.builder.position[node], self._last_use(node) + 1)
-            if self.paid is not None:
-                variable.seconds = variable.seconds + variable.usage * self._price(*variable.life)
+            variable.rents = (Rent(variable.usage, *variable.life),)
         return variable
-
-    def _price(self, start: int, end: int) -> float:
-        """Seconds that one byte costs from moment `start` until before `end`."""
-        return 0.0 if self.paid is None else float(self.paid[end] - self.paid[start])
 
     def _last_use(self, node: fx.Node) -> int:
         """Position of the last operator that reads a result of the node, or a view of it.
@@ -399,9 +465,9 @@ class _Build:
             if source.name in self.made:
                 state = self._state(value, held)
                 variable.usage = 2.0 * held + state
-                variable.seconds += held * self._price(self.made[source.name], self.end)
-                variable.seconds += state * self._price(*variable.life)
-            variable.seconds += held * self._price(*variable.life)
+                variable.rents = (Rent(held, self.made[source.name], self.end), Rent(held + state, *variable.life))
+            else:
+                variable.rents = (Rent(held, *variable.life),)
         return variable
 
     def _state(self, value: Value, held: np.ndarray) -> np.ndarray:
@@ -542,15 +608,14 @@ class _Build:
         number = self._add(Variable("again", value.name, options, np.zeros(len(options)), (listed,), held, kept))
         self._through(first, value, source, forward)
         again = _End(number, listed, (used, held[1]))
-        lying = self._bytes(value, source.specs) * (not self._is_view(value))
-        costs = from_where_it_lies(
-            self.builder.edge_tables.between(value.meta, source.specs, first.specs),
-            self._bytes(value, first.specs) * differ(source.specs, first.specs),
-            lying,
-            self._price(held[0], again.life[0]),
-            self._price(*again.life),
+        tables = self.builder.edge_tables.from_where_it_lies(
+            value.meta, source.specs, first.specs, self.mesh, own=not self._is_view(value)
         )
-        self.edges.append(Edge(source.variable, number, costs))
+        self.edge_rents[len(self.edges)] = (
+            Rent(tables.between, held[0], again.life[0]),
+            Rent(tables.after, *again.life),
+        )
+        self.edges.append(Edge(source.variable, number, tables.seconds))
         self.edges.append(Edge(first.variable, number, self.builder.edge_tables.tie(len(specs))))
         for use in backward:
             self._edge(value, again, use)
@@ -610,22 +675,19 @@ class _Build:
             return
         between = self.builder.edge_tables.between
         seconds = between(value.meta, source.specs, target.specs, target.gradient)
-        price, forbidden = self._price(*target.life), self._forbidden(value)
+        forbidden = self._forbidden(value)
         # Equal layers share a table where nothing is added, or the same is.
-        key = (id(seconds), forbidden, price)
+        key = (id(seconds), forbidden)
         if key not in self.tables:
-            costs = seconds
-            if forbidden:
-                costs = costs + FORBIDDEN[forbidden](source.specs, target.specs)
-            if price:
-                costs = costs + price * self._bytes(value, target.specs) * differ(source.specs, target.specs)
-            self.tables[key] = costs
+            self.tables[key] = seconds + FORBIDDEN[forbidden](source.specs, target.specs) if forbidden else seconds
         costs = self.tables[key]
         if costs.size > 1 or costs.any() or source.specs.distinct != target.specs.distinct:
             if target.gradient:
                 self.reductions[len(self.edges)] = (seconds, target.life[0])
-            if not price:
-                self.crossings[len(self.edges)] = Crossing(value.meta, source.specs, target.specs, target.gradient)
+            self.crossings[len(self.edges)] = Crossing(value.meta, source.specs, target.specs, target.gradient)
+            if target.life[0] < target.life[1]:
+                copied = self.builder.edge_tables.copied(value.meta, source.specs, target.specs, self.mesh)
+                self.edge_rents[len(self.edges)] = (Rent(copied, *target.life),)
             self.edges.append(Edge(source.variable, target.variable, costs))
 
     def _forbidden(self, value: Value) -> str:
@@ -654,6 +716,26 @@ class _Build:
                 drawn, again = (_splits(self.variables[self.of_node[one]]) for one in (first, node))
                 costs = np.array([[0.0 if one == other else np.inf for other in again] for one in drawn])
                 self.edges.append(Edge(self.of_node[first], self.of_node[node], costs))
+
+
+def _places(built: BuiltProblem) -> list[float]:
+    sources: dict[int, list[int]] = defaultdict(list)
+    targets: dict[int, list[int]] = defaultdict(list)
+    for edge in built.problem.edges:
+        sources[edge.target].append(edge.source)
+        targets[edge.source].append(edge.target)
+    variables = built.variables
+    place = {number: float(number) for number, variable in enumerate(variables) if variable.kind == "operator"}
+    for kind in ("hub", "rest", "output"):
+        for number, variable in enumerate(variables):
+            if variable.kind == kind:
+                made = [place[other] for other in sources[number] if other in place]
+                used = [place[other] for other in targets[number] if other in place]
+                if kind == "rest" or not made:
+                    place[number] = min(used, default=0.0) - 0.5
+                else:
+                    place[number] = max(made) + 0.25
+    return [place.get(number, 0.0) for number in range(len(variables))]
 
 
 def _splits(variable: Variable) -> list[tuple[object, ...]]:
