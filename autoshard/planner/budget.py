@@ -18,7 +18,7 @@ from autoshard.memory.prices import DEAR, memory_prices, peak_weights
 from autoshard.patterns.graph import Value
 from autoshard.planner.found import Found
 from autoshard.planner.problem import Wishes
-from autoshard.planner.ways_out import Shortfall
+from autoshard.planner.ways_out import ShortfallError
 
 if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
@@ -62,13 +62,13 @@ class BudgetSearch:
         """The plan.
 
         Raises:
-            Shortfall: no plan found fits. The smallest peak, which it names, is the same at every limit, so that a
+            ShortfallError: no plan found fits. The smallest peak, which it names, is the same at every limit, so that a
                 limit of that size can be met.
         """
         leanest, weights = self._leanest()
         if leanest.memory.peak > self.limit:
             prices = memory_prices(weights, DEAR, self.cheapest.cost, self.cheapest.memory.peak)
-            raise Shortfall(self.planner, self.limit, leanest.memory, self.everything, prices, self._late())
+            raise ShortfallError(self.planner, self.limit, leanest.memory, self.everything, prices, self._late())
 
         def make(rung: int) -> Found:
             return leanest if self._late() else self._rung(rung, weights)

@@ -11,6 +11,7 @@ from autoshard.patterns.decisions import Decisions
 from autoshard.planner.planner import Planner
 from autoshard.planner.problem import ProblemBuilder, Wishes
 from autoshard.solver import Edge, Problem, cost_frontier
+from autoshard.solver.blend import blend
 
 _EPSILON = 0.01  # of the frontier: it is a proposal
 _LIMIT = 1  # partial mixtures that one combination of strategies may have for every gap of it
@@ -64,7 +65,10 @@ def _narrowed(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
     Edges between two single strategies are left out: they are the same for every mixture.
     """
     ends = [(edge, np.ix_(kept[edge.source], kept[edge.target])) for edge in problem.edges]
-    edges = (Edge(edge.source, edge.target, blend((factor, table[at]) for factor, table in edge.parts).table) for edge, at in ends)
+    edges = (
+        Edge(edge.source, edge.target, blend((factor, table[at]) for factor, table in edge.parts).table)
+        for edge, at in ends
+    )
     costs = tuple(costs[one] for costs, one in zip(problem.costs, kept, strict=True))
     return Problem(costs, tuple(edge for edge in edges if edge.costs.size > 1))
 

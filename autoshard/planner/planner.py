@@ -88,6 +88,8 @@ class Planner:
         wishes: pinned placements, and how inputs and outputs are to lie.
         settings: limits and method.
         progress: told how the search goes.
+        like: the planner of another graph on the same mesh and cluster: what it has worked out for equal operators and
+            tensors is not worked out again.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Planner:
         wishes: Wishes,
         settings: Settings,
         progress: Callable[[Progress], None] | None = None,
+        like: Planner | None = None,
     ) -> None:
         self.timings: dict[str, float] = {}
         self._lessons: tuple[Wishes, Lessons, Tiling | None] | None = None  # of the problem of all of many axes
@@ -116,13 +119,20 @@ class Planner:
         self._found: list[Found] = []  # every plan that was looked at
         self._account: Account | None = None  # of the decisions looked at last
         self.best: Found | None = None  # the cheapest plan met that keeps the limit
-        self.cost = CostModel(cluster, mesh)
-        self.resharder = Resharder(mesh, self.cost.collective, self.cost.gradient_collective)
-        self.programs = LocalPrograms(graph, mesh)
-        self.tables = OptionTables(self.cost)
-        self.prices = OperatorPrices(self.tables)
+        self._like = like
+        if like is None:
+            self.cost = CostModel(cluster, mesh)
+            self.resharder = Resharder(mesh, self.cost.collective, self.cost.gradient_collective)
+            self.programs = LocalPrograms(graph, mesh)
+            self.tables = OptionTables(self.cost)
+            self.prices = OperatorPrices(self.tables)
+        else:
+            self.cost, self.resharder, self.programs = like.cost, like.resharder, like.programs
+            self.tables, self.prices = like.tables, like.prices
         with self.timed("patterns"):
             self.rules = GraphRules(graph, mesh)
+            if like is not None:
+                self.rules.share(like.rules)
 
     def plan(self, unlimited: Found | None = None) -> ShardingPlan:
         """Solve and account, for this graph alone: `planner.recompute.planned` also changes it as settings say.
@@ -303,6 +313,8 @@ class Planner:
     @cached_property
     def builder(self) -> ProblemBuilder:
         """Makes the problems of the wishes asked for; those of others share its tables."""
+        if self._like is not None:
+            return self._like.builder.alike(self.rules, self.wishes)
         return ProblemBuilder(self.rules, self.tables, self.resharder, self.wishes)
 
     @cached_property

@@ -129,6 +129,12 @@ class ProblemBuilder:
         other.wishes, other._plain, other._last = wishes, {}, None
         return other
 
+    def alike(self, rules: GraphRules, wishes: Wishes) -> ProblemBuilder:
+        """A builder for another graph on the same mesh, at the same prices, that shares the tables made so far."""
+        other = ProblemBuilder(rules, self.tables, self.resharder, wishes)
+        other.edge_tables, other._lists, other._labels = self.edge_tables, self._lists, self._labels
+        return other
+
     def build(
         self,
         free: frozenset[int],
@@ -375,9 +381,7 @@ class _Build:
         self._tie_tangents()
         self._tie_draws()
         rents = [variable.rents for variable in self.variables]
-        return BuiltProblem(
-            self._problem(), self.variables, self.reductions, self.crossings, rents, self.edge_rents
-        )
+        return BuiltProblem(self._problem(), self.variables, self.reductions, self.crossings, rents, self.edge_rents)
 
     def _problem(self) -> Problem:
         nothing: dict[int, np.ndarray] = {}  # equal vectors are one object, so that they are looked at once

@@ -12,7 +12,7 @@ from autoshard.patterns.graph import value_of
 from autoshard.plan import ShardingPlan
 from autoshard.planner.found import Found
 from autoshard.planner.planner import Planner
-from autoshard.planner.ways_out import Shortfall
+from autoshard.planner.ways_out import ShortfallError
 from autoshard.specs.layout import local_shape
 
 _CLOSER = 3  # numbers of layers that are tried between none and all
@@ -33,7 +33,7 @@ def planned(planner: Planner) -> ShardingPlan:
     """
     try:
         return _planned(planner)
-    except Shortfall as shortfall:
+    except ShortfallError as shortfall:
         raise shortfall.explained() from None
 
 
@@ -53,7 +53,7 @@ def _recomputing(planner: Planner, layers: Iterable[Recomputable]) -> Planner:
     """A planner of the same step in which these layers are run again."""
     start = time.perf_counter()
     graph = recomputed(planner.graph, [layer.name for layer in layers])
-    other = Planner(graph, planner.mesh, planner.cluster, planner.wishes, planner.settings)
+    other = Planner(graph, planner.mesh, planner.cluster, planner.wishes, planner.settings, like=planner)
     planner.timings["patterns"] = planner.timings.get("patterns", 0.0) + time.perf_counter() - start
     other.timings = planner.timings
     return other

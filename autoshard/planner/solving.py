@@ -29,6 +29,9 @@ _ITERATIONS = 120
 _MENDING = 40
 """Passes there and back at full depth, at most, that mend messages found on a few layers."""
 
+_MENDING_PRICED = 11
+"""The same where memory has a price: what more of them find is no better, and bounds are not wanted."""
+
 _PROVED = 1e-6
 """Relative gap at which nothing is left to look for: prices are not known better."""
 
@@ -228,7 +231,7 @@ def by_messages(problem: Problem, order: list[float], tiling: Tiling | None, sea
     messages.start_from(*tiling.messages(problem, folded.problem, folded.along, folded.against))
     if interrupted:
         return Answer(assignment, cost, -np.inf, "messages", "feasible", True)
-    relaxed, interrupted = _passes(messages, _MENDING, search, cost)
+    relaxed, interrupted = _passes(messages, _MENDING_PRICED if search.priced else _MENDING, search, cost)
     own = Answer(assignment, cost, relaxed.bound, "messages, layers tied", "feasible", interrupted)
     return better(own, _answer(relaxed, interrupted))
 

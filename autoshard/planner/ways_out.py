@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
 
 
-class Shortfall(BudgetError):
+class ShortfallError(BudgetError):
     """No plan of one graph fits a limit; what would make the peak smaller is not looked for yet, since that takes long.
 
     Args:
@@ -56,9 +56,9 @@ class Shortfall(BudgetError):
             else ""
         )
         return (
-            f"no plan fits in {format_bytes(self._limit)} per device on mesh {planner.mesh}: the smallest peak found is "
-            f"{format_bytes(least.peak)}, {where} ({parts}). Raise memory_limit to {least.peak} bytes{said}, or make "
-            f"the batch smaller.{shortened}"
+            f"no plan fits in {format_bytes(self._limit)} per device on mesh {planner.mesh}: the smallest peak found "
+            f"is {format_bytes(least.peak)}, {where} ({parts}). Raise memory_limit to {least.peak} bytes{said}, or "
+            f"make the batch smaller.{shortened}"
         )
 
 

@@ -237,30 +237,30 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
             answer = down if forward else up
             message[:] = np.inf
             part = part_at[edge]
-            single = part_at[edge + 1] == part + 1 and factor[part] == 1.0
+            parts = part_at[edge + 1] - part
+            single = parts == 1 and factor[part] == 1.0
             for s in range(size):
                 if own[s] < np.inf:
                     base = share[node] * own[s] - answer[heard + s]
                     row = tables[table[part] + s * width : table[part] + (s + 1) * width]
-                    if not single:
-                        row = _blended(blended, tables, table, factor, part, part_at[edge + 1], s, width)
-                    for t in range(width):
-                        through = base + row[t]
-                        message[t] = through if through < message[t] else message[t]
-
-
-@numba.njit(cache=True)
-def _blended(into, tables, table, factor, first, last, s, width):  # type: ignore[no-untyped-def] # pragma: no cover
-    """A row of a sum of tables."""
-    row = into[:width]
-    start = table[first] + s * width
-    for t in range(width):
-        row[t] = factor[first] * tables[start + t]
-    for part in range(first + 1, last):
-        start = table[part] + s * width
-        for t in range(width):
-            row[t] += factor[part] * tables[start + t]
-    return row
+                    if single:
+                        for t in range(width):
+                            through = base + row[t]
+                            message[t] = through if through < message[t] else message[t]
+                    elif parts == 2:
+                        more = tables[table[part + 1] + s * width : table[part + 1] + (s + 1) * width]
+                        for t in range(width):
+                            through = base + factor[part] * row[t] + factor[part + 1] * more[t]
+                            message[t] = through if through < message[t] else message[t]
+                    else:
+                        for t in range(width):
+                            blended[t] = base + factor[part] * row[t]
+                        for other in range(part + 1, part + parts):
+                            more = tables[table[other] + s * width : table[other] + (s + 1) * width]
+                            for t in range(width):
+                                blended[t] += factor[other] * more[t]
+                        for t in range(width):
+                            message[t] = blended[t] if blended[t] < message[t] else message[t]
 
 
 @numba.njit(cache=True)
