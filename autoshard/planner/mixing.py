@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.patterns.decisions import Decisions
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.planner.problem import Wishes
 from autoshard.solver import Edge, Problem, cost_frontier
 from autoshard.solver.blend import blend
 

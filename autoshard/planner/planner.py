@@ -28,12 +28,13 @@ from autoshard.plan import ShardingPlan
 from autoshard.planner.account import Account
 from autoshard.planner.allocations import allocations
 from autoshard.planner.budget import BudgetSearch
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.found import Found, Run
 from autoshard.planner.hidden import HiddenReductions
 from autoshard.planner.hubs import Reuse
 from autoshard.planner.lessons import Lessons
 from autoshard.planner.options import OptionTables
-from autoshard.planner.problem import BuiltProblem, Hiding, ProblemBuilder, Wishes
+from autoshard.planner.problem import BuiltProblem, Hiding, Wishes
 from autoshard.planner.progress import Progress
 from autoshard.planner.recorded import LocalPrograms
 from autoshard.planner.schedule import OperatorPrices, timeline

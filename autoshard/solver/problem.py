@@ -41,7 +41,7 @@ class Edge:
     @property
     def shape(self) -> tuple[int, int]:
         """Strategies of either end."""
-        return self.costs.shape  # type: ignore[return-value]
+        return self.costs.shape
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -14,10 +14,11 @@ from torch.distributed.tensor import Shard
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.capture.layers import is_view
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.found import Found
 from autoshard.planner.hubs import Reread, from_where_it_lies, rereads, tie, with_rereads
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.planner.problem import Wishes
 from autoshard.solver import solve
 from autoshard.specs.spec import Spec
 from tests.planner.steps import captured, every_parameter, planner_of

@@ -11,8 +11,9 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard.capture.joint import capture
 from autoshard.capture.recompute import recomputable, recomputed
 from autoshard.memory.optimizer import optimizer_memory
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import BuiltProblem, ProblemBuilder, Wishes
+from autoshard.planner.problem import BuiltProblem, Wishes
 from autoshard.solver import solve
 from autoshard.specs.spec import Spec
 from tests.planner.steps import captured, every_parameter, planner_of
