@@ -48,7 +48,7 @@ from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
 RECOMPUTE = ("auto", "none", "full")
-METHODS = ("auto", "eliminate", "alternate", "ilp")
+METHODS = ("auto", "eliminate", "alternate", "ilp", "force")
 EFFORTS = ("fast", "full")
 _MOST_STRATEGIES = 3000  # of one operator, all axes together, that a bound may list
 _ROUNDS = 4  # passes over the axes, and over the pairs of axes, of a mesh with three or more
@@ -61,7 +61,8 @@ class Settings:
     Attributes:
         memory_limit: bytes per device that the step's peak may reach; None for no limit.
         optimizer: what it holds.
-        method: one of `METHODS`.
+        method: one of `METHODS`; "force" is "auto" without a limit, and keeps one by forcing the largest parameters
+            to be sharded alone (Rhino 4.4).
         time_limit: seconds for the whole search.
         recompute: what the backward half may run again instead of keeping it, one of `RECOMPUTE`: layers, where a
             memory limit asks for it; nothing; or all layers.
@@ -191,7 +192,7 @@ class Planner:
 
         Args:
             wishes: what is pinned and forced.
-            method: one of `METHODS`; by default that of the settings.
+            method: one of the solver's; by default that of the settings.
             limit: bytes that what operators and parameters hold may reach at any moment.
             prices: of memory, in seconds per byte at every moment; they decide, and are no part of the cost found.
             hiding: what reductions of gradients count; it decides, and is no part of the cost found.
@@ -203,7 +204,8 @@ class Planner:
             KeyboardInterrupt: somebody interrupted the search; `best` is then the cheapest plan met.
         """
         builder = self._asked.setdefault(id(wishes), self.builder.wishing(wishes))
-        ask = _Ask(builder, method or self.settings.method, limit, prices, hiding, work or self.settings.work_limit)
+        wanted = method or ("auto" if self.settings.method == "force" else self.settings.method)
+        ask = _Ask(builder, wanted, limit, prices, hiding, work or self.settings.work_limit)
         if len(self._axes) <= 2:
             solved = self._solve_block(ask, frozenset(self._axes), None)
             bound = solved.lower_bound
