@@ -72,7 +72,8 @@ def plan(
         input_placements: input path -> placements, for local inputs.
         output_placements: None: outputs come back whole; `"planned"`: as they lie, as DTensors; or a mapping of output
             paths to placements.
-        method: `"auto"`, `"eliminate"`, `"alternate"` or `"ilp"`.
+        method: `"auto"`, `"eliminate"`, `"alternate"` or `"ilp"`; or `"force"`, which keeps a memory limit by sharding
+            the largest parameters (and recomputation) alone: a quicker search that finds slower plans, or none.
         time_limit: seconds that the search may take.
         dynamic: sizes that calls may change: for inputs by name, `{dim: name}`, such as
             `{"input_ids": {0: "batch", 1: "seq"}, "labels": {0: "batch", 1: "seq"}}`; dims of one name have one size.

@@ -56,8 +56,9 @@ from autoshard.partition.localize import Localizer  # noqa: E402
 from autoshard.partition.split import split  # noqa: E402
 from autoshard.partition.step import Program, Ranks  # noqa: E402
 from autoshard.patterns.decisions import Decisions, Flow  # noqa: E402
+from autoshard.planner.building import ProblemBuilder  # noqa: E402
 from autoshard.planner.planner import Planner, Settings  # noqa: E402
-from autoshard.planner.problem import ProblemBuilder, Wishes  # noqa: E402
+from autoshard.planner.problem import Wishes  # noqa: E402
 from autoshard.simulate.events import COMPUTE, replay  # noqa: E402
 from autoshard.simulate.program import operations, sendings  # noqa: E402
 from autoshard.specs.axes import MeshShape  # noqa: E402

@@ -34,8 +34,9 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.planner import Planner, Settings
-from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.planner.problem import Wishes
 from autoshard.solver import CostFrontier, Problem, cost_frontier
 from autoshard.specs.axes import MeshShape
 

@@ -24,7 +24,7 @@ from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.planner.planner import Planner, Settings
 from autoshard.planner.problem import BuiltProblem, Wishes
-from autoshard.planner.solving import Answer, Search, answered, bounded, is_large, places
+from autoshard.planner.solving import Answer, Search, answered, bounded, is_large
 from autoshard.planner.tiling import Tiling
 from autoshard.solver.hierarchy import Hierarchy, solve_in_segments
 from autoshard.specs.axes import MeshShape
@@ -66,7 +66,7 @@ def row(built: BuiltProblem, tiling: Tiling | None, time_limit: float) -> list[s
         search = Search("auto", time.monotonic() + time_limit, fast=effort == "fast")
         return answered(built, tiling, search)
 
-    segments, alone = timed(lambda: solve_in_segments(built.problem, places(built)))
+    segments, alone = timed(lambda: solve_in_segments(built.problem, built.places))
     fast, quick = timed(lambda: by("fast"))
     full, long = timed(lambda: by("full"))
     return [

@@ -3,7 +3,9 @@
 Llama-3-8B on meshes (8,), (8, 8) and (2, 4, 8), and with --model 405B the shape of Llama-3-405B on (8, 16), from a
 module on the meta device, each in a process of its own so that its peak memory is its own. Prints the seconds of
 capture and of each later phase, their ratio, the peak resident memory, the cost of the plan and the lower bound;
---memory gives a limit per device, one that forces parameters to be sharded if it is small; --effort compares efforts.
+--memory gives a limit per device, one that forces parameters to be sharded if it is small; --effort compares efforts,
+and --method ways to search: `--memory 12GiB --method auto force` sets the full search under a limit beside the quick
+one that forces the largest parameters to be sharded and does nothing else (Rhino 4.4).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
+from autoshard.planner.planner import METHODS
 
 MESHES = {"8": {"x": 8}, "8x8": {"dp": 8, "tp": 8}, "2x4x8": {"pod": 2, "dp": 4, "tp": 8}, "8x16": {"dp": 8, "tp": 16}}
 SHAPES = {
@@ -45,7 +48,7 @@ def llama(layers: int | None = None, model: str = "8B") -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def measure(mesh: str, effort: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(mesh: str, effort: str, method: str, args: argparse.Namespace) -> dict[str, Any]:
     """Plan once in this process."""
     with torch.device("meta"):
         tokens = torch.empty(args.batch, args.sequence, dtype=torch.long)
@@ -55,12 +58,12 @@ def measure(mesh: str, effort: str, args: argparse.Namespace) -> dict[str, Any]:
         example_kwargs={"input_ids": tokens, "labels": tokens},
         cluster="h100",
         memory_limit=args.memory,
-        method=args.method,
+        method=method,
         time_limit=args.time_limit,
         effort=effort,
     )
     if args.save:
-        plan.save(f"{args.save}-{mesh}-{effort}.json")
+        plan.save(f"{args.save}-{mesh}-{effort}-{method}.json")
     return {
         "timings": dict(plan.timings),
         "cost": plan.cost,
@@ -73,8 +76,8 @@ def measure(mesh: str, effort: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def in_own_process(mesh: str, effort: str, arguments: list[str]) -> dict[str, Any]:
-    command = [sys.executable, __file__, *arguments, "--measure", mesh, effort]
+def in_own_process(mesh: str, effort: str, method: str, arguments: list[str]) -> dict[str, Any]:
+    command = [sys.executable, __file__, *arguments, "--measure", mesh, effort, method]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return dict(json.loads(output.splitlines()[-1]))
 
@@ -111,19 +114,20 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences in the global batch")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--memory", help="budget per device, such as 70GiB; default: none")
-    parser.add_argument("--method", default="auto")
+    parser.add_argument("--method", choices=METHODS, nargs="+", default=["auto"])
     parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for the solver")
-    parser.add_argument("--save", metavar="PREFIX", help="save each plan as PREFIX-<mesh>.json")
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--save", metavar="PREFIX", help="save each plan as PREFIX-<mesh>-<effort>-<method>.json")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
 
     if args.measure:
         print(json.dumps(measure(*args.measure, args)))
         return
     results = {
-        f"({', '.join(mesh.split('x'))}), {effort}": in_own_process(mesh, effort, sys.argv[1:])
+        f"({', '.join(mesh.split('x'))}), {effort}, {method}": in_own_process(mesh, effort, method, sys.argv[1:])
         for mesh in args.mesh or USUAL[args.model]
         for effort in args.effort
+        for method in args.method
     }
     Console(width=120).print(table(results))
 

@@ -11,8 +11,9 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.graph import Value
 from autoshard.plan import ShardingPlan
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.planner import Planner, Settings
-from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.planner.problem import Wishes
 from autoshard.solver import Problem
 from autoshard.specs.axes import MeshShape
 

@@ -139,6 +139,18 @@ class GraphRules:
         if graph.dynamic is not None:
             self._take(graph.dynamic.example)
 
+    def share(self, other: GraphRules) -> None:
+        """Take the calls and rules of another graph for equal ones, so that what was worked out for them serves both.
+
+        Args:
+            other: the calls and rules of another graph on the same mesh.
+        """
+        calls = {call: call for call in other.calls.values()}
+        rules = {_programs_of(rule): rule for rule in other.rules.values()}
+        own = {id(rule): rules.get(_programs_of(rule), rule) for rule in self.rules.values()}
+        self.calls = {node: calls.get(call, call) for node, call in self.calls.items()}
+        self.rules = {node: own[id(rule)] for node, rule in self.rules.items()}
+
     def at(self, sizes: Sizes) -> GraphRules:
         """The same calls and rules with dynamic sizes taken at `sizes`."""
         rules = copy.copy(self)
@@ -315,6 +327,11 @@ def _useful(
         node: {factor: chain for factor, cut in own.items() if (chain := kept(rules[node].factors[factor].size, cut))}
         for node, own in cuts.items()
     }
+
+
+def _programs_of(rule: Rule) -> tuple[object, ...]:
+    """What two rules have in common where they say and run the same: equality knows no local programs."""
+    return rule, rule.local, *(variant.local for variant in rule.variants)
 
 
 def _rest_rule(meta: TensorMeta) -> Rule:

@@ -18,7 +18,7 @@ from autoshard.memory.prices import DEAR, memory_prices, peak_weights
 from autoshard.patterns.graph import Value
 from autoshard.planner.found import Found
 from autoshard.planner.problem import Wishes
-from autoshard.planner.ways_out import budget_error
+from autoshard.planner.ways_out import ShortfallError
 
 if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
@@ -39,7 +39,7 @@ class BudgetSearch:
     parameters are forced to be sharded, more from rung to rung (Rhino 4.4); on the upper ones all are, and memory gets
     a price at the moments at which most is held. What stands on a rung does not depend on the limit; `first_that_fits`
     chooses, so that smaller limits never give faster plans, nor such that hold more. With `method="ilp"`, rows of
-    memory in the problem itself (Rhino 4.2) are tried too.
+    memory in the problem itself (Rhino 4.2) are tried too; with `method="force"`, the lower rungs alone.
 
     Args:
         planner: solves problems.
@@ -62,12 +62,14 @@ class BudgetSearch:
         """The plan.
 
         Raises:
-            BudgetError: no plan found fits. The smallest peak, which it names, is the same at every limit, so that a
+            ShortfallError: no plan found fits. The smallest peak, which it names, is the same at every limit, so that a
                 limit of that size can be met.
         """
+        if self.planner.settings.method == "force":
+            return self._by_force()
         leanest, weights = self._leanest()
         if leanest.memory.peak > self.limit:
-            raise self._error(leanest, weights)
+            raise self._shortfall(leanest, weights)
 
         def make(rung: int) -> Found:
             return leanest if self._late() else self._rung(rung, weights)
@@ -77,18 +79,34 @@ class BudgetSearch:
         rows = self._by_rows() if self.planner.settings.method == "ilp" else None
         return found if rows is None or rows.cost > found.cost else rows
 
+    def _by_force(self) -> Found:
+        """The rungs alone on which parameters are forced to be sharded (Rhino 4.4): few problems, and no prices."""
+        leanest = min(self.cheapest, self._rung(1 + _FORCED), key=lambda plan: plan.memory.peak)
+        if leanest.memory.peak > self.limit:
+            raise self._shortfall(leanest, peak_weights(leanest.held))
+
+        def make(rung: int) -> Found:
+            return leanest if self._late() else self._rung(rung)
+
+        return first_that_fits(self.fastest, leanest, _FORCED, make, self._measure, self.limit, _ALIKE)
+
+    def _shortfall(self, leanest: Found, weights: np.ndarray) -> ShortfallError:
+        prices = memory_prices(weights, DEAR, self.cheapest.cost, self.cheapest.memory.peak)
+        return ShortfallError(self.planner, self.limit, leanest.memory, self.everything, prices, self._late())
+
     def _measure(self, plan: Found) -> tuple[float, int]:
         """Predicted seconds of a step, and the bytes of its peak."""
         return plan.step_seconds, plan.memory.peak
 
-    def _rung(self, rung: int, weights: np.ndarray) -> Found:
-        """What stands on a rung of the ladder, the first of which is 1."""
+    def _rung(self, rung: int, weights: np.ndarray | None = None) -> Found:
+        """What stands on a rung of the ladder, the first of which is 1; upper ones need `weights` of the moments."""
         if rung == 1:
             return self.cheapest
         if rung <= 1 + _FORCED:
             forced = largest(self.sizes, (rung - 1) / _FORCED)
             found = self.planner.solve(replace(self.planner.wishes, forced=forced), method=self.method)
             return replace(found, method=f"{found.method}, the {len(forced)} largest parameters forced to be sharded")
+        assert weights is not None, "memory has a price at some moments"
         share = (rung - 1 - _FORCED) / (_PRICED + 1)
         return self._priced(weights, _CHEAP * (DEAR / _CHEAP) ** share)
 
@@ -139,10 +157,6 @@ class BudgetSearch:
             if rows <= 0 or self._late():
                 return None
         return None
-
-    def _error(self, leanest: Found, weights: np.ndarray) -> BudgetError:
-        prices = memory_prices(weights, DEAR, self.cheapest.cost, self.cheapest.memory.peak)
-        return budget_error(self.planner, self.limit, leanest.memory, self.everything, prices, self._late())
 
 
 def forceable(graph: JointGraph, wishes: Wishes) -> dict[str, int]:

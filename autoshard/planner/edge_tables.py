@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from autoshard.patterns.rule import TensorMeta
-from autoshard.planner.hubs import tie
+from autoshard.planner.hubs import Rereading, from_where_it_lies, tie
 from autoshard.planner.options import SpecList
 from autoshard.reshard.loose import LooseResharder
 from autoshard.reshard.path import Resharder
+from autoshard.specs.axes import MeshShape
 
 
 class EdgeTables:
@@ -23,6 +24,8 @@ class EdgeTables:
     def __init__(self, resharder: Resharder | LooseResharder) -> None:
         self.resharder = resharder
         self._between: dict[tuple[object, ...], np.ndarray] = {}
+        self._copied: dict[tuple[object, ...], np.ndarray] = {}
+        self._rereadings: dict[tuple[object, ...], Rereading] = {}
         self._ties: dict[int, np.ndarray] = {}
 
     def between(self, meta: TensorMeta, sources: SpecList, targets: SpecList, gradient: bool = False) -> np.ndarray:
@@ -34,6 +37,34 @@ class EdgeTables:
             self._between[key] = distinct[np.ix_(sources.index, targets.index)]
         return self._between[key]
 
+    def copied(self, meta: TensorMeta, sources: SpecList, targets: SpecList, mesh: MeshShape) -> np.ndarray:
+        """Bytes of the copy that a reshard makes between all specs of two lists; zero where it makes none."""
+        key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets))
+        if key not in self._copied:
+            self._copied[key] = targets.bytes(meta, mesh) * _differ(sources, targets)
+        return self._copied[key]
+
+    def from_where_it_lies(
+        self, meta: TensorMeta, sources: SpecList, hub: SpecList, mesh: MeshShape, *, own: bool
+    ) -> Rereading:
+        """The edge from where a tensor lies to the hub of the backward half.
+
+        Args:
+            meta: of the tensor.
+            sources: how it lies.
+            hub: the specs of both hubs.
+            mesh: the mesh axes.
+            own: whether it has memory of its own, which is held for the backward half alone.
+        """
+        key = (meta.shape, meta.dtype.itemsize, id(sources), id(hub), own)
+        if key not in self._rereadings:
+            self._rereadings[key] = from_where_it_lies(
+                self.between(meta, sources, hub),
+                self.copied(meta, sources, hub, mesh),
+                sources.bytes(meta, mesh) * own,
+            )
+        return self._rereadings[key]
+
     def tie(self, specs: int) -> np.ndarray:
         """What ties the hub of the backward half to that of the forward half, each with so many specs."""
         if specs not in self._ties:
@@ -41,7 +72,7 @@ class EdgeTables:
         return self._ties[specs]
 
 
-def differ(sources: SpecList, targets: SpecList) -> np.ndarray:
+def _differ(sources: SpecList, targets: SpecList) -> np.ndarray:
     """For all pairs of two lists, whether one spec is not the other: whether a copy is made."""
     distinct = np.array([[float(source is not target) for target in targets.distinct] for source in sources.distinct])
     return distinct[np.ix_(sources.index, targets.index)]

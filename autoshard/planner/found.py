@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -29,18 +28,33 @@ class Run:
         account: Callable[[Skeleton], tuple[Memory, np.ndarray]],
     ) -> None:
         self._make, self._replay, self._account = program, replay, account
+        self._program: Skeleton | None = None  # until both are known: it is large
+        self._taken: tuple[float, float] | None = None
+        self._held: tuple[Memory, np.ndarray] | None = None
 
-    @cached_property
-    def _program(self) -> Skeleton:
-        return self._make()
-
-    @cached_property
+    @property
     def taken(self) -> tuple[float, float]:
-        return self._replay(self._program)
+        """Seconds of the step, and those of them in which a device communicates and does not compute."""
+        if self._taken is None:
+            self._taken = self._replay(self._made())
+            self._let_go()
+        return self._taken
 
-    @cached_property
+    @property
     def held(self) -> tuple[Memory, np.ndarray]:
-        return self._account(self._program)
+        """Bytes of one device, and those at every moment of the step."""
+        if self._held is None:
+            self._held = self._account(self._made())
+            self._let_go()
+        return self._held
+
+    def _made(self) -> Skeleton:
+        self._program = self._program or self._make()
+        return self._program
+
+    def _let_go(self) -> None:
+        if self._taken is not None and self._held is not None:
+            self._program = None
 
 
 @dataclass(frozen=True, slots=True)

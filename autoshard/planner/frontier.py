@@ -68,7 +68,9 @@ def frontier_plans(planner: Planner, gaps: int) -> list[ShardingPlan]:
     plans = FrontierSearch(planner, gaps).run() if wanted != "full" or not layers else []
     if layers:
         graph = recomputed(planner.graph, [layer.name for layer in layers])
-        other = Planner(graph, planner.mesh, planner.cluster, planner.wishes, planner.settings, planner.progress)
+        other = Planner(
+            graph, planner.mesh, planner.cluster, planner.wishes, planner.settings, planner.progress, like=planner
+        )
         other.deadline = planner.deadline
         plans += FrontierSearch(other, gaps).run()
     return plans

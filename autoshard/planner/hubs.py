@@ -45,9 +45,22 @@ def tie(specs: int) -> np.ndarray:
     return np.hstack([np.zeros((specs, specs)), np.where(np.eye(specs, dtype=bool), 0.0, np.inf)])
 
 
-def from_where_it_lies(
-    seconds: np.ndarray, copied: np.ndarray, lying: np.ndarray, between: float, after: float
-) -> np.ndarray:
+@dataclass(frozen=True, slots=True, eq=False)
+class Rereading:
+    """The edge from where a tensor lies to the hub of the backward half.
+
+    Attributes:
+        seconds: of the reshard, where the copy is made again.
+        between: bytes held from the last use in the forward half to the first in the backward half.
+        after: bytes held from that to the last use in the backward half.
+    """
+
+    seconds: np.ndarray
+    between: np.ndarray
+    after: np.ndarray
+
+
+def from_where_it_lies(seconds: np.ndarray, copied: np.ndarray, lying: np.ndarray) -> Rereading:
     """The edge from where the tensor lies to the hub of the backward half.
 
     Args:
@@ -55,12 +68,14 @@ def from_where_it_lies(
         copied: bytes that such a copy holds; zero where the tensor lies so.
         lying: bytes that the tensor itself holds, for every way of lying, if it is held for the backward half alone;
             zeros if it is held anyway, as inputs of the step are.
-        between: price, in seconds, of a byte held from the last use in the forward half to the first in the backward.
-        after: price of a byte held from that to the last use in the backward half.
     """
-    lies = (copied == 0) * (between + after) * lying[:, None]  # it is read itself: no copy is made
-    again = seconds + after * copied + (copied > 0) * between * lying[:, None]
-    return np.hstack([again + lies, (between + after) * copied + lies])
+    lies = (copied == 0) * lying[:, None]  # it is read itself: no copy is made
+    source = (copied > 0) * lying[:, None]  # what the copy is made of again
+    return Rereading(
+        seconds=np.hstack([seconds, np.zeros_like(seconds)]),
+        between=np.hstack([lies + source, lies + copied]),
+        after=np.hstack([lies + copied, lies + copied]),
+    )
 
 
 def with_rereads(hubs: Mapping[str, Spec], chosen: Mapping[str, Reread]) -> dict[str, Spec]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from autoshard.planner.problem import BuiltProblem, Crossing, Hiding
 from autoshard.reshard.path import Resharder
+from autoshard.solver import Edge
 
 _SAME = 1e-9
 """Relative difference up to which two prices are one."""
@@ -63,7 +64,7 @@ class Lessons:
             edge = edges[number]
             some = lessons.get(id(edge.costs))
             if some:
-                edges[number] = replace(edge, costs=corrected(edge.costs, crossing, some))
+                edges[number] = Edge(edge.source, edge.target, corrected(edge.costs, crossing, some))
                 if number in reductions:
                     seconds, moment = reductions[number]
                     reductions[number] = corrected(seconds, crossing, some), moment

@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.patterns.decisions import Decisions
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.planner.problem import Wishes
 from autoshard.solver import Edge, Problem, cost_frontier
+from autoshard.solver.blend import blend
 
 _EPSILON = 0.01  # of the frontier: it is a proposal
 _LIMIT = 1  # partial mixtures that one combination of strategies may have for every gap of it
@@ -44,7 +46,7 @@ def mixtures(
         kept = [np.unique(chosen) for chosen in np.transpose([built.encode(plan) for plan in plans])]
     narrow = _narrowed(built.problem, kept)
     # The memory of a strategy is what a price adds to its seconds: the copies that reshards make are among it.
-    priced = _narrowed(builder.build(axes, None, weights, reuse="all").problem, kept)
+    priced = _narrowed(built.priced(weights).problem, kept)
     usages = tuple(_difference(*costs) for costs in zip(priced.costs, narrow.costs, strict=True))
     tables = [_difference(*(edge.costs for edge in edges)) for edges in zip(priced.edges, narrow.edges, strict=True)]
     problem = replace(narrow, usages=usages, intervals=((0, 1),) * len(usages))
@@ -64,7 +66,10 @@ def _narrowed(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
     Edges between two single strategies are left out: they are the same for every mixture.
     """
     ends = [(edge, np.ix_(kept[edge.source], kept[edge.target])) for edge in problem.edges]
-    edges = (Edge(edge.source, edge.target, edge.costs[at]) for edge, at in ends)
+    edges = (
+        Edge(edge.source, edge.target, blend((factor, table[at]) for factor, table in edge.parts).table)
+        for edge, at in ends
+    )
     costs = tuple(costs[one] for costs, one in zip(problem.costs, kept, strict=True))
     return Problem(costs, tuple(edge for edge in edges if edge.costs.size > 1))
 

@@ -28,12 +28,13 @@ from autoshard.plan import ShardingPlan
 from autoshard.planner.account import Account
 from autoshard.planner.allocations import allocations
 from autoshard.planner.budget import BudgetSearch
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.found import Found, Run
 from autoshard.planner.hidden import HiddenReductions
 from autoshard.planner.hubs import Reuse
 from autoshard.planner.lessons import Lessons
 from autoshard.planner.options import OptionTables
-from autoshard.planner.problem import BuiltProblem, Hiding, ProblemBuilder, Wishes
+from autoshard.planner.problem import BuiltProblem, Hiding, Wishes
 from autoshard.planner.progress import Progress
 from autoshard.planner.recorded import LocalPrograms
 from autoshard.planner.schedule import OperatorPrices, timeline
@@ -47,7 +48,7 @@ from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
 RECOMPUTE = ("auto", "none", "full")
-METHODS = ("auto", "eliminate", "alternate", "ilp")
+METHODS = ("auto", "eliminate", "alternate", "ilp", "force")
 EFFORTS = ("fast", "full")
 _MOST_STRATEGIES = 3000  # of one operator, all axes together, that a bound may list
 _ROUNDS = 4  # passes over the axes, and over the pairs of axes, of a mesh with three or more
@@ -60,7 +61,8 @@ class Settings:
     Attributes:
         memory_limit: bytes per device that the step's peak may reach; None for no limit.
         optimizer: what it holds.
-        method: one of `METHODS`.
+        method: one of `METHODS`; "force" is "auto" without a limit, and keeps one by forcing the largest parameters
+            to be sharded alone (Rhino 4.4).
         time_limit: seconds for the whole search.
         recompute: what the backward half may run again instead of keeping it, one of `RECOMPUTE`: layers, where a
             memory limit asks for it; nothing; or all layers.
@@ -88,6 +90,8 @@ class Planner:
         wishes: pinned placements, and how inputs and outputs are to lie.
         settings: limits and method.
         progress: told how the search goes.
+        like: the planner of another graph on the same mesh and cluster: what it has worked out for equal operators and
+            tensors is not worked out again.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Planner:
         wishes: Wishes,
         settings: Settings,
         progress: Callable[[Progress], None] | None = None,
+        like: Planner | None = None,
     ) -> None:
         self.timings: dict[str, float] = {}
         self._lessons: tuple[Wishes, Lessons, Tiling | None] | None = None  # of the problem of all of many axes
@@ -111,17 +116,25 @@ class Planner:
         self.progress = progress
         self.start = time.monotonic()
         self.deadline = self.start + settings.time_limit
-        self._asked: ProblemBuilder | None = None  # of the wishes that were asked for last
+        self._asked: dict[int, ProblemBuilder] = {}  # of wishes, which they keep alive, by identity
+        self._tilings: dict[int, tuple[BuiltProblem, Tiling | None]] = {}  # of problems at no prices, the same way
         self._found: list[Found] = []  # every plan that was looked at
         self._account: Account | None = None  # of the decisions looked at last
         self.best: Found | None = None  # the cheapest plan met that keeps the limit
-        self.cost = CostModel(cluster, mesh)
-        self.resharder = Resharder(mesh, self.cost.collective, self.cost.gradient_collective)
-        self.programs = LocalPrograms(graph, mesh)
-        self.tables = OptionTables(self.cost)
-        self.prices = OperatorPrices(self.tables)
+        self._like = like
+        if like is None:
+            self.cost = CostModel(cluster, mesh)
+            self.resharder = Resharder(mesh, self.cost.collective, self.cost.gradient_collective)
+            self.programs = LocalPrograms(graph, mesh)
+            self.tables = OptionTables(self.cost)
+            self.prices = OperatorPrices(self.tables)
+        else:
+            self.cost, self.resharder, self.programs = like.cost, like.resharder, like.programs
+            self.tables, self.prices = like.tables, like.prices
         with self.timed("patterns"):
             self.rules = GraphRules(graph, mesh)
+            if like is not None:
+                self.rules.share(like.rules)
 
     def plan(self, unlimited: Found | None = None) -> ShardingPlan:
         """Solve and account, for this graph alone: `planner.recompute.planned` also changes it as settings say.
@@ -179,7 +192,7 @@ class Planner:
 
         Args:
             wishes: what is pinned and forced.
-            method: one of `METHODS`; by default that of the settings.
+            method: one of the solver's; by default that of the settings.
             limit: bytes that what operators and parameters hold may reach at any moment.
             prices: of memory, in seconds per byte at every moment; they decide, and are no part of the cost found.
             hiding: what reductions of gradients count; it decides, and is no part of the cost found.
@@ -190,10 +203,9 @@ class Planner:
             BudgetError: the same under a limit.
             KeyboardInterrupt: somebody interrupted the search; `best` is then the cheapest plan met.
         """
-        if self._asked is None or self._asked.wishes is not wishes:
-            self._asked = self.builder.wishing(wishes)
-        builder = self._asked
-        ask = _Ask(builder, method or self.settings.method, limit, prices, hiding, work or self.settings.work_limit)
+        builder = self._asked.setdefault(id(wishes), self.builder.wishing(wishes))
+        wanted = method or ("auto" if self.settings.method == "force" else self.settings.method)
+        ask = _Ask(builder, wanted, limit, prices, hiding, work or self.settings.work_limit)
         if len(self._axes) <= 2:
             solved = self._solve_block(ask, frozenset(self._axes), None)
             bound = solved.lower_bound
@@ -254,7 +266,7 @@ class Planner:
             if ask.limit is not None:
                 built = replace(built, problem=replace(built.problem, limit=ask.limit))
             tied = ask.method == "auto" and ask.limit is None and is_large(built.problem)
-            tiling = Tiling.of(built, self.layers) if tied else None
+            tiling = self._tiling(built) if tied else None
         with self.timed("solve"):
             answer = self._answered(ask, built, tiling, proof=len(free) == len(self._axes))
         if not answer.assignment:
@@ -269,6 +281,13 @@ class Planner:
                 cost = ask.builder.build(free, current, reuse=ask.reuse).problem.cost(answer.assignment)
         decisions = built.decode(answer.assignment)
         return _Solved(decisions, answer.cost, cost, answer.lower_bound, answer.method, answer.interrupted)
+
+    def _tiling(self, built: BuiltProblem) -> Tiling | None:
+        """Which variables of a problem repeat others; prices change nothing about that."""
+        plain = built.plain
+        if id(plain) not in self._tilings:
+            self._tilings[id(plain)] = plain, Tiling.of(plain, self.layers)
+        return self._tilings[id(plain)][1]
 
     def _answered(self, ask: _Ask, built: BuiltProblem, tiling: Tiling | None, *, proof: bool) -> Answer:
         """What the solver says; `proof`: whether a bound is a bound of all, and worth an effort."""
@@ -297,6 +316,8 @@ class Planner:
     @cached_property
     def builder(self) -> ProblemBuilder:
         """Makes the problems of the wishes asked for; those of others share its tables."""
+        if self._like is not None:
+            return self._like.builder.alike(self.rules, self.wishes)
         return ProblemBuilder(self.rules, self.tables, self.resharder, self.wishes)
 
     @cached_property

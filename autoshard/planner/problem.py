@@ -1,38 +1,30 @@
 """A joint graph as an optimisation problem: variables, their options, and the seconds between them (Rhino 4.2).
 
 Every operator, tensor at rest and shared copy is a node of the problem; its strategies are its options. An edge holds
-the seconds to reshard a tensor from each option of its producer to each option of its user.
+the seconds to reshard a tensor from each option of its producer to each option of its user. What memory costs, and what
+of a reduction is hidden, are prices that such a problem is asked at; `building` makes the problem itself.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch import fx
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement
 
-from autoshard.capture.joint import JointInput, JointOutput
 from autoshard.memory.optimizer import OptimizerMemory
-from autoshard.patterns.decisions import Decisions, phase_of
-from autoshard.patterns.graph import GraphRules, Use, Value, value_of
-from autoshard.patterns.rule import Rule, TensorMeta
-from autoshard.patterns.strategy import WHOLE, Choices
-from autoshard.planner.edge_tables import FORBIDDEN, EdgeTables, differ
-from autoshard.planner.hubs import Reread, Reuse, as_rereads, from_where_it_lies, rereads, with_rereads
-from autoshard.planner.options import OptionTables, SpecList
-from autoshard.reshard.loose import LooseResharder
-from autoshard.reshard.path import Resharder
+from autoshard.patterns.decisions import Decisions
+from autoshard.patterns.rule import TensorMeta
+from autoshard.patterns.strategy import Choices
+from autoshard.planner.hubs import Reread, as_rereads, with_rereads
+from autoshard.planner.options import SpecList
 from autoshard.solver import Edge, Problem
-from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import dim_of, is_even, is_placeable
-from autoshard.specs.spec import Spec, is_shard, split_factor_of
-
-_SMALL = 64  # a gathered activation so many times smaller than the step's largest tensor is kept, whatever it costs
+from autoshard.solver.blend import Blend, BlendedEdge, Part, blend
+from autoshard.specs.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +66,20 @@ class Hiding:
         return np.minimum(seconds, self.behind[moment])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rent:
+    """What is held for some moments, and costs what memory costs then.
+
+    Attributes:
+        bytes: held under every option of a variable, or every pair of options of two.
+        start, end: from which moment, and until before which.
+    """
+
+    bytes: np.ndarray
+    start: int
+    end: int
+
+
 @dataclass(eq=False)
 class Variable:
     """One node of the problem.
@@ -87,6 +93,7 @@ class Variable:
         seconds: of every option by itself.
         life: first and last position in the program at which its memory is held.
         usage: bytes of every option.
+        rents: what it holds, and when, where memory has a price.
     """
 
     kind: str
@@ -96,86 +103,7 @@ class Variable:
     results: tuple[SpecList, ...]
     life: tuple[int, int] = (0, 1)
     usage: np.ndarray | None = None
-
-
-class ProblemBuilder:
-    """Builds the problem of one graph on one mesh, whole or with some mesh axes held fixed."""
-
-    def __init__(
-        self, rules: GraphRules, tables: OptionTables, resharder: Resharder | LooseResharder, wishes: Wishes
-    ) -> None:
-        self.rules = rules
-        self.tables = tables
-        self.mesh: MeshShape = tables.mesh
-        self.resharder = resharder
-        self.wishes = wishes
-        self.inputs: dict[fx.Node, JointInput] = {source.node: source for source in rules.graph.inputs}
-        self.position = {node: position for position, node in enumerate(rules.operators)}
-        self.edge_tables = EdgeTables(resharder)
-        self._lists: dict[tuple[Spec, ...], SpecList] = {}
-        self._labels: dict[int, tuple[Sequence[Choices], np.ndarray]] = {}
-        self._plain: dict[tuple[frozenset[int], Reuse], BuiltProblem] = {}
-        self._last: tuple[frozenset[int], Decisions | None, Reuse, BuiltProblem] | None = None
-
-    def wishing(self, wishes: Wishes) -> ProblemBuilder:
-        """A builder for other wishes that shares the tables made so far; itself for its own."""
-        if wishes is self.wishes:
-            return self
-        other = copy.copy(self)
-        other.wishes, other._plain, other._last = wishes, {}, None
-        return other
-
-    def build(
-        self,
-        free: frozenset[int],
-        current: Decisions | None = None,
-        prices: np.ndarray | None = None,
-        hiding: Hiding | None = None,
-        reuse: Reuse = "none",
-    ) -> BuiltProblem:
-        """The problem in which the mesh axes in `free` are open.
-
-        On the other axes everything stays as in `current`, or, without decisions, whole.
-
-        Args:
-            free: indices of the open axes.
-            current: the decisions so far.
-            prices: of memory, in seconds per byte, at every moment of the step (a moment per operator and one after
-                the last). What options and copies hold is then part of their seconds.
-            hiding: what reductions of gradients count; all their seconds by default.
-            reuse: of what the backward half may keep copies that the forward half made, or make them again (see
-                `planner.hubs`). Where memory does not count, keeping is as good.
-        """
-        if hiding is not None:
-            return self.build(free, current, prices, reuse=reuse).hiding(hiding)
-        if prices is not None:
-            return _Build(self, free, current, prices, reuse).run()
-        if current is None:
-            if (free, reuse) not in self._plain:
-                self._plain[free, reuse] = _Build(self, free, None, None, reuse).run()
-            return self._plain[free, reuse]
-        if self._last is None or self._last[0] != free or self._last[1] is not current or self._last[2] != reuse:
-            self._last = (free, current, reuse, _Build(self, free, current, None, reuse).run())
-        return self._last[3]
-
-    def listed(self, specs: Sequence[Spec]) -> SpecList:
-        """The specs as a shared list."""
-        key = tuple(specs)
-        if key not in self._lists:
-            self._lists[key] = SpecList.of(specs)
-        return self._lists[key]
-
-    @cached_property
-    def largest(self) -> int:
-        """Bytes of the largest tensor of the step."""
-        return max(value.meta.bytes for value in self.rules.values())
-
-    def labels(self, choices: Sequence[Choices]) -> np.ndarray:
-        """The choices of an operator as an array, `[strategies, mesh axes]`; made once for equal operators."""
-        if id(choices) not in self._labels:
-            labels = np.array(choices, dtype=np.int64).reshape(len(choices), self.mesh.ndim)
-            self._labels[id(choices)] = (choices, labels)
-        return self._labels[id(choices)][1]
+    rents: tuple[Rent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +132,60 @@ class BuiltProblem:
         reductions: number of an edge on which a gradient goes to its optimizer -> seconds of that reshard, and the
             moment at which it starts.
         crossings: number of an edge that is a reshard and nothing else -> that.
+        rents: what the options of a variable hold, per variable.
+        edge_rents: number of an edge -> what the pairs of options hold.
+        origin: the problem of the same variables in which neither memory nor hiding has a price; None for that itself.
     """
 
     problem: Problem
     variables: list[Variable]
     reductions: dict[int, tuple[np.ndarray, int]] = field(default_factory=dict)
     crossings: dict[int, Crossing] = field(default_factory=dict)
+    rents: list[tuple[Rent, ...]] = field(default_factory=list)
+    edge_rents: dict[int, tuple[Rent, ...]] = field(default_factory=dict)
+    origin: BuiltProblem | None = None
+
+    @property
+    def plain(self) -> BuiltProblem:
+        """The problem of the same variables in which neither memory nor hiding has a price."""
+        return self.origin or self
+
+    @cached_property
+    def places(self) -> list[float]:
+        """Where every variable comes in the order of the program: what is no operator stands by those that it joins."""
+        return _places(self) if self.origin is None else self.origin.places
+
+    def priced(self, prices: np.ndarray) -> BuiltProblem:
+        """The same problem where memory has a price, in seconds per byte, at every moment of the step."""
+        paid = np.concatenate(([0.0], np.cumsum(prices)))
+        vectors: dict[tuple[object, ...], np.ndarray] = {}
+        blends: dict[tuple[object, ...], Blend] = {}  # equal edges share one
+
+        def parts(rents: tuple[Rent, ...]) -> list[Part]:
+            owed = [(float(paid[rent.end] - paid[rent.start]), rent.bytes) for rent in rents]
+            return [(price, held) for price, held in owed if price > 0.0]
+
+        def keyed(costs: np.ndarray, more: list[Part]) -> tuple[object, ...]:
+            return (id(costs), *((price, id(held)) for price, held in more))
+
+        costs = list(self.problem.costs)
+        for number, rents in enumerate(self.rents):
+            more = parts(rents)
+            if more:
+                key = keyed(costs[number], more)
+                if key not in vectors:
+                    vectors[key] = costs[number] + sum(price * held for price, held in more)
+                costs[number] = vectors[key]
+        edges = list(self.problem.edges)
+        for number, rents in self.edge_rents.items():
+            edge, more = edges[number], parts(rents)
+            if more:
+                key = keyed(edge.costs, more)
+                if key not in blends:
+                    blends[key] = blend([(1.0, edge.costs), *more])
+                edges[number] = BlendedEdge(edge.source, edge.target, blends[key])
+        problem = replace(self.problem, costs=tuple(costs), edges=tuple(edges))
+        return replace(self, problem=problem, crossings={}, origin=self.plain)
 
     def hiding(self, hiding: Hiding) -> BuiltProblem:
         """The same problem where reductions of gradients count less as far as compute hides them."""
@@ -220,8 +196,8 @@ class BuiltProblem:
             key = (id(edge.costs), id(seconds), min(float(hiding.behind[moment]), most))  # equal layers share a table
             if key not in made:
                 made[key] = edge.costs - (1.0 - hiding.price) * hiding.hidden(seconds, moment)
-            edges[number] = replace(edge, costs=made[key])
-        return replace(self, problem=replace(self.problem, edges=tuple(edges)))
+            edges[number] = Edge(edge.source, edge.target, made[key])
+        return replace(self, problem=replace(self.problem, edges=tuple(edges)), origin=self.plain)
 
     def decode(self, assignment: Sequence[int]) -> Decisions:
         """The decisions that an assignment stands for."""
@@ -244,437 +220,21 @@ class BuiltProblem:
         return [list(one.options).index(tables[one.kind][one.key]) for one in self.variables]
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """One end of an edge.
-
-    Attributes:
-        variable: its number.
-        specs: of the tensor that crosses, under every option.
-        life: moments from which and until before which a copy that is made for it is held.
-        gradient: whether an optimizer is given what arrives.
-    """
-
-    variable: int
-    specs: SpecList
-    life: tuple[int, int] = (0, 0)
-    gradient: bool = False
-
-
-class _Build:
-    """One pass over the graph that makes variables and edges."""
-
-    def __init__(
-        self,
-        builder: ProblemBuilder,
-        free: frozenset[int],
-        current: Decisions | None,
-        prices: np.ndarray | None,
-        reuse: Reuse,
-    ) -> None:
-        self.builder = builder
-        self.rules = builder.rules
-        self.mesh = builder.mesh
-        self.current = current
-        self.free = free
-        self.end = len(self.rules.operators) + 1
-        self.reuse = reuse
-        self.paid = None if prices is None else np.concatenate(([0.0], np.cumsum(prices)))
-        self.made = {
-            output.name: self.builder.position.get(value_of(output.node).node, 0)
-            for output in self.rules.graph.outputs
-            if output.kind == "gradient" and output.node is not None
-        }
-        self.open: dict[Value, bool] = {}  # whether it is open how the backward half gets at a value
-        self.variables: list[Variable] = []
-        self.edges: list[Edge] = []
-        self.reductions: dict[int, tuple[np.ndarray, int]] = {}
-        self.crossings: dict[int, Crossing] = {}
-        self.tables: dict[tuple[int, str, float], np.ndarray] = {}
-        self.of_node: dict[fx.Node, int] = {}
-        self.of_output: dict[str, int] = {}
-
-    def run(self) -> BuiltProblem:
-        for source in self.rules.graph.inputs:
-            self.of_node[source.node] = self._add(self._rest(source))
-        for output in self.rules.graph.outputs:
-            if output.kind == "output" and output.node is not None:
-                self.of_output[output.name] = self._add(self._output(output))
-        for node in self.rules.operators:
-            self.of_node[node] = self._add(self._operator(node))
-        for value in self.rules.values():
-            self._connect(value)
-        self._tie_tangents()
-        self._tie_draws()
-        return BuiltProblem(self._problem(), self.variables, self.reductions, self.crossings)
-
-    def _problem(self) -> Problem:
-        nothing: dict[int, np.ndarray] = {}  # equal vectors are one object, so that they are looked at once
-
-        def usage(variable: Variable) -> np.ndarray:
-            size = len(variable.options)
-            return nothing.setdefault(size, np.zeros(size)) if variable.usage is None else variable.usage
-
-        usages = tuple(map(usage, self.variables))
-        return Problem(
-            costs=tuple(np.asarray(variable.seconds, dtype=np.float64) for variable in self.variables),
-            edges=tuple(self.edges),
-            usages=usages,
-            intervals=tuple(variable.life for variable in self.variables),
-            limit=None,
-            components=tuple(self._components(variable) for variable in self.variables),
-        )
-
-    def _components(self, variable: Variable) -> np.ndarray:
-        """One label per mesh axis for every option: the choice, or the placement."""
-        if variable.kind == "operator":
-            return self.builder.labels(variable.options)  # type: ignore[arg-type]
-        labels: dict[Placement, int] = {}
-        specs = (variable.results[0][option] for option in range(len(variable.options)))
-        rows = [[labels.setdefault(placement, len(labels)) for placement in spec] for spec in specs]
-        return np.array(rows, dtype=np.int64).reshape(len(rows), self.mesh.ndim)
-
-    def _add(self, variable: Variable) -> int:
-        self.variables.append(variable)
-        return len(self.variables) - 1
-
-    # Variables
-
-    def _operator(self, node: fx.Node) -> Variable:
-        rule, call, tables = self.rules.rules[node], self.rules.calls[node], self.builder.tables
-        pinned = self.rules.pinned(node, self.mesh)
-        if pinned is not None:
-            options = (tuple([-1] * self.mesh.ndim),)
-            return Variable("operator", node.name, options, np.zeros(1), (self.builder.listed((pinned,)),))
-        chosen = tables.restricted(rule, self._choices(node), self.free)
-        seconds = tables.seconds(call, rule, chosen, self.rules.zeros[node])
-        variable = Variable("operator", node.name, chosen.choices, seconds, chosen.results)
-        if not rule.free:
-            variable.usage = self.builder.tables.held(call, chosen)
-            variable.life = (self.builder.position[node], self._last_use(node) + 1)
-            if self.paid is not None:
-                variable.seconds = variable.seconds + variable.usage * self._price(*variable.life)
-        return variable
-
-    def _price(self, start: int, end: int) -> float:
-        """Seconds that one byte costs from moment `start` until before `end`."""
-        return 0.0 if self.paid is None else float(self.paid[end] - self.paid[start])
-
-    def _last_use(self, node: fx.Node) -> int:
-        """Position of the last operator that reads a result of the node, or a view of it.
-
-        How the backward half gets at a value may be open; then what it holds for that is counted with the choice,
-        unless the value is a view, and perhaps one of several: what that looks at is held until it is read last.
-        """
-        last, waiting = self.builder.position[node], [node]
-        while waiting:
-            current = waiting.pop()
-            for index in range(len(self.rules.calls[current].results)):
-                value = Value(current, index)
-                apart = self._may_reread(value) and not self._is_view(value)
-                for use in self.rules.uses.get(value, ()):
-                    if apart and self.rules.graph.phase(use.node) == "backward":
-                        continue
-                    last = max(last, self.builder.position[use.node])
-                    if self.rules.rules[use.node].free:
-                        waiting.append(use.node)
-        return last
-
-    def _bytes(self, value: Value, specs: SpecList) -> np.ndarray:
-        return specs.bytes(value.meta, self.mesh)
-
-    def _rest(self, source: JointInput) -> Variable:
-        value = Value(source.node)
-        now = None if self.current is None else self.current.rest[source.node.name]
-        specs = self._narrowed(self._rest_specs(source, value), now)
-        listed = self.builder.listed(specs)
-        seconds = np.zeros(len(specs))
-        variable = Variable("rest", source.node.name, specs, seconds, (listed,))
-        if source.kind == "parameter":
-            # Equal otherwise, a parameter stays whole: a shard at rest costs the launch of a gather.
-            overhead = self.builder.tables.cost.compute(0.0, 0.0, value.meta.dtype)
-            seconds += [overhead * len(spec.shard_axes) for spec in specs]
-            held = self._bytes(value, listed)
-            variable.life, variable.usage = (0, self.end), held
-            if source.name in self.made:
-                state = self._state(value, held)
-                variable.usage = 2.0 * held + state
-                variable.seconds += held * self._price(self.made[source.name], self.end)
-                variable.seconds += state * self._price(*variable.life)
-            variable.seconds += held * self._price(*variable.life)
-        return variable
-
-    def _state(self, value: Value, held: np.ndarray) -> np.ndarray:
-        """Bytes of the optimizer's state of a parameter, for the bytes of it that a device holds under every option."""
-        shape, itemsize = value.meta.shape, value.meta.dtype.itemsize
-        optimizer = self.builder.wishes.optimizer
-        return np.array([optimizer.state_bytes(shape, (int(one) // itemsize,), itemsize) for one in held], dtype=float)
-
-    def _rest_specs(self, source: JointInput, value: Value) -> list[Spec]:
-        """The specs in which a placeholder may lie before the step."""
-        wishes = self.builder.wishes
-        pinned = wishes.pinned.get(source.name, (None,) * self.mesh.ndim)
-        rule = self.rules.rules[source.node]
-        if source.kind == "tangent":
-            name = source.name
-            if name in wishes.outputs:
-                return [wishes.outputs[name]]
-            return [s for s in self._open_specs(rule, wishes.planned_outputs) if self._is_handed_back(value, s)]
-        if all(placement is not None for placement in pinned):
-            return [Spec.of(*(placement or Replicate() for placement in pinned))]
-        if source.kind == "input" and wishes.local_inputs:
-            candidates = self._leading_specs(value)
-        else:
-            candidates = [s for s in self._open_specs(rule, source.kind == "parameter") if self._rests(value, s)]
-        allowed = [spec for spec in candidates if _agrees(spec, pinned)]
-        if not allowed:
-            allowed = [Spec.of(*(placement or Replicate() for placement in pinned))]
-        if source.name in wishes.forced:
-            sharded = [spec for spec in allowed if spec.shard_axes]
-            allowed = sharded or self._uneven_specs(value) or allowed
-        return allowed
-
-    def _is_handed_back(self, value: Value, spec: Spec) -> bool:
-        """Whether outputs and their gradients may lie so: as torch can say it; the last shards may be empty."""
-        return not spec.has_blocks and is_placeable(value.meta.shape, spec, self.mesh)
-
-    def _rests(self, value: Value, spec: Spec) -> bool:
-        """Whether a tensor may lie so outside the step: as torch can say it, and so long that no rank holds nothing."""
-        shape, sizes = value.meta.shape, self.mesh.sizes
-        long = all(shape[dim_of(spec[axis], len(shape))] >= sizes[axis] for axis in spec.shard_axes)
-        return _plain_nest(spec) and not spec.has_blocks and (long or is_even(shape, spec, self.mesh))
-
-    def _uneven_specs(self, value: Value) -> list[Spec]:
-        """Shards of a tensor that no axis divides: its storage is split, its uses gather it."""
-        replicated = Spec.replicated(self.mesh.ndim)
-        return [
-            replicated.replace(axis, Shard(dim))
-            for axis, size in enumerate(self.mesh.sizes)
-            for dim, length in enumerate(value.meta.shape)
-            if 1 < size <= length
-        ]
-
-    def _open_specs(self, rule: Rule, open_: bool) -> list[Spec]:
-        if not open_:
-            return [Spec.replicated(self.mesh.ndim)]
-        return list(self.builder.tables.options(rule).results[0].distinct)
-
-    def _leading_specs(self, value: Value) -> list[Spec]:
-        """Shards of the first dim over some of the axes: what a data loader can yield."""
-        specs = [Spec.replicated(self.mesh.ndim)]
-        for axis in range(self.mesh.ndim):
-            specs += [spec.replace(axis, Shard(0)) for spec in specs if self.mesh.sizes[axis] > 1]
-        return [
-            spec for spec in specs if value.meta.shape and is_placeable(value.meta.shape, spec, self.mesh)
-        ] or specs[:1]
-
-    def _output(self, output: JointOutput) -> Variable:
-        wishes = self.builder.wishes
-        assert output.node is not None
-        value = value_of(output.node)
-        if output.name in wishes.outputs:
-            specs = [wishes.outputs[output.name]]
-        elif wishes.planned_outputs:
-            rule = self.rules.rules[value.node]
-            made = self.builder.tables.options(rule).results[value.index].distinct
-            specs = [spec for spec in made if not spec.partial_axes and self._is_handed_back(value, spec)]
-        else:
-            specs = [Spec.replicated(self.mesh.ndim)]
-        now = None if self.current is None else self.current.outputs[output.name]
-        specs = self._narrowed(specs, now)
-        return Variable("output", output.name, specs, np.zeros(len(specs)), (self.builder.listed(specs),))
-
-    # Edges
-
-    def _connect(self, value: Value) -> None:
-        """Edges from a value to its uses, through a shared copy where several uses may want it alike."""
-        forward, backward = list(self._targets(value, "forward")), list(self._targets(value, "backward"))
-        made = self.of_node[value.node]
-        source = _End(made, self.variables[made].results[value.index])
-        uses = forward + backward
-        whole = value.node in self.builder.inputs and not any(spec.shard_axes for spec in source.specs.distinct)
-        if self._may_reread(value) and not whole:
-            self._reread(value, source, forward, backward)
-        elif len({use.variable for use in uses}) > 1:
-            self._through(self._hub(value.name, value, uses), value, source, uses)
-        else:
-            for use in uses:
-                self._edge(value, source, use)
-
-    def _through(self, hub: _End, value: Value, source: _End, uses: Sequence[_End]) -> None:
-        self._edge(value, source, hub)
-        for use in uses:
-            self._edge(value, hub, use)
-
-    def _may_reread(self, value: Value) -> bool:
-        """Whether it is open how the backward half gets at the value: both halves use it, and it is large.
-
-        Inputs of the step that are never sharded have no copies; that is seen where edges are made.
-        """
-        if self.reuse == "none" or value in self.open:
-            return self.open.get(value, False)
-        phases = {self.rules.graph.phase(use.node) for use in self.rules.uses.get(value, ())}
-        handed = any(output.kind != "gradient" for output in self.rules.outputs_of.get(value, ()))
-        self.open[value] = len(phases) == 2 and not handed and self._is_large(value)
-        return self.open[value]
-
-    def _is_view(self, value: Value) -> bool:
-        """Whether the value holds no memory of its own in the step: an input, or a view."""
-        return value.node in self.builder.inputs or self.rules.rules[value.node].free
-
-    def _is_large(self, value: Value) -> bool:
-        """Whether copies of the value are worth a choice: those of inputs, parameters above all, always are."""
-        if value.node in self.builder.inputs:
-            return True
-        return self.reuse == "all" and value.meta.bytes * _SMALL >= self.builder.largest
-
-    def _reread(self, value: Value, source: _End, forward: Sequence[_End], backward: Sequence[_End]) -> None:
-        """A hub for each half; that of the backward half takes the copy of the other, or makes its own."""
-        gradients = [use for use in backward if use.gradient]  # what an optimizer is given is no copy of the value
-        backward = [use for use in backward if not use.gradient]
-        specs = _specs([*forward, *backward])
-        first = self._hub(f"{value.name}@forward", value, forward, specs)
-        options = rereads(specs)
-        listed = self.builder.listed([option.spec for option in options])
-        used = min(use.life[0] for use in backward)
-        held = (min(first.life[1], used), max(use.life[1] for use in backward))
-        kept = self._bytes(value, listed) * [option.kept for option in options]
-        number = self._add(Variable("again", value.name, options, np.zeros(len(options)), (listed,), held, kept))
-        self._through(first, value, source, forward)
-        again = _End(number, listed, (used, held[1]))
-        lying = self._bytes(value, source.specs) * (not self._is_view(value))
-        costs = from_where_it_lies(
-            self.builder.edge_tables.between(value.meta, source.specs, first.specs),
-            self._bytes(value, first.specs) * differ(source.specs, first.specs),
-            lying,
-            self._price(held[0], again.life[0]),
-            self._price(*again.life),
-        )
-        self.edges.append(Edge(source.variable, number, costs))
-        self.edges.append(Edge(first.variable, number, self.builder.edge_tables.tie(len(specs))))
-        for use in backward:
-            self._edge(value, again, use)
-        for use in gradients:
-            self._edge(value, source, use)
-
-    def _hub(self, key: str, value: Value, uses: Sequence[_End], specs: Sequence[Spec] | None = None) -> _End:
-        specs = _specs(uses) if specs is None else specs
-        listed = self.builder.listed(specs)
-        variable = self._add(Variable("hub", key, specs, np.zeros(len(specs)), (listed,)))
-        return _End(variable, listed, (min(use.life[0] for use in uses), max(use.life[1] for use in uses)))
-
-    def _targets(self, value: Value, phase: str) -> Iterator[_End]:
-        for use in self.rules.uses.get(value, ()):
-            if self.rules.graph.phase(use.node) == phase:
-                start = self.builder.position[use.node]
-                last = self._last_use(use.node) if self.rules.rules[use.node].free else start
-                life = (start, last + 1)
-                yield _End(self.of_node[use.node], self._operand(use), life, self.rules.restores(use.node))
-        for output in self.rules.outputs_of.get(value, ()):
-            if phase_of(output) == phase:
-                user = self._deliver(output)
-                start = self.builder.position.get(value.node, -1) + 1
-                # A gradient's memory is counted with its parameter.
-                life = (start, start if output.kind == "gradient" else self.end)
-                yield _End(user, self.variables[user].results[0], life, output.kind == "gradient")
-
-    def _operand(self, use: Use) -> SpecList:
-        pinned = self.rules.pinned(use.node, self.mesh)
-        if pinned is not None:
-            return self.builder.listed((pinned,))
-        chosen = self.builder.tables.restricted(self.rules.rules[use.node], self._choices(use.node), self.free)
-        return chosen.operands[use.operand]
-
-    def _choices(self, node: fx.Node) -> Choices:
-        return (WHOLE,) * self.mesh.ndim if self.current is None else self.current.choices[node.name]
-
-    def _narrowed(self, specs: list[Spec], now: Spec | None) -> list[Spec]:
-        """The specs that differ from the present one on open axes only; all where none does (they are pinned)."""
-        if now is None:
-            now = Spec.replicated(self.mesh.ndim)
-        fixed = [axis for axis in range(self.mesh.ndim) if axis not in self.free]
-        return [spec for spec in specs if spec is now or all(spec[axis] == now[axis] for axis in fixed)] or specs
-
-    def _deliver(self, output: JointOutput) -> int:
-        if output.kind == "output":
-            return self.of_output[output.name]
-        return next(
-            self.of_node[node]
-            for node, source in self.builder.inputs.items()
-            if source.name == output.name and source.kind != "tangent"
-        )
-
-    def _edge(self, value: Value, source: _End, target: _End) -> None:
-        if source.variable == target.variable:
-            # A tensor handed back where it came from (an unchanged buffer): nothing to pay.
-            return
-        between = self.builder.edge_tables.between
-        seconds = between(value.meta, source.specs, target.specs, target.gradient)
-        price, forbidden = self._price(*target.life), self._forbidden(value)
-        # Equal layers share a table where nothing is added, or the same is.
-        key = (id(seconds), forbidden, price)
-        if key not in self.tables:
-            costs = seconds
-            if forbidden:
-                costs = costs + FORBIDDEN[forbidden](source.specs, target.specs)
-            if price:
-                costs = costs + price * self._bytes(value, target.specs) * differ(source.specs, target.specs)
-            self.tables[key] = costs
-        costs = self.tables[key]
-        if costs.size > 1 or costs.any() or source.specs.distinct != target.specs.distinct:
-            if target.gradient:
-                self.reductions[len(self.edges)] = (seconds, target.life[0])
-            if not price:
-                self.crossings[len(self.edges)] = Crossing(value.meta, source.specs, target.specs, target.gradient)
-            self.edges.append(Edge(source.variable, target.variable, costs))
-
-    def _forbidden(self, value: Value) -> str:
-        """In what way reshards of the value are limited, one of `FORBIDDEN`; empty where they are not."""
-        if self.rules.restores(value.node):
-            return "reduced before"
-        return "reduced later" if value in self.rules.unreduced else ""
-
-    def _tie_tangents(self) -> None:
-        """The gradient of an output arrives as the output was handed back."""
-        for source in self.rules.graph.inputs:
-            if source.kind == "tangent" and source.name in self.of_output:
-                output, tangent = self.of_output[source.name], self.of_node[source.node]
-                same = [
-                    [0.0 if a is b else np.inf for b in self.variables[tangent].options]
-                    for a in self.variables[output].options
-                ]
-                if np.any(same):
-                    self.edges.append(Edge(output, tangent, np.array(same)))
-
-    def _tie_draws(self) -> None:
-        """A random operator that is run again is split as the first time: what a shard draws depends on the split."""
-        for node in self.rules.operators:
-            first = self.rules.repeats_draw(node)
-            if first is not None and self.rules.pinned(node, self.mesh) is None:
-                drawn, again = (_splits(self.variables[self.of_node[one]]) for one in (first, node))
-                costs = np.array([[0.0 if one == other else np.inf for other in again] for one in drawn])
-                self.edges.append(Edge(self.of_node[first], self.of_node[node], costs))
-
-
-def _splits(variable: Variable) -> list[tuple[object, ...]]:
-    """For every option, what the numbers that an operator draws depend on: axes that split it, specs of its results."""
-    return [
-        (tuple(choice >= 0 for choice in choices), *(specs[option] for specs in variable.results))  # type: ignore[attr-defined]
-        for option, choices in enumerate(variable.options)
-    ]
-
-
-def _specs(uses: Sequence[_End]) -> tuple[Spec, ...]:
-    """The specs in which a value is wanted, each once."""
-    return tuple(dict.fromkeys(spec for use in uses for spec in use.specs.distinct))
-
-
-def _plain_nest(spec: Spec) -> bool:
-    """Whether no dim is split by several axes one of which is strided: `DTensor.full_tensor` gathers such wrongly."""
-    splits = [(placement.dim, split_factor_of(placement)) for placement in spec if is_shard(placement)]  # type: ignore[attr-defined]
-    dims = [dim for dim, _ in splits]
-    return all(factor == 1 or dims.count(dim) == 1 for dim, factor in splits)
-
-
-def _agrees(spec: Spec, pinned: Sequence[Placement | None]) -> bool:
-    return all(want is None or want == have for want, have in zip(pinned, spec, strict=True))
+def _places(built: BuiltProblem) -> list[float]:
+    sources: dict[int, list[int]] = defaultdict(list)
+    targets: dict[int, list[int]] = defaultdict(list)
+    for edge in built.problem.edges:
+        sources[edge.target].append(edge.source)
+        targets[edge.source].append(edge.target)
+    variables = built.variables
+    place = {number: float(number) for number, variable in enumerate(variables) if variable.kind == "operator"}
+    for kind in ("hub", "rest", "output"):
+        for number, variable in enumerate(variables):
+            if variable.kind == kind:
+                made = [place[other] for other in sources[number] if other in place]
+                used = [place[other] for other in targets[number] if other in place]
+                if kind == "rest" or not made:
+                    place[number] = min(used, default=0.0) - 0.5
+                else:
+                    place[number] = max(made) + 0.25
+    return [place.get(number, 0.0) for number in range(len(variables))]

@@ -12,6 +12,7 @@ from autoshard.patterns.graph import value_of
 from autoshard.plan import ShardingPlan
 from autoshard.planner.found import Found
 from autoshard.planner.planner import Planner
+from autoshard.planner.ways_out import ShortfallError
 from autoshard.specs.layout import local_shape
 
 _CLOSER = 3  # numbers of layers that are tried between none and all
@@ -27,8 +28,16 @@ def planned(planner: Planner) -> ShardingPlan:
     limit by what else there is.
 
     Raises:
-        BudgetError: no plan that was found fits the memory limit; the message names the smallest that does.
+        BudgetError: no plan that was found fits the memory limit; the message names the smallest that does, and what
+            would make it smaller.
     """
+    try:
+        return _planned(planner)
+    except ShortfallError as shortfall:
+        raise shortfall.explained() from None
+
+
+def _planned(planner: Planner) -> ShardingPlan:
     wanted, limit = planner.settings.recompute, planner.settings.memory_limit
     if wanted == "none" or (wanted == "auto" and limit is None):
         return planner.plan()
@@ -44,7 +53,7 @@ def _recomputing(planner: Planner, layers: Iterable[Recomputable]) -> Planner:
     """A planner of the same step in which these layers are run again."""
     start = time.perf_counter()
     graph = recomputed(planner.graph, [layer.name for layer in layers])
-    other = Planner(graph, planner.mesh, planner.cluster, planner.wishes, planner.settings)
+    other = Planner(graph, planner.mesh, planner.cluster, planner.wishes, planner.settings, like=planner)
     planner.timings["patterns"] = planner.timings.get("patterns", 0.0) + time.perf_counter() - start
     other.timings = planner.timings
     return other

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -28,6 +28,9 @@ _ITERATIONS = 120
 
 _MENDING = 40
 """Passes there and back at full depth, at most, that mend messages found on a few layers."""
+
+_MENDING_PRICED = 11
+"""The same where memory has a price: what more of them find is no better, and bounds are not wanted."""
 
 _PROVED = 1e-6
 """Relative gap at which nothing is left to look for: prices are not known better."""
@@ -125,12 +128,12 @@ def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answ
     problem = built.problem
     if search.method != "auto" or problem.limit is not None or (search.proof and not is_large(problem)):
         return _by_solver(problem, search)
-    best = by_messages(problem, places(built), tiling, search)
+    best = by_messages(problem, built.places, tiling, search)
     if best.interrupted or best.gap <= search.close or monotonic() > search.deadline:
         return best
     start = None
     if best.gap > CLOSE:
-        stitched = _in_segments(problem, places(built), tiling, search)
+        stitched = _in_segments(problem, built.places, tiling, search)
         best = better(best, stitched)
         start = best.assignment if stitched.assignment else None
     if best.interrupted or best.gap <= search.close or (search.fast and best.assignment):
@@ -159,7 +162,7 @@ def taught(
         The assignment, with its cost at exact prices and a bound of all; and the problem with the prices learned.
     """
     best = Answer((), float("inf"), -np.inf, "messages", "unknown")
-    order, warm = places(lessons.built), None
+    order, warm = lessons.built.places, None
     for _ in range(_LESSONS):
         problem = lessons.asked(hiding).problem
         messages = _tied_messages(problem, order, tiling)
@@ -228,7 +231,7 @@ def by_messages(problem: Problem, order: list[float], tiling: Tiling | None, sea
     messages.start_from(*tiling.messages(problem, folded.problem, folded.along, folded.against))
     if interrupted:
         return Answer(assignment, cost, -np.inf, "messages", "feasible", True)
-    relaxed, interrupted = _passes(messages, _MENDING, search, cost)
+    relaxed, interrupted = _passes(messages, _MENDING_PRICED if search.priced else _MENDING, search, cost)
     own = Answer(assignment, cost, relaxed.bound, "messages, layers tied", "feasible", interrupted)
     return better(own, _answer(relaxed, interrupted))
 
@@ -309,25 +312,4 @@ def _by_solver(problem: Problem, search: Search, start: tuple[int, ...] | None =
 
 def is_large(problem: Problem) -> bool:
     """Whether a problem goes to message passing first."""
-    return sum(edge.costs.size for edge in problem.edges) >= _LARGE
-
-
-def places(built: BuiltProblem) -> list[float]:
-    """Where every variable comes in the order of the program: what is no operator stands by those that it joins."""
-    sources: dict[int, list[int]] = defaultdict(list)
-    targets: dict[int, list[int]] = defaultdict(list)
-    for edge in built.problem.edges:
-        sources[edge.target].append(edge.source)
-        targets[edge.source].append(edge.target)
-    variables = built.variables
-    place = {number: float(number) for number, variable in enumerate(variables) if variable.kind == "operator"}
-    for kind in ("hub", "rest", "output"):
-        for number, variable in enumerate(variables):
-            if variable.kind == kind:
-                made = [place[other] for other in sources[number] if other in place]
-                used = [place[other] for other in targets[number] if other in place]
-                if kind == "rest" or not made:
-                    place[number] = min(used, default=0.0) - 0.5
-                else:
-                    place[number] = max(made) + 0.25
-    return [place.get(number, 0.0) for number in range(len(variables))]
+    return sum(math.prod(edge.shape) for edge in problem.edges) >= _LARGE

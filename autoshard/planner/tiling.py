@@ -16,7 +16,8 @@ from autoshard.capture.joint import JointGraph
 from autoshard.capture.repeats import repeats
 from autoshard.planner.problem import BuiltProblem
 from autoshard.solver import Edge, Problem
-from autoshard.solver.problem import Array
+from autoshard.solver.blend import Blend, BlendedEdge
+from autoshard.solver.problem import AnyEdge, Array
 
 _FEWEST = 5
 """Layers of one kind from which they are worth tying: the first and the last of them stay free."""
@@ -78,30 +79,40 @@ class Tiling:
     def fold(self, problem: Problem) -> Problem:
         """The problem in which every variable takes the option of the one that it follows; memory plays no part."""
         costs: list[Counter[int]] = [Counter() for _ in self.leaders]
-        tables: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+        tables: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
         arrays: dict[int, Array] = {}
         own: list[list[Array]] = [[] for _ in self.leaders]  # edges between two that choose alike
+        at_a_price: set[tuple[int, int]] = set()
         for variable, vector in enumerate(problem.costs):
             arrays[id(vector)] = vector
             costs[self.follows[variable]][id(vector)] += 1
         for edge in problem.edges:
-            source, target = self.follows[edge.source], self.follows[edge.target]
-            if source == target:
-                own[source].append(np.diagonal(edge.costs))
-            else:
-                arrays[id(edge.costs)] = edge.costs
-                tables[source, target][id(edge.costs)] += 1
-        sums: dict[tuple[tuple[int, int], ...], Array] = {}
+            pair = self.follows[edge.source], self.follows[edge.target]
+            if pair[0] == pair[1]:
+                own[pair[0]] += [factor * np.diagonal(table) for factor, table in edge.parts]
+                continue
+            counts = tables[pair]
+            for factor, table in edge.parts:
+                arrays[id(table)] = table
+                counts[id(table)] = counts.get(id(table), 0.0) + factor
+            if isinstance(edge, BlendedEdge):
+                at_a_price.add(pair)
+        sums: dict[tuple[tuple[int, float], ...], Array] = {}
 
-        def summed(counts: Counter[int]) -> Array:
+        def summed(counts: Mapping[int, float]) -> Array:
             key = tuple(counts.items())
             if key not in sums:
                 sums[key] = np.asarray(sum(times * arrays[one] for one, times in key))
             return sums[key]
 
+        def joined(pair: tuple[int, int], counts: Mapping[int, float]) -> AnyEdge:
+            if pair in at_a_price:
+                return BlendedEdge(*pair, Blend(tuple((times, arrays[one]) for one, times in counts.items())))
+            return Edge(*pair, summed(counts))
+
         return Problem(
             costs=tuple(np.asarray(sum(more, start=summed(each))) for each, more in zip(costs, own, strict=True)),
-            edges=tuple(Edge(source, target, summed(counts)) for (source, target), counts in tables.items()),
+            edges=tuple(joined(pair, counts) for pair, counts in tables.items()),
             components=None
             if problem.components is None
             else tuple(problem.components[leader] for leader in self.leaders),

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
 
 
-def budget_error(
-    planner: Planner, limit: int, least: Memory, wishes: Wishes, prices: np.ndarray, late: bool
-) -> BudgetError:
-    """The error that names the smallest peak, its parts, and the ways out, each tried once.
+class ShortfallError(BudgetError):
+    """No plan of one graph fits a limit; what would make the peak smaller is not looked for yet, since that takes long.
 
     Args:
         planner: what planned.
@@ -34,21 +32,34 @@ def budget_error(
         prices: of memory that led to it.
         late: whether the time for the search was over.
     """
-    parts = ", ".join(f"{name} {format_bytes(held)}" for name, held in memory_parts(least).items())
-    where = f"in the {least.phase}{f' of {least.module}' if least.module else ''}" if least.phase else ""
-    outs = [] if late else list(_ways_out(planner, least, wishes, prices))
-    said = "".join(f", {out}" for out in outs)
-    shortened = (
-        f" The search ended at time_limit={planner.settings.time_limit:g} s: a longer one may find a smaller peak."
-        if late
-        else ""
-    )
-    return BudgetError(
-        f"no plan fits in {format_bytes(limit)} per device on mesh {planner.mesh}: the smallest peak found is "
-        f"{format_bytes(least.peak)}, {where} ({parts}). Raise memory_limit to {least.peak} bytes{said}, or make the "
-        f"batch smaller.{shortened}",
-        least.peak,
-    )
+
+    def __init__(
+        self, planner: Planner, limit: int, least: Memory, wishes: Wishes, prices: np.ndarray, late: bool
+    ) -> None:
+        self._planner, self._limit, self._least = planner, limit, least
+        self._wishes, self._prices, self._late = wishes, prices, late
+        super().__init__(self._said(()), least.peak)
+
+    def explained(self) -> BudgetError:
+        """The error that names the ways out too, each tried once."""
+        outs = () if self._late else tuple(_ways_out(self._planner, self._least, self._wishes, self._prices))
+        return BudgetError(self._said(outs), self._least.peak)
+
+    def _said(self, outs: Sequence[str]) -> str:
+        planner, least = self._planner, self._least
+        parts = ", ".join(f"{name} {format_bytes(held)}" for name, held in memory_parts(least).items())
+        where = f"in the {least.phase}{f' of {least.module}' if least.module else ''}" if least.phase else ""
+        said = "".join(f", {out}" for out in outs)
+        shortened = (
+            f" The search ended at time_limit={planner.settings.time_limit:g} s: a longer one may find a smaller peak."
+            if self._late
+            else ""
+        )
+        return (
+            f"no plan fits in {format_bytes(self._limit)} per device on mesh {planner.mesh}: the smallest peak found "
+            f"is {format_bytes(least.peak)}, {where} ({parts}). Raise memory_limit to {least.peak} bytes{said}, or "
+            f"make the batch smaller.{shortened}"
+        )
 
 
 def _ways_out(planner: Planner, least: Memory, wishes: Wishes, prices: np.ndarray) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ from autoshard.solver.frontier_prices import Costs
 from autoshard.solver.frontier_reduce import useful
 from autoshard.solver.frontier_room import Known
 from autoshard.solver.frontier_track import Tracker
-from autoshard.solver.problem import Array, IntArray, Problem, SolverError
+from autoshard.solver.problem import Array, Edge, IntArray, Problem, SolverError
 from autoshard.solver.solve import solve
 
 Method = Literal["ldp", "elimination"]
@@ -193,7 +193,7 @@ class _Search:
             table = np.where(finite, times * np.where(finite, edge.costs, 0.0), np.inf)
             if self.edge_usages is not None:
                 table = table + price * self.edge_usages[number]
-            edges.append(replace(edge, costs=table))
+            edges.append(Edge(edge.source, edge.target, table))
         priced = Problem(costs, tuple(edges), components=self.problem.components)
         return solve(priced).assignment
 

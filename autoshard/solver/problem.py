@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.errors import AutoshardError
+from autoshard.solver.blend import BlendedEdge, Part
 
 Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -37,6 +38,23 @@ class Edge:
     target: int
     costs: Array
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Strategies of either end."""
+        return self.costs.shape
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The table, once."""
+        return ((1.0, self.costs),)
+
+    def at(self, row: int, column: int) -> float:
+        """What two strategies cost."""
+        return float(self.costs[row, column])
+
+
+AnyEdge = Edge | BlendedEdge
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
@@ -56,7 +74,7 @@ class Problem:
     """
 
     costs: tuple[Array, ...]
-    edges: tuple[Edge, ...] = ()
+    edges: tuple[AnyEdge, ...] = ()
     usages: tuple[Array, ...] | None = None
     intervals: tuple[tuple[int, int], ...] | None = None
     limit: float | None = None
@@ -87,7 +105,7 @@ class Problem:
         """
         self._check(assignment)
         total = sum(float(vector[choice]) for vector, choice in zip(self.costs, assignment, strict=True))
-        return total + sum(float(edge.costs[assignment[edge.source], assignment[edge.target]]) for edge in self.edges)
+        return total + sum(edge.at(assignment[edge.source], assignment[edge.target]) for edge in self.edges)
 
     def peak(self, assignment: Sequence[int]) -> float:
         """Largest sum of usages over live nodes at any moment, in bytes; 0 without usages.
@@ -141,11 +159,14 @@ class Problem:
                 )
 
 
-def _converted(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
+def _converted(edges: tuple[AnyEdge, ...]) -> tuple[AnyEdge, ...]:
     """Edges with float64 tables; a table shared by many edges is converted once and stays shared."""
     tables: dict[int, Array] = {}
-    result = []
+    result: list[AnyEdge] = []
     for edge in edges:
+        if isinstance(edge, BlendedEdge):
+            result.append(edge)
+            continue
         table = tables.get(id(edge.costs))
         if table is None:
             table = tables[id(edge.costs)] = np.asarray(edge.costs, dtype=np.float64)
@@ -167,7 +188,7 @@ def _check_costs(costs: tuple[Array, ...]) -> None:
         sound.add(id(vector))
 
 
-def _check_edges(edges: tuple[Edge, ...], sizes: list[int]) -> None:
+def _check_edges(edges: tuple[AnyEdge, ...], sizes: list[int]) -> None:
     sound: set[int] = set()
     for index, edge in enumerate(edges):
         for node in (edge.source, edge.target):
@@ -178,14 +199,15 @@ def _check_edges(edges: tuple[Edge, ...], sizes: list[int]) -> None:
                 f"edges[{index}] joins node {edge.source} with itself; add its diagonal to the costs of the node"
             )
         expected = (sizes[edge.source], sizes[edge.target])
-        if edge.costs.shape != expected:
+        if edge.shape != expected:
             raise SolverError(
                 f"edges[{index}] from node {edge.source} to node {edge.target} has a table of shape "
-                f"{edge.costs.shape}, but the nodes have {expected[0]} and {expected[1]} strategies"
+                f"{edge.shape}, but the nodes have {expected[0]} and {expected[1]} strategies"
             )
-        if id(edge.costs) not in sound and not _is_cost(edge.costs):
-            raise SolverError(f"edges[{index}] holds NaN or -inf; use finite costs, and inf to forbid a pair")
-        sound.add(id(edge.costs))
+        for _, table in edge.parts:
+            if id(table) not in sound and not _is_cost(table):
+                raise SolverError(f"edges[{index}] holds NaN or -inf; use finite costs, and inf to forbid a pair")
+            sound.add(id(table))
 
 
 def _is_cost(values: Array) -> bool:

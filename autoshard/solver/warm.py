@@ -89,15 +89,20 @@ class Messages:
         """Every distinct table once, from its earlier end to its later one and the other way."""
         place: dict[tuple[int, bool], int] = {}
         parts, length = [], 0
-        self.table = np.empty((len(self.problem.edges), 2), dtype=np.int64)
+        factors, tables = [], []
         for number, edge in enumerate(self.problem.edges):
-            for column, turned in enumerate((bool(self.turned[number]), not self.turned[number])):
-                key = (id(edge.costs), turned)
-                if key not in place:
-                    place[key] = length
-                    parts.append((edge.costs.T if turned else edge.costs).ravel())
-                    length += parts[-1].size
-                self.table[number, column] = place[key]
+            for factor, table in edge.parts:
+                factors.append(factor)
+                for turned in (bool(self.turned[number]), not self.turned[number]):
+                    key = (id(table), turned)
+                    if key not in place:
+                        place[key] = length
+                        parts.append((table.T if turned else table).ravel())
+                        length += parts[-1].size
+                    tables.append(place[key])
+        self.factor = np.array(factors, dtype=np.float64)
+        self.table = np.array(tables, dtype=np.int64).reshape(-1, 2)
+        self.part_at = _starts(np.array([len(edge.parts) for edge in self.problem.edges], dtype=np.int64))
         self.tables = np.concatenate([*parts, np.zeros(0)])
 
     @property
@@ -166,7 +171,7 @@ class Messages:
         belief = np.empty(len(self.costs))
         arrays = (
             self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.up, self.up_at,
-            self.down, self.down_at, self.share, self.tables, belief,
+            self.down, self.down_at, self.share, self.tables, self.part_at, self.factor, belief,
         )  # fmt: skip
         _pass(self.sequence, *arrays, self.table[:, 0], self.later, True)
         _pass(self.sequence[::-1].copy(), *arrays, self.table[:, 1], self.earlier, False)
@@ -175,7 +180,7 @@ class Messages:
     def _rounded(self) -> tuple[int, ...]:
         choice = _round(
             self.sequence, self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.down,
-            self.down_at, self.tables, self.table[:, 0], self.earlier,
+            self.down_at, self.tables, self.part_at, self.factor, self.table[:, 0], self.earlier,
         )  # fmt: skip
         return tuple(int(one) for one in choice)
 
@@ -205,10 +210,11 @@ def _grouped(ends: IntArray, count: int) -> tuple[IntArray, IntArray]:
 
 @numba.njit(cache=True)
 def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
-    sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, belief, table, to,
-    forward,
+    sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, part_at, factor,
+    belief, table, to, forward,
 ):  # fmt: skip
     """Every node in turn gathers what it was told, and tells the nodes after it."""
+    blended = np.empty(sizes.max())
     for node in sequence:
         size = sizes[node]
         own = belief[at[node] : at[node] + size]
@@ -230,13 +236,31 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
             message = up[told : told + width] if forward else down[told : told + width]
             answer = down if forward else up
             message[:] = np.inf
+            part = part_at[edge]
+            parts = part_at[edge + 1] - part
+            single = parts == 1 and factor[part] == 1.0
             for s in range(size):
                 if own[s] < np.inf:
                     base = share[node] * own[s] - answer[heard + s]
-                    row = tables[table[edge] + s * width : table[edge] + (s + 1) * width]
-                    for t in range(width):
-                        through = base + row[t]
-                        message[t] = through if through < message[t] else message[t]
+                    row = tables[table[part] + s * width : table[part] + (s + 1) * width]
+                    if single:
+                        for t in range(width):
+                            through = base + row[t]
+                            message[t] = through if through < message[t] else message[t]
+                    elif parts == 2:
+                        more = tables[table[part + 1] + s * width : table[part + 1] + (s + 1) * width]
+                        for t in range(width):
+                            through = base + factor[part] * row[t] + factor[part + 1] * more[t]
+                            message[t] = through if through < message[t] else message[t]
+                    else:
+                        for t in range(width):
+                            blended[t] = base + factor[part] * row[t]
+                        for other in range(part + 1, part + parts):
+                            more = tables[table[other] + s * width : table[other] + (s + 1) * width]
+                            for t in range(width):
+                                blended[t] += factor[other] * more[t]
+                        for t in range(width):
+                            message[t] = blended[t] if blended[t] < message[t] else message[t]
 
 
 @numba.njit(cache=True)
@@ -252,7 +276,7 @@ def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] #
 
 @numba.njit(cache=True)
 def _round(  # type: ignore[no-untyped-def] # pragma: no cover
-    sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, earlier
+    sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, part_at, factor, table, earlier
 ):
     """Every node in turn takes what is best given the nodes before it, and what those after it tell."""
     choice = np.zeros(len(sizes), dtype=np.int64)
@@ -264,8 +288,9 @@ def _round(  # type: ignore[no-untyped-def] # pragma: no cover
             for s in range(size):
                 own[s] += down[start + s]
         for k in range(into_at[node], into_at[node + 1]):
-            start = table[into[k]] + choice[earlier[into[k]]] * size
-            for s in range(size):
-                own[s] += tables[start + s]
+            for part in range(part_at[into[k]], part_at[into[k] + 1]):
+                start = table[part] + choice[earlier[into[k]]] * size
+                for s in range(size):
+                    own[s] += factor[part] * tables[start + s]
         choice[node] = own.argmin()
     return choice

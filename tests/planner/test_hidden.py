@@ -9,9 +9,10 @@ import torch
 from autoshard.cluster.cluster import CONTENTION
 from autoshard.cluster.cost import GROUPED_BYTES
 from autoshard.planner.account import Account
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.hidden import HiddenReductions
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import Hiding, ProblemBuilder
+from autoshard.planner.problem import Hiding
 from autoshard.solver import solve
 from tests.planner.steps import captured, links, plan_of, planner_of
 

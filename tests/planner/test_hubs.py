@@ -14,10 +14,11 @@ from torch.distributed.tensor import Shard
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.capture.layers import is_view
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.found import Found
 from autoshard.planner.hubs import Reread, from_where_it_lies, rereads, tie, with_rereads
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.planner.problem import Wishes
 from autoshard.solver import solve
 from autoshard.specs.spec import Spec
 from tests.planner.steps import captured, every_parameter, planner_of
@@ -34,17 +35,23 @@ def test_what_is_kept_is_what_the_forward_half_made() -> None:
             assert costs[row, column] == (np.inf if option.kept and option.spec is not made else 0.0)
 
 
+def _at_prices(copied_from: np.ndarray, lying: np.ndarray, between: float, after: float) -> list[list[float]]:
+    """Costs of the edge from where a tensor lies, for bytes of copies, and bytes of the tensor itself."""
+    seconds = np.array([[0.0, 3.0], [2.0, 0.0]])
+    tables = from_where_it_lies(seconds, copied_from, lying)
+    costs: list[list[float]] = (tables.seconds + between * tables.between + after * tables.after).tolist()
+    return costs
+
+
 def test_making_again_costs_a_reshard_and_keeping_the_memory_in_between() -> None:
-    seconds, copied = np.array([[0.0, 3.0], [2.0, 0.0]]), np.array([[0.0, 10.0], [20.0, 0.0]])
-    costs = from_where_it_lies(seconds, copied, np.zeros(2), between=0.25, after=0.5)
-    assert costs.tolist() == [[0.0, 3.0 + 5.0, 0.0, 7.5], [2.0 + 10.0, 0.0, 15.0, 0.0]]
+    costs = _at_prices(np.array([[0.0, 10.0], [20.0, 0.0]]), np.zeros(2), between=0.25, after=0.5)
+    assert costs == [[0.0, 3.0 + 5.0, 0.0, 7.5], [2.0 + 10.0, 0.0, 15.0, 0.0]]
 
 
 def test_an_activation_is_itself_held_until_it_is_read_for_the_last_time() -> None:
-    seconds, copied = np.array([[0.0, 3.0], [2.0, 0.0]]), np.array([[0.0, 10.0], [20.0, 0.0]])
-    costs = from_where_it_lies(seconds, copied, np.array([20.0, 10.0]), between=0.25, after=0.5)
+    costs = _at_prices(np.array([[0.0, 10.0], [20.0, 0.0]]), np.array([20.0, 10.0]), between=0.25, after=0.5)
     # It is read itself, or a copy is made of it again; or it is read itself, or a copy was kept instead of it.
-    assert costs.tolist() == [[15.0, 3.0 + 5.0 + 5.0, 15.0, 7.5], [2.0 + 10.0 + 2.5, 7.5, 15.0, 7.5]]
+    assert costs == [[15.0, 3.0 + 5.0 + 5.0, 15.0, 7.5], [2.0 + 10.0 + 2.5, 7.5, 15.0, 7.5]]
 
 
 def test_decisions_have_one_hub_where_a_copy_is_kept_and_two_where_it_is_made_again() -> None:

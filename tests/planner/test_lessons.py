@@ -8,9 +8,10 @@ import math
 import numpy as np
 import pytest
 
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.lessons import Lessons
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import BuiltProblem, Hiding, ProblemBuilder
+from autoshard.planner.problem import BuiltProblem, Hiding
 from autoshard.planner.solving import Search, taught
 from autoshard.reshard.loose import LooseResharder
 from autoshard.solver import solve

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.mixing import mixtures
-from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.planner.problem import Wishes
 from tests.planner.steps import captured, links, planner_of
 
 SLOW = links(bandwidth=2e9, latency=1e-6)

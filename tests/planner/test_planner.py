@@ -216,6 +216,16 @@ def test_an_error_names_a_limit_that_can_be_met(method: str, mesh: Mapping[str, 
     assert plan_of(graph, mesh, memory_limit=least, method=method).memory.peak <= least
 
 
+def test_forcing_parameters_to_be_sharded_alone_goes_less_far() -> None:
+    graph, mesh = captured("mlp", batch=120), {"x": 4}
+    least = _smallest(graph, mesh, method="force")
+    assert least > _smallest(graph, mesh, method="auto")
+    plan = plan_of(graph, mesh, memory_limit=least, method="force")
+    assert "forced to be sharded" in plan.method
+    assert "priced" not in plan.method
+    assert any(placement.is_shard() for placements in plan.placements.values() for placement in placements)
+
+
 def _smallest_is_met(planner: Planner) -> int:
     """The smallest limit that the error about one that is too small names, which a second search keeps."""
     cheapest = planner.solve(planner.wishes)

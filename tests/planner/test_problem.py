@@ -9,8 +9,11 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.capture.joint import capture
+from autoshard.capture.recompute import recomputable, recomputed
 from autoshard.memory.optimizer import optimizer_memory
-from autoshard.planner.problem import BuiltProblem, ProblemBuilder, Wishes
+from autoshard.planner.building import ProblemBuilder
+from autoshard.planner.planner import Planner
+from autoshard.planner.problem import BuiltProblem, Wishes
 from autoshard.solver import solve
 from autoshard.specs.spec import Spec
 from tests.planner.steps import captured, every_parameter, planner_of
@@ -144,3 +147,48 @@ def test_a_parameter_at_rest_holds_its_gradient_and_what_its_optimizer_keeps_in_
         local = (64 * 32) // (2 if spec.shard_axes else 1)  # type: ignore[union-attr]
         state = planner.settings.optimizer.state_bytes((32, 64), (local,), 2)
         assert usage == 2 * (2 * local) + state
+
+
+def test_a_price_of_memory_adds_bytes_times_seconds_per_byte() -> None:
+    planner = planner_of(captured("gpt"), {"x": 2}, Wishes(forced=every_parameter(captured("gpt"))))
+    built = planner.builder.build(frozenset({0}), reuse="all")
+    moments = len(planner.rules.operators) + 1
+    assignment = solve(built.problem).assignment
+    held = planner.found(built.decode(assignment), 0.0, 0.0, "solved").held
+
+    def added(prices: np.ndarray) -> float:
+        return built.priced(prices).problem.cost(assignment) - built.problem.cost(assignment)
+
+    at_rest, last = (added(np.eye(moments)[moment]) for moment in (0, moments - 1))
+    assert at_rest == pytest.approx(held[0], rel=0.01)
+    assert last == pytest.approx(held[-1], rel=0.1)  # the optimizer's temporaries are the account's alone
+    early, late = np.arange(moments) < moments // 3, np.arange(moments) >= moments // 3
+    assert added(early * 2.0 + late * 3.0) == pytest.approx(2.0 * added(early * 1.0) + 3.0 * added(late * 1.0))
+    assert added(np.ones(moments)) > 0.9 * held.sum()
+    assert added(np.zeros(moments)) == 0.0
+
+
+def test_equal_edges_share_what_they_are_made_of_at_any_price() -> None:
+    planner = planner_of(captured("gpt", layers=4), {"x": 2})
+    built = planner.builder.build(frozenset({0}), reuse="all")
+    prices = np.linspace(1.0, 2.0, len(planner.rules.operators) + 1)
+    parts = {id(table) for edge in built.priced(prices).problem.edges for _, table in edge.parts}
+    tables = {id(edge.costs) for edge in built.problem.edges}
+    rents = {id(rent.bytes) for rents in built.edge_rents.values() for rent in rents}
+    assert parts <= tables | rents
+    assert len(tables) < len(built.problem.edges) / 2
+    assert built.priced(prices).places is built.places
+
+
+def test_a_graph_like_another_takes_its_tables() -> None:
+    graph = captured("gpt", layers=4)
+    planner = planner_of(graph, {"x": 2})
+    layers = [layer.name for layer in recomputable(graph)]
+    again = recomputed(graph, layers)
+    own = planner_of(again, {"x": 2})
+    other = Planner(again, planner.mesh, planner.cluster, planner.wishes, planner.settings, like=planner)
+    known = set(map(id, planner.rules.rules.values()))
+    assert all(id(rule) in known for rule in other.rules.rules.values())
+    assert other.plan().to_json() != planner.plan().to_json()
+    first, second = own.plan(), other.plan()
+    assert (first.decisions, first.step_seconds, first.memory) == (second.decisions, second.step_seconds, second.memory)

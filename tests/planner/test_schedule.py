@@ -10,8 +10,9 @@ import pytest
 from autoshard.cluster.cluster import Cluster
 from autoshard.partition.split import split
 from autoshard.plan import ShardingPlan
+from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import ProblemBuilder, Wishes
+from autoshard.planner.problem import Wishes
 from autoshard.planner.schedule import timeline
 from autoshard.simulate.events import Operation, Timeline, replay
 from autoshard.simulate.program import KernelPrices, operations

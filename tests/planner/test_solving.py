@@ -20,7 +20,7 @@ from autoshard.planner.found import Found
 from autoshard.planner.hidden import HiddenReductions
 from autoshard.planner.planner import Planner
 from autoshard.planner.progress import Progress
-from autoshard.planner.solving import Answer, Search, answered, better, places
+from autoshard.planner.solving import Answer, Search, answered, better
 from autoshard.progress import described
 from tests.planner.steps import captured, links, planner_of
 from tests.planner.test_tiling import built, stack_planner, tiling_of
@@ -54,7 +54,7 @@ def test_the_same_input_gives_the_same_plan_in_every_process() -> None:
 
 def test_places_follow_the_program() -> None:
     problem = built(8)
-    place = places(problem)
+    place = problem.places
     operators = [number for number, variable in enumerate(problem.variables) if variable.kind == "operator"]
     assert [place[number] for number in operators] == sorted(place[number] for number in operators)
     for edge in problem.problem.edges:
