@@ -15,7 +15,8 @@ from autoshard.planner.tiling import Tiling
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Problem, solve
 from autoshard.solver.hierarchy import solve_in_segments
-from autoshard.solver.warm import Messages, Relaxed
+from autoshard.solver.problem import IntArray
+from autoshard.solver.warm import Messages, Relaxed, narrowed
 
 Report = Callable[[str, float, float], None]
 """Told of what is being done, the least cost known, and the bound."""
@@ -41,6 +42,12 @@ _PRICED = 2e-2
 _LESSONS = 40
 """Times that prices are learned, at most."""
 
+_GLANCE = 5
+"""Passes there and back after which a proposal is looked for among the options that are near the best."""
+
+_NEAR = 1e-3
+"""Part of the bound by which an option may raise it to be near: there are some tens of them on three axes."""
+
 _STITCHES = 4
 """Times that segments are, where what messages give is not close."""
 
@@ -58,6 +65,7 @@ class Search:
         proof: whether the bound is wanted; else a good assignment is enough.
         priced: whether memory has a price.
         fast: whether an assignment of message passing or, where that leaves a gap, of segments is good enough.
+        proposal: whether it is to be judged by its timeline, and tied layers are good enough.
         work_limit: of the solver, in its units; None for none.
         report: told how it goes.
     """
@@ -67,6 +75,7 @@ class Search:
     proof: bool = True
     priced: bool = False
     fast: bool = False
+    proposal: bool = False
     work_limit: int | None = None
     report: Report | None = None
 
@@ -115,7 +124,7 @@ def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answ
     Where repeated layers are known, that happens where equal layers are tied to one choice, and the messages, laid
     along all layers, become a bound of the whole problem: what it proves is proved for untied layers too. Where that is
     not `CLOSE`, segments are stitched. What remains open goes to the solver: the tied problem where messages were
-    close, else the whole one, which starts from what the segments gave.
+    close, else the whole one, which starts from what the segments gave. A proposal goes no further than tied layers.
 
     Args:
         built: the problem.
@@ -132,13 +141,13 @@ def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answ
     if best.gap > CLOSE:
         stitched = _in_segments(problem, places(built), tiling, search)
         best = better(best, stitched)
-        start = best.assignment if stitched.assignment else None
+        start = stitched.assignment or None
     if best.interrupted or best.gap <= search.close or (search.fast and best.assignment):
         return best
     if tiling is not None:
-        if start is None:
-            best = better(best, _tied(problem, tiling, search))
-        if best.interrupted or best.gap <= CLOSE or monotonic() > search.deadline:
+        if start is None or search.proposal:
+            best = better(best, _tied(problem, tiling, search, start))
+        if best.interrupted or best.gap <= CLOSE or search.proposal or monotonic() > search.deadline:
             return best
     return better(best, _by_solver(problem, search, start))
 
@@ -159,28 +168,41 @@ def taught(
         The assignment, with its cost at exact prices and a bound of all; and the problem with the prices learned.
     """
     best = Answer((), float("inf"), -np.inf, "messages", "unknown")
-    order, warm = places(lessons.built), None
+    order, kept, warm = places(lessons.built), None, lessons.messages
     for _ in range(_LESSONS):
         problem = lessons.asked(hiding).problem
-        messages = _tied_messages(problem, order, tiling)
+        messages = _tied_messages(problem, order, tiling, kept)
         if warm is not None:
             messages.start_from(*warm)
-        relaxed, interrupted = _passes(messages, _ITERATIONS, search)
-        warm = messages.along, messages.against
-        assignment = relaxed.assignment if tiling is None else tiling.spread(relaxed.assignment)
-        # What bounds tied layers bounds no others.
-        found = replace(_answer(relaxed, interrupted), lower_bound=relaxed.bound if tiling is None else -np.inf)
+        glance = kept is None and hiding is not None
+        relaxed, interrupted = _passes(messages, _GLANCE if glance else _ITERATIONS, search)
+        # What bounds tied layers, or some of their options, bounds no others.
+        proved = tiling is None and kept is None
+        found = replace(_answer(relaxed, interrupted), lower_bound=relaxed.bound if proved else -np.inf)
+        chosen, warm = relaxed.assignment, (messages.along, messages.against)
+        if kept is None:
+            lessons = replace(lessons, messages=warm)
+        elif chosen:
+            chosen = tuple(int(some[place]) for some, place in zip(kept, chosen, strict=True))
+        assignment = tiling.spread(chosen) if tiling is not None and chosen else chosen
         best, lessons, more = _examined(best, found, assignment, lessons, resharder, hiding)
-        if not more or best.interrupted or best.gap <= search.close or monotonic() > search.deadline:
+        done = not more or best.gap <= search.close
+        if best.interrupted or monotonic() > search.deadline or (done and not glance):
             break
-    if tiling is not None and warm is not None and not best.interrupted:
+        if kept is None and (glance or tiling is not None):
+            kept = messages.near(_NEAR * abs(relaxed.bound))
+            warm = messages.among(kept)
+    tied = relaxed.bound
+    # With other prices of what is hidden, an answer is a proposal: tied layers are enough, if these are close.
+    if hiding is not None and best.cost - tied <= CLOSE * abs(best.cost):
+        return best, lessons
+    if tiling is not None and lessons.messages is not None and not best.interrupted:
         problem = lessons.asked(hiding).problem
         whole = Messages(problem, order)
-        whole.start_from(*tiling.messages(problem, tiling.fold(problem), *warm))
+        whole.start_from(*tiling.messages(problem, tiling.fold(problem), *lessons.messages))
         relaxed, interrupted = _passes(whole, _MENDING, search, best.cost)
         found = _answer(relaxed, interrupted)
         best, lessons, _ = _examined(best, found, found.assignment, lessons, resharder, hiding)
-    # With other prices of what is hidden, an answer is a proposal: it need not be close.
     for _ in range(_STITCHES):
         if hiding is not None or best.interrupted or best.gap <= CLOSE or monotonic() > search.deadline:
             break
@@ -233,11 +255,13 @@ def by_messages(problem: Problem, order: list[float], tiling: Tiling | None, sea
     return better(own, _answer(relaxed, interrupted))
 
 
-def _tied_messages(problem: Problem, order: list[float], tiling: Tiling | None) -> Messages:
-    """Messages of a problem, or of its tied layers where there are any."""
-    if tiling is None:
-        return Messages(problem, order)
-    return Messages(tiling.fold(problem), [order[leader] for leader in tiling.leaders])
+def _tied_messages(
+    problem: Problem, order: list[float], tiling: Tiling | None, kept: list[IntArray] | None = None
+) -> Messages:
+    """Messages of a problem, or of its tied layers where there are any; of some of the options alone, if told."""
+    if tiling is not None:
+        problem, order = tiling.fold(problem), [order[leader] for leader in tiling.leaders]
+    return Messages(problem if kept is None else narrowed(problem, kept), order)
 
 
 def _passes(messages: Messages, iterations: int, search: Search, upper: float = float("inf")) -> tuple[Relaxed, bool]:
@@ -278,9 +302,13 @@ def _in_segments(problem: Problem, order: list[float], tiling: Tiling | None, se
     return Answer(assignment, cost, -np.inf, "segments, layers tied", "feasible")
 
 
-def _tied(problem: Problem, tiling: Tiling, search: Search) -> Answer:
-    """The problem in which equal layers choose alike, by the solver; its own bound is none of the whole problem."""
-    found = _by_solver(tiling.fold(problem), search)
+def _tied(problem: Problem, tiling: Tiling, search: Search, start: tuple[int, ...] | None) -> Answer:
+    """The problem in which equal layers choose alike, by the solver; its own bound is none of the whole problem.
+
+    `start` is an assignment of the whole problem in which they do, if one is known.
+    """
+    leading = None if start is None else tuple(start[leader] for leader in tiling.leaders)
+    found = _by_solver(tiling.fold(problem), search, leading)
     if not found.assignment:
         return Answer((), float("inf"), -np.inf, found.method, found.status, found.interrupted)
     assignment = tiling.spread(found.assignment)

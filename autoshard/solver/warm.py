@@ -13,7 +13,7 @@ from time import monotonic
 import numba
 import numpy as np
 
-from autoshard.solver.problem import Array, IntArray, Problem
+from autoshard.solver.problem import Array, Edge, IntArray, Problem
 
 _ROUNDING = 1e-11
 """Relative slack taken off every bound: sums of many floats."""
@@ -23,6 +23,9 @@ _PATIENCE = 10
 
 _STALLED = 0.02
 """Part of the distance to a known cost that so many iterations must close to go on."""
+
+_LANES = 8
+"""Least elements that are looked for side by side, as a processor does."""
 
 _SETTLED = 0.1
 """Part of the gap that twice as many iterations must close where assignments matter, not the bound."""
@@ -84,20 +87,19 @@ class Messages:
         self.into, self.into_at = _grouped(self.later, problem.size)
         widest = np.maximum(np.diff(self.out_at), np.diff(self.into_at))
         self.share = 1.0 / np.maximum(widest, 1)
+        self.belief = np.zeros(len(self.costs))
 
     def _lay_tables(self) -> None:
-        """Every distinct table once, from its earlier end to its later one and the other way."""
-        place: dict[tuple[int, bool], int] = {}
+        """Every distinct table once, as it stands; `turned` says whether the later end of an edge has its rows."""
+        place: dict[int, int] = {}
         parts, length = [], 0
-        self.table = np.empty((len(self.problem.edges), 2), dtype=np.int64)
+        self.table = np.empty(len(self.problem.edges), dtype=np.int64)
         for number, edge in enumerate(self.problem.edges):
-            for column, turned in enumerate((bool(self.turned[number]), not self.turned[number])):
-                key = (id(edge.costs), turned)
-                if key not in place:
-                    place[key] = length
-                    parts.append((edge.costs.T if turned else edge.costs).ravel())
-                    length += parts[-1].size
-                self.table[number, column] = place[key]
+            if id(edge.costs) not in place:
+                place[id(edge.costs)] = length
+                parts.append(edge.costs.ravel())
+                length += parts[-1].size
+            self.table[number] = place[id(edge.costs)]
         self.tables = np.concatenate([*parts, np.zeros(0)])
 
     @property
@@ -162,22 +164,53 @@ class Messages:
         lowered = best - _ROUNDING * abs(best) if np.isfinite(best) else best
         return Relaxed(lowered, rounded, cost, len(history))
 
+    def near(self, slack: float) -> list[IntArray]:
+        """Per node, the strategies that an assignment may use which costs at most `slack` above the bound, ascending.
+
+        What a strategy adds to the bound is told by the last pass back. It holds for the bound before that pass; the
+        answer is exact as far as this one did not raise it.
+        """
+        ends = zip(self.at[:-1], self.at[1:], strict=True)
+        own = (self.belief[first:last] for first, last in ends)
+        return [np.flatnonzero(costs <= costs.min() + slack) for costs in own]
+
+    def among(self, kept: Sequence[IntArray]) -> tuple[list[Array], list[Array]]:
+        """What is sent along and against every edge, to some strategies of every node alone."""
+        edges = self.problem.edges
+        return (
+            [message[kept[edge.target]] for message, edge in zip(self.along, edges, strict=True)],
+            [message[kept[edge.source]] for message, edge in zip(self.against, edges, strict=True)],
+        )
+
     def _there_and_back(self) -> float:
-        belief = np.empty(len(self.costs))
+        belief = self.belief
         arrays = (
             self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.up, self.up_at,
-            self.down, self.down_at, self.share, self.tables, belief,
+            self.down, self.down_at, self.share, self.tables, self.table, belief,
         )  # fmt: skip
-        _pass(self.sequence, *arrays, self.table[:, 0], self.later, True)
-        _pass(self.sequence[::-1].copy(), *arrays, self.table[:, 1], self.earlier, False)
+        _pass(self.sequence, *arrays, self.turned, self.later, True)
+        _pass(self.sequence[::-1].copy(), *arrays, ~self.turned, self.earlier, False)
         return float(_value(self.sizes, self.at, self.into_at, self.share, belief))
 
     def _rounded(self) -> tuple[int, ...]:
         choice = _round(
             self.sequence, self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.down,
-            self.down_at, self.tables, self.table[:, 0], self.earlier,
+            self.down_at, self.tables, self.table, self.turned, self.earlier,
         )  # fmt: skip
         return tuple(int(one) for one in choice)
+
+
+def narrowed(problem: Problem, kept: Sequence[IntArray]) -> Problem:
+    """The costs of a problem with some strategies of every node alone; equal tables cut alike stay one."""
+    cut: dict[tuple[int, bytes, bytes], Array] = {}
+    names = [rows.tobytes() for rows in kept]
+    edges = []
+    for edge in problem.edges:
+        key = id(edge.costs), names[edge.source], names[edge.target]
+        if key not in cut:
+            cut[key] = edge.costs[np.ix_(kept[edge.source], kept[edge.target])]
+        edges.append(Edge(edge.source, edge.target, cut[key]))
+    return Problem(tuple(vector[rows] for vector, rows in zip(problem.costs, kept, strict=True)), tuple(edges))
 
 
 def _stalled(history: Sequence[float], target: float) -> bool:
@@ -205,10 +238,12 @@ def _grouped(ends: IntArray, count: int) -> tuple[IntArray, IntArray]:
 
 @numba.njit(cache=True)
 def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
-    sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, belief, table, to,
-    forward,
+    sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, table, belief,
+    turned, to, forward,
 ):  # fmt: skip
-    """Every node in turn gathers what it was told, and tells the nodes after it."""
+    """Every node in turn gathers what it was told, and tells the nodes after it; the rows of a table that is `turned`
+    are theirs."""
+    base, lanes = np.empty(sizes.max() if len(sizes) else 0), np.empty(_LANES)
     for node in sequence:
         size = sizes[node]
         own = belief[at[node] : at[node] + size]
@@ -229,13 +264,28 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
             told, heard = (up_at[edge], down_at[edge]) if forward else (down_at[edge], up_at[edge])
             message = up[told : told + width] if forward else down[told : told + width]
             answer = down if forward else up
+            for s in range(size):
+                base[s] = share[node] * own[s] - answer[heard + s] if own[s] < np.inf else np.inf
+            if turned[edge]:
+                for t in range(width):
+                    row = tables[table[edge] + t * size : table[edge] + (t + 1) * size]
+                    lanes[:] = np.inf
+                    for start in range(0, size - _LANES + 1, _LANES):
+                        for lane in range(_LANES):
+                            through = base[start + lane] + row[start + lane]
+                            lanes[lane] = through if through < lanes[lane] else lanes[lane]
+                    least = lanes.min()
+                    for s in range(size - size % _LANES, size):
+                        through = base[s] + row[s]
+                        least = through if through < least else least
+                    message[t] = least
+                continue
             message[:] = np.inf
             for s in range(size):
-                if own[s] < np.inf:
-                    base = share[node] * own[s] - answer[heard + s]
+                if base[s] < np.inf:
                     row = tables[table[edge] + s * width : table[edge] + (s + 1) * width]
                     for t in range(width):
-                        through = base + row[t]
+                        through = base[s] + row[t]
                         message[t] = through if through < message[t] else message[t]
 
 
@@ -252,7 +302,7 @@ def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] #
 
 @numba.njit(cache=True)
 def _round(  # type: ignore[no-untyped-def] # pragma: no cover
-    sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, earlier
+    sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, turned, earlier
 ):
     """Every node in turn takes what is best given the nodes before it, and what those after it tell."""
     choice = np.zeros(len(sizes), dtype=np.int64)
@@ -264,8 +314,10 @@ def _round(  # type: ignore[no-untyped-def] # pragma: no cover
             for s in range(size):
                 own[s] += down[start + s]
         for k in range(into_at[node], into_at[node + 1]):
-            start = table[into[k]] + choice[earlier[into[k]]] * size
+            edge = into[k]
+            taken, width = choice[earlier[edge]], sizes[earlier[edge]]
+            first, step = (taken, width) if turned[edge] else (taken * size, 1)
             for s in range(size):
-                own[s] += tables[start + s]
+                own[s] += tables[table[edge] + first + s * step]
         choice[node] = own.argmin()
     return choice
