@@ -42,6 +42,12 @@ _PRICED = 2e-2
 _LESSONS = 40
 """Times that prices are learned, at most."""
 
+_LAID = 3
+"""The same before options are left out that are proved to be of no use."""
+
+_ROUNDING = 1e-9
+"""Relative slack within which an option might be as good as a known assignment."""
+
 _GLANCE = 5
 """Passes there and back after which a proposal is looked for among the options that are near the best."""
 
@@ -200,8 +206,7 @@ def taught(
         problem = lessons.asked(hiding).problem
         whole = Messages(problem, order)
         whole.start_from(*tiling.messages(problem, tiling.fold(problem), *lessons.messages))
-        relaxed, interrupted = _passes(whole, _MENDING, search, best.cost)
-        found = _answer(relaxed, interrupted)
+        found = _mended(whole, tiling, order, search, best.cost)
         best, lessons, _ = _examined(best, found, found.assignment, lessons, resharder, hiding)
     for _ in range(_STITCHES):
         if hiding is not None or best.interrupted or best.gap <= CLOSE or monotonic() > search.deadline:
@@ -279,6 +284,28 @@ def _passes(messages: Messages, iterations: int, search: Search, upper: float = 
     except KeyboardInterrupt:
         return best, True
     return best, False
+
+
+def _mended(whole: Messages, tiling: Tiling, order: list[float], search: Search, upper: float) -> Answer:
+    """Some passes at full depth, then more among the options that these leave open below a known cost.
+
+    What is left out costs at least `upper`, so that no assignment costs less than it and what bounds the others. Layers
+    keep the same options, to go on sharing their tables.
+    """
+    relaxed, interrupted = _passes(whole, _LAID, search, upper)
+    slack = upper - relaxed.bound + _ROUNDING * abs(upper)
+    if interrupted or not np.isfinite(slack) or slack <= search.close * abs(upper):
+        return _answer(relaxed, interrupted)
+    whole.run(1, upper=upper)
+    open_: dict[int, IntArray] = {}
+    for leader, own in zip(tiling.follows, whole.near(slack), strict=True):
+        open_[leader] = np.union1d(open_[leader], own) if leader in open_ else own
+    kept = [open_[leader] for leader in tiling.follows]
+    rest = Messages(narrowed(whole.problem, kept), order)
+    rest.start_from(*whole.among(kept))
+    relaxed, interrupted = _passes(rest, _MENDING, search, upper)
+    assignment = tuple(int(some[place]) for some, place in zip(kept, relaxed.assignment, strict=False))
+    return replace(_answer(relaxed, interrupted), assignment=assignment, lower_bound=min(relaxed.bound, upper))
 
 
 def _answer(relaxed: Relaxed, interrupted: bool) -> Answer:

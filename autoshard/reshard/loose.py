@@ -126,7 +126,8 @@ class _Graph:
             _relax(self.source, self.target, self.seconds, reached)
             self.columns |= {state: len(self.columns) + place for place, state in enumerate(wanted.tolist())}
             self.reached = reached if self.reached is None else np.concatenate([self.reached, reached], axis=1)
-        return self.reached[np.ix_(targets, [self.columns[source] for source in sources.tolist()])].T
+        columns = np.array([self.columns[source] for source in sources.tolist()], dtype=np.int64)
+        return self.reached[np.ix_(targets, columns)].T
 
 
 class LooseResharder:
