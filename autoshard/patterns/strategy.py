@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Placement, Replicate
 
@@ -32,8 +34,10 @@ __all__ = [
     "local_shape",
     "local_size",
     "operand_spec",
+    "operand_specs",
     "partial_kind",
     "result_spec",
+    "result_specs",
     "share",
     "splits",
     "uneven_axis",
@@ -179,63 +183,124 @@ def _holds(rule: Rule, dims: Dims, choice: int) -> bool:
 
 def operand_spec(rule: Rule, choices: Choices, mesh: MeshShape, operand: int) -> Spec:
     """The spec in which the strategy takes an operand."""
-    rule, choices = resolved(rule, choices)
-    partial = {
-        axis: "sum" for axis, choice in enumerate(choices) if choice <= -2 and operand in rule.linear[-2 - choice]
-    }
-    return _spec(rule, rule.operands[operand], choices, mesh, partial, operand in rule.routed)
+    return operand_specs(rule, (choices,), mesh, operand)[0]
+
+
+def operand_specs(rule: Rule, strategies: Iterable[Choices], mesh: MeshShape, operand: int) -> list[Spec]:
+    """`operand_spec` of many strategies."""
+
+    def way(own: Rule, choice: int) -> _Way:
+        kind = "sum" if choice <= -2 and operand in own.linear[-2 - choice] else None
+        return _way(own, own.operands[operand], choice, kind, operand in own.routed)
+
+    return _specs(rule, strategies, mesh, lambda own: own.operands[operand], way)
 
 
 def result_spec(rule: Rule, choices: Choices, mesh: MeshShape, result: int) -> Spec:
     """The spec in which the strategy leaves a result; replicated for a result that is no tensor."""
-    rule, choices = resolved(rule, choices)
-    dims = rule.results[result]
-    if dims is None:
-        return Spec.replicated(mesh.ndim)
-    kinds = ((axis, partial_kind(rule, choice, result)) for axis, choice in enumerate(choices))
-    partial = {axis: kind for axis, kind in kinds if kind is not None}
-    return _spec(rule, dims, choices, mesh, partial, len(rule.operands) + result in rule.routed)
+    return result_specs(rule, (choices,), mesh, result)[0]
 
 
-def _spec(
-    rule: Rule, dims: Dims, choices: Choices, mesh: MeshShape, partial: dict[int, str], routed: bool = False
-) -> Spec:
+def result_specs(rule: Rule, strategies: Iterable[Choices], mesh: MeshShape, result: int) -> list[Spec]:
+    """`result_spec` of many strategies."""
+
+    def way(own: Rule, choice: int) -> _Way:
+        dims = own.results[result]
+        if dims is None:
+            return _WHOLE_WAY
+        return _way(own, dims, choice, partial_kind(own, choice, result), len(own.operands) + result in own.routed)
+
+    return _specs(rule, strategies, mesh, lambda own: own.results[result] or (), way)
+
+
+class _Way(NamedTuple):
+    """What a choice does with one tensor on its axis.
+
+    Attributes:
+        split: the loops that it splits, as pairs of a dim and a place among the factors of the dim.
+        partial: the reduction that it leaves open, if any.
+        routed: for rows that lie as the data says, the dim and the kind of `Routed`.
+    """
+
+    split: tuple[tuple[int, int], ...] = ()
+    partial: str | None = None
+    routed: tuple[int | None, str] | None = None
+
+
+_WHOLE_WAY = _Way()
+
+
+def _way(rule: Rule, dims: Dims, choice: int, partial: str | None, routed: bool) -> _Way:
+    if choice < 0:
+        return _Way(partial=partial)
+    split = tuple(
+        (dim, place)
+        for dim, factors in enumerate(dims)
+        for place, factor in enumerate(factors)
+        if splits(rule, choice, factor)
+    )
+    by_data = rule.factors[choice].routed if routed else ""
+    return _Way(split, partial, (next((dim for dim, _ in split), None), by_data) if by_data else None)
+
+
+_Sizes = tuple[tuple[int, ...], ...]
+"""Of a tensor whose dims are products of factors, the sizes of these, per dim."""
+
+
+def _specs(
+    rule: Rule,
+    strategies: Iterable[Choices],
+    mesh: MeshShape,
+    dims_of: Callable[[Rule], Dims],
+    way: Callable[[Rule, int], _Way],
+) -> list[Spec]:
+    """A spec per strategy, from what each of its choices does. Few differ, among all operators: each is made once.
+
+    A dynamic size equals a number, which is not all that it is: nothing is remembered of it.
+    """
+    known: dict[tuple[int, int], _Way] = {}
+    tensors: dict[int, tuple[Callable[..., Spec], _Sizes]] = {}
+    specs = []
+    for choices in strategies:
+        own, chosen = resolved(rule, choices)
+        if id(own) not in tensors:
+            sizes = tuple(tuple(own.factors[factor].size for factor in dim) for dim in dims_of(own))
+            dynamic = any(is_dynamic(size) for dim in sizes for size in dim)
+            tensors[id(own)] = (_spec if dynamic else _spec_once), sizes
+        for choice in chosen:
+            if (id(own), choice) not in known:
+                known[id(own), choice] = way(own, choice)
+        make, sizes = tensors[id(own)]
+        specs.append(make(sizes, tuple(known[id(own), choice] for choice in chosen), mesh))
+    return specs
+
+
+def _spec(sizes: _Sizes, ways: tuple[_Way, ...], mesh: MeshShape) -> Spec:
     """Placements of a tensor whose dims are products of factors.
 
     Within a factor, axes split in mesh order, the first axis outermost. An axis' split factor is the product of what
     stands left of it in its dim when the axes before it have split the tensor, which is how torch reads placements.
-    Where the axis does not divide its factor, blocks are made of whole steps of the factor. A tensor that is `routed`
+    Where the axis does not divide its factor, blocks are made of whole steps of the factor. A tensor that is routed
     lies as the data says on the axes that split the sources or the groups.
     """
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    for axis, kind in partial.items():
-        placements[axis] = Partial(kind)
-    by_data = [routed and choice >= 0 and rule.factors[choice].routed != "" for choice in choices]
-    for axis, choice in enumerate(choices):
-        if by_data[axis] and mesh.sizes[axis] > 1:
-            along = (dim for dim, factors in enumerate(dims) if _holds(rule, (factors,), choice))
-            placements[axis] = Routed(next(along, None), rule.factors[choice].routed)
-    for dim, factors in enumerate(dims):
-        for axis, place in _split_in(rule, factors, choices):
-            if by_data[axis]:
-                continue
-            size = mesh.sizes[axis]
-            steps = [local_size(rule, choices, mesh, factor, axis) for factor in factors]
-            outer = math.prod(steps[:place])
+    placements: list[Placement] = [Partial(way.partial) if way.partial else Replicate() for way in ways]
+    steps = [list(dim) for dim in sizes]  # what the axes so far have left of every factor
+    for axis, (way, size) in enumerate(zip(ways, mesh.sizes, strict=True)):
+        if way.routed is not None and size > 1:
+            placements[axis] = Routed(*way.routed)
+        for dim, place in way.split if way.routed is None else ():
+            outer = math.prod(steps[dim][:place])
             placements[axis] = shard_placement(dim, outer)
-            if steps[place] % size:
-                block = ceil_div(steps[place], size) * math.prod(steps[place + 1 :])
+            if steps[dim][place] % size:
+                block = ceil_div(steps[dim][place], size) * math.prod(steps[dim][place + 1 :])
                 placements[axis] = BlockShard(dim, block, outer)
+        for dim, place in way.split:
+            steps[dim][place] = ceil_div(steps[dim][place], size)
     spec = Spec.of(*placements)
-    if not spec.has_blocks:
-        return spec
-    return canonical([math.prod(rule.factors[factor].size for factor in dim) for dim in dims], spec, mesh)
+    return canonical([math.prod(dim) for dim in sizes], spec, mesh) if spec.has_blocks else spec
 
 
-def _split_in(rule: Rule, factors: tuple[int, ...], choices: Choices) -> Iterator[tuple[int, int]]:
-    """The axes that split a factor of a dim, and its place among the dim's factors."""
-    for axis, choice in enumerate(choices):
-        yield from ((axis, place) for place, factor in enumerate(factors) if splits(rule, choice, factor))
+_spec_once = lru_cache(maxsize=1 << 16)(_spec)
 
 
 def local_shape(rule: Rule, dims: Dims, choices: Choices, mesh: MeshShape, whole: tuple[int, ...]) -> tuple[int, ...]:

@@ -27,9 +27,12 @@ class Lessons:
 
     Attributes:
         built: the problem, with the exact prices known so far.
+        messages: along every edge and against it, of the problem (of its tied layers, if there are any), as they were
+            passed last. Those of an answer are a good start to the next.
     """
 
     built: BuiltProblem
+    messages: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] | None = None
 
     def asked(self, hiding: Hiding | None) -> BuiltProblem:
         """The problem in which reductions of gradients count so."""
@@ -55,7 +58,7 @@ class Lessons:
                 learned.append(lesson)
         if not any(lessons.values()):
             return None
-        return Lessons(self._with({table: some for table, some in lessons.items() if some}))
+        return replace(self, built=self._with({table: some for table, some in lessons.items() if some}))
 
     def _with(self, lessons: dict[int, list[_Lesson]]) -> BuiltProblem:
         edges, reductions = list(self.built.problem.edges), dict(self.built.reductions)
@@ -87,14 +90,12 @@ class _Lesson:
 
 
 def _lesson(crossing: Crossing, row: int, column: int, resharder: Resharder) -> _Lesson:
-    """Exact prices of a pair, and of all pairs whose paths lie in the same graph: they are found with it."""
+    """Exact prices from a spec to another, and to all whose paths lie in the same graph: they are found with it."""
     exact = resharder.gradients if crossing.gradient else resharder
-    meta, sources, targets = crossing.meta, crossing.sources.distinct, crossing.targets.distinct
-    rows = np.array(exact.kin(meta.shape, sources, row))
+    meta, source, targets = crossing.meta, crossing.sources.distinct[row], crossing.targets.distinct
     columns = np.array(exact.kin(meta.shape, targets, column))
-    shape, size = meta.shape, meta.dtype.itemsize
-    seconds = exact.seconds(shape, size, [sources[one] for one in rows], [targets[one] for one in columns])
-    return _Lesson(rows, columns, seconds)
+    seconds = exact.seconds(meta.shape, meta.dtype.itemsize, [source], [targets[one] for one in columns])
+    return _Lesson(np.array([row]), columns, seconds)
 
 
 def _corrected(costs: np.ndarray, crossing: Crossing, lessons: Sequence[_Lesson]) -> np.ndarray:

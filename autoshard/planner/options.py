@@ -21,8 +21,8 @@ from autoshard.patterns.strategy import (
     axis_choices,
     fits,
     local_shape,
-    operand_spec,
-    result_spec,
+    operand_specs,
+    result_specs,
     share,
 )
 from autoshard.patterns.variants import resolved
@@ -110,14 +110,8 @@ class OptionTables:
         mesh = self.mesh
         return Options(
             choices,
-            tuple(
-                SpecList.of([operand_spec(rule, choice, mesh, operand) for choice in choices])
-                for operand in range(len(rule.operands))
-            ),
-            tuple(
-                SpecList.of([result_spec(rule, choice, mesh, result) for choice in choices])
-                for result in range(len(rule.results))
-            ),
+            tuple(SpecList.of(operand_specs(rule, choices, mesh, index)) for index in range(len(rule.operands))),
+            tuple(SpecList.of(result_specs(rule, choices, mesh, index)) for index in range(len(rule.results))),
         )
 
     def seconds(self, call: OpCall, rule: Rule, options: Options, zeros: tuple[bool, ...] = ()) -> np.ndarray:

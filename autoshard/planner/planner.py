@@ -298,6 +298,7 @@ class Planner:
             proof=proof and plain,
             priced=ask.prices is not None,
             fast=self.settings.effort == "fast",
+            proposal=ask.hiding is not None,
             work_limit=ask.work,
             report=self._report,
         )

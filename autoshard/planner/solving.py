@@ -15,7 +15,8 @@ from autoshard.planner.tiling import Tiling
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Problem, solve
 from autoshard.solver.hierarchy import solve_in_segments
-from autoshard.solver.warm import Messages, Relaxed
+from autoshard.solver.problem import IntArray
+from autoshard.solver.warm import Messages, Relaxed, narrowed
 
 Report = Callable[[str, float, float], None]
 """Told of what is being done, the least cost known, and the bound."""
@@ -44,6 +45,18 @@ _PRICED = 2e-2
 _LESSONS = 40
 """Times that prices are learned, at most."""
 
+_LAID = 3
+"""The same before options are left out that are proved to be of no use."""
+
+_ROUNDING = 1e-9
+"""Relative slack within which an option might be as good as a known assignment."""
+
+_GLANCE = 5
+"""Passes there and back after which a proposal is looked for among the options that are near the best."""
+
+_NEAR = 1e-3
+"""Part of the bound by which an option may raise it to be near: there are some tens of them on three axes."""
+
 _STITCHES = 4
 """Times that segments are, where what messages give is not close."""
 
@@ -61,6 +74,7 @@ class Search:
         proof: whether the bound is wanted; else a good assignment is enough.
         priced: whether memory has a price.
         fast: whether an assignment of message passing or, where that leaves a gap, of segments is good enough.
+        proposal: whether it is to be judged by its timeline, and tied layers are good enough.
         work_limit: of the solver, in its units; None for none.
         report: told how it goes.
     """
@@ -70,6 +84,7 @@ class Search:
     proof: bool = True
     priced: bool = False
     fast: bool = False
+    proposal: bool = False
     work_limit: int | None = None
     report: Report | None = None
 
@@ -118,7 +133,7 @@ def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answ
     Where repeated layers are known, that happens where equal layers are tied to one choice, and the messages, laid
     along all layers, become a bound of the whole problem: what it proves is proved for untied layers too. Where that is
     not `CLOSE`, segments are stitched. What remains open goes to the solver: the tied problem where messages were
-    close, else the whole one, which starts from what the segments gave.
+    close, else the whole one, which starts from what the segments gave. A proposal goes no further than tied layers.
 
     Args:
         built: the problem.
@@ -135,13 +150,13 @@ def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answ
     if best.gap > CLOSE:
         stitched = _in_segments(problem, built.places, tiling, search)
         best = better(best, stitched)
-        start = best.assignment if stitched.assignment else None
+        start = stitched.assignment or None
     if best.interrupted or best.gap <= search.close or (search.fast and best.assignment):
         return best
     if tiling is not None:
-        if start is None:
-            best = better(best, _tied(problem, tiling, search))
-        if best.interrupted or best.gap <= CLOSE or monotonic() > search.deadline:
+        if start is None or search.proposal:
+            best = better(best, _tied(problem, tiling, search, start))
+        if best.interrupted or best.gap <= CLOSE or search.proposal or monotonic() > search.deadline:
             return best
     return better(best, _by_solver(problem, search, start))
 
@@ -162,28 +177,40 @@ def taught(
         The assignment, with its cost at exact prices and a bound of all; and the problem with the prices learned.
     """
     best = Answer((), float("inf"), -np.inf, "messages", "unknown")
-    order, warm = lessons.built.places, None
+    order, kept, warm = lessons.built.places, None, lessons.messages
     for _ in range(_LESSONS):
         problem = lessons.asked(hiding).problem
-        messages = _tied_messages(problem, order, tiling)
+        messages = _tied_messages(problem, order, tiling, kept)
         if warm is not None:
             messages.start_from(*warm)
-        relaxed, interrupted = _passes(messages, _ITERATIONS, search)
-        warm = messages.along, messages.against
-        assignment = relaxed.assignment if tiling is None else tiling.spread(relaxed.assignment)
-        # What bounds tied layers bounds no others.
-        found = replace(_answer(relaxed, interrupted), lower_bound=relaxed.bound if tiling is None else -np.inf)
+        glance = kept is None and hiding is not None
+        relaxed, interrupted = _passes(messages, _GLANCE if glance else _ITERATIONS, search)
+        # What bounds tied layers, or some of their options, bounds no others.
+        proved = tiling is None and kept is None
+        found = replace(_answer(relaxed, interrupted), lower_bound=relaxed.bound if proved else -np.inf)
+        chosen, warm = relaxed.assignment, (messages.along, messages.against)
+        if kept is None:
+            lessons = replace(lessons, messages=warm)
+        elif chosen:
+            chosen = tuple(int(some[place]) for some, place in zip(kept, chosen, strict=True))
+        assignment = tiling.spread(chosen) if tiling is not None and chosen else chosen
         best, lessons, more = _examined(best, found, assignment, lessons, resharder, hiding)
-        if not more or best.interrupted or best.gap <= search.close or monotonic() > search.deadline:
+        done = not more or best.gap <= search.close
+        if best.interrupted or monotonic() > search.deadline or (done and not glance):
             break
-    if tiling is not None and warm is not None and not best.interrupted:
+        if kept is None and (glance or tiling is not None):
+            kept = messages.near(_NEAR * abs(relaxed.bound))
+            warm = messages.among(kept)
+    tied = relaxed.bound
+    # With other prices of what is hidden, an answer is a proposal: tied layers are enough, if these are close.
+    if hiding is not None and best.cost - tied <= CLOSE * abs(best.cost):
+        return best, lessons
+    if tiling is not None and lessons.messages is not None and not best.interrupted:
         problem = lessons.asked(hiding).problem
         whole = Messages(problem, order)
-        whole.start_from(*tiling.messages(problem, tiling.fold(problem), *warm))
-        relaxed, interrupted = _passes(whole, _MENDING, search, best.cost)
-        found = _answer(relaxed, interrupted)
+        whole.start_from(*tiling.messages(problem, tiling.fold(problem), *lessons.messages))
+        found = _mended(whole, tiling, order, search, best.cost)
         best, lessons, _ = _examined(best, found, found.assignment, lessons, resharder, hiding)
-    # With other prices of what is hidden, an answer is a proposal: it need not be close.
     for _ in range(_STITCHES):
         if hiding is not None or best.interrupted or best.gap <= CLOSE or monotonic() > search.deadline:
             break
@@ -236,11 +263,13 @@ def by_messages(problem: Problem, order: list[float], tiling: Tiling | None, sea
     return better(own, _answer(relaxed, interrupted))
 
 
-def _tied_messages(problem: Problem, order: list[float], tiling: Tiling | None) -> Messages:
-    """Messages of a problem, or of its tied layers where there are any."""
-    if tiling is None:
-        return Messages(problem, order)
-    return Messages(tiling.fold(problem), [order[leader] for leader in tiling.leaders])
+def _tied_messages(
+    problem: Problem, order: list[float], tiling: Tiling | None, kept: list[IntArray] | None = None
+) -> Messages:
+    """Messages of a problem, or of its tied layers where there are any; of some of the options alone, if told."""
+    if tiling is not None:
+        problem, order = tiling.fold(problem), [order[leader] for leader in tiling.leaders]
+    return Messages(problem if kept is None else narrowed(problem, kept), order)
 
 
 def _passes(messages: Messages, iterations: int, search: Search, upper: float = float("inf")) -> tuple[Relaxed, bool]:
@@ -258,6 +287,28 @@ def _passes(messages: Messages, iterations: int, search: Search, upper: float = 
     except KeyboardInterrupt:
         return best, True
     return best, False
+
+
+def _mended(whole: Messages, tiling: Tiling, order: list[float], search: Search, upper: float) -> Answer:
+    """Some passes at full depth, then more among the options that these leave open below a known cost.
+
+    What is left out costs at least `upper`, so that no assignment costs less than it and what bounds the others. Layers
+    keep the same options, to go on sharing their tables.
+    """
+    relaxed, interrupted = _passes(whole, _LAID, search, upper)
+    slack = upper - relaxed.bound + _ROUNDING * abs(upper)
+    if interrupted or not np.isfinite(slack) or slack <= search.close * abs(upper):
+        return _answer(relaxed, interrupted)
+    whole.run(1, upper=upper)
+    open_: dict[int, IntArray] = {}
+    for leader, own in zip(tiling.follows, whole.near(slack), strict=True):
+        open_[leader] = np.union1d(open_[leader], own) if leader in open_ else own
+    kept = [open_[leader] for leader in tiling.follows]
+    rest = Messages(narrowed(whole.problem, kept), order)
+    rest.start_from(*whole.among(kept))
+    relaxed, interrupted = _passes(rest, _MENDING, search, upper)
+    assignment = tuple(int(some[place]) for some, place in zip(kept, relaxed.assignment, strict=False))
+    return replace(_answer(relaxed, interrupted), assignment=assignment, lower_bound=min(relaxed.bound, upper))
 
 
 def _answer(relaxed: Relaxed, interrupted: bool) -> Answer:
@@ -281,9 +332,13 @@ def _in_segments(problem: Problem, order: list[float], tiling: Tiling | None, se
     return Answer(assignment, cost, -np.inf, "segments, layers tied", "feasible")
 
 
-def _tied(problem: Problem, tiling: Tiling, search: Search) -> Answer:
-    """The problem in which equal layers choose alike, by the solver; its own bound is none of the whole problem."""
-    found = _by_solver(tiling.fold(problem), search)
+def _tied(problem: Problem, tiling: Tiling, search: Search, start: tuple[int, ...] | None) -> Answer:
+    """The problem in which equal layers choose alike, by the solver; its own bound is none of the whole problem.
+
+    `start` is an assignment of the whole problem in which they do, if one is known.
+    """
+    leading = None if start is None else tuple(start[leader] for leader in tiling.leaders)
+    found = _by_solver(tiling.fold(problem), search, leading)
     if not found.assignment:
         return Answer((), float("inf"), -np.inf, found.method, found.status, found.interrupted)
     assignment = tiling.spread(found.assignment)

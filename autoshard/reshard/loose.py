@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -47,8 +48,36 @@ class Token:
     share: Fraction = Fraction(0)
 
 
-_WHOLE = Token("whole")
-Tokens = tuple[Token, ...]
+Tokens = tuple[int, ...]
+"""What every axis does, each by its number (see `_Names`)."""
+
+
+class _Names:
+    """Numbers of tokens: equal ones are compared and looked up very often, and fractions take long to."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Token] = []
+        self._numbers: dict[Token, int] = {}
+        self.whole = self.number(Token("whole"))
+
+    def number(self, token: Token) -> int:
+        if token not in self._numbers:
+            self._numbers[token] = len(self._tokens)
+            self._tokens.append(token)
+        return self._numbers[token]
+
+    def __getitem__(self, number: int) -> Token:
+        return self._tokens[number]
+
+    def ordered(self, numbers: Iterable[int]) -> Tokens:
+        """By what they are, not by when they were met."""
+        return tuple(sorted(numbers, key=self.__getitem__))
+
+    def coarse(self, number: int) -> int:
+        """The piece of a dim without where it lies there."""
+        token = self[number]
+        return self.number(Token("shard", dim=token.dim)) if token.kind == "shard" else number
+
 
 _MOVES = {
     ("shard", "whole"): "all_gather",
@@ -69,28 +98,36 @@ class _Graph:
         place: per axis, position of every token.
         source, target: ends of every move.
         seconds: its price.
-        rows: distances from a state to all, as far as they were asked for.
+        columns: states -> column of `reached`, of those from which distances were asked for.
+        reached: seconds to all states, `[states, columns]`.
     """
 
     number: NDArray[np.int64]
-    place: tuple[dict[Token, int], ...]
+    place: tuple[dict[int, int], ...]
     source: NDArray[np.int64]
     target: NDArray[np.int64]
     seconds: NDArray[np.float64]
-    rows: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+    columns: dict[int, int] = field(default_factory=dict)
+    reached: NDArray[np.float64] | None = None
 
-    def state(self, tokens: Tokens) -> int:
-        return int(self.number[tuple(place[token] for place, token in zip(self.place, tokens, strict=True))])
+    def states(self, ends: Sequence[Tokens]) -> NDArray[np.int64]:
+        """Numbers of some states."""
+        places = [
+            [place[token] for token in own] for place, own in zip(self.place, zip(*ends, strict=True), strict=True)
+        ]
+        return self.number[tuple(places)]
 
-    def distances(self, sources: Sequence[int]) -> NDArray[np.float64]:
-        """Seconds from states to all states, `[sources, states]`."""
-        wanted = sorted(set(sources) - self.rows.keys())
-        if wanted:
+    def distances(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds between states, `[sources, targets]`."""
+        wanted = np.array(sorted(set(sources.tolist()) - self.columns.keys()), dtype=np.int64)
+        if len(wanted) or self.reached is None:
             reached = np.full((int(self.number.max()) + 1, len(wanted)), np.inf)
             reached[wanted, np.arange(len(wanted))] = 0.0
             _relax(self.source, self.target, self.seconds, reached)
-            self.rows.update(zip(wanted, reached.T, strict=True))
-        return np.stack([self.rows[source] for source in sources])
+            self.columns |= {state: len(self.columns) + place for place, state in enumerate(wanted.tolist())}
+            self.reached = reached if self.reached is None else np.concatenate([self.reached, reached], axis=1)
+        columns = np.array([self.columns[source] for source in sources.tolist()], dtype=np.int64)
+        return self.reached[np.ix_(targets, columns)].T
 
 
 class LooseResharder:
@@ -110,6 +147,8 @@ class LooseResharder:
         self.gradients: LooseResharder = self if gradient_price is None else LooseResharder(mesh, gradient_price)
         self._price = price
         self._graphs: dict[object, _Graph] = {}
+        self._known: dict[tuple[int, ...], dict[Spec, Tokens | None]] = defaultdict(dict)
+        self._names = _Names()
         self._tables: dict[object, NDArray[np.float64]] = {}
 
     def seconds(
@@ -125,27 +164,38 @@ class LooseResharder:
         self, shape: tuple[int, ...], dtype_size: int, sources: Sequence[Spec], targets: Sequence[Spec]
     ) -> NDArray[np.float64]:
         rows, columns = ([self._tokens(shape, spec) for spec in specs] for specs in (sources, targets))
-        known = [tokens for tokens in (*rows, *columns) if tokens is not None]
-        per_axis = [sorted({_WHOLE, *(tokens[axis] for tokens in known)}) for axis in range(self.mesh.ndim)]
-        anywhere = [{Token("shard", dim=dim) for dim in range(len(shape))} if n > 1 else set() for n in self.mesh.sizes]
-        fine = [(*tokens, *sorted(more)) for tokens, more in zip(per_axis, anywhere, strict=True)]
+        names, known = self._names, {tokens for tokens in (*rows, *columns) if tokens is not None}
+        fine = []
+        for axis, size in enumerate(self.mesh.sizes):
+            anywhere = {names.number(Token("shard", dim=dim)) for dim in range(len(shape) if size > 1 else 0)}
+            fine.append(names.ordered({names.whole, *(tokens[axis] for tokens in known)}) + names.ordered(anywhere))
         if math.prod(map(len, fine)) > _MOST_CELLS:
-            rows, columns = ([tokens and tuple(map(_coarse, tokens)) for tokens in ends] for ends in (rows, columns))
-            fine = [tuple(sorted({*map(_coarse, tokens)})) for tokens in fine]
+            rows, columns = (
+                [tokens and tuple(map(names.coarse, tokens)) for tokens in ends] for ends in (rows, columns)
+            )
+            fine = [names.ordered({*map(names.coarse, tokens)}) for tokens in fine]
         graph = self._graph(shape, dtype_size, tuple(fine))
         table = np.zeros((len(rows), len(columns)))  # nothing is known of where no path leads from or to
         own, other = ([at for at, tokens in enumerate(ends) if tokens] for ends in (rows, columns))
         if own and other:
-            distances = graph.distances([graph.state(rows[row] or ()) for row in own])
-            table[np.ix_(own, other)] = distances[:, [graph.state(columns[column] or ()) for column in other]]
+            starts, ends = (
+                graph.states([every[at] or () for at in some]) for every, some in ((rows, own), (columns, other))
+            )
+            table[np.ix_(own, other)] = graph.distances(starts, ends)
         return table
 
     def _tokens(self, shape: tuple[int, ...], spec: Spec) -> Tokens | None:
         """What is left of a spec; nothing of one that no path leads from or to."""
+        known = self._known[shape]
+        if spec not in known:
+            known[spec] = self._left(shape, spec)
+        return known[spec]
+
+    def _left(self, shape: tuple[int, ...], spec: Spec) -> Tokens | None:
         state = state_of(shape, spec, self.mesh)
         if state is None:
             return None
-        tokens = [_WHOLE if kind is None else Token("partial", kind) for kind in state.partial]
+        tokens = [Token("whole") if kind is None else Token("partial", kind) for kind in state.partial]
         for dim, nest in enumerate(state.nests):
             steps = Fraction(1)  # that axes distribute above
             for loop in nest:
@@ -153,7 +203,7 @@ class LooseResharder:
                 share = Fraction(block, total) if loop.total else Fraction(0)
                 tokens[loop.axis] = Token("shard", "", dim, loop.outer * steps, share)
                 steps = steps * total / block
-        return tuple(tokens)
+        return tuple(map(self._names.number, tokens))
 
     def _graph(self, shape: tuple[int, ...], dtype_size: int, tokens: tuple[Tokens, ...]) -> _Graph:
         key = (shape, dtype_size, tokens)
@@ -161,7 +211,8 @@ class LooseResharder:
             self._graphs[key] = self._made(shape, dtype_size, tokens)
         return self._graphs[key]
 
-    def _made(self, shape: tuple[int, ...], dtype_size: int, tokens: tuple[Tokens, ...]) -> _Graph:
+    def _made(self, shape: tuple[int, ...], dtype_size: int, numbers: tuple[Tokens, ...]) -> _Graph:
+        tokens = tuple(tuple(map(self._names.__getitem__, one)) for one in numbers)
         number = self._numbered(tokens)
         states = np.argwhere(number >= 0)
         sharded = [np.array([token.kind == "shard" for token in one]) for one in tokens]
@@ -185,10 +236,10 @@ class LooseResharder:
                 parts.append((source, target, seconds))
         nothing = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
         source, target, seconds = map(np.concatenate, zip(nothing, *parts, strict=True))
-        places = tuple({token: place for place, token in enumerate(one)} for one in tokens)
+        places = tuple({token: place for place, token in enumerate(one)} for one in numbers)
         return _Graph(number, places, source, target, seconds)
 
-    def _numbered(self, tokens: tuple[Tokens, ...]) -> NDArray[np.int64]:
+    def _numbered(self, tokens: tuple[tuple[Token, ...], ...]) -> NDArray[np.int64]:
         """Numbers of the states: all combinations in which no two axes shard overlapping pieces of a dim."""
         apart = np.ones(tuple(map(len, tokens)), dtype=bool)
         sizes = self.mesh.sizes
@@ -202,7 +253,7 @@ class LooseResharder:
         return number
 
     def _inner(
-        self, shape: tuple[int, ...], tokens: tuple[Tokens, ...], states: NDArray[np.int64]
+        self, shape: tuple[int, ...], tokens: tuple[tuple[Token, ...], ...], states: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """`[states, axes]`: whether an axis's piece certainly lies inside other loops of the local tensor."""
         dims = [np.array([token.dim for token in one])[states[:, axis]] for axis, one in enumerate(tokens)]
@@ -229,10 +280,6 @@ class LooseResharder:
         return np.array([[self._price(kind, amount, axis) for amount in held] for kind in (*KINDS, "copy")])
 
 
-def _coarse(token: Token) -> Token:
-    return Token("shard", dim=token.dim) if token.kind == "shard" else token
-
-
 def _kind(before: Token, after: Token) -> int:
     """The collective from one to the other; -1 where none does it."""
     kind = _MOVES.get((before.kind, after.kind))
@@ -250,15 +297,22 @@ def _apart(one: Token, size: int, other: Token, other_size: int) -> bool:
 @numba.njit(cache=True)
 def _relax(source, target, seconds, reached):  # type: ignore[no-untyped-def] # pragma: no cover
     """Shortens `reached`, `[states, columns]`, over all moves until none helps (Bellman and Ford)."""
-    columns = reached.shape[1]
+    states, columns = reached.shape
+    fresh = np.zeros(states, dtype=np.bool_)  # states that came closer in the last round, from which others may now
+    for state in range(states):
+        fresh[state] = reached[state].min() < np.inf if columns else False
     changed = True
     while changed:
-        changed = False
+        changed, later = False, np.zeros(states, dtype=np.bool_)
         for move in range(len(source)):
+            if not (fresh[source[move]] or later[source[move]]):
+                continue
             start, end, price = reached[source[move]], reached[target[move]], seconds[move]
-            closer = False
+            closer = 0
             for column in range(columns):
                 through = start[column] + price
-                closer |= through < end[column]
+                closer += through < end[column]
                 end[column] = min(end[column], through)
-            changed |= closer
+            if closer > 0:
+                changed = later[target[move]] = True
+        fresh = later

@@ -13,7 +13,7 @@ from time import monotonic
 import numba
 import numpy as np
 
-from autoshard.solver.problem import Array, IntArray, Problem
+from autoshard.solver.problem import Array, Edge, IntArray, Problem
 
 _ROUNDING = 1e-11
 """Relative slack taken off every bound: sums of many floats."""
@@ -23,6 +23,9 @@ _PATIENCE = 10
 
 _STALLED = 0.02
 """Part of the distance to a known cost that so many iterations must close to go on."""
+
+_LANES = 8
+"""Least elements that are looked for side by side, as a processor does."""
 
 _SETTLED = 0.1
 """Part of the gap that twice as many iterations must close where assignments matter, not the bound."""
@@ -84,24 +87,23 @@ class Messages:
         self.into, self.into_at = _grouped(self.later, problem.size)
         widest = np.maximum(np.diff(self.out_at), np.diff(self.into_at))
         self.share = 1.0 / np.maximum(widest, 1)
+        self.belief = np.zeros(len(self.costs))
 
     def _lay_tables(self) -> None:
-        """Every distinct table once, from its earlier end to its later one and the other way."""
-        place: dict[tuple[int, bool], int] = {}
+        """Every distinct table once, as it stands; `turned` says whether the later end of an edge has its rows."""
+        place: dict[int, int] = {}
         parts, length = [], 0
         factors, tables = [], []
-        for number, edge in enumerate(self.problem.edges):
+        for edge in self.problem.edges:
             for factor, table in edge.parts:
+                if id(table) not in place:
+                    place[id(table)] = length
+                    parts.append(table.ravel())
+                    length += parts[-1].size
                 factors.append(factor)
-                for turned in (bool(self.turned[number]), not self.turned[number]):
-                    key = (id(table), turned)
-                    if key not in place:
-                        place[key] = length
-                        parts.append((table.T if turned else table).ravel())
-                        length += parts[-1].size
-                    tables.append(place[key])
+                tables.append(place[id(table)])
         self.factor = np.array(factors, dtype=np.float64)
-        self.table = np.array(tables, dtype=np.int64).reshape(-1, 2)
+        self.table = np.array(tables, dtype=np.int64)
         self.part_at = _starts(np.array([len(edge.parts) for edge in self.problem.edges], dtype=np.int64))
         self.tables = np.concatenate([*parts, np.zeros(0)])
 
@@ -167,22 +169,53 @@ class Messages:
         lowered = best - _ROUNDING * abs(best) if np.isfinite(best) else best
         return Relaxed(lowered, rounded, cost, len(history))
 
+    def near(self, slack: float) -> list[IntArray]:
+        """Per node, the strategies that an assignment may use which costs at most `slack` above the bound, ascending.
+
+        What a strategy adds to the bound is told by the last pass back. It holds for the bound before that pass; the
+        answer is exact as far as this one did not raise it.
+        """
+        ends = zip(self.at[:-1], self.at[1:], strict=True)
+        own = (self.belief[first:last] for first, last in ends)
+        return [np.flatnonzero(costs <= costs.min() + slack) for costs in own]
+
+    def among(self, kept: Sequence[IntArray]) -> tuple[list[Array], list[Array]]:
+        """What is sent along and against every edge, to some strategies of every node alone."""
+        edges = self.problem.edges
+        return (
+            [message[kept[edge.target]] for message, edge in zip(self.along, edges, strict=True)],
+            [message[kept[edge.source]] for message, edge in zip(self.against, edges, strict=True)],
+        )
+
     def _there_and_back(self) -> float:
-        belief = np.empty(len(self.costs))
+        belief = self.belief
         arrays = (
             self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.up, self.up_at,
-            self.down, self.down_at, self.share, self.tables, self.part_at, self.factor, belief,
+            self.down, self.down_at, self.share, self.tables, self.table, self.part_at, self.factor, belief,
         )  # fmt: skip
-        _pass(self.sequence, *arrays, self.table[:, 0], self.later, True)
-        _pass(self.sequence[::-1].copy(), *arrays, self.table[:, 1], self.earlier, False)
+        _pass(self.sequence, *arrays, self.turned, self.later, True)
+        _pass(self.sequence[::-1].copy(), *arrays, ~self.turned, self.earlier, False)
         return float(_value(self.sizes, self.at, self.into_at, self.share, belief))
 
     def _rounded(self) -> tuple[int, ...]:
         choice = _round(
             self.sequence, self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.down,
-            self.down_at, self.tables, self.part_at, self.factor, self.table[:, 0], self.earlier,
+            self.down_at, self.tables, self.table, self.part_at, self.factor, self.turned, self.earlier,
         )  # fmt: skip
         return tuple(int(one) for one in choice)
+
+
+def narrowed(problem: Problem, kept: Sequence[IntArray]) -> Problem:
+    """The costs of a problem with some strategies of every node alone; equal tables cut alike stay one."""
+    cut: dict[tuple[int, bytes, bytes], Array] = {}
+    names = [rows.tobytes() for rows in kept]
+    edges = []
+    for edge in problem.edges:
+        key = id(edge.costs), names[edge.source], names[edge.target]
+        if key not in cut:
+            cut[key] = edge.costs[np.ix_(kept[edge.source], kept[edge.target])]
+        edges.append(Edge(edge.source, edge.target, cut[key]))
+    return Problem(tuple(vector[rows] for vector, rows in zip(problem.costs, kept, strict=True)), tuple(edges))
 
 
 def _stalled(history: Sequence[float], target: float) -> bool:
@@ -210,11 +243,13 @@ def _grouped(ends: IntArray, count: int) -> tuple[IntArray, IntArray]:
 
 @numba.njit(cache=True)
 def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
-    sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, part_at, factor,
-    belief, table, to, forward,
+    sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, table, part_at,
+    factor, belief, turned, to, forward,
 ):  # fmt: skip
-    """Every node in turn gathers what it was told, and tells the nodes after it."""
-    blended = np.empty(sizes.max())
+    """Every node in turn gathers what it was told, and tells the nodes after it; the rows of a table that is `turned`
+    are theirs."""
+    most = sizes.max() if len(sizes) else 0
+    base, blended, lanes = np.empty(most), np.empty(most), np.empty(_LANES)
     for node in sequence:
         size = sizes[node]
         own = belief[at[node] : at[node] + size]
@@ -235,32 +270,58 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
             told, heard = (up_at[edge], down_at[edge]) if forward else (down_at[edge], up_at[edge])
             message = up[told : told + width] if forward else down[told : told + width]
             answer = down if forward else up
-            message[:] = np.inf
+            for s in range(size):
+                base[s] = share[node] * own[s] - answer[heard + s] if own[s] < np.inf else np.inf
             part = part_at[edge]
             parts = part_at[edge + 1] - part
             single = parts == 1 and factor[part] == 1.0
-            for s in range(size):
-                if own[s] < np.inf:
-                    base = share[node] * own[s] - answer[heard + s]
-                    row = tables[table[part] + s * width : table[part] + (s + 1) * width]
-                    if single:
-                        for t in range(width):
-                            through = base + row[t]
-                            message[t] = through if through < message[t] else message[t]
-                    elif parts == 2:
-                        more = tables[table[part + 1] + s * width : table[part + 1] + (s + 1) * width]
-                        for t in range(width):
-                            through = base + factor[part] * row[t] + factor[part + 1] * more[t]
-                            message[t] = through if through < message[t] else message[t]
-                    else:
-                        for t in range(width):
-                            blended[t] = base + factor[part] * row[t]
+            if turned[edge]:
+                for t in range(width):
+                    first = t * size
+                    row = tables[table[part] + first : table[part] + first + size]
+                    if not single:
+                        for s in range(size):
+                            blended[s] = factor[part] * row[s]
                         for other in range(part + 1, part + parts):
-                            more = tables[table[other] + s * width : table[other] + (s + 1) * width]
-                            for t in range(width):
-                                blended[t] += factor[other] * more[t]
+                            more = tables[table[other] + first : table[other] + first + size]
+                            for s in range(size):
+                                blended[s] += factor[other] * more[s]
+                        row = blended[:size]
+                    lanes[:] = np.inf
+                    for start in range(0, size - _LANES + 1, _LANES):
+                        for lane in range(_LANES):
+                            through = base[start + lane] + row[start + lane]
+                            lanes[lane] = through if through < lanes[lane] else lanes[lane]
+                    least = lanes.min()
+                    for s in range(size - size % _LANES, size):
+                        through = base[s] + row[s]
+                        least = through if through < least else least
+                    message[t] = least
+                continue
+            message[:] = np.inf
+            for s in range(size):
+                if base[s] == np.inf:
+                    continue
+                first = s * width
+                row = tables[table[part] + first : table[part] + first + width]
+                if single:
+                    for t in range(width):
+                        through = base[s] + row[t]
+                        message[t] = through if through < message[t] else message[t]
+                elif parts == 2:
+                    more = tables[table[part + 1] + first : table[part + 1] + first + width]
+                    for t in range(width):
+                        through = base[s] + factor[part] * row[t] + factor[part + 1] * more[t]
+                        message[t] = through if through < message[t] else message[t]
+                else:
+                    for t in range(width):
+                        blended[t] = base[s] + factor[part] * row[t]
+                    for other in range(part + 1, part + parts):
+                        more = tables[table[other] + first : table[other] + first + width]
                         for t in range(width):
-                            message[t] = blended[t] if blended[t] < message[t] else message[t]
+                            blended[t] += factor[other] * more[t]
+                    for t in range(width):
+                        message[t] = blended[t] if blended[t] < message[t] else message[t]
 
 
 @numba.njit(cache=True)
@@ -276,7 +337,8 @@ def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] #
 
 @numba.njit(cache=True)
 def _round(  # type: ignore[no-untyped-def] # pragma: no cover
-    sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, part_at, factor, table, earlier
+    sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, part_at, factor, turned,
+    earlier,
 ):
     """Every node in turn takes what is best given the nodes before it, and what those after it tell."""
     choice = np.zeros(len(sizes), dtype=np.int64)
@@ -288,9 +350,11 @@ def _round(  # type: ignore[no-untyped-def] # pragma: no cover
             for s in range(size):
                 own[s] += down[start + s]
         for k in range(into_at[node], into_at[node + 1]):
-            for part in range(part_at[into[k]], part_at[into[k] + 1]):
-                start = table[part] + choice[earlier[into[k]]] * size
+            edge = into[k]
+            taken, width = choice[earlier[edge]], sizes[earlier[edge]]
+            first, step = (taken, width) if turned[edge] else (taken * size, 1)
+            for part in range(part_at[edge], part_at[edge + 1]):
                 for s in range(size):
-                    own[s] += factor[part] * tables[start + s]
+                    own[s] += factor[part] * tables[table[part] + first + s * step]
         choice[node] = own.argmin()
     return choice

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.solver import Edge, Problem
-from autoshard.solver.warm import Messages
+from autoshard.solver.warm import Messages, narrowed
 
 
 def _problem(seed: int, nodes: int, extra: int, forbidden: float) -> Problem:
@@ -84,3 +84,19 @@ def test_the_bound_never_falls_and_ends_at_a_known_cost() -> None:
     bounds = [bound for _, bound in told]
     assert bounds == sorted(bounds)
     assert result.bound <= result.cost + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 6), st.integers(0, 4), st.integers(1, 6), st.floats(0.0, 2.0))
+def test_strategies_that_are_not_near_cost_more(seed: int, nodes: int, extra: int, passes: int, slack: float) -> None:
+    problem = _problem(seed, nodes, extra, 0.1)
+    messages = Messages(problem, list(np.random.default_rng(seed).random(nodes)))
+    bound = messages.run(passes).bound
+    messages.run(1)
+    kept = messages.near(slack)
+    for assignment, cost in _all(problem).items():
+        if cost <= bound + slack - 1e-9:
+            assert all(choice in some for choice, some in zip(assignment, kept, strict=True))
+    left = narrowed(problem, kept)
+    places = [len(some) - 1 for some in kept]
+    assert left.cost(places) == problem.cost([some[place] for some, place in zip(kept, places, strict=True)])
