@@ -39,7 +39,7 @@ FAST = [
 ]
 SLOW = [
     ("hf_gpt2", (4,), 6, SOME),
-    ("resnet18", (2,), 8, ALL),
+    ("wide_resnet", (2,), 8, ALL),
     ("hf_mixtral", (2,), 9, ALL),
     ("hf_t5", (3,), 10, UNEVEN),
     ("lstm", (2,), 11, ALL),
