@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-import numba
 import numpy as np
 
+from autoshard.solver.jit import compiled_when_called
 from autoshard.solver.problem import Array, IntArray, Problem
 
 _ROUNDING = 1e-11
@@ -203,7 +203,7 @@ def _grouped(ends: IntArray, count: int) -> tuple[IntArray, IntArray]:
     return order, np.searchsorted(ends[order], np.arange(count + 1))
 
 
-@numba.njit(cache=True)
+@compiled_when_called
 def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
     sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, belief, table, to,
     forward,
@@ -239,7 +239,7 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
                         message[t] = through if through < message[t] else message[t]
 
 
-@numba.njit(cache=True)
+@compiled_when_called
 def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] # pragma: no cover
     """The optima of all chains, each found at its first node by a pass back."""
     total = 0.0
@@ -250,7 +250,7 @@ def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] #
     return total
 
 
-@numba.njit(cache=True)
+@compiled_when_called
 def _round(  # type: ignore[no-untyped-def] # pragma: no cover
     sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, earlier
 ):
