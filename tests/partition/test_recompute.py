@@ -105,7 +105,7 @@ def _loss_and_slope(plan: ShardingPlan | None, **options: Any) -> tuple[list[flo
 def test_what_is_drawn_again_are_the_same_numbers() -> None:
     graph = capture(Dropped().double(), (torch.randn(12, 24, dtype=torch.float64),), {})
     mesh = MeshShape.of({"x": 2, "y": 2})
-    plans = [random_plan(graph, mesh, seed, recompute=1.0) for seed in range(4)]
+    plans = [random_plan(graph, mesh, seed, recompute=1.0) for seed in range(2)]
     drawn = 0
     for plan in plans:
         losses, slopes = _loss_and_slope(plan)
