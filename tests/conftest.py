@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: to look through all of it for garbage, again and again, takes a tenth of the time."""
+    """What is imported by now stays: looking through all of it for garbage time and again takes a tenth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
