@@ -6,6 +6,7 @@ The model comes from a configuration, so nothing is downloaded. Its checkpoint i
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 
 import torch
@@ -18,28 +19,29 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
 
-CONFIG = LlamaConfig(
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=352,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    max_position_embeddings=64,
-    use_cache=False,
-)
+VOCABULARY, LENGTH = 512, 64
 
 
 def batch(step: int) -> dict[str, Tensor]:
     """The same batch in every process: sequences that count upwards, so that there is something to learn."""
-    starts = torch.randint(CONFIG.vocab_size, (8, 1), generator=torch.Generator().manual_seed(step))
-    tokens = (starts + torch.arange(64)) % CONFIG.vocab_size
+    starts = torch.randint(VOCABULARY, (8, 1), generator=torch.Generator().manual_seed(step))
+    tokens = (starts + torch.arange(LENGTH)) % VOCABULARY
     return {"input_ids": tokens, "labels": tokens}
 
 
-def make(mesh: DeviceMesh) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
+def make(layers: int, mesh: DeviceMesh) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+    )
     torch.manual_seed(0)
-    model = autoshard.parallelize(LlamaForCausalLM(CONFIG), mesh, example_kwargs=batch(0))
+    model = autoshard.parallelize(LlamaForCausalLM(config), mesh, example_kwargs=batch(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     return model, autoshard.checkpointable(optimizer)  # its state may be saved however the parameters lie
 
@@ -67,6 +69,10 @@ def load(path: str, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=2)
+    layers = parser.parse_args().layers
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
@@ -76,7 +82,7 @@ def main() -> None:
     assert path is not None
 
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, optimizer = make(square)
+    model, optimizer = make(layers, square)
     if first:
         print(model.sharding_plan)
     before = train(model, optimizer, range(10))
@@ -84,7 +90,7 @@ def main() -> None:
     expected = train(model, optimizer, range(10, 15))
 
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    model, optimizer = make(line)
+    model, optimizer = make(layers, line)
     load(path, model, optimizer)
     resumed = train(model, optimizer, range(10, 15))
 

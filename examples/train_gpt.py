@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int = 4, width: int = 128, heads: int = 4) -> None:
+    def __init__(self, layers: int, width: int = 128, heads: int = 4) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(CONTEXT, width)
@@ -74,9 +74,9 @@ def batches(text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-def make_model() -> GPT:
+def make_model(layers: int) -> GPT:
     torch.manual_seed(0)
-    return GPT()
+    return GPT(layers)
 
 
 def train(model: nn.Module, text: Tensor, steps: int, title: str, quiet: bool) -> list[float]:
@@ -100,7 +100,9 @@ def train(model: nn.Module, text: Tensor, steps: int, title: str, quiet: bool) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
+    parser.add_argument("--layers", type=int, default=4)
+    options = parser.parse_args()
+    steps, layers = options.steps, options.layers
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -108,14 +110,14 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     text = standard_library()
 
-    model = autoshard.parallelize(make_model(), mesh, example_args=next(batches(text)))
+    model = autoshard.parallelize(make_model(layers), mesh, example_args=next(batches(text)))
     if first:
         print(f"{len(text):,} characters, {sum(p.numel() for p in model.parameters()):,} parameters\n")
         print(model.sharding_plan)
     sharded = train(model, text, steps, "four processes", quiet=not first)
 
     if first:
-        alone = train(make_model(), text, steps, "one process   ", quiet=False)
+        alone = train(make_model(layers), text, steps, "one process   ", quiet=False)
         difference = max(abs(a - b) / abs(b) for a, b in zip(sharded, alone, strict=True))
         print(f"\nloss {sharded[0]:.4f} -> {sharded[-1]:.4f}")
         print(f"largest relative difference in loss between four processes and one: {difference:.1e}")

@@ -17,7 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
 from autoshard.cluster.cluster import Link
-from tests import distributed, models
+from tests import models
+from tests.workers import Workers
 
 HINTS: dict[str, Any] = {"layers.*.mlp.*.weight": [Shard(0)], "head.weight": [Shard(1)]}
 NAMESPACES = ("_c10d_functional", "autoshard")
@@ -102,4 +103,5 @@ def _compiled_equals_eager() -> None:
 
 @pytest.mark.slow
 def test_inductor_gives_the_numbers_and_the_collectives_of_the_eager_program() -> None:
-    distributed.run(_compiled_equals_eager, 2)
+    with Workers(2) as workers:
+        workers.run(_compiled_equals_eager)

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from tests import distributed, models
+from tests import models
+from tests.workers import Workers
 
 
 class Twins(nn.Module):
@@ -266,4 +267,5 @@ def _on_two_processes() -> None:
 
 @pytest.mark.slow
 def test_two_processes() -> None:
-    distributed.run(_on_two_processes, 2)
+    with Workers(2) as workers:
+        workers.run(_on_two_processes)

@@ -50,7 +50,7 @@ def test_every_example_has_a_test() -> None:
 
 @pytest.mark.slow
 def test_train_gpt(tmp_path: Path) -> None:
-    text = run("train_gpt.py", tmp_path, "--steps", "5")
+    text = run("train_gpt.py", tmp_path, "--steps", "5", "--layers", "2")
     assert re.search(r"blocks\.\*\.qkv\.weight .*S\(0,f=3\)", text)
     difference = re.search(r"difference in loss between four processes and one: (\S+)", text)
     assert difference is not None
@@ -69,7 +69,7 @@ def test_fused_qkv(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_huggingface_llama(tmp_path: Path) -> None:
-    text = run("huggingface_llama.py", tmp_path)
+    text = run("huggingface_llama.py", tmp_path, "--layers", "1")
     before, going_on, resumed = (losses(line.split(":")[1]) for line in text.splitlines() if line.startswith("loss on"))
     assert len(before) == 10
     assert len(going_on) == len(resumed) == 5

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard.capture.joint import capture
+from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.partition.shards import whole
 from autoshard.specs.axes import MeshShape
@@ -30,7 +30,8 @@ from tests.random_plans import random_plan
 from tests.widen import Widened, doubles
 
 TOLERANCE = 1e-9
-ONE_LAYER = "gpt of one layer"
+OF_ONE_LAYER = " of one layer"  # behind the name of a model that has two
+ONE_LAYER = "gpt" + OF_ONE_LAYER
 STEPS = 3
 LEARNING_RATE = 0.1
 MOMENTUM = 0.9
@@ -141,10 +142,10 @@ def held_by_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def build(name: str, **options: Any) -> models.Model:
-    """A model of `tests.models` with options of its own, or the GPT of one layer, in float64 all through."""
+    """A model of `tests.models` with options of its own, in float64 all through."""
+    if name.endswith(OF_ONE_LAYER):
+        name, options = name.removesuffix(OF_ONE_LAYER), options | {"layers": 1}
     with Widened():
-        if name == ONE_LAYER:
-            return models.gpt(dtype=torch.float64, layers=1)
         return models.ZOO[name](dtype=torch.float64, **options)
 
 
@@ -189,6 +190,14 @@ def _without_rule(raised: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
     return tuple(found)
 
 
+@functools.cache
+def captured(name: str) -> JointGraph:
+    """The graph of a model's step."""
+    module, inputs = build(name)
+    with Widened():
+        return capture(module, (), inputs)
+
+
 def on_mesh_at_random(
     name: str, mesh: Mapping[str, int], seed: int, steps: int = 1, *, planned_outputs: bool = False, **options: float
 ) -> Trace:
@@ -203,9 +212,7 @@ def on_mesh_at_random(
         options: further options of `random_plan`.
     """
     module, inputs = build(name)
-    with Widened():
-        graph = capture(module, (), inputs)
-    plan = random_plan(graph, MeshShape.of(mesh), seed, planned_outputs=planned_outputs, **options)
+    plan = random_plan(captured(name), MeshShape.of(mesh), seed, planned_outputs=planned_outputs, **options)
     with simulated(**mesh) as device_mesh:
         with Widened():
             outputs = "planned" if planned_outputs else None

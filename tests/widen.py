@@ -40,7 +40,6 @@ class Widened(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        wide = torch.utils._pytree.tree_map(
-            lambda leaf: torch.float64 if leaf is torch.float32 else leaf, (args, kwargs or {})
-        )
-        return (torch.Tensor.double if func is torch.Tensor.float else func)(*wide[0], **wide[1])
+        wide = [torch.float64 if one is torch.float32 else one for one in args]
+        named = {name: torch.float64 if one is torch.float32 else one for name, one in (kwargs or {}).items()}
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*wide, **named)

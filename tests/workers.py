@@ -1,7 +1,8 @@
-"""Real processes over gloo that serve one test after another, since starting them takes longer than most tests."""
+"""Real processes over gloo that serve one call after another, forked from one that has imported all they need."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 
 class Workers:
@@ -62,7 +62,8 @@ class Workers:
         return [answers[rank][1] for rank in range(self.size)]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.training"])  # seconds of imports, once for all processes of all tests
         store = str(Path(tempfile.mkdtemp(), "store"))
         for rank in range(self.size):
             ours, theirs = context.Pipe()

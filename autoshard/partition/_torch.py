@@ -42,6 +42,8 @@ class SymbolicNumbers:
     def __init__(self) -> None:
         self.env = ShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        # Making an entry costs as much as the operator, and whoever uses the mode runs equal calls once.
+        self.mode.cache_enabled = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from autoshard.specs.axes import MeshShape
 
 
 class GraphEmitter:
-    """An `Emitter` whose values are FX nodes. Shapes are found by running every operator on fake tensors.
+    """An `Emitter` whose values are FX nodes. Shapes are found by running operators on fake tensors, equal calls once.
 
     Args:
         mesh: the mesh axes.
@@ -45,6 +45,7 @@ class GraphEmitter:
         self._coordinates: list[fx.Node] = []
         self._seed: fx.Node | None = None
         self._symbolic = SymbolicShapes(sizes) if sizes else None
+        self._results: dict[tuple[Any, ...], Any] = {}  # fake tensors, which equal calls of an operator share
 
     def placeholder(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
         """An input of the program, with its local shape."""
@@ -62,15 +63,21 @@ class GraphEmitter:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         node = self.graph.call_function(op, args, kwargs)
-        fakes = fx.node.map_aggregate((args, kwargs), _fake)
-        with self._mode, torch.no_grad():
-            val = op(*fakes[0], **fakes[1])
+        val = self._result(op, args, kwargs)
         self._finish(node, val)
         if self._symbolic is not None:
             self._symbolic.run(node, op, args, kwargs)
         if isinstance(val, (tuple, list)):
             return tuple(self._item(node, index, item) for index, item in enumerate(val))
         return node
+
+    def _result(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = (op, _look(args), _look(kwargs))
+        if key not in self._results:
+            fakes = fx.node.map_aggregate((args, kwargs), _fake)
+            with self._mode, torch.no_grad():
+                self._results[key] = op(*fakes[0], **fakes[1])
+        return self._results[key]
 
     def _item(self, node: fx.Node, index: int, val: Any) -> fx.Node | None:
         if val is None:
@@ -118,3 +125,15 @@ class GraphEmitter:
 def _fake(argument: Any) -> Any:
     """What stands for an argument when shapes are found."""
     return argument.meta["val"] if isinstance(argument, fx.Node) else plain(argument)
+
+
+def _look(argument: Any) -> Any:
+    """What of an argument decides how the results look."""
+    if isinstance(argument, dict):
+        return tuple((name, _look(value)) for name, value in argument.items())
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_look, argument))
+    value = _fake(argument)
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    return _look(value) if isinstance(value, (list, tuple)) else (type(value), value)

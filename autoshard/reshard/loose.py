@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.reshard.path import Price
 from autoshard.reshard.states import ALL_GATHER, ALL_TO_ALL, KINDS, REDUCE_SCATTER, state_of
+from autoshard.solver.jit import compiled_when_called
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
@@ -294,7 +294,7 @@ def _apart(one: Token, size: int, other: Token, other_size: int) -> bool:
     return below % (above * length) == 0
 
 
-@numba.njit(cache=True)
+@compiled_when_called
 def _relax(source, target, seconds, reached):  # type: ignore[no-untyped-def] # pragma: no cover
     """Shortens `reached`, `[states, columns]`, over all moves until none helps (Bellman and Ford)."""
     states, columns = reached.shape

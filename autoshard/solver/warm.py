@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-import numba
 import numpy as np
 
+from autoshard.solver.jit import compiled_when_called
 from autoshard.solver.problem import Array, Edge, IntArray, Problem
 
 _ROUNDING = 1e-11
@@ -207,14 +207,15 @@ class Messages:
 
 def narrowed(problem: Problem, kept: Sequence[IntArray]) -> Problem:
     """The costs of a problem with some strategies of every node alone; equal tables cut alike stay one."""
-    cut: dict[tuple[int, bytes, bytes], Array] = {}
+    cut: dict[tuple[int, bytes, bytes], tuple[Array, Array]] = {}  # what a key names by identity stays alive
     names = [rows.tobytes() for rows in kept]
     edges = []
     for edge in problem.edges:
-        key = id(edge.costs), names[edge.source], names[edge.target]
+        costs = edge.costs
+        key = id(costs), names[edge.source], names[edge.target]
         if key not in cut:
-            cut[key] = edge.costs[np.ix_(kept[edge.source], kept[edge.target])]
-        edges.append(Edge(edge.source, edge.target, cut[key]))
+            cut[key] = costs, costs[np.ix_(kept[edge.source], kept[edge.target])]
+        edges.append(Edge(edge.source, edge.target, cut[key][1]))
     return Problem(tuple(vector[rows] for vector, rows in zip(problem.costs, kept, strict=True)), tuple(edges))
 
 
@@ -241,7 +242,7 @@ def _grouped(ends: IntArray, count: int) -> tuple[IntArray, IntArray]:
     return order, np.searchsorted(ends[order], np.arange(count + 1))
 
 
-@numba.njit(cache=True)
+@compiled_when_called
 def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
     sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, table, part_at,
     factor, belief, turned, to, forward,
@@ -324,7 +325,7 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
                         message[t] = blended[t] if blended[t] < message[t] else message[t]
 
 
-@numba.njit(cache=True)
+@compiled_when_called
 def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] # pragma: no cover
     """The optima of all chains, each found at its first node by a pass back."""
     total = 0.0
@@ -335,7 +336,7 @@ def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] #
     return total
 
 
-@numba.njit(cache=True)
+@compiled_when_called
 def _round(  # type: ignore[no-untyped-def] # pragma: no cover
     sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, part_at, factor, turned,
     earlier,

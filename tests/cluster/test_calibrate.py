@@ -14,8 +14,8 @@ import autoshard
 from autoshard.cluster.collective_samples import KINDS
 from autoshard.cluster.measured import BYTES, FLOPS, Grouping
 from autoshard.errors import MeshError
-from tests.distributed import run
 from tests.models import mlp
+from tests.workers import Workers
 
 
 def _quick(mesh: DeviceMesh, **options: object) -> autoshard.Cluster:
@@ -58,7 +58,8 @@ def measures_and_agrees() -> None:
 
 @pytest.mark.slow
 def test_two_processes_measure_and_agree() -> None:
-    run(measures_and_agrees, 2)
+    with Workers(2) as workers:
+        workers.run(measures_and_agrees)
 
 
 def test_a_job_of_one_process_is_refused(tmp_path: Path) -> None:

@@ -12,13 +12,20 @@ from torch import nn
 from tests.models.common import BATCH, HIDDEN, SEQUENCE, SMALL, VOCABULARY, Model, seeded, tokens
 
 
-def hf_gpt2(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH, dropout: float = 0.0) -> Model:
+def hf_gpt2(
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    batch: int = BATCH,
+    layers: int = 2,
+    dropout: float = 0.0,
+) -> Model:
     """Hugging Face GPT-2 language model; its head is tied to its embedding."""
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=SEQUENCE,
         n_embd=HIDDEN,
-        n_layer=2,
+        n_layer=layers,
         n_head=4,
         resid_pdrop=dropout,
         embd_pdrop=dropout,
@@ -30,13 +37,13 @@ def hf_gpt2(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = B
     return language_model(transformers.GPT2LMHeadModel, config, dtype, seed, batch)
 
 
-def hf_llama(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH) -> Model:
+def hf_llama(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH, layers: int = 2) -> Model:
     """Hugging Face Llama with 4 query heads over 2 key and value heads."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=2 * HIDDEN,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=SEQUENCE,

@@ -17,6 +17,7 @@ def hf_bert(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     batch: int = BATCH,
+    layers: int = 2,
     task: str = "classification",
     dropout: float = 0.0,
 ) -> Model:
@@ -24,7 +25,7 @@ def hf_bert(
     config = transformers.BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         intermediate_size=2 * HIDDEN,
         max_position_embeddings=SEQUENCE,

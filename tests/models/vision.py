@@ -12,11 +12,11 @@ from torch import nn
 from tests.models.common import BATCH, HIDDEN, SEQUENCE, SMALL, VOCABULARY, Model, seeded, tokens
 
 
-def hf_vit(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH) -> Model:
+def hf_vit(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH, layers: int = 2) -> Model:
     """Hugging Face ViT: images of 12 by 12 in patches of 4 by 4, 3 classes."""
     config = transformers.ViTConfig(
         hidden_size=HIDDEN,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         intermediate_size=2 * HIDDEN,
         image_size=12,

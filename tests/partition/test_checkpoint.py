@@ -17,8 +17,8 @@ from autoshard.partition.blocks import blocks_of
 from autoshard.partition.checkpoint import checkpointable, install_hooks
 from autoshard.partition.shards import distribute, full, local_of, replace_parameters
 from autoshard.specs import MeshShape, Spec, shard
-from tests.distributed import run
 from tests.partition.meshes import SPECS, per_rank, simulated
+from tests.workers import Workers
 
 
 @pytest.mark.parametrize("shape", [(12, 10), (7, 5), (1, 9), (0, 3)])
@@ -154,7 +154,8 @@ def all_of_it(folder: str) -> None:
 
 
 def test_distributed_checkpoints_of_four_processes(tmp_path: Path) -> None:
-    run(all_of_it, 4, str(tmp_path))
+    with Workers(4) as workers:
+        workers.run(all_of_it, str(tmp_path))
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -9,7 +9,7 @@ import pytest
 from autoshard.capture.joint import capture
 from autoshard.specs.axes import MeshShape
 from tests.random_plans import random_plan
-from tests.training import ONE_LAYER, TOLERANCE, build, compare, on_mesh_at_random, one_device
+from tests.training import OF_ONE_LAYER, ONE_LAYER, TOLERANCE, build, compare, on_mesh_at_random, one_device
 
 FSDP: dict[str, Any] = {"forced": 0.5}
 OPEN: dict[str, Any] = {"forced": 0.3, "planned_outputs": True}
@@ -27,11 +27,11 @@ FAST = [
 SLOW = [
     ("mlp", (2, 2, 2), 7, OPEN),
     (ONE_LAYER, (2, 3), 8, {}),
-    ("hf_gpt2", (2,), 9, FSDP),
-    ("hf_llama", (2,), 10, OPEN),
-    ("hf_bert", (3,), 11, UNEVEN),
-    ("hf_vit", (2, 2), 12, FSDP),
-    ("resnet18", (2,), 13, OPEN),
+    ("hf_gpt2" + OF_ONE_LAYER, (2,), 9, FSDP),
+    ("hf_llama" + OF_ONE_LAYER, (2,), 10, OPEN),
+    ("hf_bert" + OF_ONE_LAYER, (3,), 11, UNEVEN),
+    ("hf_vit" + OF_ONE_LAYER, (2, 2), 12, FSDP),
+    ("wide_resnet", (2,), 13, OPEN),
 ]
 CASES = [*(pytest.param(*case) for case in FAST), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 

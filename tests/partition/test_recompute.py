@@ -39,7 +39,7 @@ FAST = [
 ]
 SLOW = [
     ("hf_gpt2", (4,), 6, SOME),
-    ("resnet18", (2,), 8, ALL),
+    ("wide_resnet", (2,), 8, ALL),
     ("hf_mixtral", (2,), 9, ALL),
     ("hf_t5", (3,), 10, UNEVEN),
     ("lstm", (2,), 11, ALL),
@@ -105,7 +105,7 @@ def _loss_and_slope(plan: ShardingPlan | None, **options: Any) -> tuple[list[flo
 def test_what_is_drawn_again_are_the_same_numbers() -> None:
     graph = capture(Dropped().double(), (torch.randn(12, 24, dtype=torch.float64),), {})
     mesh = MeshShape.of({"x": 2, "y": 2})
-    plans = [random_plan(graph, mesh, seed, recompute=1.0) for seed in range(4)]
+    plans = [random_plan(graph, mesh, seed, recompute=1.0) for seed in range(2)]
     drawn = 0
     for plan in plans:
         losses, slopes = _loss_and_slope(plan)

@@ -1,0 +1,28 @@
+"""Loops compiled by numba, imported when the first of them runs: that takes as long as many a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+
+def compiled_when_called(loop: Loop) -> Loop:
+    """Compiles a loop at its first call, and keeps the machine code on disk for the next process.
+
+    Other compiled loops can't call it.
+    """
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        import numba
+
+        return cast(Callable[..., Any], numba.njit(cache=True)(loop))
+
+    @functools.wraps(loop)
+    def call(*args: Any) -> Any:
+        return compiled()(*args)
+
+    return cast(Loop, call)
