@@ -340,7 +340,7 @@ def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] #
 def _round(  # type: ignore[no-untyped-def] # pragma: no cover
     sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, part_at, factor, turned,
     earlier,
-):
+):  # fmt: skip
     """Every node in turn takes what is best given the nodes before it, and what those after it tell."""
     choice = np.zeros(len(sizes), dtype=np.int64)
     for node in sequence:

@@ -120,9 +120,7 @@ def test_what_is_left_out_at_full_depth_does_not_raise_the_bound(monkeypatch: py
     exact = by_messages(whole.problem, whole.places, tiling, Search("auto", math.inf))
     monkeypatch.setattr(solving, "_LAID", 1)
     for upper in (exact.cost, 1.001 * exact.cost):
-        found = solving._mended(
-            Messages(whole.problem, whole.places), tiling, whole.places, Search("auto", 1e9), upper
-        )
+        found = solving._mended(Messages(whole.problem, whole.places), tiling, whole.places, Search("auto", 1e9), upper)
         assert found.lower_bound <= exact.cost * (1 + 1e-9)
         assert found.lower_bound >= 0.9 * exact.lower_bound
 
