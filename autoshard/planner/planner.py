@@ -108,6 +108,7 @@ class Planner:
         self._lessons: tuple[Wishes, Lessons, Tiling | None] | None = None  # of the problem of all of many axes
         self._running: set[str] = set()  # phases that are being timed
         self.unlimited: Found | None = None  # what was found without the memory limit
+        self._fastest: Found | None = None  # of those without a limit, once they were looked for
         self.graph = graph
         self.mesh = mesh
         self.cluster = cluster
@@ -158,13 +159,17 @@ class Planner:
             if self.best is None:
                 raise
             found = self.best
-            warnings.warn(
-                f"the search was interrupted after {time.monotonic() - self.start:.1f} s: this is the best plan met "
-                f"until then, {found.cost:.6g} s per step. Plan again for a better one.",
-                stacklevel=2,
-            )
+            self.warn_of_interruption(found.cost)
         with self.timed("account"):
             return self.describe(found)
+
+    def warn_of_interruption(self, cost: float) -> None:
+        """Says that a plan of so many seconds is what there was when somebody stopped the search."""
+        warnings.warn(
+            f"the search was interrupted after {time.monotonic() - self.start:.1f} s: this is the best plan met "
+            f"until then, {cost:.6g} s per step. Plan again for a better one.",
+            stacklevel=3,
+        )
 
     # Search
 
@@ -172,11 +177,21 @@ class Planner:
         """The plan that is wanted: within the limit, and fast by its timeline."""
         limit = self.settings.memory_limit
         self.unlimited = cheapest = self.solve(self.wishes) if unlimited is None else unlimited
-        found = cheapest if self.settings.effort == "fast" else HiddenReductions(self, cheapest).run()
+        found = self.fastest(cheapest)
         if limit is not None and found.memory.peak > limit:
             # What bounds the problem without a limit bounds it with one; the problems solved on the way are narrower.
             return replace(BudgetSearch(self, limit, cheapest, found).run(), lower_bound=cheapest.lower_bound)
         return found
+
+    def fastest(self, cheapest: Found) -> Found:
+        """The plan with the shortest step that is found without a limit: none that keeps one is faster.
+
+        Args:
+            cheapest: the plan of the smallest cost, what to start from.
+        """
+        if self._fastest is None:
+            self._fastest = cheapest if self.settings.effort == "fast" else HiddenReductions(self, cheapest).run()
+        return self._fastest
 
     def solve(
         self,

@@ -74,7 +74,7 @@ class _Choice:
         unlimited = self.planner.unlimited
         assert unlimited is not None
         if not self.plans or (unlimited.memory.peak > self.limit and self.plans[0].gap > _PROVED):
-            self._recompute(unlimited)
+            self._recompute_unless_stopped(unlimited)
         if not self.plans:
             raise min(self.errors, key=lambda error: math.inf if error.peak is None else error.peak)
         return min(self.plans, key=lambda plan: plan.step_seconds)
@@ -85,13 +85,22 @@ class _Choice:
         except BudgetError as error:
             self.errors.append(error)
 
+    def _recompute_unless_stopped(self, unlimited: Found) -> None:
+        try:
+            self._recompute(unlimited)
+        except KeyboardInterrupt:
+            if not self.plans:
+                raise
+            self.planner.warn_of_interruption(self.plans[0].cost)
+
     def _recompute(self, unlimited: Found) -> None:
         """Adds the plan that recomputes as few layers as keep the limit, or else all of them."""
         ranked = self._ranked(unlimited)
         everything = _recomputing(self.planner, ranked)
         best = everything.solve(everything.wishes)
         if best.memory.peak > self.limit:
-            self._try(everything, best)
+            if not self.plans or everything.fastest(best).step_seconds < self.plans[0].step_seconds:
+                self._try(everything, best)
             return
         planner, high, low, above = everything, len(ranked), 0, unlimited.memory.peak
         for _ in range(_CLOSER):
