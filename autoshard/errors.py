@@ -35,6 +35,10 @@ class BudgetError(AutoshardError, ValueError):
         self.peak = peak
 
 
+class PipelineError(AutoshardError, ValueError):
+    """A pipeline can't be had as it was asked for: its stages, its microbatches or the order of its schedule."""
+
+
 class RuleError(AutoshardError, ValueError):
     """A sharding rule does not parse, or does not fit the operator that it is for."""
 

@@ -1,0 +1,1 @@
+"""Pipelines: the graph cut in stages, their schedule, and torch's runtime."""

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.errors import BudgetError, PipelineError
+from autoshard.pipeline.choose import Chosen, choose
+from autoshard.pipeline.costs import StageCosts
+from autoshard.pipeline.schedules import SCHEDULES, schedule
+from autoshard.pipeline.simulation import simulate
+from autoshard.pipeline.tasks import task_graph
+
+RANKS = 3
+BYTES = [name for name in StageCosts.__dataclass_fields__ if name.endswith("_bytes")]
+
+
+def costs_of(microbatches: int, virtual: int) -> Sequence[StageCosts] | None:
+    """A batch of work that is divided, a little that every computation costs, and a last stage that takes longer."""
+    if virtual > 2:
+        return None
+    stages, work = RANKS * virtual, 24.0 / microbatches / virtual
+    return [
+        StageCosts(
+            forward_seconds=work * (1.5 if stage == stages - 1 else 1) + 0.02,
+            input_backward_seconds=work + 0.02,
+            weight_backward_seconds=work + 0.02,
+            forward_send_seconds=work / 20,
+            backward_send_seconds=work / 20,
+            rest_bytes=200 // virtual,
+            saved_bytes=int(20 * work),
+            weight_saved_bytes=int(8 * work),
+        )
+        for stage in range(stages)
+    ]
+
+
+def lines(chosen: Chosen) -> dict[tuple[str, int, int], str]:
+    return {(line.schedule, line.microbatches, line.virtual): line.verdict for line in chosen.table}
+
+
+@pytest.mark.parametrize("room", [10**6, 700, 460])
+def test_nothing_that_fits_is_faster(room: int) -> None:
+    chosen = choose(costs_of, RANKS, room, batch=12, schedules=list(SCHEDULES), contention=0.2)
+    fitting = []
+    for name, family in SCHEDULES.items():
+        for m in (1, 2, 3, 4, 6, 12):
+            for v in (1, 2):
+                if family.refusal(RANKS, v, m) is None:
+                    stages = costs_of(m, v)
+                    assert stages is not None
+                    result = simulate(task_graph(schedule(name, RANKS, m, v), stages), 0.2)
+                    if max(result.peaks) <= room:
+                        fitting.append(result.seconds)
+    assert chosen.simulation.seconds == pytest.approx(min(fitting), rel=1e-9)
+    assert max(chosen.simulation.peaks) <= room
+
+
+def test_the_table_says_why_each_other_one_lost() -> None:
+    chosen = choose(costs_of, RANKS, 460, batch=12, schedules=list(SCHEDULES))
+    said = lines(chosen)
+    assert len(chosen.table) == len(SCHEDULES) * 6 * 4
+    assert [line.verdict for line in chosen.table].count("chosen") == 1
+    assert said[chosen.schedule.name, chosen.microbatches, chosen.virtual] == "chosen"
+    assert said["GPipe", 12, 3] == "refused: it needs 1 stage per rank, not 3"
+    assert said["LoopedBFS", 12, 3] == "refused: the model has no 9 stages"
+    assert said["GPipe", 1, 1] == "rank 0 needs at least 680 B and has 460 B"
+    assert all(line.verdict for line in chosen.table)
+    seconds = [line.seconds for line in chosen.table if line.seconds is not None]
+    assert seconds == sorted(seconds)
+
+
+def test_of_equally_fast_ones_the_leaner_is_taken() -> None:
+    equal = [StageCosts(forward_seconds=1, input_backward_seconds=1, weight_backward_seconds=1, saved_bytes=9)] * 2
+    chosen = choose(lambda m, v: equal, 2, 10**6, batch=8, microbatches=8, virtual=1, schedules=["gpipe", "1f1b"])
+    assert chosen.schedule.name == "1F1B"
+    assert lines(chosen)["GPipe", 8, 1] == "as fast, with no less memory"
+
+
+def test_a_schedule_of_our_own_is_taken_where_it_is_faster_by_more_than_a_hundredth() -> None:
+    def sending(seconds: float) -> list[StageCosts]:
+        return [
+            StageCosts(
+                forward_seconds=1,
+                input_backward_seconds=1,
+                weight_backward_seconds=1,
+                forward_send_seconds=seconds,
+                backward_send_seconds=seconds,
+                saved_bytes=1,
+            )
+        ] * 4
+
+    far = choose(lambda m, v: sending(0.6), 4, 10**6, batch=16, microbatches=16, virtual=1)
+    assert far.schedule.name == "custom"
+    assert far.simulation.seconds < 0.99 * min(
+        line.seconds for line in far.table if line.seconds is not None and line.schedule != "custom"
+    )
+    near = choose(lambda m, v: sending(0.0), 4, 10**6, batch=16, microbatches=16, virtual=1)
+    assert near.schedule.name != "custom"
+
+
+def test_names_and_numbers_can_be_given() -> None:
+    chosen = choose(costs_of, RANKS, [10**6] * 3, batch=12, schedules="zbvzerobubble", microbatches=6, virtual=2)
+    assert (chosen.schedule.name, chosen.microbatches, chosen.virtual) == ("ZBVZeroBubble", 6, 2)
+    assert [line.verdict for line in chosen.table] == ["chosen"]
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(
+        BudgetError, match=r"no schedule fits: the leanest is .* rank \d needs .* and has 100 B"
+    ) as raised:
+        choose(costs_of, RANKS, 100, batch=12)
+    assert raised.value.peak is not None
+    chosen = choose(costs_of, RANKS, raised.value.peak, batch=12)
+    assert max(chosen.simulation.peaks) <= raised.value.peak
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=len(BYTES), max_size=len(BYTES)), min_size=4, max_size=4))
+def test_what_is_said_to_be_needed_is_enough(bytes_of: list[list[int]]) -> None:
+    def given_costs(microbatches: int, virtual: int) -> list[StageCosts] | None:
+        times = {"forward_seconds": 1.0, "input_backward_seconds": 1.0, "weight_backward_seconds": 1.0}
+        stages = [StageCosts(**times, **dict(zip(BYTES, held, strict=True))) for held in bytes_of]  # type: ignore[arg-type]
+        return {1: stages[:2], 2: stages}.get(virtual)
+
+    with contextlib.suppress(BudgetError):  # where one byte is enough
+        choose(given_costs, 2, 1, batch=4)
+        return
+    with pytest.raises(BudgetError) as raised:
+        choose(given_costs, 2, 1, batch=4)
+    assert raised.value.peak is not None
+    assert max(choose(given_costs, 2, raised.value.peak, batch=4).simulation.peaks) <= raised.value.peak
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"schedules": "2F2B"}, "there is no schedule '2F2B'"),
+        ({"schedules": []}, "no schedule is named"),
+        (
+            {"microbatches": 5},
+            "12 can't be divided into 5 microbatches of equal size. Numbers that divide it: 2, 3, 4, 6",
+        ),
+        ({"microbatches": "many"}, "can't be divided into 'many'"),
+        ({"batch": 0}, "a batch of 0 .* none"),
+        ({"virtual": 0}, "0 stages per rank"),
+        ({"memory": [5, 5]}, "3 ranks with 2 amounts of memory"),
+        ({"memory": 0}, "0 bytes of memory holds nothing"),
+        ({"schedules": "ZBVZeroBubble", "virtual": 1}, "no schedule for 3 ranks of such sizes: .* it needs 2 stages"),
+        ({"virtual": 4, "schedules": "LoopedBFS"}, "the model has no 12 stages"),
+    ],
+)
+def test_what_can_not_be_asked_for(asked: dict[str, object], said: str) -> None:
+    given: dict[str, object] = {"memory": 10**6, "batch": 12, **asked}
+    with pytest.raises((PipelineError, BudgetError), match=said):
+        choose(costs_of, RANKS, given.pop("memory"), **given)  # type: ignore[arg-type]
