@@ -24,7 +24,7 @@ from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.planner.planner import Planner, Settings
 from autoshard.planner.problem import BuiltProblem, Wishes
-from autoshard.planner.solving import Answer, Search, answered, bounded, is_large
+from autoshard.planner.solving import Answer, Search, answered, by_messages, is_large
 from autoshard.planner.tiling import Tiling
 from autoshard.solver.hierarchy import Hierarchy, solve_in_segments
 from autoshard.specs.axes import MeshShape
@@ -104,7 +104,7 @@ def main() -> None:
     for model in args.model:
         for number, (mesh, built, tiling) in enumerate(problems(model, args.layers, args.mesh)):
             if not table.rows:
-                bounded(built, None, Search("auto", math.inf))  # compiles what messages need
+                by_messages(built.problem, built.places, None, Search("auto", math.inf))  # compiles what messages need
             table.add_row(
                 model if number == 0 else "", f"({', '.join(mesh.split('x'))})", *row(built, tiling, args.time_limit)
             )
