@@ -159,8 +159,13 @@ class Parallelizer:
 
 
 def _differentiates_all(graph: JointGraph) -> bool:
-    """Whether the program of a graph starts its backward half from every output."""
-    return len(graph.tangent_outputs) == sum(output.kind == "output" for output in graph.outputs)
+    """Whether the program of a graph starts its backward half from every output that has a gradient.
+
+    It starts from scalars alone where there are any, so one that starts from another output starts from all.
+    """
+    outputs = {output.name: output.node for output in graph.outputs if output.kind == "output"}
+    starts = [outputs[name] for name in graph.tangent_outputs]
+    return len(starts) == len(outputs) or any(node is not None and node.meta["val"].ndim for node in starts)
 
 
 def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,  # names sizes that depend on data, in errors, and holds what is known of dynamic ones
     free_unbacked_symbols,  # the sizes in a value that depend on data
 )
+from torch.multiprocessing.reductions import StorageWeakRef  # the identity of a tensor's memory
 from torch.nn.parameter import is_lazy  # parameters whose shape is not known yet
 from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export sees them
 from torch.utils._python_dispatch import (
@@ -59,13 +60,16 @@ __all__ = [
     "fake_mode",
     "free_unbacked_symbols",
     "is_lazy",
+    "is_persistent",
     "outside_modes",
     "pytree",
+    "storage_of",
     "survey_mode",
     "symbolic",
     "symbolic_conditions",
     "symbolic_hint",
     "trace_joint",
+    "version_of",
 ]
 
 
@@ -88,6 +92,21 @@ def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.
     """The functional graph of forward and backward, each placeholder and output described in `meta["desc"]`."""
     with contextlib.ExitStack() as stack:
         return aot_export_joint_with_descriptors(stack, module, inputs).graph_module
+
+
+def is_persistent(owner: torch.nn.Module, buffer: str) -> bool:
+    """Whether the `state_dict` of a module has its buffer of this name."""
+    return buffer not in owner._non_persistent_buffers_set
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common which look at the same memory, as long as one of them lives."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the numbers of a tensor were changed in place."""
+    return tensor._version  # by autograd, views included
 
 
 def symbolic_hint(value: torch.SymInt) -> int:

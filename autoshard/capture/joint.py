@@ -16,6 +16,7 @@ from autoshard.capture.calls import signature_of
 from autoshard.capture.checks import check_sizes
 from autoshard.capture.describe import describe
 from autoshard.capture.dynamic import Dynamic
+from autoshard.capture.effects import Effects, effects_of
 from autoshard.capture.export import Exported, export_forward
 from autoshard.capture.failure import capture_error
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
@@ -23,7 +24,7 @@ from autoshard.capture.mixed_precision import LoweredModule
 from autoshard.capture.twin import fake_like, fake_twin
 from autoshard.errors import AutoshardError, CaptureError
 
-__all__ = ["JointGraph", "JointInput", "JointOutput", "capture"]
+__all__ = ["JointGraph", "JointInput", "JointOutput", "capture", "capture_forward"]
 
 aten = torch.ops.aten
 
@@ -63,45 +64,70 @@ def capture(
         InputError: an argument is of a type that cannot be part of a signature.
     """
     device = device or torch.device("cpu")
-    _check_autocast(device)
-    mode = fake_mode()
-    try:
-        with _surroundings(grad, device):
-            twin = fake_twin(module, mode, device, training)
-            signature = signature_of(twin, args, kwargs, grad)
-            fake_args, fake_kwargs = pytree.tree_map_only(
-                torch.Tensor, lambda leaf: fake_like(leaf, mode, device), (args, dict(kwargs))
-            )
-            exported = _export(twin, fake_args, fake_kwargs, mode, device, dynamic, mp_policy)
-            check_sizes(exported.graph_module.graph)
-            everything = tuple(True for _ in exported.outputs)
-            differentiated = _losses(exported) if tangents == "loss" else everything
-            traced = _trace(exported, differentiated)
-            if grad and differentiated != everything and not _has_tangents(traced):
-                traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
-    except AutoshardError:
-        raise
-    except Exception as error:
-        raise capture_error(type(module).__name__, error) from error
+    with _surroundings(module, grad, device):
+        mode = fake_mode()
+        twin = fake_twin(module, mode, device, training)
+        signature = signature_of(twin, args, kwargs, grad)
+        exported = _export(twin, args, kwargs, mode, device, dynamic, mp_policy)
+        everything = tuple(True for _ in exported.outputs)
+        differentiated = _losses(exported) if tangents == "loss" else everything
+        traced = _trace(exported, differentiated)
+        if grad and differentiated != everything and not _has_tangents(traced):
+            traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
     return describe(traced, exported, signature, mp_policy)
+
+
+def capture_forward(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    grad: bool = True,
+    device: torch.device | None = None,
+) -> tuple[Exported, Effects]:
+    """The forward graph that `capture` differentiates, and what its nodes do.
+
+    Args:
+        module, args, kwargs, grad, device: as for `capture`.
+
+    Returns:
+        The graph, as export gives it, with the operators of autoshard in it; and which of its values have a gradient,
+        share memory, and are changed in place.
+
+    Raises:
+        CaptureError, InputError: as for `capture`.
+    """
+    device = device or torch.device("cpu")
+    with _surroundings(module, grad, device):
+        mode = fake_mode()
+        twin = fake_twin(module, mode, device, None)
+        signature_of(twin, args, kwargs, grad)  # refuses what no call can be known by
+        exported = _export(twin, args, kwargs, mode, device, None, None)
+        return exported, effects_of(exported)
 
 
 def _export(
     twin: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    real_args: tuple[Any, ...],
+    real_kwargs: Mapping[str, Any],
     mode: FakeTensorMode,
     device: torch.device,
     dynamic: Dynamic | None,
     mp_policy: MixedPrecisionPolicy | None,
 ) -> Exported:
     """The forward graph of a twin, in the precisions of a policy."""
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda leaf: fake_like(leaf, mode, device), (real_args, dict(real_kwargs))
+    )
     if mp_policy is None:
-        return export_forward(twin, args, kwargs, mode, device, dynamic)
-    lowered = LoweredModule(twin, mp_policy)
-    lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
-    exported = export_forward(twin, lowered_args, lowered_kwargs, mode, device, dynamic)
-    return lowered.with_casts(exported, exported.call.flatten(args, kwargs))
+        exported = export_forward(twin, args, kwargs, mode, device, dynamic)
+    else:
+        lowered = LoweredModule(twin, mp_policy)
+        lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
+        exported = export_forward(twin, lowered_args, lowered_kwargs, mode, device, dynamic)
+        exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
+    check_sizes(exported.graph_module.graph)
+    return exported
 
 
 def _check_autocast(device: torch.device) -> None:
@@ -115,16 +141,25 @@ def _check_autocast(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _surroundings(grad: bool, device: torch.device) -> Iterator[None]:
-    """Nothing of the caller's modes reaches the capture: grad mode, dispatch modes, default device."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(outside_modes())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        if torch.get_default_device().type != device.type:
-            stack.enter_context(device)
-        stack.enter_context(capturing())
-        yield
+def _surroundings(module: nn.Module, grad: bool, device: torch.device) -> Iterator[None]:
+    """Nothing of the caller's modes reaches the capture: grad mode, dispatch modes, default device.
+
+    Whatever goes wrong in it is a `CaptureError` that names the line of the user's code.
+    """
+    _check_autocast(device)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(outside_modes())
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            if torch.get_default_device().type != device.type:
+                stack.enter_context(device)
+            stack.enter_context(capturing())
+            yield
+    except AutoshardError:
+        raise
+    except Exception as error:
+        raise capture_error(type(module).__name__, error) from error
 
 
 def _losses(exported: Exported) -> tuple[bool, ...]:

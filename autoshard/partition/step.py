@@ -156,10 +156,13 @@ class _Run(torch.autograd.Function):
         ctx.whole = None if program.general is None else _kept(program, locals_)
         ctx.versions = None if program.general is None else _versions(tensors)
         borders = program.step.forward_outputs
+        tangents = {border.name for border in program.step.tangents}
         plain = [
             tensor
             for tensor, border in zip(outputs, borders, strict=True)
-            if border.kind == "mutation" or not tensor.is_floating_point()
+            if border.kind == "mutation"
+            or not tensor.is_floating_point()
+            or (program.general is None and border.name not in tangents)  # nothing that is trained leads there
         ]
         ctx.mark_non_differentiable(*plain)
         return tuple(outputs)

@@ -248,3 +248,24 @@ def test_buffers_change_as_on_one_device(mesh: DeviceMesh) -> None:
     for ours, theirs in zip(module.buffers(), alone.buffers(), strict=True):
         _same(ours, theirs, mesh)
     assert int(alone.norm.num_batches_tracked) == 2
+
+
+class _WithTable(nn.Module):
+    """Returns beside its result a table that depends on no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), x.cos()
+
+
+def test_outputs_that_nothing_trained_leads_to_require_no_gradient(mesh: DeviceMesh) -> None:
+    module, x = _WithTable(), torch.randn(4, 4, dtype=torch.float64)
+    autoshard.parallelize(module, mesh, (x,))
+    result, table = module(x)
+    assert result.requires_grad
+    assert not table.requires_grad
+    (result * table).sum().backward()
+    assert module.linear.weight.grad is not None

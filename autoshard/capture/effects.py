@@ -1,0 +1,86 @@
+"""What the nodes of an exported graph do beside their results: which share memory, change it, and have gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.capture._torch import pytree, storage_of, version_of
+from autoshard.capture.export import Exported
+
+aten = torch.ops.aten
+
+# Of normalisations, the statistics that training changes, though the operator's schema does not say so.
+_STATISTICS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Effects:
+    """Found by one run of the graph without numbers.
+
+    Attributes:
+        differentiable: nodes, placeholders among them, whose value (or part of it) requires a gradient.
+        memory: the pieces of memory that the value of a node lies in, as numbers; equal ones are one piece.
+        changed: the pieces that a node changes in place, for nodes that do.
+    """
+
+    differentiable: frozenset[fx.Node]
+    memory: Mapping[fx.Node, frozenset[int]]
+    changed: Mapping[fx.Node, frozenset[int]]
+
+
+def effects_of(exported: Exported) -> Effects:
+    """The effects of the nodes of an exported graph, in the grad mode that is active."""
+    run = _Run(exported.graph_module)
+    run.run(*(item.fake for item in exported.inputs))
+    memory = {node: frozenset(storage_of(tensor) for tensor in _tensors(value)) for node, value in run.env.items()}
+    differentiable = (node for node, value in run.env.items() if any(one.requires_grad for one in _tensors(value)))
+    return Effects(frozenset(differentiable), memory, run.changed)
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph and remembers what was changed in place; all values are kept, so that no memory is used twice."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.changed: dict[fx.Node, frozenset[int]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        tensors = [tensor for source in n.all_input_nodes for tensor in _tensors(self.env[source])]
+        before = [version_of(tensor) for tensor in tensors]
+        result = super().run_node(n)
+        changed = [one for one, version in zip(tensors, before, strict=True) if version_of(one) != version]
+        changed += [self.env[source] for source in statistics(n, self.module)]
+        if changed:
+            self.changed[n] = frozenset(storage_of(tensor) for tensor in changed)
+        return result
+
+
+def statistics(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
+    """The running statistics that a normalisation changes, or one in a region that the node calls.
+
+    Args:
+        node: of the graph of `module`; regions under autocast or without gradients are modules of their own in it.
+    """
+    if node.target in _STATISTICS:
+        _, _, _, *running, training = node.args[:6]
+        if training:
+            yield from (source for source in running if isinstance(source, fx.Node))
+        return
+    for place, argument in enumerate(node.args):
+        if isinstance(argument, fx.Node) and argument.op == "get_attr":
+            region = module.get_submodule(str(argument.target))
+            if isinstance(region, fx.GraphModule):
+                operands = dict(zip(region.graph.find_nodes(op="placeholder"), node.args[place + 1 :], strict=False))
+                for inner in region.graph.nodes:
+                    yield from (operands[source] for source in statistics(inner, region))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,67 @@
+"""Stages planned and parallelised like any module, every stage on a mesh of its own ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import autoshard
+from autoshard.partition.shards import whole
+from autoshard.pipeline.cut import cut
+from autoshard.pipeline.exported import exported
+from tests import models
+from tests.partition.meshes import per_rank, simulated
+from tests.pipeline.chain import Chain, balanced
+from tests.training import fast_links
+from tests.widen import Widened, doubles
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf_gemma"])
+def test_stages_on_meshes_do_what_the_model_does(name: str) -> None:
+    options = {"tied": True, "layers": 1} if name == "gpt" else {}
+    with simulated(x=2) as mesh:
+        with Widened():
+            module, inputs = models.ZOO[name](dtype=torch.float64, batch=2, **options)
+            alone = copy.deepcopy(module)
+            loss = _loss(alone(**inputs))
+            loss.backward()
+            graph = exported(module, (), inputs)
+            stages = cut(graph, balanced(graph, 2), 2)
+            for stage in stages:
+                autoshard.parallelize(stage.module, mesh, *stage.example, cluster=fast_links())
+        chain = Chain(graph, stages, (), inputs)
+        with doubles():
+            ours = _loss(chain.forward())
+            chain.backward()
+        for held in per_rank(ours.detach(), mesh).values():
+            torch.testing.assert_close(held, loss.detach(), **TOLERANCE)
+        gradients: dict[str, torch.Tensor] = {}
+        sharded = 0
+        for stage in stages:
+            for path, parameter in stage.module.named_parameters():
+                gradients[path] = gradients.get(path, 0) + whole(parameter.grad)
+                sharded += any(not placement.is_replicate() for placement in parameter.placements)
+        assert sharded
+        assert gradients.keys() == dict(alone.named_parameters()).keys()
+        for path, parameter in alone.named_parameters():
+            for held in per_rank(gradients[path], mesh).values():
+                torch.testing.assert_close(held, parameter.grad, **TOLERANCE)
+
+
+def _loss(output: object) -> torch.Tensor:
+    return output[1] if isinstance(output, tuple) else output["loss"]  # type: ignore[index]
+
+
+def test_stages_of_llama_are_planned() -> None:
+    module, inputs = models.hf_llama(dtype=torch.float64, batch=2)
+    graph = exported(module, (), inputs)
+    names: set[str] = set()
+    for stage in cut(graph, balanced(graph, 2), 2):
+        plan = autoshard.plan(stage.module, {"x": 2}, *stage.example, cluster=fast_links())
+        assert plan.placements.keys() >= dict(stage.module.named_parameters()).keys()
+        names.update(name for name, _ in stage.module.named_parameters())
+    assert names == dict(module.named_parameters()).keys()
