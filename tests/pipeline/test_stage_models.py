@@ -1,0 +1,96 @@
+"""Stages of real models: right along the edges of the exported graph, balanced, and cut where little crosses."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import fx
+
+from autoshard.capture.export import Exported
+from autoshard.pipeline.coarsen import coarsen
+from autoshard.pipeline.stage_graph import StageGraph
+from autoshard.pipeline.stages import StageDevice, Stages, assign_stages
+from tests.models import ZOO, Gpt
+from tests.pipeline.exporting import cost_model, exported
+
+
+@cache
+def _model(name: str) -> tuple[Exported, StageGraph]:
+    forward = exported(*ZOO[name]())
+    return forward, StageGraph.of(forward, cost_model())
+
+
+@cache
+def _deep(layers: int) -> StageGraph:
+    """A GPT of the size of GPT-2, tied, without numbers."""
+    with torch.device("meta"):
+        module = Gpt(768, 12, layers, "chunk", tied=True, dropout=0.0)
+        module.positions = torch.nn.Embedding(1024, 768)
+        tokens = torch.zeros(8, 1024, dtype=torch.long)
+    return StageGraph.of(exported(module, {"input_ids": tokens, "labels": tokens}), cost_model())
+
+
+def _assign(graph: StageGraph, count: int, **options: float) -> Stages:
+    return assign_stages(graph, [StageDevice(25e9)] * count, list(range(count, 0, -1)), **options)
+
+
+@pytest.mark.parametrize(("count", "bandwidth"), [(2, 25e9), (4, 25e9), (3, 1e7)])
+@pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama", "hf_t5", "unet", "resnet18"])
+def test_stages_never_go_back(name: str, count: int, bandwidth: float) -> None:
+    forward, graph = _model(name)
+    stages = assign_stages(graph, [StageDevice(bandwidth)] * count, [1] * count)
+    nodes = [node for node in forward.graph_module.graph.nodes if node.op == "call_function"]
+    assert set(stages.stage_of) == {node.name for node in nodes}
+    assert set(stages.stage_of.values()) == set(range(count))
+    assert all(
+        stages.stage_of[source.name] <= stages.stage_of[node.name]
+        for node in nodes
+        for source in node.all_input_nodes
+        if source.op == "call_function"
+    )
+    assert stages.imbalance <= max(stages.tolerance, 0.1)
+    assert stages.objective == pytest.approx(stages.bound, rel=1e-5)
+    assert list(stages.forward_bytes) == _crossing(forward.graph_module.graph, stages, count, set(forward.outputs))
+
+
+def _crossing(graph: fx.Graph, stages: Stages, count: int, outputs: set[fx.Node]) -> list[int]:
+    """Bytes over every boundary, node by node of the exported graph."""
+    crossing = [0] * (count - 1)
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.Tensor):
+            continue
+        reading = {stages.stage_of[user.name] for user in node.users if user.op == "call_function"}
+        reading |= {count - 1} if node in outputs else set()
+        again = stages.recomputed.get(node.name, ())
+        for stage in range(stages.stage_of[node.name] + 1, count):
+            until = min((later for later in again if later > stage), default=count)
+            if stage not in again and any(stage <= reader < until for reader in reading):
+                crossing[stage - 1] += value.numel() * value.element_size()
+    return crossing
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_deep_model_is_cut_between_its_blocks(count: int) -> None:
+    graph = _deep(16)
+    assert len(coarsen(graph, 0.1 / 4 / count).nodes) < len(graph.nodes) / 2
+    stages = _assign(graph, count, tolerance=0.2)
+    residual = 8 * 1024 * 768 * 4
+    assert stages.forward_bytes == (residual,) * (count - 1)
+    assert stages.backward_bytes == (residual,) * (count - 1)
+    assert stages.imbalance <= 0.2
+    assert stages.gap < 1e-5
+    tied = graph.at_rest["tokens.weight"]
+    assert sum(stages.at_rest) == sum(graph.at_rest.values()) + tied
+
+
+def test_memory_for_microbatches_in_flight_moves_work_to_later_stages() -> None:
+    graph = _deep(16)
+    free = _assign(graph, 2, tolerance=0.5)
+    short = int(free.memory[0] * 0.9)
+    devices = [StageDevice(25e9, memory=short), StageDevice(25e9)]
+    moved = assign_stages(graph, devices, [2, 1], tolerance=0.5)
+    assert moved.memory[0] <= short
+    assert moved.seconds[0] < free.seconds[0]
