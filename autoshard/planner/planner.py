@@ -22,7 +22,7 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.memory.footprint import Memory, held
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.patterns.decisions import Decisions, Flow
-from autoshard.patterns.graph import GraphRules, Value
+from autoshard.patterns.graph import GraphRules, Value, operand_nodes, value_of
 from autoshard.patterns.strategy import axis_choices
 from autoshard.plan import ShardingPlan
 from autoshard.planner.account import Account
@@ -51,6 +51,7 @@ RECOMPUTE = ("auto", "none", "full")
 METHODS = ("auto", "eliminate", "alternate", "ilp", "force")
 EFFORTS = ("fast", "full")
 _MOST_STRATEGIES = 3000  # of one operator, all axes together, that a bound may list
+_MOST_PAIRS = 100_000_000  # of strategies in tables of edges that are not alike, 8 bytes each, all axes together
 _ROUNDS = 4  # passes over the axes, and over the pairs of axes, of a mesh with three or more
 
 
@@ -372,7 +373,7 @@ class Planner:
         where strategies are too many, and where nothing is found.
         """
         open_ = ask.prices is None and ask.limit is None and ask.method == "auto"
-        if not open_ or self._most_strategies() > _MOST_STRATEGIES:
+        if not open_ or not self._listable:
             return None
         wishes = ask.builder.wishes
         if self._lessons is None or self._lessons[0] is not wishes:
@@ -392,10 +393,22 @@ class Planner:
         decisions, cost = lessons.built.decode(answer.assignment), lessons.built.problem.cost(answer.assignment)
         return _Solved(decisions, answer.cost, cost, answer.lower_bound, answer.method, answer.interrupted)
 
-    def _most_strategies(self) -> int:
-        """Strategies of the operator that has most of them, at most."""
-        rules = {id(rule): rule for rule in self.rules.rules.values()}.values()
-        return max(math.prod(len(axis_choices(rule, size)) for size in self.mesh.sizes) for rule in rules)
+    @cached_property
+    def _listable(self) -> bool:
+        """Whether the strategies of all axes together are few, and their pairs along edges, equal ones once."""
+        rules = self.rules.rules
+        distinct = {id(rule): rule for rule in rules.values()}
+        counts = {
+            key: math.prod(len(axis_choices(rule, size)) for size in self.mesh.sizes) for key, rule in distinct.items()
+        }
+        makers = {
+            (id(rules[maker]), id(rules[node]), operand)
+            for node in self.rules.operators
+            for operand, source in enumerate(operand_nodes(node))
+            if (maker := value_of(source).node) in rules
+        }
+        pairs = sum(counts[maker] * counts[reader] for maker, reader, _ in makers)
+        return max(counts.values(), default=0) <= _MOST_STRATEGIES and pairs <= _MOST_PAIRS
 
     def _solve_in_turn(self, ask: _Ask, axes: list[int], start: Decisions | None) -> _Solved:
         """Three axes and more: some are open while the others stay, until nothing improves.
