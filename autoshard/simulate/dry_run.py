@@ -113,7 +113,7 @@ def _backward_seconds(
     try:
         with watch:
             torch.autograd.grad(differentiated, wanted, gradients, allow_unused=True)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # no derivative, or none of these operands
         return cost.forward_seconds * min(2, len(wanted))
     return watch.take()
 
