@@ -60,9 +60,11 @@ def split(step: LocalStep, compile: bool) -> Halves:
     else:
         forward, backward = joint, None
     sizes = []
+    if backward is not None:
+        # What the forward half reduces is not joined: who keeps the loss would keep the buffer of all its neighbours.
+        bucket_reductions(backward.graph)
     for half in (forward, backward):
         if half is not None:
-            bucket_reductions(half.graph)
             schedule(half.graph)
             if compile:
                 lower_shifts(half.graph)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
 
 _SOLVES = 4  # problems solved at other prices than one
-_TIE = 1e-3  # of a step's time: plans that differ by less are equally fast, and the one that costs least is taken
+_WORTH = 1e-3  # of a step's time: what is exposed of it at least for plans that hide more to be looked for
+_TIE = 1e-9  # of a step's time: plans that differ by less are equally fast, and the one that costs least is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class HiddenReductions:
     hidden second counts less than others, at some price between the cluster's `contention`, where all of it is hidden,
     and 1. Those plans are the corners of a convex curve that trades what is shown for what is hidden. They are found
     as in parametric optimisation: between two corners lies a third if, at the price at which both cost the same,
-    another plan costs less. The timeline then chooses.
+    another plan costs less. Where there is one corner only, the plan that is cheapest where hidden seconds are free is
+    looked at too. The timeline then chooses.
 
     Args:
         planner: solves problems.
@@ -69,7 +71,7 @@ class HiddenReductions:
 
     def run(self) -> Found:
         """The fastest plan found; of equally fast ones, the one that costs least."""
-        if self.first.found.exposed > _TIE * self.first.step:
+        if self.first.found.exposed > _WORTH * self.first.step:
             self._explore()
         fastest = min(point.step for point in self.points)
         found = min(
@@ -86,10 +88,14 @@ class HiddenReductions:
         last = self._solved(contention)
         if last is None:
             return
+        if last.found.decisions == self.first.found.decisions:
+            # What is hidden depends on where groups of gradients end: a plan that reduces more may hide it better.
+            self._solved(0.0)
+            return
         stretches = [(self.first, last)]
         while stretches:
             left, right = stretches.pop(0)
-            if min(point.step for point in self.points) <= (1 + _TIE) * last.value(contention):
+            if min(point.step for point in self.points) <= (1 + _WORTH) * last.value(contention):
                 return  # as fast as a plan would be that hides all its reductions
             if right.hidden <= left.hidden or left.shown <= right.shown:
                 continue

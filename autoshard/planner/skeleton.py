@@ -290,8 +290,8 @@ class _Builder:
         others = [node for name, node in self.outputs.items() if name[0] != "gradient"]
         forward.graph.output((*others, *dict.fromkeys(backward.saved.values())))
         forward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        bucket_reductions(backward.graph)
         for half in (forward, backward):
-            bucket_reductions(half.graph)
             schedule(half.graph)
         output = next(iter(backward.graph.find_nodes(op="output")))
         self.outputs.update(zip(names, output.args[0], strict=True))
