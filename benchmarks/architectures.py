@@ -94,6 +94,19 @@ def dna_bert(layers: int = 2, batch: int = 1, sequence: int = 8192) -> Example:
     return _language_model(transformers.BertForMaskedLM, config, batch, sequence, torch.bfloat16)
 
 
+def bert_large(layers: int = 24, batch: int = 8, sequence: int = 128, dtype: torch.dtype = torch.float32) -> Example:
+    """BERT-Large: width 1024, 16 heads, vocabulary 30522."""
+    config = transformers.BertConfig(
+        hidden_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return _language_model(transformers.BertForMaskedLM, config, batch, sequence, dtype)
+
+
 def _language_model(
     build: Callable[[Any], nn.Module], config: Any, batch: int, sequence: int, dtype: torch.dtype
 ) -> Example:
