@@ -1,5 +1,6 @@
 # make install   .venv with the package, editable, and everything the tests and examples need
 # make demo      train a small GPT on four processes, and compare it with one process
+# make demo-pipeline   train it as a pipeline of two stages, each on two processes
 # make test      lint, types, layers, tests
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -7,7 +8,7 @@ BIN := .venv/bin/python -m
 # The stamp names this checkout and the interpreter: an environment that came from elsewhere is completed, not trusted.
 STAMP := .venv/.installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 
-.PHONY: install demo test lint benchmark clean
+.PHONY: install demo demo-pipeline test lint benchmark clean
 
 install: $(STAMP)
 
@@ -19,6 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	OMP_NUM_THREADS=1 $(BIN) torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py
+
+demo-pipeline: install
+	OMP_NUM_THREADS=1 $(BIN) torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt_pipeline.py
 
 lint: install
 	$(BIN) ruff check .

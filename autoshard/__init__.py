@@ -2,6 +2,7 @@
 
 from autoshard.api import frontier, parallelize, plan
 from autoshard.capture.annotate import shard
+from autoshard.capture.task_graphs import replicate, set_default_strategy, split
 from autoshard.cluster.calibrate import calibrate
 from autoshard.cluster.cluster import Cluster
 from autoshard.doctor import doctor
@@ -12,14 +13,19 @@ from autoshard.errors import (
     HintError,
     InputError,
     MeshError,
+    PipelineError,
     PlanError,
     RuleError,
 )
 from autoshard.frontier import Frontier
+from autoshard.mesh_search.result import SearchResult
+from autoshard.mesh_search.search import search
 from autoshard.partition.checkpoint import checkpointable
 from autoshard.partition.materialize import materialize
 from autoshard.partition.safetensors import load_safetensors
 from autoshard.patterns.registry import register_rule
+from autoshard.pipelined.module import PipelineModule
+from autoshard.pipelined.plan import PipelinePlan
 from autoshard.plan import ShardingPlan
 from autoshard.use_mesh import use_mesh
 from autoshard.version import __version__
@@ -33,8 +39,12 @@ __all__ = [
     "HintError",
     "InputError",
     "MeshError",
+    "PipelineError",
+    "PipelineModule",
+    "PipelinePlan",
     "PlanError",
     "RuleError",
+    "SearchResult",
     "ShardingPlan",
     "__version__",
     "calibrate",
@@ -46,6 +56,10 @@ __all__ = [
     "parallelize",
     "plan",
     "register_rule",
+    "replicate",
+    "search",
+    "set_default_strategy",
     "shard",
+    "split",
     "use_mesh",
 ]

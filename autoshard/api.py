@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,8 +17,11 @@ from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import PlanError
 from autoshard.frontier import Frontier
-from autoshard.options import Hints, Placements, check_options
+from autoshard.mesh_search.auto_mesh import auto_mesh, device_type_of_job
+from autoshard.options import Hints, Placements, Shares, check_options
 from autoshard.parallelizer import RUNTIME, Parallelizer
+from autoshard.pipelined.front import PipelineOptions, parallelize_pipeline, planned_pipeline
+from autoshard.pipelined.plan import PipelinePlan
 from autoshard.plan import ShardingPlan
 from autoshard.planner.frontier import frontier_plans
 from autoshard.planning import planned_with, planner_for, told
@@ -43,12 +46,17 @@ def plan(
     method: str = "auto",
     time_limit: float = 30.0,
     dynamic: Dynamic | None = None,
+    shares: Shares | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     recompute: str = "auto",
     effort: str = "full",
     work_limit: int | None = None,
     verbose: bool = False,
-) -> ShardingPlan:
+    pipeline_axis: str | None = None,
+    schedule: str = "auto",
+    microbatches: int | str = "auto",
+    virtual: int | str = "auto",
+) -> ShardingPlan | PipelinePlan:
     """Decide how `module` should lie on `mesh`, and change nothing.
 
     Needs neither a process group nor the devices: the module may be on the meta device, the examples meta tensors.
@@ -58,7 +66,8 @@ def plan(
         mesh: a `DeviceMesh`, or axis sizes such as `{"dp": 8, "tp": 8}`.
         example_args: positional arguments of a call, tensors of global shape.
         example_kwargs: keyword arguments of a call.
-        hints: globs of parameter or module paths -> placements that the planner must keep.
+        hints: globs of parameter or module paths -> placements that the planner must keep; or, of module paths,
+            `autoshard.replicate(n)` or `autoshard.split(n)`. See docs/hints.md.
         memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach.
         optimizer: what will train the model: a class of `torch.optim`, or a name such as `"adamw"` (the default),
             `"sgd"`, `"momentum"` or `"adafactor"`. Its state, and what it makes on the way through a step, is memory.
@@ -80,6 +89,12 @@ def plan(
             In place of a name, a `torch.export.Dim` may limit the size, or make it a multiple (`8 * Dim("batch")`).
             Costs are those of the example's sizes. Other sizes are all served by the one plan; what an axis does
             not divide is padded, so that at most one axis splits such a dim.
+        shares: for devices of different speed, what the ranks of one mesh axis take of the batch, in proportion to one
+            another, such as `{"dp": (4, 2)}`; `autoshard.cluster.shares` proposes some. The batch is the size that
+            `dynamic` gives dim 0 of the inputs. Every rank runs operators on its own rows, without padding; means,
+            losses and gradients are those of the global batch. Global inputs are shared in these proportions; local
+            ones as they come, at least one row a rank. On this axis tensors that have to do with the batch are split
+            along it or not at all. Costs and memory in the plan are those of equal shares.
         mp_policy: precisions, as `fully_shard(module, mp_policy=...)` understands them: parameters stay in their own
             dtype, and are cast to `param_dtype` before they are gathered; the inputs of `forward` are cast too
             (`cast_forward_inputs`), its outputs to `output_dtype`; gradients are reduced in `reduce_dtype`, or the
@@ -94,9 +109,16 @@ def plan(
             equal plans under it, however busy the machine is.
         verbose: log how the search goes (logger `autoshard`, level INFO). Otherwise a line on standard error shows it
             where that is a terminal.
+        pipeline_axis: name of the mesh axis along which pipeline stages lie; by default `"pp"`, if there is such an
+            axis. The example is then a call with a whole batch, and what a pipeline can not have (`dynamic`,
+            `mp_policy`, local inputs, `output_placements`) is refused.
+        schedule: of a pipeline: `"auto"`, the one with the shortest predicted step of all that fit; or a name, such as
+            `"1F1B"` (`autoshard.pipeline.schedules.SCHEDULES`), or `"custom"` for an order of our own.
+        microbatches: of a step of a pipeline: `"auto"`, or a number that divides the batch.
+        virtual: stages per rank of a pipeline: `"auto"`, or a number.
 
     Returns:
-        The plan.
+        The plan: a `PipelinePlan` where the mesh has a pipeline axis.
 
     Raises:
         CaptureError: the module cannot be captured as one graph.
@@ -104,12 +126,14 @@ def plan(
         InputError: `dynamic` names no input, no dim, or sizes that the example cannot stand for.
         BudgetError: no plan fits `memory_limit`.
         PlanError: an option is none; the message names it.
-        MeshError: the mesh is none.
+        MeshError: the mesh is none, or has no axis of the name `pipeline_axis`.
+        PipelineError: no schedule is of that name, or for such sizes.
         KeyboardInterrupt: Ctrl-C before there was any plan; later, the best one until then is returned, with a warning.
     """
     check_module(module)
     args, kwargs = check_examples(example_args, example_kwargs)
     shape = MeshShape.of(mesh)
+    pipeline = PipelineOptions.of(shape, pipeline_axis, schedule, microbatches, virtual)
     device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else None
     options = check_options(
         device_type,
@@ -124,12 +148,15 @@ def plan(
         method=method,
         time_limit=time_limit,
         dynamic=dynamic,
+        shares=shares,
         mp_policy=mp_policy,
         recompute=recompute,
         effort=effort,
         work_limit=work_limit,
         verbose=verbose,
     )
+    if pipeline is not None:
+        return planned_pipeline(module, shape, args, kwargs, pipeline, options)
     start = time.perf_counter()
     graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), dynamic=dynamic, mp_policy=options.mp_policy)
     seconds = time.perf_counter() - start
@@ -211,12 +238,12 @@ def frontier(
     planner = planner_for(module, graph, shape, options)
     with watched(options.verbose) as planner.progress:
         plans = frontier_plans(planner, gaps)
-    return Frontier([told(plan, seconds, options) for plan in plans])
+    return Frontier([told(plan, planner, seconds, options) for plan in plans])
 
 
 def parallelize(
     module: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | Literal["auto"],
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     *,
@@ -232,12 +259,17 @@ def parallelize(
     method: str = "auto",
     time_limit: float = 30.0,
     dynamic: Dynamic | None = None,
+    shares: Shares | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     recompute: str = "auto",
     effort: str = "full",
     work_limit: int | None = None,
     verbose: bool = False,
-    plan: ShardingPlan | None = None,
+    pipeline_axis: str | None = None,
+    schedule: str = "auto",
+    microbatches: int | str = "auto",
+    virtual: int | str = "auto",
+    plan: ShardingPlan | PipelinePlan | None = None,
 ) -> nn.Module:
     """Shard `module` over `mesh` in place, so that it trains there with the numbers that one device would give.
 
@@ -246,31 +278,34 @@ def parallelize(
     the first call. Every further call signature (batch size, evaluation, keyword set) is captured and planned once,
     under the placements made.
 
+    On a mesh with a pipeline axis another module comes back, a `PipelineModule`: it has the parameters and buffers of
+    this rank's stages under their names in `module`, which is left without numbers, and `train_step(...)` in place of
+    calls and `backward()`.
+
     Args:
         module: the model; parameters may be on the meta device (see `materialize`).
-        mesh: a `DeviceMesh` whose process group is initialised.
+        mesh: a `DeviceMesh` whose process group is initialised; or `"auto"`: all ranks of the job, on the mesh that
+            `autoshard.search` finds the best, with or without a pipeline.
         compile: hand the local forward and backward programs to inductor.
         plan: apply this plan instead of making one.
         example_args, example_kwargs, hints, memory_limit, optimizer, optimizer_bytes_per_element, cluster, inputs,
-            input_placements, output_placements, method, time_limit, dynamic, mp_policy, recompute, effort,
-            work_limit, verbose: as for
-            `autoshard.plan`.
+            input_placements, output_placements, method, time_limit, dynamic, shares, mp_policy, recompute, effort,
+            work_limit, verbose, pipeline_axis, schedule, microbatches, virtual: as for `autoshard.plan`.
 
     Returns:
-        The module. `module.sharding_plan` is its plan.
+        The module, or the `PipelineModule`. `sharding_plan` of it is its plan.
 
     Raises:
         PlanError: the module is parallelised already, or `plan` is of another model or mesh.
         MeshError: `mesh` is no `DeviceMesh`, or larger than the world.
-        CaptureError, HintError, BudgetError: as for `autoshard.plan`. Nothing was changed then.
+        CaptureError, HintError, BudgetError, PipelineError: as for `autoshard.plan`. Nothing was changed then.
     """
-    _check(module, mesh)
+    _check(module)
+    if mesh != "auto":
+        check_mesh(mesh)
     args, kwargs = check_examples(example_args, example_kwargs)
-    shape = MeshShape.of(mesh)
-    if plan is not None:
-        check_plan(plan, module, shape)
     options = check_options(
-        mesh.device_type,
+        device_type_of_job() if isinstance(mesh, str) else mesh.device_type,
         hints=hints,
         memory_limit=memory_limit,
         optimizer=optimizer,
@@ -282,20 +317,33 @@ def parallelize(
         method=method,
         time_limit=time_limit,
         dynamic=dynamic,
+        shares=shares,
         mp_policy=mp_policy,
         recompute=recompute,
         effort=effort,
         work_limit=work_limit,
         verbose=verbose,
     )
+    if isinstance(mesh, str):
+        if plan is not None:
+            raise PlanError('mesh="auto" and a plan: a plan is for one mesh, pass that.')
+        agreed = auto_mesh(module, args, kwargs, options, schedule=schedule, microbatches=microbatches, virtual=virtual)
+        mesh, pipeline_axis, plan = agreed.device_mesh, agreed.pipeline_axis, agreed.plan
+        pipeline = None if pipeline_axis is None else PipelineOptions(pipeline_axis)
+    else:
+        pipeline = PipelineOptions.of(MeshShape.of(mesh), pipeline_axis, schedule, microbatches, virtual)
+    if pipeline is not None:
+        return parallelize_pipeline(module, mesh, args, kwargs, pipeline, options, compile=compile, plan=plan)
+    if plan is not None:
+        check_plan(plan, module, MeshShape.of(mesh))
+        assert isinstance(plan, ShardingPlan)
     parallelizer = Parallelizer(module, mesh, options, compile, plan)
     parallelizer.start(args, kwargs)
     return module
 
 
-def _check(module: object, mesh: object) -> None:
+def _check(module: object) -> None:
     check_module(module)
-    check_mesh(mesh)
     assert isinstance(module, nn.Module)
     for name, part in module.named_modules():
         if RUNTIME in part.__dict__:

@@ -1,4 +1,4 @@
-"""Hints: the placements of parameters that the user pins, by globs over parameter names and module paths."""
+"""Hints: what the user pins of parameters and modules, by globs over their names and paths."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from math import prod
 
 from torch.distributed.tensor import Partial, Placement, Replicate
 
+from autoshard.capture.task_graphs import Primitive, TaskGraph
 from autoshard.errors import HintError
 from autoshard.names import ancestors, matching, suggestion
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import is_shard, placement_text, shard_placement, split_factor_of
 
-HintValue = Placement | Sequence[Placement | None] | Mapping[str, Placement]
+HintValue = Placement | Sequence[Placement | None] | Mapping[str, Placement] | Primitive
 Pins = tuple[Placement | None, ...]
 
 
@@ -30,7 +31,7 @@ def resolve(
         hints: glob -> what it pins. A glob is matched against parameter names and module paths (`*` matches dots
             too); a module stands for every parameter below it. What it pins is one placement, for every mesh axis; a
             sequence of one for each mesh axis, None where the planner may choose; or a mapping from names of axes,
-            those not named being left to the planner.
+            those not named being left to the planner. Primitives are for `task_graphs`.
         parameters: name -> global shape.
         aliases: name -> every name that the same (tied) parameter goes by; a hint may use any of them.
         modules: paths of the modules.
@@ -52,6 +53,8 @@ def resolve(
     names = {alias: name for name in parameters for alias in (name, *aliases.get(name, ()))}
     pinned: dict[str, list[_Pin | None]] = {}
     for glob, value in (hints or {}).items():
+        if isinstance(value, Primitive):
+            continue
         placements = _per_axis(glob, value, mesh)
         for name in _parameters_of(glob, names, modules):
             pins = pinned.setdefault(name, [None] * mesh.ndim)
@@ -62,6 +65,40 @@ def resolve(
     for name, pins in pinned.items():
         _check_sizes(name, parameters[name], pins, mesh)
     return {name: tuple(pin.placement if pin else None for pin in pins) for name, pins in pinned.items()}
+
+
+def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str]) -> dict[str, TaskGraph]:
+    """The modules that hints make task graphs of.
+
+    Args:
+        hints: as for `resolve`; those whose value is `autoshard.replicate(n)` or `autoshard.split(n)` are meant.
+        modules: paths of the modules.
+
+    Returns:
+        Path of every module that such a hint matches -> its task graph.
+
+    Raises:
+        HintError: a glob matches no module, or two hints contradict each other.
+    """
+    said: dict[str, str] = {}
+    found: dict[str, TaskGraph] = {}
+    for glob, value in hints.items() if isinstance(hints, Mapping) else ():
+        if not isinstance(value, Primitive):
+            continue
+        matched = matching(str(glob), modules)
+        if not matched:
+            raise HintError(
+                f"the hint {glob!r}: {value} matches no module. {suggestion(str(glob), set(modules) - {''})}"
+            )
+        for path in matched:
+            before = found.setdefault(path, TaskGraph(value, path)).primitive
+            if before != value:
+                raise HintError(
+                    f"two hints contradict each other on the module {path or '(root)'}: {said[path]!r} asks for "
+                    f"{before}, {glob!r} for {value}. Drop one of them, or let their globs match different modules."
+                )
+            said.setdefault(path, glob)
+    return found
 
 
 def describe(hints: Mapping[str, HintValue] | None) -> dict[str, str]:
@@ -80,6 +117,8 @@ class _Pin:
 def _value_text(value: HintValue) -> str:
     if isinstance(value, Placement):
         return placement_text(value)
+    if isinstance(value, Primitive):
+        return str(value)
     if isinstance(value, Mapping):
         return ", ".join(f"{axis}: {placement_text(placement)}" for axis, placement in value.items())
     return " ".join("-" if placement is None else placement_text(placement) for placement in value)
@@ -124,7 +163,8 @@ def _allowed(glob: str, value: object) -> Placement:
 def _not_a_placement(glob: str, value: object) -> HintError:
     return HintError(
         f"the hint {glob!r}: {value!r} pins no placement: give Replicate() or Shard(dim), one for every mesh axis, a "
-        f"sequence of one per axis, or a mapping from names of mesh axes."
+        f"sequence of one per axis, or a mapping from names of mesh axes; of a module also autoshard.replicate(n) or "
+        f"autoshard.split(n)."
     )
 
 

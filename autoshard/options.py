@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ from autoshard.planner.planner import EFFORTS, METHODS, RECOMPUTE, Settings
 
 Hints = Mapping[str, Any]
 Placements = Mapping[str, Any] | Literal["planned"] | None
+Shares = Mapping[str, Sequence[int]]
+"""For one mesh axis by name, what its ranks take of the batch, in proportion to one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Options:
     mp_policy: MixedPrecisionPolicy | None
     verbose: bool
     settings: Settings
+    shares: Shares | None = None
 
 
 def check_options(
@@ -55,6 +58,7 @@ def check_options(
     verbose: bool,
     memory_limit: int | str | None = None,
     recompute: str = "none",
+    shares: Shares | None = None,
 ) -> Options:
     """The options as they are used, for devices of a type, None where there are none yet.
 
@@ -86,6 +90,7 @@ def check_options(
         dynamic=dynamic,
         mp_policy=check_policy(mp_policy),
         verbose=verbose,
+        shares=_check_shares(shares, dynamic, output_placements),
         settings=Settings(
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
             optimizer=optimizer_memory(optimizer, optimizer_bytes_per_element, foreach),
@@ -101,3 +106,22 @@ def check_options(
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise PlanError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}.")
+
+
+def _check_shares(shares: Shares | None, dynamic: Dynamic | None, output_placements: Placements) -> Shares | None:
+    if shares is None:
+        return None
+    if not isinstance(shares, Mapping) or len(shares) != 1:
+        raise PlanError(f'shares={shares!r}: name one mesh axis and what each of its ranks takes: {{"dp": (4, 2)}}.')
+    ((axis, given),) = shares.items()
+    whole = isinstance(given, Sequence) and all(isinstance(share, int) and share > 0 for share in given)
+    if not whole:
+        raise PlanError(f"shares of axis {axis!r} are {given!r}: every rank takes a whole number above zero.")
+    if not dynamic:
+        raise PlanError(
+            "shares are of a dynamic size: say which dims of the inputs are the batch, such as "
+            'dynamic={"x": {0: "batch"}}.'
+        )
+    if output_placements is not None:
+        raise PlanError("with shares, outputs come back whole: no DTensor lies in shares. Leave output_placements out.")
+    return {axis: tuple(given)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -39,11 +39,27 @@ RUNTIME = "_autoshard_runtime"
 
 
 class Parallelizer:
-    """One parallelised module: makes the program of every call signature, and places parameters once."""
+    """One parallelised module: makes the program of every call signature, and places parameters once.
+
+    Args:
+        module, device_mesh, options, compile, plan: as for `autoshard.parallelize`.
+        part: of a larger module that other ranks run other parts of, the number of this one.
+        later: where every backward puts what is left of it, once gradients of inputs are made: gradients of parameters
+            are added to theirs by whoever calls it.
+    """
 
     def __init__(
-        self, module: nn.Module, device_mesh: DeviceMesh, options: Options, compile: bool, plan: ShardingPlan | None
+        self,
+        module: nn.Module,
+        device_mesh: DeviceMesh,
+        options: Options,
+        compile: bool,
+        plan: ShardingPlan | None,
+        part: int = 0,
+        later: list[Callable[[], None]] | None = None,
     ) -> None:
+        self.part = part
+        self.later = later
         self.module = module
         self.device_mesh = device_mesh
         self.mesh = MeshShape.of(device_mesh)
@@ -52,6 +68,9 @@ class Parallelizer:
         self.plan = plan
         self.placed: dict[str, tuple[Placement, ...]] | None = None
         self.runtime = Runtime(module, device_mesh, self.prepare, options.inputs, options.dynamic)
+        if options.shares is not None:
+            ((axis, shares),) = options.shares.items()
+            self.runtime.shares = self.mesh.index(axis), tuple(shares)
         self.runtime.planned_outputs = options.output_placements is not None
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -89,13 +108,15 @@ class Parallelizer:
         if decided.recomputed:
             rules = GraphRules(recomputed(graph, decided.recomputed), self.mesh)
         flow = Flow(rules, Decisions.from_data(decided.decisions), self.mesh)
-        ranks = Ranks(self.device_mesh, device)
+        ranks = Ranks(self.device_mesh, device, self.part)
         with outside_modes():
-            step = Localizer(flow, planner.resharder, ranks.groups).run()
+            shared = planner.wishes.shared
+            step = Localizer(flow, planner.resharder, ranks.groups, shared=shared).run()
             if graph.dynamic is not None:
                 others = generic_sizes(flow.graph, self.mesh, flow.rules.generic)
-                check_steady(step, Localizer(flow, planner.resharder, ranks.groups, others).run(), others)
-            halves = split(step, self.compile)
+                other = Localizer(flow, planner.resharder, ranks.groups, others, shared).run()
+                check_steady(step, other, others if shared is None else shared.example(others))
+            halves = split(step, self.compile, in_parts=self.later is not None)
         if self.placed is None:
             self._place(decided)
         self.runtime.know_inputs(step.inputs)
@@ -106,7 +127,7 @@ class Parallelizer:
             def general() -> Program:
                 return self.runtime.prepare(like_args, like_kwargs, grad, "all", signature, dynamic).program
 
-        return graph, Program(step, halves, ranks, general)
+        return graph, Program(step, halves, ranks, general, self.later)
 
     def _capture(
         self,

@@ -169,9 +169,13 @@ class ShardingPlan:
         Raises:
             PlanError: the text is cut short, was edited, is of another format or version, or is no plan.
         """
-        data = plan_file.decode(text, what)
+        return ShardingPlan.from_data(plan_file.decode(text, what))
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> ShardingPlan:
+        """The plan that `plan_file.to_data` made data of, which follows the schema."""
         return ShardingPlan(
-            **data
+            **dict(data)
             | {
                 "mesh": MeshShape.of(data["mesh"]),
                 "placements": plan_file.placements_of(data["placements"]),
@@ -196,12 +200,7 @@ class ShardingPlan:
         Raises:
             PlanError: the file cannot be read, or `from_json` refuses it.
         """
-        what = f"plan file {os.fspath(path)!r}"
-        try:
-            text = Path(path).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"{what} cannot be read: {error}.") from error
-        return ShardingPlan.from_json(text, what)
+        return ShardingPlan.from_json(*plan_file.read(path))
 
     def check(self, mesh: MeshShape, fingerprint: str, shapes: Mapping[str, Sequence[int]]) -> None:
         """Make sure that the plan was made for this model on this mesh.

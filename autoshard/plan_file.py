@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -17,21 +19,18 @@ from autoshard.specs.spec import parse_placement, placement_text
 if TYPE_CHECKING:
     from autoshard.plan import ShardingPlan
 
-FORMAT = "autoshard plan"
-VERSION = 2
-
-_TEXT = {"type": "string"}
-_NUMBER = {"type": "number"}
-_COUNT = {"type": "integer", "minimum": 0}
+TEXT = {"type": "string"}
+NUMBER = {"type": "number"}
+COUNT = {"type": "integer", "minimum": 0}
 _PLACEMENT = {"type": "string", "pattern": r"^(R|S\(\d+(,f=[1-9]\d*)?\)|P\(\w+\))$"}
 
 
-def _table(values: dict[str, Any]) -> dict[str, Any]:
+def table(values: dict[str, Any]) -> dict[str, Any]:
     """Schema of an object with any names and such values."""
     return {"type": "object", "additionalProperties": values}
 
 
-def _record(**properties: dict[str, Any]) -> dict[str, Any]:
+def record(**properties: dict[str, Any]) -> dict[str, Any]:
     """Schema of an object that has exactly these properties."""
     return {
         "type": "object",
@@ -41,49 +40,83 @@ def _record(**properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _list(items: dict[str, Any]) -> dict[str, Any]:
+def list_of(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
-_PLACEMENTS = _table(_list(_PLACEMENT))
-SCHEMA = _record(
-    mesh={**_table({"type": "integer", "minimum": 1}), "minProperties": 1},
+_PLACEMENTS = table(list_of(_PLACEMENT))
+_SHARDING = record(
+    mesh={**table({"type": "integer", "minimum": 1}), "minProperties": 1},
     placements=_PLACEMENTS,
     input_placements=_PLACEMENTS,
     output_placements=_PLACEMENTS,
-    shapes=_table(_list(_COUNT)),
-    step_seconds=_NUMBER,
-    memory=_record(
-        parameters=_COUNT,
-        gradients=_COUNT,
-        optimizer=_COUNT,
-        buffers=_COUNT,
-        activations=_COUNT,
-        peak=_COUNT,
-        held=_table(_COUNT),
-        phase=_TEXT,
-        module=_TEXT,
-        operator=_TEXT,
-        largest=_list(_record(name=_TEXT, kind=_TEXT, bytes=_COUNT)),
+    shapes=table(list_of(COUNT)),
+    step_seconds=NUMBER,
+    memory=record(
+        parameters=COUNT,
+        gradients=COUNT,
+        optimizer=COUNT,
+        buffers=COUNT,
+        activations=COUNT,
+        peak=COUNT,
+        held=table(COUNT),
+        phase=TEXT,
+        module=TEXT,
+        operator=TEXT,
+        largest=list_of(record(name=TEXT, kind=TEXT, bytes=COUNT)),
     ),
-    device_memory=_COUNT,
-    collectives=_list(
-        _record(kind=_TEXT, axis=_TEXT, bytes=_COUNT, count=_COUNT, module=_TEXT, phase=_TEXT, seconds=_NUMBER)
+    device_memory=COUNT,
+    collectives=list_of(
+        record(kind=TEXT, axis=TEXT, bytes=COUNT, count=COUNT, module=TEXT, phase=TEXT, seconds=NUMBER)
     ),
-    cost=_NUMBER,
-    lower_bound=_NUMBER,
-    method=_TEXT,
-    timings=_table(_NUMBER),
-    fingerprint=_TEXT,
-    cluster=_TEXT,
-    versions=_table(_TEXT),
+    cost=NUMBER,
+    lower_bound=NUMBER,
+    method=TEXT,
+    timings=table(NUMBER),
+    fingerprint=TEXT,
+    cluster=TEXT,
+    versions=table(TEXT),
     decisions={"type": "object"},
-    choices=_list(_record(node=_TEXT, operator=_TEXT, module=_TEXT, phase=_TEXT, strategy=_TEXT, seconds=_NUMBER)),
-    hints=_table(_TEXT),
+    choices=list_of(record(node=TEXT, operator=TEXT, module=TEXT, phase=TEXT, strategy=TEXT, seconds=NUMBER)),
+    hints=table(TEXT),
     options={"type": "object"},
-    gathered=_table({"enum": ["once", "again"]}),
-    recomputed=_list(_TEXT),
+    gathered=table({"enum": ["once", "again"]}),
+    recomputed=list_of(TEXT),
 )
+
+
+def _check_rows(data: Mapping[str, Any], what: str) -> None:
+    """Make sure that every placement names all axes of the mesh."""
+    for part in ("placements", "input_placements", "output_placements"):
+        for name, row in data[part].items():
+            if len(row) != len(data["mesh"]):
+                raise PlanError(
+                    f"{what} gives {name} {len(row)} placements ({', '.join(row)}) on a mesh of "
+                    f"{len(data['mesh'])} axes ({', '.join(data['mesh'])})."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What a file of plans holds.
+
+    Attributes:
+        name: of the format, in the file.
+        version: of it.
+        noun: what such a file is called in errors.
+        schema: of the plan's data.
+        check: refuses data that follows the schema and is no plan all the same; it is told what to call it.
+    """
+
+    name: str
+    version: int
+    noun: str
+    schema: dict[str, Any]
+    check: Callable[[Mapping[str, Any], str], None]
+
+
+SHARDING = Format("autoshard plan", 2, "a sharding plan", _SHARDING, _check_rows)
+"""The file of a `ShardingPlan`."""
 
 
 def to_data(plan: ShardingPlan) -> dict[str, Any]:
@@ -123,11 +156,13 @@ def _texts_of(placements: Mapping[str, Sequence[Placement]]) -> dict[str, list[s
     return {name: [placement_text(placement) for placement in row] for name, row in placements.items()}
 
 
-def encode(data: Mapping[str, Any]) -> str:
+def encode(data: Mapping[str, Any], format: Format = SHARDING) -> str:
     """The file of a plan: format, version and checksum, then its data, one entry a line."""
     data = json.loads(_compact(data))  # names that are numbers sort differently before they are texts
     lines = [f'"{name}": {_value(value)}' for name, value in data.items()]
-    head = f'{{\n"format": "{FORMAT}",\n"version": {VERSION},\n"checksum": "{_checksum(data)}",\n"plan": {{\n'
+    head = (
+        f'{{\n"format": "{format.name}",\n"version": {format.version},\n"checksum": "{_checksum(data)}",\n"plan": {{\n'
+    )
     return head + ",\n".join(lines) + "\n}\n}\n"
 
 
@@ -150,12 +185,22 @@ def _checksum(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def decode(text: str, what: str) -> dict[str, Any]:
+def read(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The text of a file, and what errors call it; `PlanError` where it cannot be read."""
+    what = f"plan file {os.fspath(path)!r}"
+    try:
+        return Path(path).read_text("utf-8"), what
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{what} cannot be read: {error}.") from error
+
+
+def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
     """The data in the file of a plan, known to be whole, unedited and as the schema says.
 
     Args:
         text: what `encode` returned.
         what: names the text in errors.
+        format: that it is to be of.
 
     Raises:
         PlanError: it is not so; the message says which, and where.
@@ -168,24 +213,24 @@ def decode(text: str, what: str) -> dict[str, Any]:
             f"{what} is cut short or damaged: it ends or breaks at line {error.lineno}, column {error.colno} "
             f"({error.msg}). {again}"
         ) from error
-    data = _open(envelope, what)
+    data = _open(envelope, what, format)
     if _checksum(data) != envelope["checksum"]:
         raise PlanError(
             f"{what} was edited or damaged since it was saved: its content does not have the checksum that it carries. "
             f"{again} To pin placements by hand, pass hints to autoshard.plan."
         )
-    validate(data, what)
+    validate(data, what, format)
     return data
 
 
-def _open(envelope: object, what: str) -> dict[str, Any]:
+def _open(envelope: object, what: str, format: Format) -> dict[str, Any]:
     """The plan's data in the envelope, whose format and version are checked."""
-    if not isinstance(envelope, dict) or envelope.get("format") != FORMAT:
-        raise PlanError(f"{what} is not a sharding plan: a plan is JSON whose format is {FORMAT!r}.")
-    if envelope.get("version") != VERSION:
+    if not isinstance(envelope, dict) or envelope.get("format") != format.name:
+        raise PlanError(f"{what} is not {format.noun}: one is JSON whose format is {format.name!r}.")
+    if envelope.get("version") != format.version:
         raise PlanError(
             f"{what} is of version {envelope.get('version')!r} of the plan format; this autoshard reads version "
-            f"{VERSION}. Make the plan again with this version of autoshard, or use the version that wrote it."
+            f"{format.version}. Make the plan again with this version of autoshard, or use the version that wrote it."
         )
     if not isinstance(envelope.get("plan"), dict) or not isinstance(envelope.get("checksum"), str):
         raise PlanError(f"{what} lacks its content or its checksum: it was edited or damaged. Make the plan again.")
@@ -193,16 +238,10 @@ def _open(envelope: object, what: str) -> dict[str, Any]:
     return data
 
 
-def validate(data: Mapping[str, Any], what: str) -> None:
+def validate(data: Mapping[str, Any], what: str, format: Format = SHARDING) -> None:
     """Make sure that data follows the schema of a plan; `PlanError` says where it does not."""
-    problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(SCHEMA).iter_errors(data))
+    problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(format.schema).iter_errors(data))
     if problem is not None:
         place = ".".join(str(step) for step in problem.absolute_path) or "the top level"
         raise PlanError(f"{what} is not a plan that this version understands: at {place}, {problem.message}.")
-    for part in ("placements", "input_placements", "output_placements"):
-        for name, row in data[part].items():
-            if len(row) != len(data["mesh"]):
-                raise PlanError(
-                    f"{what} gives {name} {len(row)} placements ({', '.join(row)}) on a mesh of "
-                    f"{len(data['mesh'])} axes ({', '.join(data['mesh'])})."
-                )
+    format.check(data, what)

@@ -27,7 +27,7 @@ _ROWS = 30
 
 def render(plan: ShardingPlan, width: int = WIDTH) -> str:
     """The plan as tables: summary, parameters, inputs and outputs, collectives; at most `width` characters wide."""
-    return _plain([summary_table(plan), *tensor_tables(plan), *collective_tables(plan), Text(plan_rows.LEGEND)], width)
+    return plain([summary_table(plan), *tensor_tables(plan), *collective_tables(plan), Text(plan_rows.LEGEND)], width)
 
 
 def summary_table(plan: ShardingPlan) -> Table:
@@ -106,27 +106,45 @@ def explain(plan: ShardingPlan, path_glob: str, width: int = WIDTH) -> str:
     Raises:
         PlanError: no parameter, operator or collective of the plan is at a path that the glob matches.
     """
-    return _plain(explanation(plan, path_glob), width)
+    return plain(explanation(plan, path_glob), width)
 
 
 def explanation(plan: ShardingPlan, path_glob: str) -> list[Table | Text]:
     """The tables of `explain`."""
     names = [name for name in plan.placements if _under(path_glob, name)]
     at = {name.rpartition(".")[0] for name in names}
-    modules = {one.module for one in plan.choices} | {one.module for one in plan.collectives}
-    covered = {module for module in modules if module in at or _under(path_glob, module)}
+    covered = {module for module in _modules(plan) if module in at or _under(path_glob, module)}
     if not names and not covered:
-        known = {*plan.placements, *modules, *(path for name in plan.placements for path in ancestors(name))} - {""}
-        raise PlanError(
-            f"nothing in the plan is at {path_glob!r}: no parameter and no module matches. "
-            f"{suggestion(path_glob, known)}"
-        )
+        raise nothing_at(path_glob, paths(plan))
     return [
         *_explained_parameters(plan, names),
         *_explained_hints(plan, names),
         *_explained_work(plan, covered),
         Text(plan_rows.STRATEGY_LEGEND),
     ]
+
+
+def paths(plan: ShardingPlan) -> set[str]:
+    """What `explain` can be asked of: names of parameters, and paths of modules."""
+    above = (path for name in plan.placements for path in ancestors(name))
+    return {*plan.placements, *_modules(plan), *above} - {""}
+
+
+def nothing_at(path_glob: str, known: set[str]) -> PlanError:
+    """The error that says that no path matches, with those that come near."""
+    return PlanError(
+        f"nothing in the plan is at {path_glob!r}: no parameter and no module matches. {suggestion(path_glob, known)}"
+    )
+
+
+def matches(plan: ShardingPlan, path_glob: str) -> bool:
+    """Whether `explain` has something to say."""
+    return any(_under(path_glob, path) for path in paths(plan))
+
+
+def _modules(plan: ShardingPlan) -> set[str]:
+    """Paths of the modules whose operators or collectives the plan tells of."""
+    return {one.module for one in plan.choices} | {one.module for one in plan.collectives}
 
 
 def _under(glob: str, path: str) -> bool:
@@ -163,8 +181,8 @@ def _explained_work(plan: ShardingPlan, modules: set[str]) -> list[Table | Text]
     return parts
 
 
-def _plain(parts: Iterable[Table | Text], width: int) -> str:
-    """Tables as text without colours or trailing blanks."""
+def plain(parts: Iterable[Table | Text], width: int) -> str:
+    """Tables as text of limited width, without colours or trailing blanks."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, emoji=False)
     with console.capture() as captured:
         for part in parts:

@@ -7,34 +7,55 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import hints as hint_rules
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.task_graphs import assign_task_graphs, defaults_of
 from autoshard.errors import HintError, PlanError
 from autoshard.options import Options, Placements
 from autoshard.plan import ShardingPlan
+from autoshard.planner.found import Found
 from autoshard.planner.planner import Planner
 from autoshard.planner.problem import Wishes
 from autoshard.planner.recompute import planned
+from autoshard.planner.task_graphs import axes_of, whole_parameters
 from autoshard.progress import watched
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, padded_segments_of
+from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec
 
 
-def planned_with(planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:
-    """What a planner decides, with a line about the search where somebody watches."""
+def planned_with(
+    planner: Planner,
+    capture_seconds: float,
+    options: Options,
+    unlimited: Found | None = None,
+    *,
+    explained: bool = True,
+) -> ShardingPlan:
+    """What a planner decides, with a line about the search where somebody watches.
+
+    Args:
+        planner, unlimited, explained: as for `planner.recompute.planned`.
+        capture_seconds: that the capture of the graph took.
+        options: what was asked for.
+    """
     with watched(options.verbose) as planner.progress:
-        return told(planned(planner), capture_seconds, options)
+        return told(planned(planner, unlimited, explained=explained), planner, capture_seconds, options)
 
 
-def told(result: ShardingPlan, capture_seconds: float, options: Options) -> ShardingPlan:
+def told(result: ShardingPlan, planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:
     """A plan with what the planner does not know of it."""
+    task_graphs = {
+        str(primitive): " x ".join(planner.mesh.names[axis] for axis in axes) or "one device"
+        for primitive, axes in planner.wishes.task_graphs.items()
+    }
     return replace(
         result,
         timings={"capture": capture_seconds, **result.timings},
-        hints=hint_rules.describe(options.hints),
+        hints={**hint_rules.describe(options.hints), **task_graphs},
         options={
             "inputs": options.inputs,
             "memory_limit": options.settings.memory_limit,
@@ -50,6 +71,7 @@ def planner_for(
     options: Options,
     placed: Mapping[str, tuple[Placement, ...]] | None = None,
     placed_inputs: Mapping[str, tuple[Placement, ...]] | None = None,
+    like: Planner | None = None,
 ) -> Planner:
     """A planner for one graph.
 
@@ -57,27 +79,42 @@ def planner_for(
         module, graph, mesh, options: what is planned, and how.
         placed: placements of parameters that are not to move.
         placed_inputs: placements in which local inputs were asked for before, and arrive.
+        like: a planner on the same mesh and cluster, whose tables are of use.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     modules = [name for name, _ in module.named_modules()]
+    by_hints = hint_rules.task_graphs(options.hints, modules)
+    if by_hints:
+        assign_task_graphs(graph.graph, {**defaults_of(module), **by_hints})
+    task_graphs = axes_of(graph, mesh)
     pinned: dict[str, tuple[Placement | None, ...]] = {}
     if placed is None:
-        pinned.update(hint_rules.resolve(options.hints, shapes, graph.aliases, modules, mesh))
+        pinned.update(whole_parameters(graph, task_graphs, mesh))
+        for name, pins in hint_rules.resolve(options.hints, shapes, graph.aliases, modules, mesh).items():
+            less = pinned.get(name, (None,) * mesh.ndim)  # a hint on the parameter itself counts more
+            pinned[name] = tuple(one if one is not None else other for one, other in zip(pins, less, strict=True))
     else:
         pinned.update({source.name: placed[source.name] for source in graph.inputs if source.name in placed})
-    pinned.update(_input_pins(graph, mesh, options, placed_inputs or {}))
+    shared = shared_axis(graph, mesh, options)
+    pinned.update(_input_pins(graph, mesh, options, placed_inputs or {}, shared))
     planned = options.output_placements == "planned"
     wishes = Wishes(
         pinned=pinned,
         planned_outputs=planned,
         outputs={} if planned else _output_specs(graph, mesh, options.output_placements),
         local_inputs=options.inputs == "local",
+        shared=shared,
+        task_graphs=task_graphs,
     )
-    return Planner(graph, mesh, options.cluster, wishes, options.settings)
+    return Planner(graph, mesh, options.cluster, wishes, options.settings, like=like)
 
 
 def _input_pins(
-    graph: JointGraph, mesh: MeshShape, options: Options, before: Mapping[str, tuple[Placement, ...]]
+    graph: JointGraph,
+    mesh: MeshShape,
+    options: Options,
+    before: Mapping[str, tuple[Placement, ...]],
+    shared: SharedAxis | None,
 ) -> dict[str, tuple[Placement | None, ...]]:
     shapes = {s.name: tuple(s.node.meta["val"].shape) for s in graph.inputs if s.kind == "input"}
     if options.input_placements and options.inputs == "global":
@@ -87,7 +124,40 @@ def _input_pins(
         for name, value in options.input_placements.items()
         if _known(name, shapes, "input")
     }
-    return {**{name: placements for name, placements in before.items() if name in shapes}, **asked}
+    shares: dict[str, tuple[Placement | None, ...]] = {}
+    if shared is not None and options.inputs == "local":
+        assert graph.dynamic is not None
+        shares = {
+            name: tuple(Shard(dim) if axis == shared.axis else None for axis in range(mesh.ndim))
+            for name, dims in graph.dynamic.dims.items()
+            for dim, size in dims.items()
+            if size == shared.whole
+        }
+    return {**shares, **{name: placements for name, placements in before.items() if name in shapes}, **asked}
+
+
+def shared_axis(graph: JointGraph, mesh: MeshShape, options: Options) -> SharedAxis | None:
+    """The mesh axis that the options share unevenly, and the size that it shares: that of dim 0 of dynamic inputs.
+
+    None where no shares were asked for, or the graph is of one size only.
+
+    Raises:
+        MeshError: the mesh has no such axis.
+        PlanError: there are not as many shares as ranks, or dynamic inputs begin with different sizes, or none.
+    """
+    if options.shares is None or graph.dynamic is None:
+        return None
+    ((name, shares),) = options.shares.items()
+    axis = mesh.index(name)
+    if len(shares) != mesh.sizes[axis]:
+        raise PlanError(f"axis {name!r} has {mesh.sizes[axis]} ranks and {len(shares)} shares: give one to each.")
+    sizes = {dims[0] for dims in graph.dynamic.dims.values() if 0 in dims}
+    if len(sizes) != 1 or not next(iter(sizes)).is_Symbol:
+        raise PlanError(
+            f"shares are of the batch, the dynamic size of dim 0 of the inputs, and dynamic says "
+            f"{', '.join(sorted(map(str, sizes))) or 'none'} of it: give that dim of all inputs one name."
+        )
+    return SharedAxis(axis, mesh.sizes[axis], sizes.pop())
 
 
 def _output_specs(graph: JointGraph, mesh: MeshShape, wanted: Placements) -> dict[str, Spec]:

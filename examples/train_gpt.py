@@ -65,11 +65,11 @@ def standard_library() -> Tensor:
     return torch.frombuffer(bytearray(text.encode("ascii", "ignore")), dtype=torch.uint8).long()
 
 
-def batches(text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(text: Tensor, batch: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
     """The same endless batches in every process: characters, and the characters that follow them."""
     generator = torch.Generator().manual_seed(0)
     while True:
-        starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=generator)
+        starts = torch.randint(len(text) - CONTEXT - 1, (batch, 1), generator=generator)
         window = text[starts + torch.arange(CONTEXT + 1)]
         yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
@@ -79,7 +79,7 @@ def make_model(layers: int) -> GPT:
     return GPT(layers)
 
 
-def train(model: nn.Module, text: Tensor, steps: int, title: str, quiet: bool) -> list[float]:
+def train(model: nn.Module, text: Tensor, steps: int, title: str, quiet: bool, batch: int = BATCH) -> list[float]:
     """An ordinary training loop. Returns the loss of every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loss_column = TextColumn("loss {task.fields[loss]:.4f}")
@@ -87,7 +87,7 @@ def train(model: nn.Module, text: Tensor, steps: int, title: str, quiet: bool) -
     losses: list[float] = []
     with Progress(*columns, disable=quiet) as progress:
         task = progress.add_task(title, total=steps, loss=float("nan"))
-        for _, (tokens, targets) in zip(range(steps), batches(text), strict=False):
+        for _, (tokens, targets) in zip(range(steps), batches(text, batch), strict=False):
             loss = model(tokens, targets)
             loss.backward()
             optimizer.step()

@@ -14,19 +14,31 @@ import autoshard
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-COMMAND = re.compile(r"^\"\"\".*: (?:torchrun --nproc-per-node (?P<processes>\d+)|python) examples/(?P<file>\w+\.py)")
+COMMAND = re.compile(
+    r"^\"\"\".*: (?:torchrun --nproc-per-node (?P<processes>\d+)|python) examples/(?P<file>[\w/]+\.py)"
+)
+
+
+def launched(name: str) -> str | None:
+    """On how many processes torchrun starts an example, by the command in its first line; None for `python`."""
+    command = COMMAND.match((EXAMPLES / name).read_text(encoding="utf-8"))
+    assert command is not None, f"the first line of {name} does not say how to run it"
+    assert command["file"] == name
+    return command["processes"]
 
 
 def run(name: str, folder: Path, *arguments: str) -> str:
     """What an example prints, started with the command in its first line; temporary files go to `folder`."""
-    command = COMMAND.match((EXAMPLES / name).read_text(encoding="utf-8"))
-    assert command is not None, f"the first line of {name} does not say how to run it"
-    assert command["file"] == name
+    return started(EXAMPLES / name, launched(name), folder, *arguments)
+
+
+def started(file: Path, processes: str | None, folder: Path, *arguments: str) -> str:
+    """What a program prints."""
     launcher: list[str] = []
-    if command["processes"]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", command["processes"]]
+    if processes:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
     done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / name), *arguments],
+        [sys.executable, *launcher, str(file), *arguments],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "COLUMNS": "160", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -34,7 +46,7 @@ def run(name: str, folder: Path, *arguments: str) -> str:
         timeout=500,
         check=False,
     )
-    assert done.returncode == 0, f"{name} failed:\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{file.name} failed:\n{done.stdout}\n{done.stderr}"
     assert "has no rule" not in done.stderr
     return done.stdout
 
@@ -44,8 +56,9 @@ def losses(line: str) -> list[float]:
 
 
 def test_every_example_has_a_test() -> None:
-    tested = set(re.findall(r"run\(\"(\w+\.py)\"", Path(__file__).read_text(encoding="utf-8")))
-    assert tested == {path.name for path in EXAMPLES.glob("*.py")}
+    tested = set(re.findall(r"\"([\w/]+\.py)\"", Path(__file__).read_text(encoding="utf-8")))
+    paths = [path for path in EXAMPLES.rglob("*.py") if "__main__" in path.read_text(encoding="utf-8")]
+    assert tested == {str(path.relative_to(EXAMPLES)) for path in paths}
 
 
 @pytest.mark.slow
@@ -53,6 +66,16 @@ def test_train_gpt(tmp_path: Path) -> None:
     text = run("train_gpt.py", tmp_path, "--steps", "5", "--layers", "2")
     assert re.search(r"blocks\.\*\.qkv\.weight .*S\(0,f=3\)", text)
     difference = re.search(r"difference in loss between four processes and one: (\S+)", text)
+    assert difference is not None
+    assert float(difference[1]) < 1e-5
+
+
+@pytest.mark.slow
+def test_train_gpt_pipeline(tmp_path: Path) -> None:
+    text = run("train_gpt_pipeline.py", tmp_path, "--steps", "3", "--layers", "2", "--picture", "step.svg")
+    assert re.search(r"schedule +\w+, \d+ microbatches", text)
+    assert (tmp_path / "step.svg").read_text(encoding="utf-8").startswith("<svg")
+    difference = re.search(r"difference in loss between the pipeline and one process: (\S+)", text)
     assert difference is not None
     assert float(difference[1]) < 1e-5
 
@@ -134,3 +157,24 @@ def test_compile_backend(tmp_path: Path) -> None:
     assert len(others) == 2
     for other in others:
         assert other == pytest.approx(one_device, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_whale(tmp_path: Path) -> None:
+    """One start of the processes for all: each example makes its own process group, and ends it."""
+    names = ["whale/data_parallel.py", "whale/replicate_and_split.py", "whale/mixture_of_experts.py"]
+    assert {launched(name) for name in names} == {"2"}
+    every = tmp_path / "every"
+    every.write_text(
+        "import runpy, sys\n"
+        f"sys.path.insert(0, {str(EXAMPLES / 'whale')!r})\n"
+        f"for name in {names!r}:\n"
+        f"    runpy.run_path({str(EXAMPLES)!r} + '/' + name, run_name='__main__')\n",
+        encoding="utf-8",
+    )
+    text = started(every, "2", tmp_path)
+    differences = re.findall(r"largest relative difference: (\S+)", text)
+    assert len(differences) == 3
+    assert all(float(difference) < 1e-9 for difference in differences)
+    assert text.count("replicate(2): devices") == 3
+    assert text.count("split(2): devices") == 2

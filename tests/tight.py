@@ -18,7 +18,10 @@ from tests.training import Errors, build, compare, fast_links, one_device, train
 from tests.widen import Widened, doubles
 
 WORK = 2_000
-"""Units of work for each plan: the same plans on every machine."""
+"""Units of work for each plan: the same plans on every machine, however busy it is."""
+
+SECONDS = 600.0
+"""For each plan: more than that work takes anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Tight:
 def tight_row(model: str, mesh: tuple[int, ...], recompute: str, steps: int = 1) -> Tight:
     """Train a model of `tests.models` as planned under the smallest limit that an error names."""
     module, inputs = build(model)
-    options: dict[str, Any] = {"cluster": fast_links(), "work_limit": WORK}
+    options: dict[str, Any] = {"cluster": fast_links(), "work_limit": WORK, "time_limit": SECONDS}
     with simulated(**{f"axis{place}": size for place, size in enumerate(mesh)}) as device_mesh:
         with Widened():
             unlimited = autoshard.plan(module, device_mesh, (), inputs, recompute="none", **options).memory.peak

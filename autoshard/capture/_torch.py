@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # no public name yet
 from torch.export.graph_signature import InputKind, TensorArgument
+from torch.fx import traceback  # what is said of the operators that are traced, and whether nodes keep it
 from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,  # names sizes that depend on data, in errors, and holds what is known of dynamic ones
     free_unbacked_symbols,  # the sizes in a value that depend on data
@@ -57,6 +58,7 @@ __all__ = [
     "TensorArgument",
     "TorchDispatchMode",
     "UserError",
+    "annotated",
     "fake_mode",
     "free_unbacked_symbols",
     "is_lazy",
@@ -69,6 +71,7 @@ __all__ = [
     "symbolic_conditions",
     "symbolic_hint",
     "trace_joint",
+    "tracing_annotations",
     "version_of",
 ]
 
@@ -92,6 +95,18 @@ def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.
     """The functional graph of forward and backward, each placeholder and output described in `meta["desc"]`."""
     with contextlib.ExitStack() as stack:
         return aot_export_joint_with_descriptors(stack, module, inputs).graph_module
+
+
+@contextlib.contextmanager
+def annotated(annotations: Mapping[str, object]) -> Iterator[None]:
+    """Context in which nodes that are traced have these annotations in `meta["custom"]`."""
+    with traceback.annotate(dict(annotations)), traceback.preserve_node_meta():
+        yield
+
+
+def tracing_annotations() -> contextlib.AbstractContextManager[None]:
+    """Context in which what is traced of a graph has the annotations of its nodes, derivatives included."""
+    return traceback.preserve_node_meta()
 
 
 def is_persistent(owner: torch.nn.Module, buffer: str) -> bool:

@@ -24,16 +24,23 @@ from autoshard.capture.mixed_precision import reduce_gradients
 from autoshard.capture.refresh import refresh_views
 from autoshard.capture.simplify import simplify
 from autoshard.capture.symbols import with_sizes
+from autoshard.capture.task_graphs import TaskGraph, assign_task_graphs
 from autoshard.errors import CaptureError
 
 aten = torch.ops.aten
 
 
 def describe(
-    traced: fx.GraphModule, exported: Exported, signature: Hashable, mp_policy: MixedPrecisionPolicy | None = None
+    traced: fx.GraphModule,
+    exported: Exported,
+    signature: Hashable,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    defaults: Mapping[str, TaskGraph] | None = None,
 ) -> JointGraph:
+    """The joint graph of what was traced; `defaults` are the task graphs of modules that have one, by their paths."""
     graph = traced.graph
     _complete_metadata(graph)
+    assign_task_graphs(graph, defaults or {})
     check_effects(graph)
     inputs = tuple(_joint_input(node, exported) for node in graph.find_nodes(op="placeholder"))
     sizes = None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from types import FunctionType
 
 import torch
 from torch import fx
 
 from autoshard.capture._torch import pytree
+from autoshard.capture.export import ExportedInput
 from autoshard.capture.graph import JointInput, JointOutput
 from autoshard.size import Ratio, Size
 
 
-def fingerprint(inputs: Iterable[JointInput], outputs: Iterable[JointOutput], graph: fx.Graph) -> str:
+def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[JointOutput], graph: fx.Graph) -> str:
     """SHA-256 of inputs, operators with their arguments, shapes and dtypes, and outputs."""
     number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     digest = hashlib.sha256()
@@ -25,7 +27,7 @@ def fingerprint(inputs: Iterable[JointInput], outputs: Iterable[JointOutput], gr
         ):
             digest.update(fingerprint((), (), nested.graph).encode())
         arguments = fx.node.map_arg((node.args, node.kwargs), number.__getitem__)
-        digest.update(f"{node.op} {node.target if node.op == 'call_function' else ''} {arguments}".encode())
+        digest.update(f"{node.op} {_called(node)} {arguments}".encode())
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor):
                 digest.update(f" {tuple(value.shape)} {value.dtype}".encode())
@@ -36,3 +38,12 @@ def fingerprint(inputs: Iterable[JointInput], outputs: Iterable[JointOutput], gr
     for output in outputs:
         digest.update(f"{output.kind} {output.name} {output.tangent}\n".encode())
     return digest.hexdigest()
+
+
+def _called(node: fx.Node) -> str:
+    """What a node calls: an operator, or a function, whose text would tell where it lies in memory."""
+    if node.op != "call_function":
+        return ""
+    if isinstance(node.target, FunctionType):
+        return f"{node.target.__module__}.{node.target.__qualname__}"
+    return str(node.target)

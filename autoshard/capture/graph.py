@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement
 from autoshard.capture.annotate import parse_pin
 from autoshard.capture.calls import CallLayout, ResultLayout
 from autoshard.capture.dynamic import DynamicSizes
+from autoshard.capture.task_graphs import TaskGraph
 
 InputKind = Literal["parameter", "buffer", "input", "tangent", "constant"]
 OutputKind = Literal["output", "mutation", "gradient"]
@@ -95,6 +96,10 @@ class JointGraph:
     def module_path(self, node: fx.Node) -> str:
         """Path of the module that the node, or the forward node it differentiates, was called in; "" for the root."""
         return node.meta.get("module_path", "")
+
+    def task_graph(self, node: fx.Node) -> TaskGraph | None:
+        """The task graph, of `autoshard.replicate` or `autoshard.split`, that the node belongs to, if any."""
+        return node.meta.get("task_graph")
 
     def pin(self, node: fx.Node) -> tuple[Placement, ...] | None:
         """The placements that the user pinned, if the node is such a mark."""

@@ -21,6 +21,7 @@ from autoshard.capture.export import Exported, export_forward
 from autoshard.capture.failure import capture_error
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import LoweredModule
+from autoshard.capture.task_graphs import defaults_of, keeping_marks, marking
 from autoshard.capture.twin import fake_like, fake_twin
 from autoshard.errors import AutoshardError, CaptureError
 
@@ -74,7 +75,7 @@ def capture(
         traced = _trace(exported, differentiated)
         if grad and differentiated != everything and not _has_tangents(traced):
             traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
-    return describe(traced, exported, signature, mp_policy)
+    return describe(traced, exported, signature, mp_policy, defaults_of(module))
 
 
 def capture_forward(
@@ -155,6 +156,7 @@ def _surroundings(module: nn.Module, grad: bool, device: torch.device) -> Iterat
             if torch.get_default_device().type != device.type:
                 stack.enter_context(device)
             stack.enter_context(capturing())
+            stack.enter_context(marking())
             yield
     except AutoshardError:
         raise
@@ -183,7 +185,8 @@ def _trace(exported: Exported, differentiated: tuple[bool, ...]) -> fx.GraphModu
         results.append(module.graph.call_function(aten.clone.default, (source,)))
     module.graph.output(tuple(results))
     module.recompile()
-    return trace_joint(module, tuple(item.fake for item in exported.inputs))
+    with keeping_marks(module.graph):
+        return trace_joint(module, tuple(item.fake for item in exported.inputs))
 
 
 def _has_tangents(traced: fx.GraphModule) -> bool:

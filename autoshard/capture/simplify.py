@@ -120,7 +120,7 @@ def _layout(node: fx.Node) -> Hashable:
 
 
 def _merge_common(graph: fx.Graph) -> None:
-    """Merge nodes that compute the same from the same, never random ones, and across phases only views.
+    """Merge nodes of one task graph that compute the same from the same, never random ones, across phases only views.
 
     What the backward half computes again is left there: it was perhaps put there to save memory.
     """
@@ -144,7 +144,7 @@ def _expression(node: fx.Node) -> Hashable | None:
     elif node.target is not operator.getitem:
         return None
     phase = None if node.target in _VIEWS else node.meta.get("partitioner_tag")
-    return (node.target, phase, freeze(node.args), freeze(node.kwargs))
+    return (node.target, phase, node.meta.get("task_graph"), freeze(node.args), freeze(node.kwargs))
 
 
 def is_random(node: fx.Node) -> bool:

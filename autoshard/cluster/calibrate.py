@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.cluster.bench import Bench
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.collective_samples import groupings
 from autoshard.cluster.curve import Curve
+from autoshard.cluster.device import Device
 from autoshard.cluster.fit import fitted_links
 from autoshard.cluster.measured import BYTES, FLOPS, Grouping, Measured
 from autoshard.cluster.stopwatch import Stopwatch

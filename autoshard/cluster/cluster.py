@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from autoshard.cluster.device import Device, Link
+from autoshard.cluster.hosts import Hosts, Place, of_places, place_of
 from autoshard.cluster.measured import Measured
+from autoshard.cluster.parse import Devices, is_devices, parse_devices
 from autoshard.cluster.schema import FORMAT, VERSION, check
 from autoshard.errors import MeshError
 
@@ -26,58 +29,18 @@ is done about it. Lee et al., "Characterizing Compute-Communication Overlap in G
 Learning" (2025), see compute slowed by 19 %, and 10 % of the time gained, on H100s and others.
 """
 
-# Which peak rate a type without one of its own runs at.
-_RUNS_AS = {
-    "float16": "bfloat16",
-    "float8_e4m3fn": "bfloat16",
-    "float8_e5m2": "bfloat16",
-    "complex64": "float32",
-    "complex128": "float64",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One accelerator or one process's share of a host.
-
-    Attributes:
-        name: for people, such as `"H100 SXM5 80GB"`.
-        memory: bytes.
-        peak_flops: floating-point operations per second by the name of the dtype (`"float32"`, `"bfloat16"`, ...).
-        memory_bandwidth: bytes per second.
-        kernel_overhead: seconds that every operator costs, however small it is.
-    """
-
-    name: str
-    memory: int
-    peak_flops: dict[str, float] = field(hash=False)
-    memory_bandwidth: float
-    kernel_overhead: float
-
-    def peak(self, dtype: torch.dtype) -> float:
-        """Operations per second in `dtype`; that of the type it is computed as where it has no rate of its own."""
-        name = str(dtype).removeprefix("torch.")
-        if name not in self.peak_flops:
-            name = _RUNS_AS.get(name, "float32")
-        return self.peak_flops[name]
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What joins one device to the others: bytes per second and direction of one device, and seconds per message."""
-
-    bandwidth: float
-    latency: float
-
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Hosts of equal devices, joined inside a host by one kind of link and between hosts by another.
+    """Hosts of devices, joined inside a host by one kind of link and between hosts by another.
+
+    Devices are equal, and as many as a mesh asks for, unless `stretches` says otherwise. Then `device`, `inside` and
+    `between` have the worst figures of all: what is planned with them, every device keeps.
 
     Attributes:
         name: of the preset, or the user's own.
-        device: every device is of this kind.
-        devices_per_host: consecutive ranks in groups of this size share a host.
+        device: every device is of this kind, or no slower and no smaller.
+        devices_per_host: consecutive ranks in groups of this size share a host; where hosts differ, the smallest.
         inside: the link between devices of one host.
         between: the link between devices of different hosts.
         source: where the figures come from.
@@ -85,6 +48,7 @@ class Cluster:
             where nothing is gained by doing both at once.
         measured: measurements of collectives and operators by `autoshard.calibrate`; None for a cluster that its other
             figures describe, as they do the presets.
+        stretches: the ranks of a cluster of so many devices, in their order; empty for one of any number.
     """
 
     name: str
@@ -95,19 +59,110 @@ class Cluster:
     source: str = ""
     contention: float = CONTENTION
     measured: Measured | None = None
+    stretches: tuple[Hosts, ...] = ()
 
     @staticmethod
     def of(cluster: str | os.PathLike[str] | Cluster) -> Cluster:
-        """A cluster given as itself, as the name of a preset, or as the path of a `.json` file.
+        """A cluster given as itself, as a preset's name, as a text that `parse` takes, or as a `.json` file's path.
 
         Raises:
-            MeshError: no preset has this name, or the file is not a cluster.
+            MeshError: no preset has this name, the text or the file is not a cluster.
         """
         if isinstance(cluster, Cluster):
             return cluster
         if isinstance(cluster, str) and not cluster.endswith(".json"):
-            return Cluster.preset(cluster)
+            return Cluster.parse(cluster) if is_devices(cluster) else Cluster.preset(cluster)
         return Cluster.load(cluster)
+
+    @staticmethod
+    def parse(text: str, *, devices_per_host: int | None = None, between: Link | None = None) -> Cluster:
+        """The cluster of devices of one or several kinds that a text names, such as `"8xV100-32GB + 8xP100-16GB"`.
+
+        Args:
+            text: parts joined by `+`, each a count, `x`, a preset's name in any letters, and, behind a hyphen, the
+                memory of a device where it is not the preset's. Ranks are numbered in the order of the parts, and
+                every part begins a host.
+            devices_per_host: of all parts; by default those of each preset.
+            between: the link between all hosts; by default the slowest of those of the presets.
+
+        Raises:
+            MeshError: a part is none of that, there is no such preset, or hosts of no device were asked for.
+
+        Source: Whale 3.3, training over devices of different kinds.
+        """
+        if devices_per_host is not None and devices_per_host < 1:
+            raise MeshError(f"devices_per_host={devices_per_host}: a host has one device at least.")
+        parts = [(Cluster.preset(devices.kind), devices) for devices in parse_devices(text)]
+        stretches = tuple(_stretch(preset, devices, devices_per_host, between) for preset, devices in parts)
+        sources = dict.fromkeys(preset.source for preset, _ in parts)
+        return _joined(stretches, "; ".join(sources), max(preset.contention for preset, _ in parts))
+
+    @property
+    def count(self) -> int | None:
+        """Number of devices; None where there are as many as a mesh asks for."""
+        return sum(stretch.count for stretch in self.stretches) or None
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all devices are equal."""
+        return len({stretch.device for stretch in self.stretches}) <= 1
+
+    def device_of(self, rank: int) -> Device:
+        """The device of one rank; `MeshError` if there is no such rank."""
+        place = self._place(rank)
+        return self.stretches[place.stretch].device if self.stretches else self.device
+
+    def host_of(self, rank: int) -> int:
+        """The number of the host of one rank; `MeshError` if there is no such rank."""
+        return self._place(rank).host
+
+    def link(self, first: int, second: int) -> Link:
+        """What joins two ranks: between hosts, the slower end; `MeshError` if there is no such rank."""
+        places = self._place(first), self._place(second)
+        kinds = [self.stretches[place.stretch] if self.stretches else self for place in places]
+        if places[0].host == places[1].host:
+            return kinds[0].inside
+        return Link.slowest([kind.between for kind in kinds])
+
+    def slowest(self, ranks: Sequence[int]) -> Device:
+        """What the devices of all these ranks keep: the worst of every figure; `MeshError` if there is no such rank."""
+        return Device.slowest([self.device_of(rank) for rank in ranks])
+
+    def of_ranks(self, ranks: Sequence[int]) -> Cluster:
+        """The cluster of these ranks alone, which are numbered anew in this order.
+
+        Ranks of one host that come one after another share a host there; others count as of different hosts. Measured
+        collectives are kept where the ranks are consecutive: others were not measured.
+
+        Raises:
+            MeshError: there is no such rank, or none was given.
+        """
+        if not ranks:
+            raise MeshError(f"no rank of cluster {self.name} was given: a cluster has one device at least.")
+        places = [self._place(rank) for rank in ranks]
+        if not self.stretches and list(ranks) == list(range(len(ranks))):
+            return self
+        whole = Hosts(self.name, max(ranks) + 1, self.device, self.devices_per_host, self.inside, self.between)
+        stretches = of_places(self.stretches or (whole,), places)
+        if self.stretches or len(stretches) > 1:
+            return _joined(stretches, self.source, self.contention)
+        apart = any(after - before != 1 for before, after in pairwise(ranks))
+        measured = replace(self.measured, collectives={}) if self.measured is not None and apart else self.measured
+        return replace(self, devices_per_host=stretches[0].devices_per_host, measured=measured)
+
+    def first(self, devices: int) -> Cluster:
+        """The cluster of the first so many ranks; `MeshError` if there are fewer."""
+        if self.count is not None and devices > self.count:
+            raise MeshError(
+                f"the mesh has {devices} devices and cluster {self.name} {self.count}: make the mesh smaller, or name "
+                "more devices."
+            )
+        return self if devices == self.count else self.of_ranks(range(devices))
+
+    def _place(self, rank: int) -> Place:
+        if rank < 0 or (self.count is not None and rank >= self.count):
+            raise MeshError(f"cluster {self.name} has no rank {rank}: it has {self.count or 'any number of'} devices.")
+        return place_of(self.stretches, rank) if self.stretches else Place(0, rank // self.devices_per_host)
 
     @staticmethod
     def presets() -> tuple[str, ...]:
@@ -145,23 +200,15 @@ class Cluster:
 
     def to_json(self) -> str:
         """The cluster as a JSON text."""
-        data: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "name": self.name,
-            "source": self.source,
-            "device": {
-                "name": self.device.name,
-                "memory": self.device.memory,
-                "peak_flops": self.device.peak_flops,
-                "memory_bandwidth": self.device.memory_bandwidth,
-                "kernel_overhead": self.device.kernel_overhead,
-            },
-            "devices_per_host": self.devices_per_host,
-            "inside": {"bandwidth": self.inside.bandwidth, "latency": self.inside.latency},
-            "between": {"bandwidth": self.between.bandwidth, "latency": self.between.latency},
-            "contention": self.contention,
-        }
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": self.name, "source": self.source}
+        if self.stretches:
+            data["stretches"] = [asdict(stretch) for stretch in self.stretches]
+        else:
+            data["device"] = asdict(self.device)
+            data["devices_per_host"] = self.devices_per_host
+            data["inside"] = asdict(self.inside)
+            data["between"] = asdict(self.between)
+        data["contention"] = self.contention
         if self.measured is not None:
             data["measured"] = self.measured.to_data()
         return json.dumps(data, indent=2) + "\n"
@@ -179,6 +226,10 @@ class Cluster:
             measured = Measured.from_data(data["measured"]) if "measured" in data else None
         except ValueError as error:
             raise MeshError(f"{what} is not a cluster: at measured.{error}.") from error
+        if "stretches" in data:
+            stretches = tuple(_stretch_of(record) for record in data["stretches"])
+            joined = _joined(stretches, data.get("source", ""), data.get("contention", CONTENTION))
+            return replace(joined, name=data["name"], measured=measured)
         return Cluster(
             name=data["name"],
             device=Device(**data["device"]),
@@ -189,3 +240,37 @@ class Cluster:
             contention=data.get("contention", CONTENTION),
             measured=measured,
         )
+
+
+def _stretch(preset: Cluster, devices: Devices, devices_per_host: int | None, between: Link | None) -> Hosts:
+    """The ranks of one part of a text."""
+    device = preset.device
+    if devices.memory not in (None, device.memory):
+        device = replace(device, name=devices.text, memory=devices.memory)
+    return Hosts(
+        devices.text,
+        devices.count,
+        device,
+        devices_per_host or preset.devices_per_host,
+        preset.inside,
+        preset.between if between is None else between,
+    )
+
+
+def _stretch_of(record: dict[str, Any]) -> Hosts:
+    figures = {"device": Device(**record["device"]), **{key: Link(**record[key]) for key in ("inside", "between")}}
+    return Hosts(**{**record, **figures})
+
+
+def _joined(stretches: tuple[Hosts, ...], source: str, contention: float) -> Cluster:
+    """The cluster of these ranks, with what all devices and links keep."""
+    return Cluster(
+        name=" + ".join(f"{stretch.count}x{stretch.name}" for stretch in stretches),
+        device=Device.slowest([stretch.device for stretch in stretches]),
+        devices_per_host=min(min(stretch.devices_per_host, stretch.count) for stretch in stretches),
+        inside=Link.slowest([stretch.inside for stretch in stretches]),
+        between=Link.slowest([stretch.between for stretch in stretches]),
+        source=source,
+        contention=contention,
+        stretches=stretches,
+    )

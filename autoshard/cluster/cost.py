@@ -7,7 +7,8 @@ import warnings
 
 import torch
 
-from autoshard.cluster.cluster import Cluster, Link
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Link
 from autoshard.cluster.measured import Grouping
 from autoshard.specs.axes import MeshShape
 
@@ -21,11 +22,15 @@ GROUPED_BYTES = 25 * 2**20
 class CostModel:
     """Seconds of compute and of collectives of one mesh laid out on one cluster.
 
-    Ranks are laid over the mesh in row-major order, and over the hosts in groups of `devices_per_host`.
+    Ranks are laid over the mesh in row-major order, and over the hosts as the cluster has them. Where devices differ,
+    everything takes as long as on the slowest one of the mesh.
+
+    Raises:
+        MeshError: the cluster has fewer devices than the mesh.
     """
 
     def __init__(self, cluster: Cluster, mesh: MeshShape) -> None:
-        self.cluster = cluster
+        self.cluster = cluster.first(mesh.size)
         self.mesh = mesh
         self._links = tuple(self._link(axis) for axis in range(mesh.ndim))
         strides = (math.prod(mesh.sizes[axis + 1 :]) for axis in range(mesh.ndim))
@@ -143,7 +148,7 @@ class CostModel:
     def _ring_latency(self, axis: int) -> float:
         """Seconds of one trip around the ring of an axis: as few of its hops as possible leave a host."""
         size, stride = self.mesh.sizes[axis], math.prod(self.mesh.sizes[axis + 1 :])
-        hosts = len({rank * stride // self.cluster.devices_per_host for rank in range(size)})
+        hosts = len({self.cluster.host_of(rank * stride) for rank in range(size)})
         outside = max(1, hosts - 1) if self.spans_hosts(axis) else 0
         return self.cluster.between.latency * outside + self.cluster.inside.latency * (size - 1 - outside)
 
@@ -186,6 +191,6 @@ class CostModel:
         for size in sizes[axis + 1 :]:
             stride *= size
         reach = stride * (sizes[axis] - 1)
-        per_host = self.cluster.devices_per_host
+        host_of = self.cluster.host_of
         firsts = (rank for rank in range(self.mesh.size) if rank // stride % sizes[axis] == 0)
-        return any(rank // per_host != (rank + reach) // per_host for rank in firsts)
+        return any(host_of(rank) != host_of(rank + reach) for rank in firsts)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autoshard.cluster.cluster import Link
 from autoshard.cluster.curve import Curve
+from autoshard.cluster.device import Link
 from autoshard.cluster.measured import Grouping
 
 _HOPS: dict[str, tuple[float, float]] = {

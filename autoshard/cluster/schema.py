@@ -10,7 +10,8 @@ import jsonschema
 from autoshard.errors import MeshError
 
 FORMAT = "autoshard cluster"
-VERSION = 1
+VERSION = 2
+"""Version 1 knew no `stretches`: it is read as it stands."""
 
 _POSITIVE = {"type": "number", "exclusiveMinimum": 0}
 _NOT_NEGATIVE = {"type": "number", "minimum": 0}
@@ -49,27 +50,27 @@ _OPERATOR = _record(
         "seconds": _CURVE,
     }
 )
-SCHEMA = _record(
-    {
-        "format": {"const": FORMAT},
-        "version": {"const": VERSION},
-        "name": _NAME,
-        "source": {"type": "string"},
-        "device": _DEVICE,
-        "devices_per_host": {"type": "integer", "minimum": 1},
-        "inside": _LINK,
-        "between": _LINK,
-        "contention": _NOT_NEGATIVE,
-        "measured": _record(
-            {
-                "devices": _COUNT,
-                "collectives": {"type": "array", "items": _COLLECTIVE},
-                "operators": {"type": "array", "items": _OPERATOR},
-            }
-        ),
-    },
-    optional=("source", "contention", "measured"),
-)
+_HOSTS = {"device": _DEVICE, "devices_per_host": _COUNT, "inside": _LINK, "between": _LINK}
+_ABOUT = {
+    "format": {"const": FORMAT},
+    "version": {"enum": list(range(1, VERSION + 1))},
+    "name": _NAME,
+    "source": {"type": "string"},
+    "contention": _NOT_NEGATIVE,
+    "measured": _record(
+        {
+            "devices": _COUNT,
+            "collectives": {"type": "array", "items": _COLLECTIVE},
+            "operators": {"type": "array", "items": _OPERATOR},
+        }
+    ),
+}
+_OPTIONAL = ("source", "contention", "measured")
+EQUAL = _record({**_ABOUT, **_HOSTS}, _OPTIONAL)
+"""A cluster of any number of equal devices."""
+_STRETCH = _record({"name": _NAME, "count": _COUNT, **_HOSTS})
+LISTED = _record({**_ABOUT, "stretches": {"type": "array", "items": _STRETCH, "minItems": 1}}, _OPTIONAL)
+"""A cluster of so many devices, host by host."""
 
 
 def check(text: str, what: str) -> dict[str, Any]:
@@ -82,7 +83,8 @@ def check(text: str, what: str) -> dict[str, Any]:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise MeshError(f"{what} is not JSON: {error}. Was it cut short? Write it again by Cluster.save.") from error
-    problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(SCHEMA).iter_errors(data))
+    schema = LISTED if isinstance(data, dict) and "stretches" in data else EQUAL
+    problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(data))
     if problem is not None:
         place = ".".join(str(step) for step in problem.absolute_path) or "the top level"
         raise MeshError(f"{what} is not a cluster: at {place}, {problem.message}.")

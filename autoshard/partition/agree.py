@@ -59,6 +59,16 @@ def together(device_mesh: DeviceMesh, make: Callable[[], Made]) -> Made:
     return made
 
 
+def said_by_all(device_mesh: DeviceMesh, axis: str, said: Made) -> list[Made]:
+    """What every rank along a mesh axis says, in the order of their coordinates."""
+    group = device_mesh.get_group(axis)
+    if dist.get_backend(group) == _FAKE_BACKEND:
+        return [said] * dist.get_world_size(group)
+    found: list[Made | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, said, group=group)
+    return found  # type: ignore[return-value]
+
+
 def _gather(device_mesh: DeviceMesh, failure: tuple[str, str] | None) -> tuple[str, str] | None:
     """The failure of the first rank that has one."""
     for axis in range(device_mesh.ndim):

@@ -24,6 +24,7 @@ def whole_shapes(
     device_mesh: DeviceMesh,
     *,
     uneven: bool,
+    shares: tuple[int, Sequence[int]] | None = None,
 ) -> Shapes:
     """The shapes of the tensors of which this rank was given shards.
 
@@ -33,6 +34,7 @@ def whole_shapes(
         device_mesh: the mesh.
         uneven: whether shards may be of different lengths. Then there is a collective for every axis that shards an
             input, which the host waits for; otherwise none.
+        shares: a mesh axis whose ranks hold what they want, and how much each does.
 
     Raises:
         InputError: the lengths are not those of the parts that `Shard` makes of one tensor.
@@ -45,11 +47,52 @@ def whole_shapes(
             for name, shape in whole.items()
             if shape and size > 1 and is_shard(placements[name][axis])
         }
+        if shares is not None and axis == shares[0]:
+            for name, dim in sharded.items():
+                whole[name][dim] = sum(shares[1])
+            continue
         own = [whole[name][dim] for name, dim in sharded.items()]
         ranks = _lengths(own, device_mesh, axis) if uneven and own else [[length] * size for length in own]
         for (name, dim), lengths in zip(sharded.items(), ranks, strict=True):
             whole[name][dim] = _joined(name, dim, lengths, _axis_name(device_mesh, axis))
     return whole
+
+
+def local_shares(
+    shapes: Mapping[str, Sequence[int]],
+    placements: Mapping[str, Sequence[Placement]],
+    device_mesh: DeviceMesh,
+    axis: int,
+) -> list[int]:
+    """How many rows every rank along a shared axis was given: a collective that the host waits for.
+
+    Args:
+        shapes, placements, device_mesh: as for `whole_shapes`.
+        axis: whose ranks hold as many rows as they want, the same of every input that lies in shares.
+
+    Raises:
+        InputError: a rank was given other numbers of rows of different inputs, or none.
+    """
+    sharded = {
+        name: dim_of(placements[name][axis], len(shape))
+        for name, shape in shapes.items()
+        if shape and is_shard(placements[name][axis])
+    }
+    ranks = _lengths([shapes[name][dim] for name, dim in sharded.items()], device_mesh, axis)
+    first = next(iter(ranks), [])
+    for name, lengths in zip(sharded, ranks, strict=True):
+        if lengths != first or min(lengths) < 1:
+            raise InputError(
+                f"the ranks along axis {_axis_name(device_mesh, axis)!r} were given {', '.join(map(str, lengths))} "
+                f"rows of {name} and {', '.join(map(str, first))} of {next(iter(sharded))}: a rank takes equally many "
+                "of all inputs, and one at least."
+            )
+    return first
+
+
+def check_blocks(counts: Sequence[int], axis: str) -> None:
+    """`InputError` unless the ranks along an axis hold the blocks of a batch whose program knows no other shares."""
+    _joined("the batch", 0, counts, axis)
 
 
 def _lengths(own: Sequence[int], device_mesh: DeviceMesh, axis: int) -> list[list[int]]:

@@ -12,17 +12,21 @@ from torch import fx
 
 from autoshard.capture.joint import JointInput
 from autoshard.capture.recompute import RECOMPUTES
+from autoshard.errors import PlanError
 from autoshard.partition.emitter import GraphEmitter
+from autoshard.partition.shares_emitter import SharesEmitter
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph import Value, operand_nodes, value_of
 from autoshard.patterns.local import LocalCall, collectives, emit_program, fill_operands
 from autoshard.patterns.padding import padded_factors, zero_results
 from autoshard.patterns.rule import TensorMeta
+from autoshard.patterns.shares import keeps_shares
 from autoshard.reshard.lower import lower
 from autoshard.reshard.path import Path, Resharder, Step
 from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import local_shape
+from autoshard.specs.layout import is_even, local_shape
+from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec
 
 _WAIT = collectives.wait_tensor.default
@@ -38,6 +42,7 @@ class Border:
         shape: global shape.
         dtype: element type.
         spec: how it lies.
+        share: where a rank holds a share of its own of a dynamic size, the shape that its local tensor has.
     """
 
     kind: str
@@ -45,10 +50,15 @@ class Border:
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: Spec
+    share: tuple[int, ...] | None = None
 
     def local_shape(self, mesh: MeshShape) -> tuple[int, ...]:
         """Shape of the tensor in the program, padded where a dim does not divide."""
-        return local_shape(self.shape, self.spec, mesh)
+        return local_shape(self.shape, self.spec, mesh) if self.share is None else self.share
+
+    def is_padded(self, mesh: MeshShape) -> bool:
+        """Whether the tensor in the program may hold more than what the rank is given, or gives."""
+        return self.share is None and not is_even(self.shape, self.spec, mesh)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,13 +69,15 @@ class LocalStep:
 
     The graph takes the tensors of `inputs` that are no tangents, then the rank's coordinates and the step's seed,
     then the tangents; it returns the tensors of `outputs`, forward ones first. It `repeats` work where the backward
-    half gathers again what the forward half had gathered, or runs operators again.
+    half gathers again what the forward half had gathered, or runs operators again. Where the ranks of an axis hold
+    shares of their own of a dynamic size, it is `shared`.
     """
 
     graph_module: fx.GraphModule
     inputs: tuple[Border, ...]
     outputs: tuple[Border, ...]
     repeats: bool = False
+    shared: SharedAxis | None = None
 
     @property
     def forward_outputs(self) -> tuple[Border, ...]:
@@ -84,15 +96,28 @@ class Localizer:
         resharder: finds the reshards, the same that priced them.
         groups: for every mesh axis, the name of the process group of this rank's line along it.
         sizes: where sizes are dynamic, those that stand for all; by default those that the rules were made at.
+        shared: the axis of which ranks hold shares of their own, if there is one.
     """
 
-    def __init__(self, flow: Flow, resharder: Resharder, groups: Sequence[str], sizes: Sizes | None = None) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        resharder: Resharder,
+        groups: Sequence[str],
+        sizes: Sizes | None = None,
+        shared: SharedAxis | None = None,
+    ) -> None:
         self.sizes = flow.rules.generic if sizes is None else sizes
         self.flow = flow = flow.at(self.sizes)
         self.rules = flow.rules
         self.resharder = resharder
         example = next(node.meta["val"] for node in flow.graph.graph_module.graph.nodes if node.op == "placeholder")
-        self.emit = GraphEmitter(flow.mesh, groups, example.fake_mode, example.device, self.sizes)
+        self.emit = (
+            GraphEmitter(flow.mesh, groups, example.fake_mode, example.device, self.sizes)
+            if shared is None
+            else SharesEmitter(flow.mesh, groups, example.fake_mode, example.device, self.sizes, shared)
+        )
+        self._shared = shared
         self.made: dict[str, fx.Node] = {}  # key of a value or copy -> the node that holds it
         self.results: dict[tuple[str, str], fx.Node] = {}  # kind and name of an output -> the node that holds it
         self._taken: set[fx.Node] = set()  # nodes whose memory is a gradient
@@ -104,11 +129,15 @@ class Localizer:
         """Emit the whole program."""
         inputs = self._inputs()
         for source in self.flow.graph.inputs:
-            self._deliver(Value(source.node))
+            if source.kind != "tangent":
+                self._deliver(Value(source.node))
         for node in self.rules.operators:
             self._operator(node)
             for index in range(len(self.rules.calls[node].results)):
                 self._deliver(Value(node, index))
+        for source in self.flow.graph.inputs:
+            if source.kind == "tangent":  # a gradient as it arrives: no backward node may stand before forward ones
+                self._deliver(Value(source.node))
         outputs = [
             self._border(output.kind, output.name, value, self.flow.delivered(output))
             for kind in ("output", "mutation", "gradient")
@@ -119,7 +148,8 @@ class Localizer:
         self.emit.graph.output(tuple(self.results[border.kind, border.name] for border in outputs))
         module = fx.GraphModule(torch.nn.Module(), self.emit.graph)
         again = any(key.endswith("@backward") for key in self.flow.decisions.hubs)
-        return LocalStep(module, tuple(inputs), tuple(outputs), again or bool(self.flow.graph.recomputed))
+        again = again or bool(self.flow.graph.recomputed)
+        return LocalStep(module, tuple(inputs), tuple(outputs), again, self._shared)
 
     def _deliver(self, value: Value) -> None:
         """Bring a value that the step hands back to where it is wanted, as soon as it is made.
@@ -158,7 +188,11 @@ class Localizer:
 
     def _border(self, kind: str, name: str, value: Value, spec: Spec) -> Border:
         meta = self._meta(value)
-        return Border(kind, name, meta.shape, meta.dtype, spec)
+        share = None
+        if isinstance(self.emit, SharesEmitter):
+            local = self.emit.taken(local_shape(meta.shape, spec, self.flow.mesh))
+            share = local if self.emit.shared.is_shared(local) else None
+        return Border(kind, name, meta.shape, meta.dtype, spec, share)
 
     def _meta(self, value: Value) -> TensorMeta:
         return at(value.meta, self.sizes)
@@ -174,6 +208,14 @@ class Localizer:
             self.made[Value(node).name] = operands[0]
             return
         choices = self.flow.decisions.choices[node.name]
+        if self._shared is not None and not keeps_shares(
+            self.rules.rules[node], choices[self._shared.axis], self._shared
+        ):
+            axis = self.flow.mesh.names[self._shared.axis]
+            raise PlanError(
+                f"this plan splits {node.target} by other than {self._shared.whole} on axis {axis!r}, which shares "
+                "that unevenly: plan with the same shares, or leave them out."
+            )
         operands = [self._masked.get((operand, phase), operand) for operand in operands]
         call = LocalCall(
             *(self.rules.calls[node], self.rules.rules[node], choices, self.flow.mesh, self.emit, operands),

@@ -6,21 +6,18 @@ draws the random numbers that one device draws, whatever operators it is made of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import InputError
-from autoshard.partition import _torch
-from autoshard.partition.shards import cut, from_first_rank, local_of, placed_like, set_parameter, whole, wrap_like
-from autoshard.specs.spec import Spec
+from autoshard.partition.shards import from_first_rank, local_of, placed_like, set_parameter, wrap_like
+from autoshard.partition.whole_tensors import Parts, Shards, WholeTensors
 
 Model = TypeVar("Model", bound=nn.Module)
 Initializer = Callable[[nn.Module], object]
@@ -47,26 +44,32 @@ def materialize(model: Model, device: torch.device | str | None = None, init: In
             been initialised.
     """
     mesh = _mesh_of(model)
+    device = on_device_of(mesh, device)
+    work = Work.of(model)
+    with torch.no_grad():
+        work.allocate(model, device)
+        synchronize_random_state(mesh, device)
+        with WholeTensors(Shards()) as mode:
+            initialize(model, init, work)
+        work.finish(model, mode.touched, device)
+    return model
+
+
+def on_device_of(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:
+    """The device asked for, by default the mesh's; `InputError` where it is of another type."""
     device = torch.device(mesh.device_type if device is None else device)
     if device.type != mesh.device_type:
         raise InputError(
             f"materialize(device={str(device)!r}), but the model lies on a mesh of {mesh.device_type!r} devices: "
             f"materialize it there, or make the mesh of {device.type!r} devices."
         )
-    work = _Work.of(model)
-    with torch.no_grad():
-        work.allocate(model, device)
-        _synchronize_random_state(mesh, device)
-        with _Whole() as mode:
-            _initialize(model, init, work)
-        work.finish(model, mode.touched, device)
-    return model
+    return device
 
 
 def allocate(model: nn.Module, device: torch.device, names: Container[str]) -> None:
     """Memory on `device`, without numbers, for those named parameters and buffers that are on the meta device."""
     with torch.no_grad():
-        _Work.of(model, names).allocate(model, device)
+        Work.of(model, names).allocate(model, device)
 
 
 def _mesh_of(model: nn.Module) -> DeviceMesh:
@@ -79,7 +82,7 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class Work:
     """What was on the meta device when the work began.
 
     Attributes:
@@ -93,7 +96,7 @@ class _Work:
     modules: frozenset[nn.Module]
 
     @staticmethod
-    def of(model: nn.Module, names: Container[str] | None = None) -> _Work:
+    def of(model: nn.Module, names: Container[str] | None = None) -> Work:
         """The work on a model, or on what has one of these names."""
 
         def wanted(name: str, value: Tensor) -> bool:
@@ -102,7 +105,7 @@ class _Work:
         parameters = {n: value for n, value in model.named_parameters(remove_duplicate=False) if wanted(n, value)}
         buffers = {n: value for n, value in model.named_buffers(remove_duplicate=False) if wanted(n, value)}
         owners = {name.rpartition(".")[0] for name in (*parameters, *buffers)}
-        return _Work(parameters, buffers, frozenset(model.get_submodule(owner) for owner in owners))
+        return Work(parameters, buffers, frozenset(model.get_submodule(owner) for owner in owners))
 
     def allocate(self, model: nn.Module, device: torch.device) -> None:
         for parameter in dict.fromkeys(self.parameters.values()):
@@ -115,20 +118,14 @@ class _Work:
 
     def finish(self, model: nn.Module, touched: frozenset[Tensor], device: torch.device) -> None:
         """Bring home what initialisers put in the place of parameters and buffers; check that nothing was left out."""
-        left = [*self._finish_parameters(model, touched), *self._finish_buffers(model, touched, device)]
-        if left:
-            raise InputError(
-                f"{left[0]!r}{f' and {len(left) - 1} more' if len(left) > 1 else ''} got memory, but no numbers: no "
-                f"initialiser of the model wrote to it. Give its module a reset_parameters() that does, pass "
-                f"init=function of a module, or load a checkpoint instead. (A Hugging Face model has to be built under "
-                f'`with torch.device("meta")`: built elsewhere, it holds itself for initialised.)'
-            )
+        check_filled([*self.finish_parameters(model, touched, Shards()), *self._finish_buffers(model, touched, device)])
 
-    def _finish_parameters(self, model: nn.Module, touched: frozenset[Tensor]) -> Iterator[str]:
+    def finish_parameters(self, model: nn.Module, touched: frozenset[Tensor], parts: Parts) -> Iterator[str]:
+        """Keep the parts of what initialisers put in the place of parameters; the names of those without numbers."""
         for name, parameter in self.parameters.items():
             now = model.get_parameter(name)
             if now is not parameter:
-                _fill(parameter, now)
+                parts.keep(parameter, now)
                 set_parameter(model, name, parameter)
             elif parameter not in touched:
                 yield name
@@ -142,14 +139,26 @@ class _Work:
                 yield name
 
 
+def check_filled(left: Sequence[str]) -> None:
+    """`InputError` if some parameters or buffers, by their names, were left without numbers."""
+    if left:
+        raise InputError(
+            f"{left[0]!r}{f' and {len(left) - 1} more' if len(left) > 1 else ''} got memory, but no numbers: no "
+            f"initialiser of the model wrote to it. Give its module a reset_parameters() that does, pass "
+            f"init=function of a module, or load a checkpoint instead. (A Hugging Face model has to be built under "
+            f'`with torch.device("meta")`: built elsewhere, it holds itself for initialised.)'
+        )
+
+
 def _is_meta(tensor: Tensor) -> bool:
     return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
 
 
 def _allocate(parameter: nn.Parameter, device: torch.device) -> None:
-    """Give a `DTensor` parameter on the meta device memory on another one; it stays the same object."""
-    assert isinstance(parameter, DTensor)
-    real = wrap_like(torch.empty_like(local_of(parameter), device=device), parameter)
+    """Give a parameter on the meta device memory on another one; it stays the same object."""
+    real: Tensor = torch.empty_like(local_of(parameter) if isinstance(parameter, DTensor) else parameter, device=device)
+    if isinstance(parameter, DTensor):
+        real = wrap_like(real, parameter)
     try:
         torch.utils.swap_tensors(parameter, placed_like(real, parameter))
     except RuntimeError as error:
@@ -166,7 +175,8 @@ def set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     setattr(model.get_submodule(owner), leaf, value)
 
 
-def _initialize(model: nn.Module, init: Initializer | None, work: _Work) -> None:
+def initialize(model: nn.Module, init: Initializer | None, work: Work) -> None:
+    """Call the initialisers of a model in the order in which one device would."""
     own = getattr(model, "init_weights", None)
     if init is None and callable(own):
         own()
@@ -189,7 +199,7 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
     yield module
 
 
-def _synchronize_random_state(mesh: DeviceMesh, device: torch.device) -> None:
+def synchronize_random_state(mesh: DeviceMesh, device: torch.device) -> None:
     """Give every rank the random state of rank 0, on the processor and on the device."""
     states = [(torch.get_rng_state, torch.set_rng_state)]
     if device.type != "cpu":
@@ -197,88 +207,3 @@ def _synchronize_random_state(mesh: DeviceMesh, device: torch.device) -> None:
         states.append((accelerator.get_rng_state, accelerator.set_rng_state))
     for get, set_ in states:
         set_(from_first_rank(get().to(device), mesh).cpu())
-
-
-def _fill(parameter: nn.Parameter, value: Tensor) -> None:
-    """Fill a `DTensor` parameter with this rank's part of a whole tensor."""
-    assert isinstance(parameter, DTensor)
-    local_of(parameter).copy_(cut(value, parameter.device_mesh, Spec(tuple(parameter.placements))))
-
-
-class _Whole(TorchFunctionMode):
-    """While active, functions of `DTensor`s get whole plain tensors, and what they write there is kept as shards.
-
-    The whole tensor of a parameter is there as long as a function or a view needs it. All ranks call the same functions
-    in the same order, as they do when initialising.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open: dict[DTensor, Tensor] = {}
-        self._touched: set[Tensor] = set()
-
-    @property
-    def touched(self) -> frozenset[Tensor]:
-        """The tensors that were given to a function that may have written to them."""
-        return frozenset(self._touched)
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if _describes(function):
-            return function(*args, **kwargs)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._close(keep=tensors)
-        opened = {tensor: self._opened(tensor) for tensor in tensors if isinstance(tensor, DTensor)}
-        leaves = [opened.get(leaf, leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
-        self._touched.update(tensors)
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
-        result = function(*args, **kwargs)
-        return next((tensor for tensor, stand_in in opened.items() if stand_in is result), result)
-
-    def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)
-        if failure[0] is None:
-            self._close(keep=(), views=False)
-
-    def _opened(self, tensor: DTensor) -> Tensor:
-        """The whole tensor that stands in for a `DTensor`: with its numbers, if it has any yet."""
-        if tensor not in self._open:
-            replicated = Spec(tuple(tensor.placements)).is_replicated
-            if replicated:
-                self._open[tensor] = local_of(tensor)
-            elif tensor in self._touched:
-                self._open[tensor] = whole(tensor)
-            else:
-                self._open[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device=local_of(tensor).device)
-        return self._open[tensor]
-
-    def _close(self, keep: Sequence[Tensor], views: bool = True) -> None:
-        """Keep the shards of all whole tensors that nobody needs any more."""
-        kept = {id(tensor) for tensor in keep}
-        for tensor, stand_in in list(self._open.items()):
-            if id(tensor) in kept or (views and _torch.has_views(stand_in)):
-                continue
-            if stand_in is not local_of(tensor):
-                local_of(tensor).copy_(cut(stand_in, tensor.device_mesh, Spec(tuple(tensor.placements))))
-            del self._open[tensor]
-
-
-# What only tells of a tensor, so that no whole tensor need be made for it.
-_READERS = frozenset(
-    {
-        *("dim", "ndimension", "size", "numel", "nelement", "stride", "element_size"),
-        *("is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "__len__", "__hash__", "__repr__"),
-    }
-)
-_CONTENTS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-
-
-def _describes(function: Any) -> bool:
-    """Whether a function tells or sets what a tensor is, rather than what is in it."""
-    name = getattr(function, "__name__", "")
-    if name in ("__get__", "__set__"):
-        return getattr(getattr(function, "__self__", None), "__name__", "") not in _CONTENTS
-    return name in _READERS

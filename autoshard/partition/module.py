@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.calls import call_layout, signature_of
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
 from autoshard.capture.joint import JointGraph, JointInput
+from autoshard.cluster.shares import Worker, shares
 from autoshard.errors import InputError
-from autoshard.partition.lengths import whole_shapes
+from autoshard.partition.lengths import check_blocks, local_shares, whole_shapes
 from autoshard.partition.localize import Border
 from autoshard.partition.shards import local_of
 from autoshard.partition.step import Program
@@ -67,6 +68,7 @@ class Runtime:
         self.dynamic = dynamic or {}
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
         self.uneven_inputs = False
+        self.shares: tuple[int, tuple[int, ...]] | None = None  # a mesh axis, and what its ranks take of the batch
         self._prepare = prepare
         self._served: dict[Hashable, Served] = {}
 
@@ -96,9 +98,36 @@ class Runtime:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grad = torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs)
-        whole_args, whole_kwargs = (args, kwargs) if self.inputs == "global" else self._whole((args, kwargs))
+        counts = None
+        whole_args, whole_kwargs = args, kwargs
+        if self.inputs == "local":
+            (whole_args, whole_kwargs), counts = self._whole((args, kwargs))
         served, sizes = self.serve(whole_args, whole_kwargs, grad)
-        return self._run(served, sizes, args, kwargs)
+        return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
+
+    def _with_shares(self, served: Served, sizes: Sizes, counts: Sequence[int] | None) -> Sizes:
+        """The sizes of a call with what this rank takes of the batch, where its program has such sizes.
+
+        Args:
+            served: what serves the call.
+            sizes: its dynamic sizes.
+            counts: rows that the ranks were given; None where they are given the whole batch.
+        """
+        shared = served.program.step.shared
+        if shared is None:
+            if counts is not None:
+                assert self.shares is not None
+                check_blocks(counts, self.mesh.names[self.shares[0]])
+            return sizes
+        assert self.shares is not None
+        if counts is None:
+            counts = shares(sizes[shared.whole], [Worker(share) for share in self.shares[1]], lambda _: 0)
+            if min(counts) < 1:
+                raise InputError(
+                    f"a batch of {sum(counts)} leaves a rank without a row in the shares {list(self.shares[1])}: pass "
+                    "a larger batch."
+                )
+        return {**sizes, **shared.sizes(counts, self.device_mesh.get_local_rank(shared.axis))}
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> tuple[Served, Sizes]:
         """What serves a call whose tensors have global shapes, made if there is none yet, and its dynamic sizes.
@@ -200,25 +229,36 @@ class Runtime:
                 with torch.no_grad():
                     (local_of(tensor) if isinstance(tensor, DTensor) else tensor).copy_(value)
 
-    def _whole(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with this rank's shards replaced by meta tensors of the global shapes they are shards of."""
+    def _whole(
+        self, call: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[int] | None]:
+        """The call with this rank's shards replaced by meta tensors of the global shapes they are shards of.
+
+        Where the ranks of an axis hold shares of their own of the batch, also how many rows each was given.
+        """
         leaves, structure = pytree.tree_flatten(call)
         local = {
             name or str(place): (place, leaf)
             for place, (name, leaf) in enumerate(zip(_names(self.module, call), leaves, strict=True))
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
         }
+        own = {name: leaf.shape for name, (_, leaf) in local.items()}
+        placements = {name: self._placements(name) for name in local}
+        counts = None
+        if self.shares is not None:
+            counts = local_shares(own, placements, self.device_mesh, self.shares[0])
         shapes = whole_shapes(
-            {name: leaf.shape for name, (_, leaf) in local.items()},
-            {name: self._placements(name) for name in local},
+            own,
+            placements,
             self.device_mesh,
             uneven=self.uneven_inputs,
+            shares=None if counts is None or self.shares is None else (self.shares[0], counts),
         )
         for name, (place, leaf) in local.items():
             like = torch.empty(shapes[name], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
             leaves[place] = like
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return args, kwargs
+        return (args, kwargs), counts
 
     def _placements(self, name: str) -> tuple[Placement, ...]:
         """How an input lies: as planned; an input that no plan has met lies as the first one does."""

@@ -259,7 +259,7 @@ def _placed(parameter: nn.Parameter, device_mesh: DeviceMesh, spec: Spec) -> nn.
     return placed
 
 
-def placed_like(tensor: DTensor, parameter: nn.Parameter) -> nn.Parameter:
+def placed_like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """`tensor` as a parameter with the attributes and hooks of another, and frozen if that is."""
     placed = nn.Parameter(tensor, parameter.requires_grad)
     placed.__dict__.update(parameter.__dict__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -11,9 +11,10 @@ from torch import fx
 
 from autoshard.partition._torch import compile_graph, split_joint, take_list
 from autoshard.partition.localize import LocalStep
+from autoshard.partition.weights import Part, part
 from autoshard.patterns.ring import lower_shifts
 from autoshard.patterns.routed_exchange import programs
-from autoshard.reshard.bucket import bucket_reductions
+from autoshard.reshard.bucket import bucket_reductions, is_border
 from autoshard.reshard.overlap import schedule
 from autoshard.size import Ratio, Size
 
@@ -25,7 +26,8 @@ class Halves:
     The forward graph takes the program's inputs but the tangents, and returns the outputs of the forward and then
     `saved` tensors; the backward graph takes these and the tangents, and returns the gradients. Unless it is compiled,
     it takes them as one list, which it empties: what is saved is freed as it is used up. A forward-only step has no
-    backward.
+    backward. Where it is asked for, `parts` is the backward graph in two: gradients of inputs, then those of
+    parameters.
     """
 
     forward: fx.GraphModule
@@ -34,6 +36,7 @@ class Halves:
     draws: bool  # whether the program takes random numbers
     forward_sizes: tuple[sympy.Expr, ...] = ()  # the numbers, by expression, that a half takes last
     backward_sizes: tuple[sympy.Expr, ...] = ()
+    parts: tuple[Part, Part] | None = None
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -41,13 +44,14 @@ class Halves:
         return tuple(half.graph for half in (self.forward, self.backward) if half is not None)
 
 
-def split(step: LocalStep, compile: bool) -> Halves:
+def split(step: LocalStep, compile: bool, in_parts: bool = False) -> Halves:
     """Split a local step with torch's partitioner and schedule its collectives.
 
     Args:
         step: the program.
         compile: hand both halves to inductor, unless the data decides how many rows a rank holds; cheap operators are
             then recomputed in the backward half, unless the plan itself says what is done again.
+        in_parts: whether gradients of parameters may be wanted later than those of inputs; sizes are fixed then.
     """
     joint = step.graph_module
     compile = compile and not _is_sized_by_data(joint)
@@ -59,26 +63,40 @@ def split(step: LocalStep, compile: bool) -> Halves:
         forward, backward = split_joint(joint, len(step.forward_outputs), recompute=cheap)
     else:
         forward, backward = joint, None
-    sizes = []
-    if backward is not None:
-        # What the forward half reduces is not joined: who keeps the loss would keep the buffer of all its neighbours.
-        bucket_reductions(backward.graph)
-    for half in (forward, backward):
-        if half is not None:
-            schedule(half.graph)
-            if compile:
-                lower_shifts(half.graph)
-            sizes.append(take_sizes(half.graph))
-            half.graph.lint()
-            half.recompile()
+    parts = part(backward, _of_inputs(step)) if in_parts and backward is not None else None
+    backwards = [half for half in (backward, *(one.graph for one in parts or ())) if half is not None]
+    # What the forward half reduces is not joined: who keeps the loss would keep the buffer of all its neighbours.
+    forward.graph.eliminate_dead_code(is_impure_node=is_border)
+    for half in backwards:
+        bucket_reductions(half.graph)
+    for half in (forward, *backwards):
+        schedule(half.graph)
+        if compile:
+            lower_shifts(half.graph)
+    sizes = [take_sizes(half.graph) for half in (forward, backward) if half is not None]
+    for half in (forward, *backwards):
+        half.graph.lint()
+        half.recompile()
     output = next(iter(forward.graph.find_nodes(op="output")))
     saved = len(output.args[0]) - len(step.forward_outputs)
-    if backward is not None and not compile:
-        take_list(backward)
-    if compile:
+    if not compile:
+        for half in backwards:
+            take_list(half)
+    else:
         forward = compile_graph(forward, dynamic=any(sizes))
         backward = None if backward is None else compile_graph(backward, dynamic=any(sizes))
-    return Halves(forward, backward, saved, draws, *sizes)
+        if parts is not None:
+            first, second = (replace(one, graph=compile_graph(one.graph, dynamic=False)) for one in parts)
+            parts = first, second
+    forward_sizes, backward_sizes = (*sizes, ())[:2]
+    return Halves(forward, backward, saved, draws, forward_sizes, backward_sizes, parts)
+
+
+def _of_inputs(step: LocalStep) -> list[int]:
+    """Places, among the gradients, of those of inputs."""
+    inputs = {border.name for border in step.inputs if border.kind == "input"}
+    gradients = [border.name for border in step.outputs if border.kind == "gradient"]
+    return [place for place, name in enumerate(gradients) if name in inputs]
 
 
 def take_sizes(graph: fx.Graph) -> tuple[sympy.Expr, ...]:

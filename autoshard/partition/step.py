@@ -18,18 +18,28 @@ from autoshard.partition._torch import per_rank
 from autoshard.partition.localize import Border, LocalStep
 from autoshard.partition.shards import coordinate_of, local_of, wrap
 from autoshard.partition.split import Halves
+from autoshard.partition.weights import Part
 from autoshard.patterns.local import collectives
 from autoshard.size import Sizes, at, evaluate
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import is_even, true_local_shape
+from autoshard.specs.layout import true_local_shape
 from autoshard.specs.tensors import pad_to
+
+_FAR_APART = 0x9E3779B97F4A7C15  # the golden ratio of 2**64: its multiples differ in many bits
 
 
 class Ranks:
-    """What differs from rank to rank, as values that a program takes: coordinates and groups of a device mesh."""
+    """What differs from rank to rank, as values that a program takes: coordinates and groups of a device mesh.
 
-    def __init__(self, device_mesh: DeviceMesh, device: torch.device) -> None:
+    Args:
+        device_mesh: the mesh.
+        device: where the program runs.
+        part: number of the program among those that run side by side on other ranks: each draws numbers of its own.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, device: torch.device, part: int = 0) -> None:
         self.device_mesh = device_mesh
+        self._part = part
         self.mesh = MeshShape.of(device_mesh)
         self.device = device
         self.groups = tuple(device_mesh.get_group(axis).group_name for axis in range(self.mesh.ndim))
@@ -50,7 +60,7 @@ class Ranks:
         for coordinate, group in zip(self.coordinates, self.groups, strict=True):
             seed = collectives.all_reduce(seed * (coordinate == 0), "sum", group)
             seed = collectives.wait_tensor(seed)
-        return seed
+        return seed ^ (self._part * _FAR_APART % 2**62)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +73,15 @@ class Program:
         ranks: this rank's coordinates.
         general: makes the program in which every output has a gradient, for callers that differentiate more than the
             loss; None where this is that program.
+        later: where what is left of a backward is put, if gradients of parameters are to wait until somebody calls it:
+            the halves have parts then.
     """
 
     step: LocalStep
     halves: Halves
     ranks: Ranks
     general: Callable[[], Program] | None = None
+    later: list[Callable[[], None]] | None = None
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
         """Run the forward half; gradients flow to what requires them if the step has a backward half.
@@ -93,7 +106,7 @@ class Program:
         ]
 
     def _padded(self, tensor: torch.Tensor, border: Border) -> torch.Tensor:
-        if is_even(border.shape, border.spec, self.ranks.mesh):
+        if not border.is_padded(self.ranks.mesh):
             return tensor
         return _padded(tensor, border.local_shape(self.ranks.mesh))
 
@@ -110,7 +123,7 @@ class Program:
 
     def _true(self, tensor: torch.Tensor, border: Border) -> torch.Tensor:
         """What leaves the program, without padding, in memory that nothing else looks at."""
-        if is_even(border.shape, border.spec, self.ranks.mesh):
+        if not border.is_padded(self.ranks.mesh):
             return tensor
         return _unpadded(tensor, border, self.ranks.mesh, coordinate_of(self.ranks.device_mesh)).clone()
 
@@ -122,6 +135,31 @@ class Program:
         The list of saved tensors is emptied, so that each is freed once it has been read for the last time.
         """
         assert self.halves.backward is not None
+        arguments = self._arguments(saved, tangents, sizes)
+        if isinstance(self.halves.backward, fx.GraphModule):
+            return list(self.halves.backward(arguments))  # empties the list
+        return list(self.halves.backward(*arguments))  # compiled
+
+    def backward_of_inputs(
+        self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None]
+    ) -> tuple[dict[int, torch.Tensor], Callable[[], dict[int, torch.Tensor]]]:
+        """Local gradients of inputs, by their place among the step's gradient outputs; and what makes the others."""
+        assert self.halves.parts is not None
+        first, second = self.halves.parts
+        arguments = self._arguments(saved, tangents, {})
+        kept = [arguments[place] for place in second.takes]
+        made = _called(first, [arguments[place] for place in first.takes], arguments)
+        kept += made[len(first.makes) :]
+
+        def others() -> dict[int, torch.Tensor]:
+            return dict(zip(second.makes, _called(second, kept, []), strict=True))
+
+        return dict(zip(first.makes, made, strict=False)), others
+
+    def _arguments(
+        self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
+    ) -> list[torch.Tensor | int | float]:
+        """What the backward half takes; the list of saved tensors is emptied."""
         whole = [
             torch.zeros(at(border, sizes).local_shape(self.ranks.mesh), dtype=border.dtype, device=self.ranks.device)
             if tangent is None
@@ -130,9 +168,17 @@ class Program:
         ]
         arguments = [*saved, *whole, *_numbers(self.halves.backward_sizes, sizes)]
         saved.clear()
-        if isinstance(self.halves.backward, fx.GraphModule):
-            return list(self.halves.backward(arguments))  # empties the list
-        return list(self.halves.backward(*arguments))  # compiled
+        return arguments
+
+
+def _called(part: Part, arguments: list[Any], others: list[Any]) -> list[torch.Tensor]:
+    """The results of a part; both lists are emptied, so that what nobody needs any more is freed on the way."""
+    others.clear()
+    if isinstance(part.graph, fx.GraphModule):
+        return list(part.graph(arguments))
+    taken = tuple(arguments)  # compiled
+    arguments.clear()
+    return list(part.graph(*taken))
 
 
 def _numbers(expressions: Sequence[sympy.Expr], sizes: Sizes) -> list[int | float]:
@@ -153,6 +199,7 @@ class _Run(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved, *_read_again(tensors, locals_, saved))
         ctx.count = len(saved)
+        ctx.parameters = None if program.later is None else [t if isinstance(t, DTensor) else None for t in tensors]
         ctx.whole = None if program.general is None else _kept(program, locals_)
         ctx.versions = None if program.general is None else _versions(tensors)
         borders = program.step.forward_outputs
@@ -179,11 +226,33 @@ class _Run(torch.autograd.Function):
         else:
             saved = list(ctx.saved_tensors[: ctx.count])
             ctx.maybe_clear_saved_tensors()  # unless the graph is to be kept
-            made = program.backward(saved, [given[name] for name in expected], ctx.sizes)
+            tangents = [given[name] for name in expected]
             names = [border.name for border in program.step.outputs if border.kind == "gradient"]
-            results = dict(zip(names, made, strict=True))
+            if program.later is None:
+                results = dict(zip(names, program.backward(saved, tangents, ctx.sizes), strict=True))
+            else:
+                made, others = program.backward_of_inputs(saved, tangents)
+                results = {names[place]: gradient for place, gradient in made.items()}
+                parameters = ctx.parameters
+                program.later.append(lambda: _accumulate(program, parameters, names, others))
         primals = [border for border in program.step.inputs if border.kind != "tangent"]
         return None, None, *(_handed_back(program, border, results.get(border.name)) for border in primals)
+
+
+def _accumulate(
+    program: Program,
+    parameters: Sequence[DTensor | None],
+    names: Sequence[str],
+    others: Callable[[], dict[int, torch.Tensor]],
+) -> None:
+    """Add gradients to `.grad` of the program's parameters, as the end of a backward does, hooks and all."""
+    borders = {border.name: border for border in program.step.inputs if border.kind == "parameter"}
+    held = {border.name: one for border, one in zip(program.step.inputs, parameters, strict=False) if one is not None}
+    with torch.no_grad():
+        made = {names[place]: gradient for place, gradient in others().items()}
+        gradients = [_handed_back(program, borders[name], gradient) for name, gradient in made.items()]
+    if made:
+        torch.autograd.backward([held[name] for name in made], gradients)
 
 
 def _read_again(
@@ -236,7 +305,7 @@ def _handed_back(program: Program, border: Border, gradient: torch.Tensor | None
     """A gradient as autograd takes it: a DTensor for a parameter, without padding."""
     if gradient is None:
         return None
-    if not is_even(border.shape, border.spec, program.ranks.mesh):
+    if border.is_padded(program.ranks.mesh):
         gradient = _unpadded(gradient, border, program.ranks.mesh, coordinate_of(program.ranks.device_mesh))
     if border.kind != "parameter":
         return gradient

@@ -6,7 +6,7 @@ import copy
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -127,7 +127,7 @@ class GraphRules:
         for source in graph.inputs:
             plain[source.node] = _rest_rule(at(Value(source.node).meta, self.generic))
         plain = with_routed_rows(plain, self.calls, self._places(), self._leaving())
-        cuts = _useful(_Cuts(self._links(plain), plain).solve(), plain, mesh)
+        cuts = _useful(_Cuts(self.dims(plain), plain).solve(), plain, mesh)
         refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
         self.rules: dict[fx.Node, Rule] = {}
         for node, rule in plain.items():
@@ -262,18 +262,26 @@ class GraphRules:
                 outputs[value_of(output.node)].append(output)
         return dict(outputs)
 
-    def _links(self, plain: dict[fx.Node, Rule]) -> Iterator[list[tuple[fx.Node, tuple[int, ...]]]]:
-        """For every dim of every tensor, the descriptions of it by the operators that touch it."""
+    def dims(self, rules: Mapping[fx.Node, Rule] | None = None) -> Iterator[list[tuple[fx.Node, tuple[int, ...]]]]:
+        """For every dim of every tensor, the descriptions of it by the operators that touch it.
+
+        Args:
+            rules: of all nodes, whose factors describe the dims; by default the refined ones.
+
+        Yields:
+            The operators, each with the factors that it takes the dim for, major to minor.
+        """
+        rules = self.rules if rules is None else rules
         gradients: dict[fx.Node, list[Value]] = defaultdict(list)
         inputs = {source.name: source.node for source in self.graph.inputs if source.kind != "tangent"}
         for output in self.graph.outputs:
             if output.kind == "gradient" and output.node is not None:
                 gradients[inputs[output.name]].append(value_of(output.node))
         for value in self.values():
-            described = [(value.node, plain[value.node].results[value.index])]
-            described += [(use.node, plain[use.node].operands[use.operand]) for use in self.uses.get(value, ())]
+            described = [(value.node, rules[value.node].results[value.index])]
+            described += [(use.node, rules[use.node].operands[use.operand]) for use in self.uses.get(value, ())]
             for gradient in gradients.get(value.node, ()):
-                described.append((gradient.node, plain[gradient.node].results[gradient.index]))
+                described.append((gradient.node, rules[gradient.node].results[gradient.index]))
             for dim in range(len(value.meta.shape)):
                 yield [(node, dims[dim]) for node, dims in described if dims is not None and dims[dim]]
 

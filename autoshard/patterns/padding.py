@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoshard.patterns.rule import Dims, OpCall, Rule
+from autoshard.patterns.shares import is_share
 from autoshard.patterns.strategy import Choices, local_size, uneven_axis
 from autoshard.specs.axes import MeshShape
 
@@ -176,11 +177,13 @@ def _number(fill: float, dtype: torch.dtype) -> float | int:
 def _fill(call: LocalCall, value: Any, dims: Dims, factor: int, axis: int, fill: float) -> Any:
     """`value`, a tensor of these dims, with padding along a factor replaced by `fill`."""
     emit = call.emit
+    true = local_size(call.rule, call.choices, call.mesh, factor, axis)
+    if is_share(emit, axis, true):
+        return value
     place = next(position for position, dim in enumerate(dims) if factor in dim)
     sizes = [local_size(call.rule, call.choices, call.mesh, one) for one in dims[place]]
     at = dims[place].index(factor)
     above, steps, below = math.prod(sizes[:at]), sizes[at], math.prod(sizes[at + 1 :])
-    true = local_size(call.rule, call.choices, call.mesh, factor, axis)
     start = emit.call(aten.mul.Tensor, emit.coordinate(axis), steps)
     numbers = emit.call(aten.arange.default, steps, device=emit.device(value))
     outside = emit.call(aten.ge.Scalar, emit.call(aten.add.Tensor, numbers, start), true)

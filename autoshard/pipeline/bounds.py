@@ -41,15 +41,20 @@ def least_seconds(costs: Sequence[StageCosts], placement: Sequence[int], microba
 
 
 def least_bytes(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
-    """Bytes that every rank holds at least: a microbatch has gone forward through all its stages before it comes back.
+    """Bytes that every rank holds at least.
+
+    A microbatch has gone forward through all its stages before it comes back; in the end every stage is updated.
 
     Args:
         costs: one per stage.
         placement: the rank of every stage.
         microbatches: of one step.
     """
-    least = list(rest_bytes(placement, microbatches, costs))
+    rest = rest_bytes(placement, microbatches, costs)
+    least = list(rest)
     last = {rank: stage for stage, rank in enumerate(placement)}
     for stage, rank in enumerate(placement):
         least[rank] += costs[stage].saved_bytes + (costs[stage].working_bytes if last[rank] == stage else 0)
+    for stage, rank in enumerate(placement):
+        least[rank] = max(least[rank], rest[rank] + costs[stage].application_bytes)
     return tuple(least)

@@ -83,8 +83,8 @@ def choose(
         BudgetError: nothing fits; the message names what needs least.
     """
     search = Search(costs_of, ranks, _rooms(memory, ranks), contention)
-    sizes = [(m, v) for m in _microbatches(microbatches, batch, ranks) for v in _virtual(virtual)]
-    for name in _names(schedules):
+    sizes = [(m, v) for m in microbatches_to_try(microbatches, batch, ranks) for v in virtual_to_try(virtual)]
+    for name in names_to_try(schedules):
         for m, v in sizes:
             search.add(name, m, v)
     search.run()
@@ -105,7 +105,8 @@ def _rooms(memory: int | Sequence[int], ranks: int) -> tuple[int, ...]:
     return rooms
 
 
-def _names(schedules: str | Sequence[str]) -> list[str]:
+def names_to_try(schedules: str | Sequence[str]) -> list[str]:
+    """Full names of the schedules that were asked for, as for `choose`."""
     known = {name.lower(): name for name in (*SCHEDULES, CUSTOM)}
     asked = [schedules] if isinstance(schedules, str) else list(schedules)
     if asked == ["auto"]:
@@ -118,7 +119,8 @@ def _names(schedules: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(known[name.lower()] for name in asked))
 
 
-def _microbatches(microbatches: str | int, batch: int, ranks: int) -> list[int]:
+def microbatches_to_try(microbatches: str | int, batch: int, ranks: int) -> list[int]:
+    """Numbers of microbatches that were asked for and divide the batch, as for `choose`."""
     divisors = [number for number in range(1, batch + 1) if batch % number == 0]
     if microbatches == "auto" and divisors:
         return [number for number in divisors if number <= _MICROBATCHES_PER_RANK * ranks]
@@ -132,7 +134,8 @@ def _microbatches(microbatches: str | int, batch: int, ranks: int) -> list[int]:
     )
 
 
-def _virtual(virtual: str | int) -> tuple[int, ...]:
+def virtual_to_try(virtual: str | int) -> tuple[int, ...]:
+    """Numbers of stages per rank that were asked for, as for `choose`."""
     if virtual == "auto":
         return _VIRTUAL
     if isinstance(virtual, str) or virtual < 1:

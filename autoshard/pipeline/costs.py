@@ -30,6 +30,7 @@ class StageCosts:
         working_bytes: held beside these while a computation runs.
         reduction_seconds: of reducing the stage's gradients over data-parallel ranks, once per step.
         application_seconds: of the optimizer's update, once per step.
+        application_bytes: held beside `rest_bytes` during that update.
     """
 
     forward_seconds: float
@@ -45,6 +46,7 @@ class StageCosts:
     working_bytes: int = 0
     reduction_seconds: float = 0.0
     application_seconds: float = 0.0
+    application_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import fx
 
-from autoshard.capture.export import Exported
 from autoshard.cluster.cost import CostModel
-from autoshard.pipeline.inseparable import inseparable, last_changes
+from autoshard.pipeline.exported import ExportedModule
 from autoshard.pipeline.recomputable import recompute_seconds
 from autoshard.simulate.dry_run import CallCost, DryRun
 from autoshard.simulate.kernels import tensors
@@ -53,68 +53,36 @@ class ForwardGraph:
     together: tuple[tuple[int, int], ...]
 
 
-def read(exported: Exported, cost: CostModel) -> ForwardGraph:
-    """Read a graph that `capture` exported; tied parameters share a placeholder there."""
-    graph = exported.graph_module.graph
-    names = {}
-    for node, item in zip(graph.find_nodes(op="placeholder"), exported.inputs, strict=True):
-        names[node] = item.name if item.kind in ("parameter", "buffer") else None
-    parameters = [item.name for item in exported.inputs if item.kind == "parameter"]
-    fakes = {item.name: item.fake for item in exported.inputs}
-    trained = {name for name in parameters if fakes[name].requires_grad}
-    return _Reader(graph, names, set(parameters), trained, cost).read(exported.outputs)
-
-
-def read_program(program: torch.export.ExportedProgram, cost: CostModel) -> ForwardGraph:
-    """Read a program of `torch.export`; parameters that are one tensor count once, by their first name."""
-    first: dict[int, str] = {}
-    signature = program.graph_signature
-    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    for name in held.values():
-        if name in program.state_dict:
-            first.setdefault(id(program.state_dict[name]), name)
-    names: dict[fx.Node, str | None] = {}
-    for node in program.graph.find_nodes(op="placeholder"):
-        name = held.get(node.name)
-        names[node] = name if name not in program.state_dict else first[id(program.state_dict[name])]
-    parameters = {names[node] for node in names if node.name in signature.inputs_to_parameters}
-    trained = {name for name in parameters if name is not None and program.state_dict[name].requires_grad}
-    outputs = next(reversed(program.graph.nodes)).all_input_nodes
-    return _Reader(program.graph, names, {name for name in parameters if name}, trained, cost).read(outputs)
+def read(exported: ExportedModule, cost: CostModel) -> ForwardGraph:
+    """Read an exported module; tied parameters share a placeholder there."""
+    return _Reader(exported, cost).read()
 
 
 class _Reader:
     """One pass over a graph."""
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        names: dict[fx.Node, str | None],
-        parameters: set[str],
-        trained: set[str],
-        cost: CostModel,
-    ) -> None:
-        self.graph = graph
-        self.names = names
-        self.parameters = parameters
-        self.trained = trained
+    def __init__(self, exported: ExportedModule, cost: CostModel) -> None:
+        self.exported = exported
+        self.graph = exported.graph
         self.cost = cost
-        self.nodes = [node for node in graph.nodes if node.op == "call_function"]
+        sources = exported.sources
+        self.names = {node: one.name for node, one in sources.items() if one.kind in ("parameter", "buffer")}
+        self.parameters = {node for node, one in sources.items() if one.kind == "parameter"}
+        self.needs = {node: node in self.parameters and one.fake.requires_grad for node, one in sources.items()}
+        self.nodes = [node for node in self.graph.nodes if node.op == "call_function"]
         self.position = {node: place for place, node in enumerate(self.nodes)}
-        self.needs = {node: name in trained for node, name in names.items()}
         self.costs: dict[fx.Node, CallCost] = {}
         self.memory: dict[fx.Node, tuple[fx.Node, int]] = {}  # the node, and its result, in whose memory a tensor lies
 
-    def read(self, outputs: Sequence[fx.Node]) -> ForwardGraph:
-        """The graph; `outputs` are the nodes that the model returns."""
+    def read(self) -> ForwardGraph:
+        """The graph."""
         run = DryRun(self.cost)
         for node in self.graph.nodes:
             self.memory[node] = node, 0
             if node in self.position:
                 self._run(node, run)
         saved = self._saved()
-        owners = {node: owner for node, (owner, _) in self.memory.items()}
-        again = recompute_seconds(self.nodes, self._forward_seconds(), self._fixed(owners))
+        again = recompute_seconds(self.nodes, self._forward_seconds(), self._fixed())
         calls = []
         for node in self.nodes:
             call, value = self.costs[node], node.meta.get("val")
@@ -132,20 +100,39 @@ class _Reader:
                     bytes=size,
                     gradient_bytes=size if self.needs[node] else 0,
                     recompute_seconds=again.get(node),
-                    output=node in outputs,
+                    output=node in self.exported.forward.outputs,
                 )
             )
-        return ForwardGraph(tuple(calls), self._at_rest(), tuple(inseparable(self.nodes, owners)))
+        return ForwardGraph(tuple(calls), self._at_rest(), tuple(self._together()))
 
     def _forward_seconds(self) -> dict[fx.Node, float]:
         return {node: cost.forward_seconds for node, cost in self.costs.items()}
 
-    def _fixed(self, owners: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    def _fixed(self) -> set[fx.Node]:
         """What can't be had on another stage: parameters, what has a gradient, and what is changed in place."""
-        parameters = {node for node, name in self.names.items() if name in self.parameters}
         differentiated = {node for node, needs in self.needs.items() if needs}
-        changed = last_changes(self.nodes, owners)
-        return parameters | differentiated | {node for node, owner in owners.items() if owner in changed}
+        changed = {name for group in self.exported.together for name in group}
+        return self.parameters | differentiated | {node for node in self.nodes if node.name in changed}
+
+    def _together(self) -> Iterator[tuple[int, int]]:
+        """Pairs of positions that one stage must have, the earlier first.
+
+        A result that is no tensor goes with its readers. What nothing reads goes with the call that it watches, or, if
+        it reads no call, such as a count of batches, with the call behind it. Changes in place as the export says.
+        """
+        last = len(self.nodes) - 1
+        for node, place in self.position.items():
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                yield from ((place, self.position[user]) for user in node.users if user in self.position)
+            if not node.users:
+                watched = [self.position[source] for source in node.all_input_nodes if source in self.position]
+                if node.meta.get("val") is None and watched:
+                    yield max(watched), place
+                if not watched and last:
+                    yield min(place, last - 1), min(place, last - 1) + 1
+        places = {node.name: place for node, place in self.position.items()}
+        for group in self.exported.together:
+            yield from pairwise(sorted(places[name] for name in group))
 
     def _run(self, node: fx.Node, run: DryRun) -> None:
         operands = node.all_input_nodes
@@ -181,17 +168,16 @@ class _Reader:
 
     def _read_at_rest(self, node: fx.Node) -> Iterator[str]:
         for source in node.all_input_nodes:
-            name = self.names.get(source)
-            if name is not None:
-                yield name
+            if source in self.names:
+                yield self.names[source]
 
     def _at_rest(self) -> tuple[TensorAtRest, ...]:
         found = {}
         for node, name in self.names.items():
             value = node.meta.get("val")
-            if name is not None and isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
                 shape, size = tuple(value.shape), value.element_size()
-                found[name] = TensorAtRest(name, shape, size, _bytes(value), name in self.trained)
+                found[name] = TensorAtRest(name, shape, size, _bytes(value), self.needs[node])
         return tuple(found.values())
 
 

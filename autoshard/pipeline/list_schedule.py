@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from autoshard.pipeline.actions import Action, Kind, Schedule
+from autoshard.pipeline.bounds import least_bytes
 from autoshard.pipeline.costs import StageCosts, rest_bytes
 
 NAME = "custom"
@@ -68,7 +69,8 @@ def room_for_one(costs: Sequence[StageCosts], placement: Sequence[int], microbat
         microbatches: of one step.
     """
     rest, each = _room(costs, placement, microbatches)
-    return tuple(held + one for held, one in zip(rest, each, strict=True))
+    least = least_bytes(costs, placement, microbatches)  # the optimizer's update may need more
+    return tuple(max(held + one, enough) for held, one, enough in zip(rest, each, least, strict=True))
 
 
 def _room(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""`microbatches`: the arguments of a call with a batch as those of calls with parts of it."""
+"""`microbatches`: the arguments of a call with a batch as those of calls with parts of it; `samples` counts it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def microbatches(
         raise InputError(f"{number!r} is no number of microbatches: it is one or more.")
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     names = call_layout(module, structure, leaves).leaves
-    tensors = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
+    tensors = _tensors(names, leaves)
     dims = _batch_dims(tensors, batch_dims or {})
     size = _samples(tensors, dims, number)
     parts = []
@@ -52,6 +52,24 @@ def microbatches(
         ]
         parts.append(structure.unflatten(chosen))
     return parts
+
+
+def samples(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch_dims: Mapping[str, int | None] | None = None,
+) -> int:
+    """The number of samples in the tensors of a call; arguments and errors are those of `microbatches`."""
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    names = call_layout(module, structure, leaves).leaves
+    tensors = _tensors(names, leaves)
+    return _samples(tensors, _batch_dims(tensors, batch_dims or {}), 1)
+
+
+def _tensors(names: Sequence[Any], leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a call by their names."""
+    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
 
 
 def _batch_dims(tensors: Mapping[str, torch.Tensor], said: Mapping[str, int | None]) -> dict[str, int]:

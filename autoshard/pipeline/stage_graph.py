@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-import torch
-
-from autoshard.capture.export import Exported
 from autoshard.cluster.cost import CostModel
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.pipeline.components import components
-from autoshard.pipeline.forward_graph import ForwardGraph, read, read_program
+from autoshard.pipeline.exported import ExportedModule
+from autoshard.pipeline.forward_graph import ForwardGraph, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +75,16 @@ class StageGraph:
         nodes: in topological order.
         values: what nodes read of each other; inputs, parameters and constants are on every stage that reads them.
         at_rest: bytes of every parameter with its gradient and optimizer state, and of every buffer.
+        seconds: of all nodes.
     """
 
     nodes: tuple[StageNode, ...]
     values: tuple[StageValue, ...]
     at_rest: Mapping[str, int]
+    seconds: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "seconds", sum(node.seconds for node in self.nodes))
         for value in self.values:
             if any(user <= value.source for user in value.users):
                 raise ValueError(
@@ -91,31 +92,23 @@ class StageGraph:
                     "order, every user behind the source."
                 )
 
-    @property
-    def seconds(self) -> float:
-        """Of all nodes."""
-        return sum(node.seconds for node in self.nodes)
-
     @staticmethod
-    def of(
-        exported: Exported | torch.export.ExportedProgram, cost: CostModel, *, optimizer: OptimizerMemory | None = None
-    ) -> StageGraph:
+    def of(exported: ExportedModule, cost: CostModel, *, optimizer: OptimizerMemory | None = None) -> StageGraph:
         """The stage graph of an exported module.
 
         Args:
-            exported: a forward graph, exported with an example of one microbatch.
+            exported: the module, exported with an example of one microbatch.
             cost: prices of one device.
             optimizer: what is kept for every trained parameter; AdamW's by default.
 
         Returns:
-            One node for every operator, or for operators that cannot be parted: those of one memory that is changed in
-            place, up to the last change; results in a list and what takes them out of it; what has no result and the
-            operator that it watches. Seconds forward, backward and saved bytes are those of `simulate.dry_run`, plus
-            the additions of gradients where several operators read one value. A saved tensor is counted once, where it
-            was made, however many operators read it and whatever views of it they read.
+            One node for every operator, or for operators that cannot be parted: `exported.together`; several results
+            and what takes them out; what has no result and the operator that it watches. Seconds forward, backward and
+            saved bytes are those of `simulate.dry_run`, plus the additions of gradients where several operators read
+            one value. A saved tensor is counted once, where it was made, however many operators read it and whatever
+            views of it they read.
         """
-        graph = read(exported, cost) if isinstance(exported, Exported) else read_program(exported, cost)
-        return _assembled(graph, optimizer or optimizer_memory(None, None, foreach=False))
+        return _assembled(read(exported, cost), optimizer or optimizer_memory(None, None, foreach=False))
 
     def merged(self, group: Sequence[int]) -> StageGraph:
         """The graph with one node for every group of nodes.

@@ -103,9 +103,9 @@ class _Builder:
 
     def apply(self) -> None:
         for stage, rank in enumerate(self.schedule.placement):
-            seconds = self.costs[stage].application_seconds
+            seconds, held = self.costs[stage].application_seconds, self.costs[stage].application_bytes
             needs = [self.computed[rank], self.reduced[stage]]
-            self._add(f"apply {stage}", "application", COMPUTE, (rank,), seconds, needs)
+            self._add(f"apply {stage}", "application", COMPUTE, (rank,), seconds, needs, held, held)
 
     def _compute(self, rank: int, action: Action, needs: Sequence[int | None]) -> None:
         cost = self.costs[action.stage]

@@ -15,11 +15,12 @@ from autoshard.capture.joint import JointInput, JointOutput
 from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph import GraphRules, Use, Value, value_of
 from autoshard.patterns.rule import Rule
-from autoshard.patterns.strategy import WHOLE, Choices
+from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.edge_tables import FORBIDDEN, EdgeTables
 from autoshard.planner.hubs import Reuse, rereads
-from autoshard.planner.options import OptionTables, SpecList
+from autoshard.planner.options import Options, OptionTables, SpecList
 from autoshard.planner.problem import BuiltProblem, Crossing, Hiding, Rent, Variable, Wishes
+from autoshard.planner.task_graphs import Restrictions, restrictions
 from autoshard.reshard.loose import LooseResharder
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
@@ -45,7 +46,7 @@ class ProblemBuilder:
         self.position = {node: position for position, node in enumerate(rules.operators)}
         self.edge_tables = EdgeTables(resharder)
         self._lists: dict[tuple[Spec, ...], SpecList] = {}
-        self._labels: dict[int, tuple[Sequence[Choices], np.ndarray]] = {}
+        self._labels: dict[int, tuple[object, np.ndarray]] = {}
         self._plain: dict[tuple[frozenset[int], Reuse], BuiltProblem] = {}
         self._last: tuple[frozenset[int], Decisions | None, Reuse, BuiltProblem] | None = None
 
@@ -82,8 +83,9 @@ class ProblemBuilder:
                 the last). What options and copies hold is then part of their seconds.
             hiding: what reductions of gradients count; all their seconds by default.
             reuse: of what the backward half may keep copies that the forward half made, or make them again (see
-                `planner.hubs`). Where memory does not count, keeping is as good.
+                `planner.hubs`). Where memory does not count ("none"), keeping is as good, and it can have no prices.
         """
+        assert prices is None or reuse != "none", "what copies hold is not known where memory does not count"
         built = self._built(free, current, reuse)
         if hiding is not None:
             built = built.hiding(hiding)
@@ -107,16 +109,24 @@ class ProblemBuilder:
         return self._lists[key]
 
     @cached_property
+    def restrictions(self) -> Restrictions:
+        """What task graphs ask for."""
+        return restrictions(self.rules, self.wishes.task_graphs)
+
+    @cached_property
     def largest(self) -> int:
         """Bytes of the largest tensor of the step."""
         return max(value.meta.bytes for value in self.rules.values())
 
-    def labels(self, choices: Sequence[Choices]) -> np.ndarray:
-        """The choices of an operator as an array, `[strategies, mesh axes]`; made once for equal operators."""
-        if id(choices) not in self._labels:
-            labels = np.array(choices, dtype=np.int64).reshape(len(choices), self.mesh.ndim)
-            self._labels[id(choices)] = (choices, labels)
-        return self._labels[id(choices)][1]
+    def labels(self, variable: Variable) -> np.ndarray:
+        """One label per mesh axis for every option, the choice or the placement; made once for equal variables."""
+        operator = variable.kind == "operator"
+        named: object = variable.options if operator else variable.results[0]
+        if id(named) not in self._labels:
+            rows = variable.options if operator else _numbered(variable.results[0])
+            labels = np.array(rows, dtype=np.int64).reshape(len(rows), self.mesh.ndim)
+            self._labels[id(named)] = (named, labels)
+        return self._labels[id(named)][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,17 +207,8 @@ class _Build:
             usages=usages,
             intervals=tuple(variable.life for variable in self.variables),
             limit=None,
-            components=tuple(self._components(variable) for variable in self.variables),
+            components=tuple(map(self.builder.labels, self.variables)),
         )
-
-    def _components(self, variable: Variable) -> np.ndarray:
-        """One label per mesh axis for every option: the choice, or the placement."""
-        if variable.kind == "operator":
-            return self.builder.labels(variable.options)  # type: ignore[arg-type]
-        labels: dict[Placement, int] = {}
-        specs = (variable.results[0][option] for option in range(len(variable.options)))
-        rows = [[labels.setdefault(placement, len(labels)) for placement in spec] for spec in specs]
-        return np.array(rows, dtype=np.int64).reshape(len(rows), self.mesh.ndim)
 
     def _add(self, variable: Variable) -> int:
         self.variables.append(variable)
@@ -221,7 +222,7 @@ class _Build:
         if pinned is not None:
             options = (tuple([-1] * self.mesh.ndim),)
             return Variable("operator", node.name, options, np.zeros(1), (self.builder.listed((pinned,)),))
-        chosen = tables.restricted(rule, self._choices(node), self.free)
+        chosen = self._options(node)
         seconds = tables.seconds(call, rule, chosen, self.rules.zeros[node])
         variable = Variable("operator", node.name, chosen.choices, seconds, chosen.results)
         if not rule.free:
@@ -297,6 +298,8 @@ class _Build:
         else:
             candidates = [s for s in self._open_specs(rule, source.kind == "parameter") if self._rests(value, s)]
         allowed = [spec for spec in candidates if _agrees(spec, pinned)]
+        apart = self.builder.restrictions.apart.get(source.name, ())
+        allowed = [spec for spec in allowed if all(axis in spec.shard_axes for axis in apart)] or allowed
         if not allowed:
             allowed = [Spec.of(*(placement or Replicate() for placement in pinned))]
         if source.name in wishes.forced:
@@ -451,11 +454,19 @@ class _Build:
         pinned = self.rules.pinned(use.node, self.mesh)
         if pinned is not None:
             return self.builder.listed((pinned,))
-        chosen = self.builder.tables.restricted(self.rules.rules[use.node], self._choices(use.node), self.free)
-        return chosen.operands[use.operand]
+        return self._options(use.node).operands[use.operand]
 
-    def _choices(self, node: fx.Node) -> Choices:
-        return (WHOLE,) * self.mesh.ndim if self.current is None else self.current.choices[node.name]
+    def _options(self, node: fx.Node) -> Options:
+        """The strategies that are open to an operator."""
+        rule, tables = self.rules.rules[node], self.builder.tables
+        restriction = self.builder.restrictions.operators.get(node)
+        if self.current is not None:
+            start = self.current.choices[node.name]
+        elif restriction is not None:
+            start = tables.options(rule, restriction=restriction).choices[0]
+        else:
+            start = (WHOLE,) * self.mesh.ndim
+        return tables.restricted(rule, start, self.free, restriction)
 
     def _narrowed(self, specs: list[Spec], now: Spec | None) -> list[Spec]:
         """The specs that differ from the present one on open axes only; all where none does (they are pinned)."""
@@ -489,7 +500,7 @@ class _Build:
             if target.gradient:
                 self.reductions[len(self.edges)] = (seconds, target.life[0])
             self.crossings[len(self.edges)] = Crossing(value.meta, source.specs, target.specs, target.gradient)
-            if target.life[0] < target.life[1]:
+            if self.reuse != "none" and target.life[0] < target.life[1]:
                 copied = self.builder.edge_tables.copied(value.meta, source.specs, target.specs, self.mesh)
                 self.edge_rents[len(self.edges)] = (Rent(copied, *target.life),)
             self.edges.append(Edge(source.variable, target.variable, costs))
@@ -520,6 +531,13 @@ class _Build:
                 drawn, again = (_splits(self.variables[self.of_node[one]]) for one in (first, node))
                 costs = np.array([[0.0 if one == other else np.inf for other in again] for one in drawn])
                 self.edges.append(Edge(self.of_node[first], self.of_node[node], costs))
+
+
+def _numbered(specs: SpecList) -> list[list[int]]:
+    """Placements as numbers, for every entry of the list and mesh axis."""
+    labels: dict[Placement, int] = {}
+    rows = [[labels.setdefault(placement, len(labels)) for placement in spec] for spec in specs.distinct]
+    return [rows[place] for place in specs.index]
 
 
 def _splits(variable: Variable) -> list[tuple[object, ...]]:

@@ -28,11 +28,13 @@ class _Point:
 
     Attributes:
         found: the plan.
+        price: of a hidden second, at which it is the cheapest.
         shown: seconds of compute, and of the collectives that nothing hides.
         hidden: seconds of reductions of gradients that have compute to hide behind.
     """
 
     found: Found
+    price: float
     shown: float
     hidden: float
 
@@ -53,8 +55,8 @@ class HiddenReductions:
     hidden second counts less than others, at some price between the cluster's `contention`, where all of it is hidden,
     and 1. Those plans are the corners of a convex curve that trades what is shown for what is hidden. They are found
     as in parametric optimisation: between two corners lies a third if, at the price at which both cost the same,
-    another plan costs less. Where there is one corner only, the plan that is cheapest where hidden seconds are free is
-    looked at too. The timeline then chooses.
+    another plan costs less. It is looked for if that may be by a thousandth of the step. Where there is one corner
+    only, the plan that is cheapest where hidden seconds are free is looked at too. The timeline then chooses.
 
     Args:
         planner: solves problems.
@@ -66,7 +68,7 @@ class HiddenReductions:
         self._contention = planner.cluster.contention
         account = planner.account(first.decisions)
         self.behind = _behind(account)
-        self.first = self._point(first, account)
+        self.first = self._point(first, 1.0, account)
         self.points = [self.first]
 
     def run(self) -> Found:
@@ -100,6 +102,10 @@ class HiddenReductions:
             if right.hidden <= left.hidden or left.shown <= right.shown:
                 continue
             price = (left.shown - right.shown) / (right.hidden - left.hidden)
+            if not right.price < price < left.price:
+                continue  # one of them is not quite the cheapest
+            if left.value(price) - _least(left, right, price) <= _WORTH * self.first.step:
+                continue
             between = self._solved(price)
             if between is None:
                 return
@@ -114,13 +120,26 @@ class HiddenReductions:
             found = self.planner.solve(self.planner.wishes, hiding=Hiding(self.behind, price))
         except PlanError:  # the method found nothing in the time that was left
             return None
-        self.points.append(self._point(found, self.planner.account(found.decisions)))
+        known = next((point for point in self.points if point.found.decisions == found.decisions), None)
+        if known is not None:
+            self.points.append(replace(known, found=found, price=price))
+        else:
+            self.points.append(self._point(found, price, self.planner.account(found.decisions)))
         return self.points[-1]
 
-    def _point(self, found: Found, account: Account) -> _Point:
+    def _point(self, found: Found, price: float, account: Account) -> _Point:
         reductions = [leg for leg in account.legs if leg.gradient]
         hidden = sum(min(leg.path.seconds, float(self.behind[leg.position])) for leg in reductions)
-        return _Point(found, found.cost - hidden, hidden)
+        return _Point(found, price, found.cost - hidden, hidden)
+
+
+def _least(left: _Point, right: _Point, price: float) -> float:
+    """What no plan costs less than at a price between those at which two are the cheapest.
+
+    What the cheapest plan costs is concave in the price: the least of many straight lines.
+    """
+    share = (price - right.price) / (left.price - right.price)
+    return share * left.value(left.price) + (1.0 - share) * right.value(right.price)
 
 
 def _behind(account: Account) -> np.ndarray:

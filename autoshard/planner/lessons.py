@@ -16,9 +16,23 @@ import numpy as np
 from autoshard.planner.problem import BuiltProblem, Crossing, Hiding
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge
+from autoshard.solver.warm import Messages
 
 _SAME = 1e-9
 """Relative difference up to which two prices are one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Glance:
+    """What was seen of all options of the problem, or of its tied layers, at one price of hidden reductions.
+
+    Attributes:
+        price: what a hidden second counts.
+        near: per variable, the options that are near the best.
+    """
+
+    price: float
+    near: Sequence[np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +43,24 @@ class Lessons:
         built: the problem, with the exact prices known so far.
         messages: along every edge and against it, of the problem (of its tied layers, if there are any), as they were
             passed last. Those of an answer are a good start to the next.
+        glances: at some prices of hidden reductions, in the order in which they were made.
     """
 
     built: BuiltProblem
     messages: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] | None = None
+    glances: tuple[Glance, ...] = ()
+
+    def looked(self, price: float, near: Sequence[np.ndarray], messages: Messages) -> Lessons:
+        """With what was seen of all options at a price, and the messages that told it."""
+        return replace(self, messages=(messages.along, messages.against), glances=(*self.glances, Glance(price, near)))
+
+    def around(self, price: float) -> list[np.ndarray] | None:
+        """The options that are near the best at any price, if it was looked for at a lower and at a higher one."""
+        prices = [glance.price for glance in self.glances]
+        if not prices or not min(prices) <= price <= max(prices):
+            return None
+        every = zip(*(glance.near for glance in self.glances), strict=True)
+        return [np.unique(np.concatenate(options)) for options in every]
 
     def asked(self, hiding: Hiding | None) -> BuiltProblem:
         """The problem in which reductions of gradients count so."""

@@ -15,6 +15,7 @@ from autoshard.cluster.cost import CostModel
 from autoshard.cluster.flops import flops
 from autoshard.patterns.padding import PLACES, masks
 from autoshard.patterns.rule import Dims, OpCall, Rule, TensorMeta
+from autoshard.patterns.shares import keeps_shares
 from autoshard.patterns.strategy import (
     WHOLE,
     Choices,
@@ -26,8 +27,10 @@ from autoshard.patterns.strategy import (
     share,
 )
 from autoshard.patterns.variants import resolved
+from autoshard.planner.task_graphs import Restriction
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import local_shape as spec_shape
+from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec
 
 _COLLECTIVES = {
@@ -83,30 +86,44 @@ class Options:
 
 
 class OptionTables:
-    """Makes `Options` and their prices, once for every distinct rule and call."""
+    """Makes `Options` and their prices, once for every distinct rule and call.
 
-    def __init__(self, cost: CostModel) -> None:
+    Args:
+        cost: what work costs.
+        shared: the mesh axis of which ranks hold shares of their own of the batch, if there is one. What has to do with
+            the batch is split by nothing else on it: only the batch comes in such shares.
+    """
+
+    def __init__(self, cost: CostModel, shared: SharedAxis | None = None) -> None:
         self.cost = cost
+        self.shared = shared
         self.mesh = cost.mesh
-        self._options: dict[tuple[int, tuple[int | None, ...] | None], Options] = {}
+        self._options: dict[tuple[int, tuple[int | None, ...] | None, Restriction | None], Options] = {}
         self._seconds: dict[tuple[int, int, int, tuple[bool, ...]], np.ndarray] = {}
         self._single: dict[tuple[int, int, Choices, tuple[bool, ...]], float] = {}
         self._held: dict[tuple[int, int], np.ndarray] = {}
         self._kept: list[object] = []  # objects whose identity is a key above
 
-    def options(self, rule: Rule, fixed: tuple[int | None, ...] | None = None) -> Options:
-        """The strategies of a rule; on axes where `fixed` holds a choice, only that one."""
-        key = (id(rule), fixed)
+    def options(
+        self, rule: Rule, fixed: tuple[int | None, ...] | None = None, restriction: Restriction | None = None
+    ) -> Options:
+        """The strategies of a rule that a task graph allows; on axes where `fixed` holds a choice, only that one."""
+        key = (id(rule), fixed, restriction)
         if key not in self._options:
             self._kept.append(rule)
-            self._options[key] = self._make(rule, fixed)
+            self._options[key] = self._make(rule, fixed, restriction)
         return self._options[key]
 
-    def _make(self, rule: Rule, fixed: tuple[int | None, ...] | None) -> Options:
+    def _make(self, rule: Rule, fixed: tuple[int | None, ...] | None, restriction: Restriction | None) -> Options:
         per_axis = [axis_choices(rule, size) for size in self.mesh.sizes]
+        if self.shared is not None:
+            own = self.shared.axis
+            per_axis[own] = tuple(one for one in per_axis[own] if keeps_shares(rule, one, self.shared))
         if fixed is not None:
             per_axis = [every if one is None else (one,) for every, one in zip(per_axis, fixed, strict=True)]
         choices = tuple(choice for choice in itertools.product(*per_axis) if fits(rule, choice, self.mesh))
+        if restriction is not None:
+            choices = restriction.among(choices)
         mesh = self.mesh
         return Options(
             choices,
@@ -214,6 +231,9 @@ class OptionTables:
                 return (size - 1) * outside + (outside % size > 0)
         return 1
 
-    def restricted(self, rule: Rule, current: Choices, free: frozenset[int]) -> Options:
-        """Strategies that differ from `current` on the `free` axes only."""
-        return self.options(rule, tuple(None if axis in free else one for axis, one in enumerate(current)))
+    def restricted(
+        self, rule: Rule, current: Choices, free: frozenset[int], restriction: Restriction | None = None
+    ) -> Options:
+        """Strategies that differ from `current` on the `free` axes only; those of them that a task graph allows."""
+        fixed = tuple(None if axis in free else one for axis, one in enumerate(current))
+        return self.options(rule, fixed, restriction)

@@ -39,7 +39,8 @@ from autoshard.planner.progress import Progress
 from autoshard.planner.recorded import LocalPrograms
 from autoshard.planner.schedule import OperatorPrices, timeline
 from autoshard.planner.skeleton import Skeleton, skeleton
-from autoshard.planner.solving import CLOSE, Answer, Search, answered, is_large, taught
+from autoshard.planner.solving import CLOSE, Answer, Search, answered, is_large
+from autoshard.planner.teaching import taught
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.reshard.loose import LooseResharder
 from autoshard.reshard.path import Resharder
@@ -122,13 +123,14 @@ class Planner:
         self._tilings: dict[int, tuple[BuiltProblem, Tiling | None]] = {}  # of problems at no prices, the same way
         self._found: list[Found] = []  # every plan that was looked at
         self._account: Account | None = None  # of the decisions looked at last
+        self.interrupted = False  # whether somebody stopped the search, and got the best plan met until then
         self.best: Found | None = None  # the cheapest plan met that keeps the limit
         self._like = like
         if like is None:
             self.cost = CostModel(cluster, mesh)
             self.resharder = Resharder(mesh, self.cost.collective, self.cost.gradient_collective)
             self.programs = LocalPrograms(graph, mesh)
-            self.tables = OptionTables(self.cost)
+            self.tables = OptionTables(self.cost, wishes.shared)
             self.prices = OperatorPrices(self.tables)
         else:
             self.cost, self.resharder, self.programs = like.cost, like.resharder, like.programs
@@ -166,6 +168,9 @@ class Planner:
 
     def warn_of_interruption(self, cost: float) -> None:
         """Says that a plan of so many seconds is what there was when somebody stopped the search."""
+        self.interrupted = True
+        if self._like is not None:
+            self._like.interrupted = True
         warnings.warn(
             f"the search was interrupted after {time.monotonic() - self.start:.1f} s: this is the best plan met "
             f"until then, {cost:.6g} s per step. Plan again for a better one.",
@@ -227,7 +232,7 @@ class Planner:
             bound = solved.lower_bound
         else:
             solved = self._solve_many_axes(ask)
-            bound = min(solved.lower_bound if np.isfinite(solved.lower_bound) else self._floor, solved.cost)
+            bound = min(solved.lower_bound if np.isfinite(solved.lower_bound) else self._bound, solved.cost)
         found = self.found(solved.decisions, solved.cost, bound, solved.method)
         self._meet(found)
         if solved.interrupted:
@@ -435,6 +440,11 @@ class Planner:
         assert best is not None
         return best
 
+    @property
+    def _bound(self) -> float:
+        """A lower bound of what other wishes or prices find: that of the problem without a limit, if it was solved."""
+        return self._floor if self.unlimited is None else self.unlimited.lower_bound
+
     @cached_property
     def _floor(self) -> float:
         """A lower bound that needs no search: every operator at its cheapest, every reshard free."""
@@ -449,7 +459,8 @@ class Planner:
     def account(self, decisions: Decisions) -> Account:
         """The step that some decisions stand for."""
         if self._account is None or self._account.flow.decisions is not decisions:
-            self._account = self._walked(decisions)
+            with self.timed("account"):
+                self._account = self._walked(decisions)
         return self._account
 
     def _walked(self, decisions: Decisions) -> Account:
@@ -479,7 +490,7 @@ class Planner:
             shapes=shapes,
             step_seconds=found.step_seconds,
             memory=found.memory,
-            device_memory=self.cluster.device.memory,
+            device_memory=self.cost.cluster.device.memory,
             collectives=account.collectives(),
             cost=found.cost,
             lower_bound=found.lower_bound,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch.distributed.tensor import Placement
 
+from autoshard.capture.task_graphs import Primitive
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.rule import TensorMeta
@@ -24,6 +25,7 @@ from autoshard.planner.hubs import Reread, as_rereads, with_rereads
 from autoshard.planner.options import SpecList
 from autoshard.solver import Edge, Problem
 from autoshard.solver.blend import Blend, BlendedEdge, Part, blend
+from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec
 
 
@@ -38,6 +40,8 @@ class Wishes:
         outputs: output name -> the spec in which it is to be handed back.
         local_inputs: inputs arrive as shards.
         optimizer: what it holds beside a trained parameter and its gradient.
+        shared: the mesh axis of which ranks hold shares of their own of the batch, if there is one.
+        task_graphs: the mesh axes of every primitive that the graph's nodes are marked with.
     """
 
     pinned: Mapping[str, tuple[Placement | None, ...]] = field(default_factory=dict)
@@ -46,6 +50,8 @@ class Wishes:
     outputs: Mapping[str, Spec] = field(default_factory=dict)
     local_inputs: bool = False
     optimizer: OptimizerMemory = field(default_factory=OptimizerMemory)
+    shared: SharedAxis | None = None
+    task_graphs: Mapping[Primitive, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ _CLOSER = 3  # numbers of layers that are tried between none and all
 _PROVED = 0.01  # a plan that can be no more than this from the best, recomputation or not, is taken
 
 
-def planned(planner: Planner) -> ShardingPlan:
+def planned(planner: Planner, unlimited: Found | None = None, *, explained: bool = True) -> ShardingPlan:
     """The plan of a graph, in which layers are recomputed as the planner's settings say.
 
     Where a memory limit leaves a choice, the fastest of these is taken: the plan that keeps the limit without
@@ -27,26 +27,33 @@ def planned(planner: Planner) -> ShardingPlan:
     the limit is kept by that alone; and, where all layers are not enough, the one that recomputes all and keeps the
     limit by what else there is.
 
+    Args:
+        planner: of the graph.
+        unlimited: what was found without the memory limit and without recomputation, if that was looked for before.
+        explained: whether, where nothing fits, it is worth the time to find out what would help.
+
     Raises:
         BudgetError: no plan that was found fits the memory limit; the message names the smallest that does, and what
             would make it smaller.
     """
     try:
-        return _planned(planner)
+        return _planned(planner, unlimited)
     except ShortfallError as shortfall:
+        if not explained:
+            raise
         raise shortfall.explained() from None
 
 
-def _planned(planner: Planner) -> ShardingPlan:
+def _planned(planner: Planner, unlimited: Found | None) -> ShardingPlan:
     wanted, limit = planner.settings.recompute, planner.settings.memory_limit
     if wanted == "none" or (wanted == "auto" and limit is None):
-        return planner.plan()
+        return planner.plan(unlimited)
     layers = recomputable(planner.graph)
     if not layers:
-        return planner.plan()
+        return planner.plan(unlimited)
     if wanted == "full" or limit is None:
         return _recomputing(planner, layers).plan()
-    return _Choice(planner, layers, limit).run()
+    return _Choice(planner, layers, limit).run(unlimited)
 
 
 def _recomputing(planner: Planner, layers: Iterable[Recomputable]) -> Planner:
@@ -69,8 +76,8 @@ class _Choice:
         self.plans: list[ShardingPlan] = []
         self.errors: list[BudgetError] = []
 
-    def run(self) -> ShardingPlan:
-        self._try(self.planner)
+    def run(self, unlimited: Found | None) -> ShardingPlan:
+        self._try(self.planner, unlimited)
         unlimited = self.planner.unlimited
         assert unlimited is not None
         if not self.plans or (unlimited.memory.peak > self.limit and self.plans[0].gap > _PROVED):

@@ -132,6 +132,7 @@ class _Builder:
         self.shared: list[fx.Node] = []
         self.half_of: dict[fx.Node, str] = {}
         self.carried: dict[tuple[fx.Node, str], fx.Node] = {}
+        self.local_calls: list[tuple[tuple[Any, ...], list[fx.Node]]] = []  # what a local program stands for, its calls
 
     def run(self) -> Skeleton:
         inputs = self._inputs()
@@ -208,17 +209,19 @@ class _Builder:
             call, rule, choices, operands=[operand.meta["val"] for operand in operands], zeros=zeros
         )
         given = [*map(self._here, operands), *map(self._here, self.shared)]
-        stands_for: list[Any] = (
-            [(call, rule, choices, self.rules.zeros[node])] if resolved(rule, choices)[0].local else []
-        )
+        is_local = resolved(rule, choices)[0].local is not None
+        local_calls: list[fx.Node] = []
 
         def called(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
             made = self._call(op, args, kwargs, val)
-            if stands_for and op is not _WAIT and op not in STARTS:
-                made.meta["stands_for"], stands_for[0] = stands_for[0], ()
+            if is_local and op is not _WAIT and op not in STARTS:
+                made.meta["stands_for"] = ()
+                local_calls.append(made)
             return made
 
         node_of = recorded.recording.play(given, called)
+        if is_local:
+            self.local_calls.append(((call, rule, choices, self.rules.zeros[node]), local_calls))
         for place, (operand, filled) in enumerate(zip(operands, recorded.operands, strict=True)):
             if recorded.operand_zeros[place] and filled.index != place:
                 self.masked[operand, phase] = node_of(filled)
@@ -290,6 +293,11 @@ class _Builder:
         others = [node for name, node in self.outputs.items() if name[0] != "gradient"]
         forward.graph.output((*others, *dict.fromkeys(backward.saved.values())))
         forward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        left = {*forward.graph.nodes, *backward.graph.nodes}
+        for stands_for, calls in self.local_calls:
+            first = next((call for call in calls if call in left), None)
+            if first is not None:  # it costs what all cost
+                first.meta["stands_for"] = stands_for
         bucket_reductions(backward.graph)
         for half in (forward, backward):
             schedule(half.graph)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 
 import numpy as np
 
-from autoshard.planner.lessons import Lessons
-from autoshard.planner.problem import BuiltProblem, Hiding
+from autoshard.planner.problem import BuiltProblem
 from autoshard.planner.tiling import Tiling
-from autoshard.reshard.path import Resharder
 from autoshard.solver import Problem, solve
 from autoshard.solver.hierarchy import solve_in_segments
 from autoshard.solver.problem import IntArray
@@ -24,10 +22,10 @@ Report = Callable[[str, float, float], None]
 _LARGE = 200_000
 """Entries of all edge tables from which messages are tried first: smaller problems are solved exactly at once."""
 
-_ITERATIONS = 120
+ITERATIONS = 120
 """Passes there and back, at most."""
 
-_MENDING = 40
+MENDING = 40
 """Passes there and back at full depth, at most, that mend messages found on a few layers."""
 
 _MENDING_PRICED = 11
@@ -41,24 +39,6 @@ _GOOD = 1e-4
 
 _PRICED = 2e-2
 """The same where memory has a price: what the limit is kept by is chosen among plans at many prices."""
-
-_LESSONS = 40
-"""Times that prices are learned, at most."""
-
-_LAID = 3
-"""The same before options are left out that are proved to be of no use."""
-
-_ROUNDING = 1e-9
-"""Relative slack within which an option might be as good as a known assignment."""
-
-_GLANCE = 5
-"""Passes there and back after which a proposal is looked for among the options that are near the best."""
-
-_NEAR = 1e-3
-"""Part of the bound by which an option may raise it to be near: there are some tens of them on three axes."""
-
-_STITCHES = 4
-"""Times that segments are, where what messages give is not close."""
 
 CLOSE = 5e-3
 """Relative gap at which a plan of tied layers stands; where it is larger, every layer is looked at by itself."""
@@ -148,7 +128,7 @@ def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answ
         return best
     start = None
     if best.gap > CLOSE:
-        stitched = _in_segments(problem, built.places, tiling, search)
+        stitched = in_segments(problem, built.places, tiling, search)
         best = better(best, stitched)
         start = stitched.assignment or None
     if best.interrupted or best.gap <= search.close or (search.fast and best.assignment):
@@ -161,82 +141,6 @@ def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answ
     return better(best, _by_solver(problem, search, start))
 
 
-def taught(
-    lessons: Lessons, resharder: Resharder, tiling: Tiling | None, search: Search, hiding: Hiding | None = None
-) -> tuple[Answer, Lessons]:
-    """The best assignment of a problem at loose prices by exact ones, and what was learned on the way.
-
-    Args:
-        lessons: the problem, at prices that are not above the exact ones.
-        resharder: the exact ones.
-        tiling: which variables repeat others; None where nothing does.
-        search: limits.
-        hiding: what reductions of gradients count; all their seconds by default.
-
-    Returns:
-        The assignment, with its cost at exact prices and a bound of all; and the problem with the prices learned.
-    """
-    best = Answer((), float("inf"), -np.inf, "messages", "unknown")
-    order, kept, warm = lessons.built.places, None, lessons.messages
-    for _ in range(_LESSONS):
-        problem = lessons.asked(hiding).problem
-        messages = _tied_messages(problem, order, tiling, kept)
-        if warm is not None:
-            messages.start_from(*warm)
-        glance = kept is None and hiding is not None
-        relaxed, interrupted = _passes(messages, _GLANCE if glance else _ITERATIONS, search)
-        # What bounds tied layers, or some of their options, bounds no others.
-        proved = tiling is None and kept is None
-        found = replace(_answer(relaxed, interrupted), lower_bound=relaxed.bound if proved else -np.inf)
-        chosen, warm = relaxed.assignment, (messages.along, messages.against)
-        if kept is None:
-            lessons = replace(lessons, messages=warm)
-        elif chosen:
-            chosen = tuple(int(some[place]) for some, place in zip(kept, chosen, strict=True))
-        assignment = tiling.spread(chosen) if tiling is not None and chosen else chosen
-        best, lessons, more = _examined(best, found, assignment, lessons, resharder, hiding)
-        done = not more or best.gap <= search.close
-        if best.interrupted or monotonic() > search.deadline or (done and not glance):
-            break
-        if kept is None and (glance or tiling is not None):
-            kept = messages.near(_NEAR * abs(relaxed.bound))
-            warm = messages.among(kept)
-    tied = relaxed.bound
-    # With other prices of what is hidden, an answer is a proposal: tied layers are enough, if these are close.
-    if hiding is not None and best.cost - tied <= CLOSE * abs(best.cost):
-        return best, lessons
-    if tiling is not None and lessons.messages is not None and not best.interrupted:
-        problem = lessons.asked(hiding).problem
-        whole = Messages(problem, order)
-        whole.start_from(*tiling.messages(problem, tiling.fold(problem), *lessons.messages))
-        found = _mended(whole, tiling, order, search, best.cost)
-        best, lessons, _ = _examined(best, found, found.assignment, lessons, resharder, hiding)
-    for _ in range(_STITCHES):
-        if hiding is not None or best.interrupted or best.gap <= CLOSE or monotonic() > search.deadline:
-            break
-        stitched = _in_segments(lessons.asked(hiding).problem, order, tiling, search)
-        best, lessons, more = _examined(best, stitched, stitched.assignment, lessons, resharder, hiding)
-        if not more:
-            break
-    return best, lessons
-
-
-def _examined(
-    best: Answer,
-    found: Answer,
-    assignment: tuple[int, ...],
-    lessons: Lessons,
-    resharder: Resharder,
-    hiding: Hiding | None,
-) -> tuple[Answer, Lessons, bool]:
-    """The better of two answers by the exact prices of what the second one uses; and whether these were news."""
-    after = lessons.after(assignment, resharder) if assignment else None
-    lessons, news = after or lessons, after is not None
-    cost = lessons.asked(hiding).problem.cost(assignment) if assignment else float("inf")
-    found = replace(found, assignment=assignment if np.isfinite(cost) else (), cost=cost)
-    return better(best, found), lessons, news
-
-
 def better(first: Answer, second: Answer) -> Answer:
     """The cheaper of two answers to one problem, with the higher of their bounds."""
     best = second if second.cost < first.cost else first
@@ -247,39 +151,42 @@ def better(first: Answer, second: Answer) -> Answer:
 
 def by_messages(problem: Problem, order: list[float], tiling: Tiling | None, search: Search) -> Answer:
     """Message passing, on tied layers first where there are any."""
-    folded = _tied_messages(problem, order, tiling)
+    folded = tied_messages(problem, order, tiling)
     if tiling is None:
-        relaxed, interrupted = _passes(folded, _ITERATIONS, search)
-        return _answer(relaxed, interrupted)
+        relaxed, interrupted = passes(folded, ITERATIONS, search)
+        return answer_of(relaxed, interrupted)
     messages = Messages(problem, order)
-    tied, interrupted = _passes(folded, _ITERATIONS, search)
+    tied, interrupted = passes(folded, ITERATIONS, search)
     assignment = tiling.spread(tied.assignment) if tied.assignment else ()
     cost = problem.cost(assignment) if assignment else float("inf")
-    messages.start_from(*tiling.messages(problem, folded.problem, folded.along, folded.against))
+    messages.start_from(*tiling.messages(problem, folded.along, folded.against))
     if interrupted:
         return Answer(assignment, cost, -np.inf, "messages", "feasible", True)
-    relaxed, interrupted = _passes(messages, _MENDING_PRICED if search.priced else _MENDING, search, cost)
+    relaxed, interrupted = passes(messages, _MENDING_PRICED if search.priced else MENDING, search, cost)
     own = Answer(assignment, cost, relaxed.bound, "messages, layers tied", "feasible", interrupted)
-    return better(own, _answer(relaxed, interrupted))
+    return better(own, answer_of(relaxed, interrupted))
 
 
-def _tied_messages(
-    problem: Problem, order: list[float], tiling: Tiling | None, kept: list[IntArray] | None = None
+def tied_messages(
+    problem: Problem, order: list[float], tiling: Tiling | None, kept: Sequence[IntArray] | None = None
 ) -> Messages:
     """Messages of a problem, or of its tied layers where there are any; of some of the options alone, if told."""
     if tiling is not None:
-        problem, order = tiling.fold(problem), [order[leader] for leader in tiling.leaders]
+        return Messages(tiling.fold(problem, kept), [order[leader] for leader in tiling.leaders])
     return Messages(problem if kept is None else narrowed(problem, kept), order)
 
 
-def _passes(messages: Messages, iterations: int, search: Search, upper: float = float("inf")) -> tuple[Relaxed, bool]:
-    """Iterations, and whether somebody stopped them."""
+def passes(
+    messages: Messages, iterations: int, search: Search, upper: float = float("inf"), close: float = 0.0
+) -> tuple[Relaxed, bool]:
+    """Iterations, until the bound is as close to a known cost as is asked for, and whether somebody stopped them."""
     told = search.told
-    best = messages.run(1, upper=upper, deadline=search.deadline)
+    best = messages.run(1, upper=upper, close=close, deadline=search.deadline)
     try:
         best = messages.run(
             iterations,
             upper=upper,
+            close=close,
             patient=not search.proof,
             deadline=search.deadline,
             progress=lambda cost, bound: told("messages", min(cost, upper), bound),
@@ -289,35 +196,14 @@ def _passes(messages: Messages, iterations: int, search: Search, upper: float = 
     return best, False
 
 
-def _mended(whole: Messages, tiling: Tiling, order: list[float], search: Search, upper: float) -> Answer:
-    """Some passes at full depth, then more among the options that these leave open below a known cost.
-
-    What is left out costs at least `upper`, so that no assignment costs less than it and what bounds the others. Layers
-    keep the same options, to go on sharing their tables.
-    """
-    relaxed, interrupted = _passes(whole, _LAID, search, upper)
-    slack = upper - relaxed.bound + _ROUNDING * abs(upper)
-    if interrupted or not np.isfinite(slack) or slack <= search.close * abs(upper):
-        return _answer(relaxed, interrupted)
-    whole.run(1, upper=upper)
-    open_: dict[int, IntArray] = {}
-    for leader, own in zip(tiling.follows, whole.near(slack), strict=True):
-        open_[leader] = np.union1d(open_[leader], own) if leader in open_ else own
-    kept = [open_[leader] for leader in tiling.follows]
-    rest = Messages(narrowed(whole.problem, kept), order)
-    rest.start_from(*whole.among(kept))
-    relaxed, interrupted = _passes(rest, _MENDING, search, upper)
-    assignment = tuple(int(some[place]) for some, place in zip(kept, relaxed.assignment, strict=False))
-    return replace(_answer(relaxed, interrupted), assignment=assignment, lower_bound=min(relaxed.bound, upper))
-
-
-def _answer(relaxed: Relaxed, interrupted: bool) -> Answer:
+def answer_of(relaxed: Relaxed, interrupted: bool) -> Answer:
+    """What passes have found, as an answer."""
     return Answer(
         relaxed.assignment, relaxed.cost, min(relaxed.bound, relaxed.cost), "messages", "feasible", interrupted
     )
 
 
-def _in_segments(problem: Problem, order: list[float], tiling: Tiling | None, search: Search) -> Answer:
+def in_segments(problem: Problem, order: list[float], tiling: Tiling | None, search: Search) -> Answer:
     """The hierarchy, on tied layers where there are any: its own bound is then none of the whole problem."""
     try:
         if tiling is None:

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.repeats import repeats
-from autoshard.planner.problem import BuiltProblem
+from autoshard.planner.problem import BuiltProblem, Variable
 from autoshard.solver import Edge, Problem
 from autoshard.solver.blend import Blend, BlendedEdge
-from autoshard.solver.problem import AnyEdge, Array
+from autoshard.solver.problem import AnyEdge, Array, IntArray
 
 _FEWEST = 5
 """Layers of one kind from which they are worth tying: the first and the last of them stay free."""
@@ -76,8 +77,13 @@ class Tiling:
         position = {variable: place for place, variable in enumerate(leaders)}
         return Tiling(leaders, tuple(position[first] for first in leader))
 
-    def fold(self, problem: Problem) -> Problem:
-        """The problem in which every variable takes the option of the one that it follows; memory plays no part."""
+    def fold(self, problem: Problem, kept: Sequence[IntArray] | None = None) -> Problem:
+        """The problem in which every variable takes the option of the one that it follows; memory plays no part.
+
+        Args:
+            problem: the whole problem.
+            kept: for every leader the options that it may choose among, ascending; all by default.
+        """
         costs: list[Counter[int]] = [Counter() for _ in self.leaders]
         tables: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
         arrays: dict[int, Array] = {}
@@ -97,25 +103,35 @@ class Tiling:
                 counts[id(table)] = counts.get(id(table), 0.0) + factor
             if isinstance(edge, BlendedEdge):
                 at_a_price.add(pair)
-        sums: dict[tuple[tuple[int, float], ...], Array] = {}
+        sums: dict[tuple[object, ...], Array] = {}
 
-        def summed(counts: Mapping[int, float]) -> Array:
-            key = tuple(counts.items())
+        def cut(array: Any, *leaders: int) -> Any:
+            return array if kept is None else array[np.ix_(*(kept[leader] for leader in leaders))]
+
+        def summed(counts: Mapping[int, float], *leaders: int) -> Array:
+            key = (*counts.items(), *(leaders if kept is not None else ()))
             if key not in sums:
-                sums[key] = np.asarray(sum(times * arrays[one] for one, times in key))
+                parts = [(times, cut(arrays[one], *leaders)) for one, times in counts.items()]
+                alone = len(parts) == 1 and parts[0][0] == 1
+                sums[key] = parts[0][1] if alone else np.asarray(sum(times * part for times, part in parts))
             return sums[key]
 
         def joined(pair: tuple[int, int], counts: Mapping[int, float]) -> AnyEdge:
             if pair in at_a_price:
-                return BlendedEdge(*pair, Blend(tuple((times, arrays[one]) for one, times in counts.items())))
-            return Edge(*pair, summed(counts))
+                return BlendedEdge(
+                    *pair, Blend(tuple((times, cut(arrays[one], *pair)) for one, times in counts.items()))
+                )
+            return Edge(*pair, summed(counts, *pair))
+
+        def total(leader: int) -> Array:
+            return np.asarray(sum((cut(more, leader) for more in own[leader]), start=summed(costs[leader], leader)))
 
         return Problem(
-            costs=tuple(np.asarray(sum(more, start=summed(each))) for each, more in zip(costs, own, strict=True)),
+            costs=tuple(map(total, range(len(self.leaders)))),
             edges=tuple(joined(pair, counts) for pair, counts in tables.items()),
             components=None
             if problem.components is None
-            else tuple(problem.components[leader] for leader in self.leaders),
+            else tuple(cut(problem.components[leader], place) for place, leader in enumerate(self.leaders)),
         )
 
     def spread(self, assignment: Sequence[int]) -> tuple[int, ...]:
@@ -123,12 +139,13 @@ class Tiling:
         return tuple(assignment[place] for place in self.follows)
 
     def messages(
-        self, problem: Problem, folded: Problem, along: Sequence[Array], against: Sequence[Array]
+        self, problem: Problem, along: Sequence[Array], against: Sequence[Array]
     ) -> tuple[list[Array | None], list[Array | None]]:
         """Messages of the folded problem, shared evenly among the edges that an edge of it stands for."""
-        edge_of = {(edge.source, edge.target): number for number, edge in enumerate(folded.edges)}
         ends = [(self.follows[edge.source], self.follows[edge.target]) for edge in problem.edges]
         counts = Counter(ends)
+        between = (end for end in counts if end[0] != end[1])
+        edge_of = {end: number for number, end in enumerate(between)}  # as `fold` lists them
         return (
             [along[edge_of[end]] / counts[end] if end in edge_of else None for end in ends],
             [against[edge_of[end]] / counts[end] if end in edge_of else None for end in ends],
@@ -159,12 +176,16 @@ def _roles(built: BuiltProblem, placed: Mapping[str, tuple[Layer, int]]) -> dict
 def _runs(built: BuiltProblem, members: Mapping[Layer, Mapping[Hashable, int]]) -> list[list[Layer]]:
     """Layers that follow one another with the same variables and the same options, in runs that are worth tying."""
     options: dict[tuple[object, ...], int] = {}
+    numbers: dict[int, int] = {}  # of what holds options, by identity: equal layers share most of it
+
+    def number(variable: Variable) -> int:
+        holder = variable.options if variable.kind == "operator" else variable.results[0]
+        if id(holder) not in numbers:
+            numbers[id(holder)] = options.setdefault((variable.kind, *variable.options), len(options))
+        return numbers[id(holder)]
 
     def signature(layer: Layer) -> tuple[object, ...]:
-        named = {
-            role: options.setdefault(tuple(built.variables[variable].options), len(options))
-            for role, variable in members[layer].items()
-        }
+        named = {role: number(built.variables[variable]) for role, variable in members[layer].items()}
         return tuple(sorted(named.items(), key=repr))
 
     runs: list[list[Layer]] = []

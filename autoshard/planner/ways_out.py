@@ -81,6 +81,9 @@ def _ways_out(planner: Planner, least: Memory, wishes: Wishes, prices: np.ndarra
         if peak < least.peak:
             yield f'allow recomputation (recompute="full" needs {format_bytes(peak)})'
     mesh = _doubled(planner.mesh)
+    if planner.cluster.count is not None and mesh.size > planner.cluster.count:
+        yield "add devices"
+        return
     larger = type(planner)(planner.graph, mesh, planner.cluster, wishes, planner.settings)
     peak = _peak(larger, wishes, prices)
     yield f"add devices ({mesh} needs {format_bytes(peak)})" if peak < least.peak else "add devices"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.cluster.cluster import Cluster, Link
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Link
+from autoshard.cluster.hosts import Hosts
 from autoshard.memory.budget import format_bytes
 from autoshard.plan_rows import format_seconds
+from autoshard.specs.axes import MeshShape
 
 
 def cluster_table(cluster: Cluster) -> Group:
@@ -17,22 +23,51 @@ def cluster_table(cluster: Cluster) -> Group:
     head = Table(box=None, show_header=False, title=f"Cluster {cluster.name}", title_justify="left")
     head.add_column(style="bold")
     head.add_column(overflow="fold")
-    device = cluster.device
-    rates = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in device.peak_flops.items())
+    for hosts in cluster.stretches or (cluster,):
+        for label, value in _hosts(hosts):
+            head.add_row(Text(label), Text(value))
     for label, value in (
-        ("device", f"{device.name}, {format_bytes(device.memory)}, {cluster.devices_per_host} on a host"),
-        ("best rates", rates),
-        (
-            "memory",
-            f"{device.memory_bandwidth / 1e9:,.1f} GB/s, a kernel at least {format_seconds(device.kernel_overhead)}",
-        ),
-        ("inside a host", _link(cluster.inside)),
-        ("between hosts", _link(cluster.between)),
         ("overlap", f"a second of communication behind compute costs {cluster.contention:.2f} s"),
         ("source", cluster.source),
     ):
         head.add_row(Text(label), Text(value))
     return Group(head, *([_collectives(cluster)] if cluster.measured is not None else []))
+
+
+def _hosts(hosts: Cluster | Hosts) -> Iterator[tuple[str, str]]:
+    """The figures of devices that are alike, and of their links, with labels."""
+    device = hosts.device
+    count = "" if hosts.count is None else f"{hosts.count} x "
+    yield "device", f"{count}{device.name}, {format_bytes(device.memory)}, {hosts.devices_per_host} on a host"
+    yield "best rates", ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in device.peak_flops.items())
+    overhead = format_seconds(device.kernel_overhead)
+    yield "memory", f"{device.memory_bandwidth / 1e9:,.1f} GB/s, a kernel at least {overhead}"
+    yield "inside a host", _link(hosts.inside)
+    yield "between hosts", _link(hosts.between)
+
+
+def ranks_table(cluster: Cluster, mesh: MeshShape) -> Table:
+    """Which ranks of a mesh sit on which host and device; a row for every host.
+
+    Raises:
+        MeshError: the cluster has fewer devices than the mesh.
+    """
+    placed = cluster.first(mesh.size)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("ranks", "host", "device", *mesh.names):
+        table.add_column(title)
+    ranks = zip(itertools.count(), mesh.coordinates(), strict=False)
+    for host, group in itertools.groupby(ranks, key=lambda one: placed.host_of(one[0])):
+        numbers, coordinates = zip(*group, strict=True)
+        along = (_span(axis) for axis in zip(*coordinates, strict=True))
+        table.add_row(_span(numbers), str(host), placed.device_of(numbers[0]).name, *along)
+    return table
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """`"3"`, or `"0-7"`: the least and the greatest."""
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least}-{most}"
 
 
 def _link(link: Link) -> str:

@@ -77,10 +77,10 @@ def bucket_reductions(graph: fx.Graph, limit: int = GROUPED_BYTES) -> None:
         for bucket in _buckets(group, limit):
             if len(bucket) > 1:
                 _join(graph, bucket)
-    graph.eliminate_dead_code(is_impure_node=_is_border)
+    graph.eliminate_dead_code(is_impure_node=is_border)
 
 
-def _is_border(node: fx.Node) -> bool:
+def is_border(node: fx.Node) -> bool:
     """Whether a node stays although nothing uses it: the graph is functional, so only its border does."""
     return node.op in ("placeholder", "output")
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from autoshard.patterns.local import Emitter, all_reduce, collectives
+from autoshard.reshard.lower_shares import cut_share, gather_shares, shared_axis
 from autoshard.reshard.path import Path, Step
 from autoshard.reshard.states import state_of
 from autoshard.specs.layout import local_shape
@@ -116,6 +117,10 @@ def _piece(shape: tuple[int, ...], spec: Spec, axis: int, emit: Emitter) -> _Pie
 def _all_gather(move: _Move, value: Any) -> Any:
     assert move.source is not None
     emit, piece = move.emit, move.source
+    knows = shared_axis(emit, move.step.axis, move.before)
+    if knows is not None:
+        dim, opened = _stretches(move.before, piece)
+        return _viewed(emit, gather_shares(emit, knows, _contiguous(emit, value), opened, dim), move.after)
     value = _contiguous(emit, value)
     value = emit.call(collectives.all_gather_into_tensor.default, value, move.size, emit.group(move.step.axis))
     value = emit.call(collectives.wait_tensor.default, value)
@@ -173,6 +178,10 @@ def _pieces_between(source: _Piece, target: _Piece, size: int) -> tuple[_Piece, 
 def _slice(move: _Move, value: Any) -> Any:
     assert move.target is not None
     emit, piece = move.emit, move.target
+    knows = shared_axis(emit, move.step.axis, move.after)
+    if knows is not None:
+        dim, opened = _stretches(move.before, piece)
+        return _viewed(emit, cut_share(emit, knows, value, opened, dim), move.after)
     value, padded = _padded(move, value, move.before, piece)
     value = _viewed(emit, value, _split(padded, piece, move.size))
     index = emit.call(aten.view.default, emit.coordinate(move.step.axis), [1])

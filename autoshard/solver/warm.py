@@ -132,6 +132,7 @@ class Messages:
         iterations: int,
         *,
         upper: float = float("inf"),
+        close: float = 0.0,
         patient: bool = False,
         deadline: float = float("inf"),
         progress: Callable[[float, float], None] | None = None,
@@ -141,6 +142,7 @@ class Messages:
         Args:
             iterations: at most.
             upper: cost of a known assignment: what ends the search when the bound reaches it, or hardly nears it.
+            close: relative distance of the bound to the least known cost at which it ends.
             patient: go on where the bound hardly rises, while what is rounded gets better: that settles long after it.
             deadline: `time.monotonic()` seconds after which no further iteration starts.
             progress: told the least cost and the highest bound so far, now and then.
@@ -160,7 +162,7 @@ class Messages:
                 if progress is not None:
                     progress(cost, history[-1])
             target = min(upper, cost)
-            if history[-1] >= target - 1e-9 * abs(target) or monotonic() > deadline:
+            if history[-1] >= target - max(close, 1e-9) * abs(target) or monotonic() > deadline:
                 break
             gaps.append(target - history[-1])
             if _settled(gaps) if patient else _stalled(history, target):
@@ -169,23 +171,18 @@ class Messages:
         lowered = best - _ROUNDING * abs(best) if np.isfinite(best) else best
         return Relaxed(lowered, rounded, cost, len(history))
 
-    def near(self, slack: float) -> list[IntArray]:
+    def near(self, slack: float | Array) -> list[IntArray]:
         """Per node, the strategies that an assignment may use which costs at most `slack` above the bound, ascending.
+
+        The slack is one for all nodes, or one for each.
 
         What a strategy adds to the bound is told by the last pass back. It holds for the bound before that pass; the
         answer is exact as far as this one did not raise it.
         """
         ends = zip(self.at[:-1], self.at[1:], strict=True)
         own = (self.belief[first:last] for first, last in ends)
-        return [np.flatnonzero(costs <= costs.min() + slack) for costs in own]
-
-    def among(self, kept: Sequence[IntArray]) -> tuple[list[Array], list[Array]]:
-        """What is sent along and against every edge, to some strategies of every node alone."""
-        edges = self.problem.edges
-        return (
-            [message[kept[edge.target]] for message, edge in zip(self.along, edges, strict=True)],
-            [message[kept[edge.source]] for message, edge in zip(self.against, edges, strict=True)],
-        )
+        most = np.broadcast_to(slack, self.problem.size)
+        return [np.flatnonzero(costs <= costs.min() + one) for costs, one in zip(own, most, strict=True)]
 
     def _there_and_back(self) -> float:
         belief = self.belief
@@ -203,6 +200,16 @@ class Messages:
             self.down_at, self.tables, self.table, self.part_at, self.factor, self.turned, self.earlier,
         )  # fmt: skip
         return tuple(int(one) for one in choice)
+
+
+def among(
+    problem: Problem, along: Sequence[Array], against: Sequence[Array], kept: Sequence[IntArray]
+) -> tuple[list[Array], list[Array]]:
+    """What is sent along and against every edge of a problem, to some strategies of every node alone."""
+    return (
+        [message[kept[edge.target]] for message, edge in zip(along, problem.edges, strict=True)],
+        [message[kept[edge.source]] for message, edge in zip(against, problem.edges, strict=True)],
+    )
 
 
 def narrowed(problem: Problem, kept: Sequence[IntArray]) -> Problem:

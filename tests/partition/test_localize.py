@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 import autoshard
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.partition.localize import Localizer
+from autoshard.partition.split import split
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.strategy import WHOLE
 from autoshard.plan import ShardingPlan
@@ -200,3 +201,21 @@ def test_gradients_are_not_copied_where_they_are_alone_already() -> None:
     step = program_of(planner, plan)
     results = next(iter(step.graph_module.graph.find_nodes(op="output"))).args[0]
     assert all(node.target is not torch.ops.aten.clone.default for node in results)
+
+
+class PassesOn(nn.Module):
+    """Returns what it is given beside what it makes of it."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, torch.nn.functional.gelu(y)
+
+
+def test_the_gradient_of_what_is_passed_on_is_made_in_the_backward_half() -> None:
+    x, y = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    graph = capture(PassesOn(), (x, y), {}, grad=True)
+    planner, plan = _planned(graph, {"x": 2})
+    halves = split(program_of(planner, plan), compile=False)
+    assert halves.backward is not None
+    results = halves.backward.graph.output_node().args[0]
+    assert len(results) == 2
+    assert {node.name for node in halves.forward.graph.nodes}.isdisjoint(node.name for node in results)

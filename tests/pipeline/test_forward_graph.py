@@ -90,15 +90,6 @@ def test_saved_bytes_are_those_of_autograd() -> None:
     assert sum(node.saved_bytes for node in graph.nodes) == expected
 
 
-def test_a_program_of_torch_export() -> None:
-    module, inputs = Tied(), {"ids": torch.zeros(2, 4, dtype=torch.long)}
-    program = torch.export.export(module, (), inputs, strict=False)
-    ours = StageGraph.of(exported(module, inputs), cost_model())
-    theirs = StageGraph.of(program, cost_model())
-    assert theirs.nodes == ours.nodes
-    assert theirs.at_rest == ours.at_rest
-
-
 def test_nodes_must_be_in_order() -> None:
     node = StageNode("n", 1.0, 1.0, 0, (), ("n",))
     with pytest.raises(ValueError, match="topological order"):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from autoshard.capture.export import Exported
 from autoshard.pipeline.coarsen import coarsen
+from autoshard.pipeline.exported import ExportedModule
 from autoshard.pipeline.stage_graph import StageGraph
 from autoshard.pipeline.stages import StageDevice, Stages, assign_stages
 from tests.models import ZOO, Gpt
@@ -17,7 +17,7 @@ from tests.pipeline.exporting import cost_model, exported
 
 
 @cache
-def _model(name: str) -> tuple[Exported, StageGraph]:
+def _model(name: str) -> tuple[ExportedModule, StageGraph]:
     forward = exported(*ZOO[name]())
     return forward, StageGraph.of(forward, cost_model())
 
@@ -41,7 +41,7 @@ def _assign(graph: StageGraph, count: int, **options: float) -> Stages:
 def test_stages_never_go_back(name: str, count: int, bandwidth: float) -> None:
     forward, graph = _model(name)
     stages = assign_stages(graph, [StageDevice(bandwidth)] * count, [1] * count)
-    nodes = [node for node in forward.graph_module.graph.nodes if node.op == "call_function"]
+    nodes = [node for node in forward.graph.nodes if node.op == "call_function"]
     assert set(stages.stage_of) == {node.name for node in nodes}
     assert set(stages.stage_of.values()) == set(range(count))
     assert all(
@@ -52,7 +52,7 @@ def test_stages_never_go_back(name: str, count: int, bandwidth: float) -> None:
     )
     assert stages.imbalance <= max(stages.tolerance, 0.1)
     assert stages.objective == pytest.approx(stages.bound, rel=1e-5)
-    assert list(stages.forward_bytes) == _crossing(forward.graph_module.graph, stages, count, set(forward.outputs))
+    assert list(stages.forward_bytes) == _crossing(forward.graph, stages, count, set(forward.forward.outputs))
 
 
 def _crossing(graph: fx.Graph, stages: Stages, count: int, outputs: set[fx.Node]) -> list[int]:

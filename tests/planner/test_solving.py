@@ -172,8 +172,8 @@ def test_fast_effort_takes_segments_where_messages_leave_a_gap(monkeypatch: pyte
     problem, tiling = built(8), tiling_of(8) if tied else None
     exact = answered(problem, tiling, Search("auto", math.inf))
     monkeypatch.setattr(solving, "_LARGE", 0)
-    monkeypatch.setattr(solving, "_ITERATIONS", 1)
-    monkeypatch.setattr(solving, "_MENDING", 1)
+    monkeypatch.setattr(solving, "ITERATIONS", 1)
+    monkeypatch.setattr(solving, "MENDING", 1)
     fast = answered(problem, tiling, Search("auto", math.inf, fast=True))
     assert fast.method.startswith("segments")
     assert fast.cost == pytest.approx(exact.cost, rel=1e-3)

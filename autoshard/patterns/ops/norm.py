@@ -32,16 +32,16 @@ from autoshard.patterns.rule import OpCall, Rule
 def pooled_moments(call: LocalCall, mean: Any, variance: Any, names: Sequence[str]) -> tuple[Any, Any]:
     """Mean and biased variance over all ranks that share the factors `names`, from those of each rank's part.
 
-    Parts are of equal size, padding included, which holds zeros; only true elements count.
+    Each part counts for what it has of all elements: padding is of a part, and holds zeros.
     One collective: the moments about zero travel in float64, so that nothing cancels that single precision tells apart.
     """
     emit, dtype = call.emit, call.emit.dtype(mean)
     factors = [call.rule.factors[index] for name in names for index in call.rule.indices(name)]
-    share = math.prod(factor.size for factor in factors) / math.prod(call.size(name) for name in names)
+    share = math.prod(call.size(name) for name in names) / math.prod(factor.size for factor in factors)
     mean, variance = cast(call, mean, torch.float64), cast(call, variance, torch.float64)
     square = emit.call(aten.add.Tensor, variance, emit.call(aten.mul.Tensor, mean, mean))
-    sums = reduced_together(call, [mean, square], names)
-    mean, square = (emit.call(aten.div.Scalar, value, share) for value in sums)
+    parts = [emit.call(aten.mul.Scalar, value, share) for value in (mean, square)]
+    mean, square = reduced_together(call, parts, names)
     variance = emit.call(aten.sub.Tensor, square, emit.call(aten.mul.Tensor, mean, mean))
     return cast(call, mean, dtype), cast(call, emit.call(aten.clamp_min.default, variance, 0.0), dtype)
 

@@ -1,0 +1,212 @@
+"""`replicate` and `split`: stretches of `forward` marked with how they are to be parallelised (Whale 3.1)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import fx, nn
+
+from autoshard.capture._torch import annotated, tracing_annotations
+from autoshard.errors import HintError
+from autoshard.names import ancestors
+
+_MARK = "autoshard_task_graph"  # the key in `node.meta["custom"]` of what is traced under a primitive
+_DEFAULT = "_autoshard_default_strategy"  # the attribute of a module that `set_default_strategy` makes
+
+_numbers: ContextVar[Iterator[int] | None] = ContextVar("autoshard_task_graphs", default=None)  # None: no capture
+_entered: ContextVar[tuple[contextlib.ExitStack, ...]] = ContextVar("autoshard_entered", default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Primitive:
+    """How a task graph is to be parallelised: what `replicate` and `split` return.
+
+    As a context in `forward`, it marks what runs in it as one task graph; of contexts inside one another, the innermost
+    counts. Outside of a capture by autoshard, the context does nothing. As a hint, it makes one of each module that the
+    hint matches.
+
+    Attributes:
+        kind: `"replicate"` or `"split"`.
+        devices: over how many devices, or over which mesh axes; None: over all.
+    """
+
+    kind: Literal["replicate", "split"]
+    devices: int | tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        if isinstance(self.devices, tuple):
+            return f"{self.kind}({', '.join(map(repr, self.devices))})"
+        return f"{self.kind}({'' if self.devices is None else self.devices})"
+
+    def __enter__(self) -> Primitive:
+        numbers = None if torch.compiler.is_dynamo_compiling() else _numbers.get()
+        if numbers is not None:
+            stack = contextlib.ExitStack()
+            stack.enter_context(annotated({_MARK: TaskGraph(self, next(numbers))}))
+            _entered.set((*_entered.get(), stack))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not torch.compiler.is_dynamo_compiling() and _numbers.get() is not None:
+            *others, stack = _entered.get()
+            _entered.set(tuple(others))
+            stack.close()
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """One stretch of a model with one primitive.
+
+    Attributes:
+        primitive: how it is to be parallelised.
+        place: which it is: of a context in `forward` its number, in the order in which they are entered; of what a
+            default or a hint covers, the path of the module that it is of.
+    """
+
+    primitive: Primitive
+    place: int | str
+
+
+Devices = int | str | Sequence[str] | None
+
+
+def replicate(devices: Devices = None) -> Primitive:
+    """Data parallelism for the operators that run under it: `with autoshard.replicate(4):` in `forward`.
+
+    Tensors with a batch dim (the first dim of the inputs, and what comes of it) are sharded by it, so that each of the
+    devices computes its part of the batch; parameters that nothing else uses are whole on each.
+
+    Args:
+        devices: how many: those of the first mesh axis of that size, or of several axes with that product; or the
+            name of an axis, or several. None: all there are. On other axes the planner is free.
+
+    Returns:
+        The primitive, for a `with` statement in `forward`, or for `set_default_strategy`.
+
+    Raises:
+        HintError: it is none of these; or, when the model is planned, the mesh has no such axes.
+
+    Source: Whale 3.1.2, "Parallel Primitives".
+    """
+    return Primitive("replicate", _checked("replicate", devices))
+
+
+def split(devices: Devices = None) -> Primitive:
+    """Tensor parallelism for the operators that run under it: `with autoshard.split(4):` in `forward`.
+
+    None of them is sharded by the batch on these devices; those that compute most are split by dims of parameters where
+    they can be: rows or columns of a weight, heads, experts, classes. The planner chooses which.
+
+    Args:
+        devices: as for `replicate`, but of several axes of that size the last.
+
+    Returns, Raises, Source: as for `replicate`.
+    """
+    return Primitive("split", _checked("split", devices))
+
+
+def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
+    """Say how what no primitive covers in `module` is to be parallelised, submodules included.
+
+    It is a property of the module, which `parallelize` and `plan` read: of modules inside one another the innermost
+    default counts, and a primitive in `forward` counts more than any.
+
+    Args:
+        module: the model, or a part of it, before it is planned.
+        strategy: `autoshard.replicate(n)`, `autoshard.split(n)`, or None for no default.
+
+    Raises:
+        HintError: the strategy is none of these.
+
+    Source: Whale 5.3.2, Example 5. There the default is the process's; here it belongs to a module, so that no model
+    has the default of another.
+    """
+    if not isinstance(module, nn.Module):
+        raise HintError(
+            f"set_default_strategy({module!r}, ...): the default is a module's: "
+            "set_default_strategy(model, autoshard.replicate(n))."
+        )
+    if strategy is not None and not isinstance(strategy, Primitive):
+        raise HintError(
+            f"set_default_strategy(module, {strategy!r}): choose autoshard.replicate(n), autoshard.split(n), or None."
+        )
+    if strategy is None:
+        module.__dict__.pop(_DEFAULT, None)
+    else:
+        module.__dict__[_DEFAULT] = strategy
+
+
+def _checked(kind: str, devices: object) -> int | tuple[str, ...] | None:
+    if devices is None or (isinstance(devices, int) and not isinstance(devices, bool) and devices > 0):
+        return devices
+    names = (devices,) if isinstance(devices, str) else devices
+    if isinstance(names, Sequence) and names and all(isinstance(name, str) for name in names):
+        return tuple(dict.fromkeys(names))
+    raise HintError(
+        f"autoshard.{kind}({devices!r}): give a number of devices, such as {kind}(4), or names of mesh axes, such as "
+        f'{kind}("tp").'
+    )
+
+
+@contextlib.contextmanager
+def marking() -> Iterator[None]:
+    """Context in which primitives leave their marks in what is traced."""
+    token = _numbers.set(itertools.count())
+    try:
+        yield
+    finally:
+        _numbers.reset(token)
+
+
+def is_marked(graph: fx.Graph) -> bool:
+    """Whether some node was traced under a primitive."""
+    return any(_marked(node) is not None for node in graph.nodes)
+
+
+def keeping_marks(graph: fx.Graph) -> contextlib.AbstractContextManager[None]:
+    """Context in which what is traced of the nodes of a graph, and of their derivatives, has their marks."""
+    return tracing_annotations() if is_marked(graph) else contextlib.nullcontext()
+
+
+def defaults_of(module: nn.Module) -> dict[str, TaskGraph]:
+    """The task graphs of defaults, by the paths of the modules that have them."""
+    found = ((path, part.__dict__.get(_DEFAULT)) for path, part in module.named_modules(remove_duplicate=False))
+    return {path: TaskGraph(default, path) for path, default in found if default is not None}
+
+
+def assign_task_graphs(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
+    """Say of every operator, in its `meta["task_graph"]`, what it belongs to; all have a module path.
+
+    Args:
+        graph: of a step.
+        defaults: what is not marked in `forward` belongs to, by paths of modules; the innermost counts.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["task_graph"] = _task_graph_of(node, defaults)
+
+
+def _task_graph_of(node: fx.Node, defaults: Mapping[str, TaskGraph]) -> TaskGraph | None:
+    marked = _marked(node)
+    if marked is not None:
+        return marked
+    if node.meta.get("is_gradient_acc"):  # gradients are added up where both come from, or between task graphs
+        added = {source.meta.get("task_graph") for source in node.all_input_nodes}
+        return added.pop() if len(added) == 1 else None
+    path = node.meta.get("module_path", "")
+    return next((defaults[one] for one in (path, *ancestors(path), "") if one in defaults), None)
+
+
+def _marked(node: fx.Node) -> TaskGraph | None:
+    mark = (node.meta.get("custom") or {}).get(_MARK)
+    assert mark is None or isinstance(mark, TaskGraph)
+    return mark

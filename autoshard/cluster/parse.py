@@ -1,0 +1,62 @@
+"""The text that names the devices of a cluster, such as `"8xV100-32GB + 8xP100-16GB"`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from autoshard.errors import BudgetError, MeshError
+from autoshard.memory.budget import parse_bytes
+
+_PART = re.compile(r"(?P<count>\d+)\s*[xX*×]\s*(?P<kind>[A-Za-z]\w*)(?:-(?P<memory>[\d.]+\s*\w+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Some devices of one kind, as a text names them.
+
+    Attributes:
+        count: how many, at least 1.
+        kind: of a preset, in small letters.
+        memory: bytes of each; None for those of the preset.
+        text: what was written, without the count.
+    """
+
+    count: int
+    kind: str
+    memory: int | None
+    text: str
+
+
+def is_devices(text: str) -> bool:
+    """Whether a text counts devices, rather than being the name of a preset."""
+    return "+" in text or text.strip()[:1].isdigit()
+
+
+def parse_devices(text: str) -> tuple[Devices, ...]:
+    """The devices that a text names, in its order.
+
+    Args:
+        text: parts joined by `+`: a count, `x`, a preset's name, and, behind a hyphen, the memory of a device where it
+            is not the preset's.
+
+    Raises:
+        MeshError: a part is none of that; the message quotes it.
+    """
+    return tuple(_parse_part(part.strip(), text) for part in text.split("+"))
+
+
+def _parse_part(part: str, text: str) -> Devices:
+    example = 'write a count and a preset, such as "8xV100" or "8xV100-16GB", and + between kinds'
+    match = _PART.fullmatch(part)
+    if match is None:
+        raise MeshError(f"{part!r} in the cluster {text!r} names no devices: {example}.")
+    count = int(match["count"])
+    if count < 1:
+        raise MeshError(f"{part!r} in the cluster {text!r} is no device at all: the count must be 1 or more.")
+    try:
+        memory = None if match["memory"] is None else parse_bytes(match["memory"])
+    except BudgetError as error:
+        raise MeshError(f"{part!r} in the cluster {text!r}: {error}") from error
+    name = match["kind"] if match["memory"] is None else f"{match['kind']}-{match['memory']}"
+    return Devices(count, match["kind"].lower(), memory, name)

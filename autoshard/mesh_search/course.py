@@ -1,0 +1,248 @@
+"""The search over all meshes of one number of devices: dropped by bounds, planned quickly, the best planned well."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autoshard.errors import AutoshardError, BudgetError, PlanError
+from autoshard.memory.budget import format_bytes
+from autoshard.mesh_search.bounds import LeastWork, least_bytes
+from autoshard.mesh_search.candidate import Candidate
+from autoshard.mesh_search.plans import Plans
+from autoshard.mesh_search.request import Request
+from autoshard.mesh_search.row import Row, nothing_fits
+from autoshard.mesh_search.shapes import joined, shapes, straddling
+from autoshard.plan import ShardingPlan
+from autoshard.plan_rows import format_seconds
+
+if TYPE_CHECKING:
+    from autoshard.pipelined.plan import PipelinePlan
+
+_log = logging.getLogger("autoshard")
+
+_NEAR = 1.1
+"""A plan made quickly is worth being made well where it is slower than the best by less: effort gains a few percent."""
+
+_FAR = 1.3
+"""A mesh slower than the best by more is not made the best by splitting an axis of it over the same links, or by more
+stages where fewer were faster: the first gains a few percent, as a rule."""
+
+_SIZES = 1.5
+"""The fastest of the pipelines that were planned for one number of microbatches is planned for any number where it is
+slower than the best by less."""
+
+_SAME = 1 + 1e-9
+"""Times that differ by less are equal: the same sums, rounded in another order."""
+
+
+class MeshSearch:
+    """Looks for the fastest plan that fits, over all meshes of a number of devices.
+
+    * A mesh is dropped where it can't fit, or can't win, by bounds that need no plan; and, as a matter of experience,
+      where the same mesh with two axes joined, or shorter pipelines, are far slower than the best.
+    * Each of the others is planned quickly (`effort="fast"`), without a limit on memory: that is where most of the time
+      goes that a limit takes, and a mesh that is slow without one need not be planned with one. Pipelines are planned
+      within the limit at once, since their schedules depend on it, and for one number of microbatches.
+    * Those that hold too much and are fast are planned within the limit, the first of them at once.
+    * What is as fast as the best, or nearly, is planned with the effort asked for, and pipelines for any number.
+
+    The time limit and Ctrl-C end it with the best plan met.
+
+    Args:
+        request: what is searched for.
+        devices: how many there are.
+        deadline: `time.monotonic()` seconds at which the search ends with the best plan met.
+
+    Attributes:
+        best: the mesh with the fastest plan that fits; None where there is none yet.
+        notes: what cut the search short.
+        interrupted: whether Ctrl-C did.
+    """
+
+    def __init__(self, request: Request, devices: int, deadline: float) -> None:
+        self.request = request
+        self.devices = devices
+        self.interrupted = False
+        self.notes: list[str] = []
+        self.best: Row | None = None
+        self.plans = Plans(request, deadline)
+        self._limit = request.memory_limit
+        self._failures: list[AutoshardError] = []
+        self._rows = self._listed()
+
+    def run(self) -> None:
+        """Look for the best.
+
+        Raises:
+            BudgetError: nothing that was planned fits; the message names the smallest need.
+            AutoshardError: no mesh could be planned at all; the reason is that of the first.
+            KeyboardInterrupt: Ctrl-C before there was any plan.
+        """
+        try:
+            self._screen()
+            self._fit()
+            self._refine()
+        except KeyboardInterrupt:
+            self.interrupted = True
+            if self.best is None:
+                raise
+            self._say("the search was interrupted: this is the best plan met until then.")
+        if self.best is None:
+            raise self._nothing()
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All meshes, the fastest first, those without a plan last."""
+        return tuple(sorted((row.candidate(self.best) for row in self._rows), key=_place))
+
+    # The way of every mesh
+
+    def _listed(self) -> list[Row]:
+        """All meshes with their bounds."""
+        request = self.request
+        found = shapes(self.devices, request.options.cluster, request.pipeline)
+        optimizer = request.options.settings.optimizer
+        free = self.plans.planner(found[0], replace(request.options, hints=None))  # a hint may not fit this mesh
+        work = LeastWork(free.rules, free.cost)
+        return [
+            Row(shape, work.seconds(shape, request.numbers), least_bytes(request.graph, shape, optimizer))
+            for shape in found
+        ]
+
+    def _screen(self) -> None:
+        """Plan all meshes quickly that are not dropped."""
+        for row in self._rows:
+            row.verdict = self._dropped(row) or self._unpromising(row) or ""
+            if row.verdict:
+                continue
+            with self._settling(row):
+                if row.shape.axis is not None:
+                    self._take(row, self.plans.pipeline_of_one_size(row))
+                    continue
+                plan = self.plans.without_limit(row)
+                if plan.memory.peak <= self._limit:
+                    self._take(row, plan)
+                    continue
+                row.seconds, row.peak = plan.step_seconds, plan.memory.peak
+                if self.best is None:  # whatever ends the search, there should be a plan; and others can't win then
+                    self._take(row, self.plans.within_limit(row))
+
+    def _fit(self) -> None:
+        """Plan those within the limit that are fast enough without it."""
+        waiting = (row for row in self._rows if row.planner and row.plan is None and row.needs is None)
+        for row in sorted(waiting, key=lambda row: row.speed):
+            row.verdict = self._dropped(row) or ""
+            if not row.verdict and self.best is not None and row.speed >= self.best.speed:
+                row.verdict = f"without a memory limit it takes {format_seconds(row.speed)} already"
+            if not row.verdict:
+                with self._settling(row):
+                    self._take(row, self.plans.within_limit(row))
+
+    def _refine(self) -> None:
+        """Plan with all effort what is the best, or near it; and pipelines of any size, not of one alone."""
+        fast = self.request.options.settings.effort == "fast"
+        pipeline = min(
+            (row for row in self._rows if row.plan and not row.settled), key=lambda row: row.speed, default=None
+        )
+        for row in sorted((row for row in self._rows if row.plan is not None), key=lambda row: row.speed):
+            assert self.best is not None
+            near = _NEAR if row.settled else _SIZES if row is pipeline else _FAR
+            cannot = row is not self.best and row.least_seconds * _SAME >= self.best.speed
+            if cannot or row.speed > near * self.best.speed or (fast and row.settled):
+                continue
+            if self._late():
+                return
+            with self._settling(row):
+                thorough = self.plans.thorough if row.shape.axis is None else self.plans.pipeline
+                self._take(row, thorough(row))
+
+    def _take(self, row: Row, plan: ShardingPlan | PipelinePlan) -> None:
+        """Note a plan that fits, and the best."""
+        row.take(plan)
+        if self.best is None or row.speed < self.best.speed:
+            self.best = row
+        for other in self._rows:
+            if other.plan is not None and other.speed > _NEAR * self.best.speed:
+                other.planner = None  # it is large, and of no use any more
+        if self.plans.interrupted:
+            raise KeyboardInterrupt
+
+    # What is said
+
+    def _dropped(self, row: Row) -> str | None:
+        """Why a mesh is not planned; None where it is."""
+        reason = straddling(row.shape, self.request.options.cluster)
+        if reason is not None:
+            return f"refused: {reason}"
+        if row.least_bytes > self._limit:
+            return f"cannot fit: a device holds at least {format_bytes(row.least_bytes)}"
+        if self.best is not None and row.least_seconds * _SAME >= self.best.speed:
+            return f"cannot win: a step takes at least {format_seconds(row.least_seconds)}"
+        if self._late():
+            return "not planned: the time limit was reached"
+        return None
+
+    def _unpromising(self, row: Row) -> str | None:
+        """Why a mesh is not worth a plan, by what is known of others like it; None where it is."""
+        if self.best is None:
+            return None
+        far = _FAR * self.best.speed
+        for coarser in joined(row.shape, self.request.options.cluster):
+            known = next((other for other in self._rows if other.shape == coarser), None)
+            if known is not None and known.seconds is not None and known.seconds > far:
+                slower = known.seconds / self.best.speed - 1
+                return f"not planned: {coarser}, which has two of its axes joined, is {slower:.0%} slower"
+        shorter = [
+            other for other in self._rows if other.seconds is not None and 1 < other.shape.ranks < row.shape.ranks
+        ]
+        shorter.sort(key=lambda other: (other.shape.ranks, other.speed))
+        if len(shorter) > 1 and max(shorter[-2].speed * _SAME, far) < shorter[-1].speed:
+            slower = shorter[-1].speed / self.best.speed - 1
+            return f"not planned: the shorter pipeline {shorter[-1].shape} is {slower:.0%} slower already"
+        return None
+
+    @contextlib.contextmanager
+    def _settling(self, row: Row) -> Iterator[None]:
+        """What went wrong with one mesh is its verdict, unless it has a plan already."""
+        start = time.monotonic()
+        try:
+            yield
+        except BudgetError as error:
+            row.needs = error.peak
+            needs = "" if error.peak is None else f": the smallest peak found is {format_bytes(error.peak)}"
+            row.verdict = row.verdict if row.plan else f"does not fit{needs}"
+        except AutoshardError as error:
+            self._failures.append(error)
+            row.verdict = row.verdict if row.plan else f"refused: {error}"
+        if self.request.options.verbose:
+            told = "no plan" if row.seconds is None else f"{format_seconds(row.seconds)} per step"
+            _log.info("mesh %s: %s, after %.1f s", row.shape, told, time.monotonic() - start)
+
+    def _late(self) -> bool:
+        late = time.monotonic() > self.plans.deadline
+        if late and not self.notes:
+            self._say("the time limit ended the search: this is the best plan met until then.")
+        return late
+
+    def _say(self, note: str) -> None:
+        self.notes.append(f"On {self.devices} devices {note}")
+        warnings.warn(self.notes[-1], stacklevel=5)
+
+    def _nothing(self) -> AutoshardError:
+        """Why no mesh has a plan."""
+        shortage = nothing_fits(self._rows, self.devices, self._limit)
+        if shortage is not None or self._failures:
+            return shortage or self._failures[0]
+        return PlanError(
+            f"no mesh of {self.devices} devices was planned within the time limit: allow more time, or fewer devices."
+        )
+
+
+def _place(candidate: Candidate) -> tuple[bool, float, Sequence[int]]:
+    """The order of the table."""
+    return candidate.seconds is None, candidate.seconds or candidate.least_seconds, candidate.shape.mesh.sizes

@@ -1,0 +1,86 @@
+"""What the search knows of one mesh, and what it says of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autoshard.errors import BudgetError
+from autoshard.memory.budget import format_bytes
+from autoshard.mesh_search.candidate import BEST, Candidate
+from autoshard.mesh_search.shapes import Shape
+from autoshard.plan import ShardingPlan
+from autoshard.planner.planner import Planner
+
+if TYPE_CHECKING:
+    from autoshard.pipelined.plan import PipelinePlan
+
+
+@dataclass(slots=True)
+class Row:
+    """What is known of one mesh so far.
+
+    Attributes:
+        shape, least_seconds, least_bytes, verdict: as of a `Candidate`.
+        seconds, peak: of the fastest plan known, be it one that holds too much.
+        plan: the fastest that fits.
+        planner: that made a plan without a limit on memory: what it has worked out serves others on the same mesh.
+        needs: the smallest peak found, where none fits.
+        settled: whether more effort is all that could make the plan better.
+    """
+
+    shape: Shape
+    least_seconds: float
+    least_bytes: int
+    seconds: float | None = None
+    peak: int | None = None
+    plan: ShardingPlan | PipelinePlan | None = None
+    verdict: str = ""
+    planner: Planner | None = None
+    needs: int | None = None
+    settled: bool = True
+
+    @property
+    def speed(self) -> float:
+        """Seconds of the step, infinite where no plan is known."""
+        return math.inf if self.seconds is None else self.seconds
+
+    def take(self, plan: ShardingPlan | PipelinePlan) -> None:
+        """Note a plan, unless the one that there is is faster."""
+        if self.plan is None or plan.step_seconds < self.speed:
+            self.plan, self.seconds = plan, plan.step_seconds
+            self.peak = plan.memory.peak if isinstance(plan, ShardingPlan) else max(plan.peaks)
+
+    def candidate(self, best: Row | None) -> Candidate:
+        """The line of the table, given the best mesh."""
+        verdict = self.verdict
+        if self is best:
+            verdict = BEST
+        elif self.plan is not None and best is not None:
+            verdict = f"{self.speed / best.speed - 1:.1%} slower"
+        return Candidate(
+            shape=self.shape,
+            least_seconds=self.least_seconds,
+            least_bytes=self.least_bytes,
+            seconds=self.seconds if self.plan is not None else None,
+            peak=self.peak if self.plan is not None else None,
+            plan=self.plan if self is best else None,
+            verdict=verdict,
+        )
+
+
+def nothing_fits(rows: Sequence[Row], devices: int, limit: int) -> BudgetError | None:
+    """The error that names the smallest need of all meshes; None where none is known to need too much."""
+    large = [row for row in rows if row.needs is not None or row.least_bytes > limit]
+    if not large:
+        return None
+    leanest = min(large, key=lambda row: row.needs or row.least_bytes)
+    needs, how = leanest.needs or leanest.least_bytes, "the smallest peak found is" if leanest.needs else "at least"
+    return BudgetError(
+        f"no mesh of {devices} devices fits in {format_bytes(limit)} per device: {how} {format_bytes(needs)}, on "
+        f"{leanest.shape}. Raise memory_limit to {needs} bytes, use more devices or ones with more memory, or make the "
+        f"batch smaller.",
+        needs,
+    )

@@ -1,0 +1,162 @@
+"""Pipeline stages become real: every rank draws what one device draws, and keeps what its stages hold.
+
+Which random numbers a parameter gets depends on all that was drawn before, so every rank runs the initialisers of the
+whole model. It does so on one whole tensor at a time, keeps this rank's part of it, if its stages have one, and lets
+the rest go (Rhino 6.3, distributed initialisation).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.partition.agree import said_by_all
+from autoshard.partition.materialize import (
+    Initializer,
+    Work,
+    check_filled,
+    initialize,
+    on_device_of,
+    set_buffer,
+    synchronize_random_state,
+)
+from autoshard.partition.shards import whole
+from autoshard.partition.whole_tensors import WholeTensors, fill
+
+
+def materialize_stages(
+    model: nn.Module,
+    stages: Sequence[nn.Module],
+    device_mesh: DeviceMesh,
+    axis: str,
+    device: torch.device | str | None = None,
+    init: Initializer | None = None,
+) -> None:
+    """Allocate and initialise what this rank's stages have on the meta device, in place.
+
+    A rank holds its parts of its stages' parameters, and at most one whole parameter besides. Parameters of the stages
+    stay the same objects. All ranks of the mesh call this together; initialisers that read what another rank holds
+    get it from there. A parameter that no stage has is drawn too, and held until all is done.
+
+    Args:
+        model: the whole model, on the meta device; it stays there, but for what it shares with stages. What is on
+            another device counts as initialised.
+        stages: those of this rank. Their parameters, plain ones or `DTensor`s, have the names of the model's.
+        device_mesh: the whole mesh.
+        axis: the mesh axis along which ranks have different stages.
+        device: where to; by default the mesh's device type.
+        init: as for `autoshard.materialize`, of submodules of `model`.
+
+    Raises:
+        InputError: the device is of another type than the mesh; or something has not been initialised.
+
+    Source: Rhino 6.3.
+    """
+    device = on_device_of(device_mesh, device)
+    work = Work.of(model)
+    with torch.no_grad():
+        parts = StageParts(_held(work, stages, device), device_mesh, axis, device)
+        synchronize_random_state(device_mesh, device)
+        with WholeTensors(parts) as mode:
+            initialize(model, init, work)
+        left = list(work.finish_parameters(model, mode.touched, parts))
+        for name, buffer in work.buffers.items():
+            now = model.get_buffer(name)
+            if now is not buffer:
+                set_buffer(model, name, buffer)
+                _replace_buffer(stages, name, now.to(device))
+            elif buffer not in mode.touched and buffer.numel():
+                left.append(name)
+    check_filled(left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A parameter or buffer of the model.
+
+    Attributes:
+        name: its first one.
+        here: what this rank's stages have of it: none, one, or several where stages of one rank share it.
+    """
+
+    name: str
+    here: tuple[Tensor, ...]
+
+
+def _held(work: Work, stages: Sequence[nn.Module], device: torch.device) -> dict[Tensor, _Held]:
+    """What stages have of each of the model's tensors that are on the meta device, with memory on `device`."""
+    names: dict[Tensor, list[str]] = defaultdict(list)
+    for name, tensor in (*work.parameters.items(), *work.buffers.items()):
+        names[tensor].append(name)
+    known = {*work.parameters, *work.buffers}
+    here: dict[str, list[Tensor]] = defaultdict(list)
+    for stage in stages:
+        own = Work.of(stage, known)
+        own.allocate(stage, device)
+        for name, tensor in (*own.parameters.items(), *own.buffers.items()):
+            here[name].append(tensor)
+    return {
+        tensor: _Held(some[0], tuple(dict.fromkeys(one for name in some for one in here.get(name, ()))))
+        for tensor, some in names.items()
+    }
+
+
+def _replace_buffer(stages: Sequence[nn.Module], name: str, value: Tensor) -> None:
+    for stage in stages:
+        if name in dict(stage.named_buffers(remove_duplicate=False)):
+            set_buffer(stage, name, value)
+
+
+class StageParts:
+    """A model's tensors, of which this rank has what its stages hold.
+
+    Args:
+        held: every tensor of the model, and what of it is here.
+        device_mesh, axis: the mesh, and the axis along which ranks hold different ones.
+        device: of whole tensors.
+    """
+
+    def __init__(self, held: dict[Tensor, _Held], device_mesh: DeviceMesh, axis: str, device: torch.device) -> None:
+        self._held = held
+        self._group = device_mesh.get_group(axis)
+        self._beside = torch.empty(0, device=device)
+        self._homeless: dict[Tensor, Tensor] = {}  # the whole tensors of what no stage has
+        told = said_by_all(device_mesh, axis, {one.name for one in held.values() if one.here})
+        self._owner = {name: place for place, names in reversed(list(enumerate(told))) for name in names}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor in self._held
+
+    def whole(self, tensor: Tensor, written: bool) -> Tensor:
+        held = self._held[tensor]
+        if not written:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._beside.device)
+        if held.name not in self._owner:
+            return self._homeless.pop(tensor)
+        if held.here:
+            value = _copied(held.here[0])
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._beside.device)
+        dist.broadcast(value, group=self._group, group_src=self._owner[held.name])
+        return value
+
+    def keep(self, tensor: Tensor, whole: Tensor) -> None:
+        held = self._held[tensor]
+        for one in held.here:
+            fill(one, whole)
+        if held.name not in self._owner:
+            self._homeless[tensor] = whole
+
+    def beside(self, tensor: Tensor) -> Tensor:
+        return self._beside
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return whole(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()

@@ -1,0 +1,111 @@
+"""Recording a program in which the ranks of one mesh axis hold shares of their own of a dynamic size.
+
+It is the program for a size that the axis does not divide, in which a rank's place in the whole is its coordinate times
+the block of a rank: here a rank's share stands for the block, and what the ranks before it hold for that product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.errors import PlanError
+from autoshard.partition._torch import FakeTensorMode
+from autoshard.partition.emitter import GraphEmitter
+from autoshard.size import Size, Sizes
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.shared_axis import SharedAxis
+
+aten = torch.ops.aten
+
+
+class SharesEmitter(GraphEmitter):
+    """A `GraphEmitter` for a mesh with a shared axis.
+
+    Args:
+        mesh, groups, mode, device: as of `GraphEmitter`.
+        sizes: the values of all symbols but those of shares.
+        shared: the axis.
+    """
+
+    def __init__(
+        self,
+        mesh: MeshShape,
+        groups: Sequence[str],
+        mode: FakeTensorMode,
+        device: torch.device,
+        sizes: Sizes,
+        shared: SharedAxis,
+    ) -> None:
+        self.sizes = shared.example(sizes)
+        super().__init__(mesh, groups, mode, device, self.sizes)
+        self.shared = shared
+        self._given: set[Any] = set()  # expressions that speak of shares themselves
+        self._places: set[fx.Node] = set()  # nodes that follow from the rank's coordinate alone
+
+    def share(self, expr: Any) -> int:
+        """A number of a program, given as an expression in the symbols of the shares."""
+        self._given.add(expr)
+        return Size.of(expr, self.sizes)
+
+    def placeholder(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        return super().placeholder(name, self.taken(shape), dtype)
+
+    def taken(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """A local shape with a rank's share in place of a block."""
+        try:
+            return tuple(map(self._taken, shape))
+        except ValueError as error:
+            raise self._unknown("a tensor", error) from error
+
+    def _taken(self, value: Any) -> Any:
+        trusted = isinstance(value, Size) and value.expr in self._given
+        return value if trusted else self.shared.taken(value, self.sizes)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            args, kwargs = fx.node.map_aggregate((args, kwargs), self._taken)
+        except ValueError as error:
+            raise self._unknown(op, error) from error
+        scaled = self._depends((args, kwargs))
+        if scaled and op == aten.mul.Tensor and args[0] is self.coordinate(self.shared.axis):
+            return self._start(args[1])
+        operands: list[fx.Node] = []
+        fx.node.map_arg((args, kwargs), operands.append)
+        places = self._is_place(operands)
+        moves = self._groups[self.shared.axis] in (*args, *kwargs.values())
+        if (places and scaled) or (moves and any(self.shared.is_shared(self.shape(one)) for one in operands)):
+            raise self._unknown(op, "it moves what lies in shares, or counts in blocks")
+        made = super().call(op, *args, **kwargs)
+        if places:
+            self._places.update(made if isinstance(made, tuple) else (made,))
+        return made
+
+    def _start(self, steps: Size) -> fx.Node:
+        """Where a rank's share of a dim begins, given its length there: what would be coordinate times block."""
+        start = self.share(steps.expr / self.shared.own * self.shared.before)
+        device = self.device(self.coordinate(self.shared.axis))
+        node: fx.Node = super().call(aten.full.default, [], start, dtype=torch.int64, device=device)
+        return node
+
+    def _is_place(self, operands: Sequence[fx.Node]) -> bool:
+        """Whether what is made of these follows from the coordinates alone, that on the shared axis among them."""
+        own = {self.coordinate(self.shared.axis), *self._places}
+        return not own.isdisjoint(operands) and own.union(self._coordinates).issuperset(operands)
+
+    def _depends(self, arguments: Any) -> bool:
+        """Whether a number among the arguments is a rank's share, or a multiple of it."""
+        numbers: list[Any] = []
+        fx.node.map_aggregate(arguments, numbers.append)
+        return self.shared.is_shared(numbers)
+
+    def _unknown(self, op: Any, why: object) -> PlanError:
+        axis = self.mesh.names[self.shared.axis]
+        return PlanError(
+            f"axis {axis!r} shares {self.shared.whole} unevenly, and {op} of this plan needs equal shares: {why}. "
+            f"Plan with the same shares, pin nothing along {axis!r} but to shares of {self.shared.whole}, or leave the "
+            "shares out."
+        )

@@ -1,0 +1,111 @@
+"""Which loops of a step's operators run over some dim of its inputs or parameters, such as the batch."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import fx
+
+from autoshard.patterns.graph import GraphRules, Value
+
+_Description = tuple[fx.Node, tuple[int, ...]]
+"""An operator that touches a dim of a tensor, and the factors that it takes the dim for, major to minor."""
+_Span = tuple[int, int]
+"""Of a dim: how many steps of what is outside the dim that is followed, and how many of that, before the rest."""
+
+
+def batch_factors(rules: GraphRules) -> dict[fx.Node, frozenset[int]]:
+    """For every operator, those of its factors whose splitting splits the batch.
+
+    The batch is the first dim of the inputs: of those whose first dim has the size that most of them have. It is
+    followed along dims that are the same factor, through views, into results and gradients, to where it is summed. A
+    factor that stands for the batch and for dims inside it (rows of a flattened batch of sequences) is the batch's: its
+    blocks are of whole samples first. One that has the batch inside is not.
+
+    Source: Whale 3.1.2: each replica consumes its part of the mini-batch.
+    """
+    inputs = [source.node for source in rules.graph.inputs if source.kind == "input"]
+    firsts = {node: int(Value(node).meta.shape[0]) for node in inputs if Value(node).meta.shape}
+    sizes = Counter(size for size in firsts.values() if size > 1).most_common(1)
+    return factors_along(rules, [(node, 0) for node, first in firsts.items() if sizes and first == sizes[0][0]])
+
+
+def factors_along(rules: GraphRules, dims: Iterable[tuple[fx.Node, int]]) -> dict[fx.Node, frozenset[int]]:
+    """For every operator, those of its factors that run over one of these dims of placeholders, outermost.
+
+    A dim is followed from operator to operator, along dims of tensors that they share and factors that they loop over.
+    """
+    return _Followed(rules, dims).found()
+
+
+class _Followed:
+    def __init__(self, rules: GraphRules, dims: Iterable[tuple[fx.Node, int]]) -> None:
+        self.rules = rules
+        self.starts = dims
+        self.dims = [dim for dim in rules.dims() if dim]
+        self.touching: dict[tuple[fx.Node, int], list[int]] = defaultdict(list)
+        for position, dim in enumerate(self.dims):
+            for node, factors in dim:
+                for factor in factors:
+                    self.touching[node, factor].append(position)
+        self.steps: dict[tuple[fx.Node, int], int] = {}  # of a factor, how many of its steps, the outermost, are meant
+
+    def found(self) -> dict[fx.Node, frozenset[int]]:
+        waiting = dict.fromkeys(position for start in self._marked() for position in self.touching[start])
+        while waiting:
+            position = next(iter(waiting))
+            del waiting[position]
+            for changed in self._settle(self.dims[position]):
+                waiting.update(dict.fromkeys(self.touching[changed]))
+        factors: dict[fx.Node, set[int]] = defaultdict(set)
+        for node, factor in self.steps:
+            factors[node].add(factor)
+        return {node: frozenset(some) for node, some in factors.items()}
+
+    def _marked(self) -> Iterator[tuple[fx.Node, int]]:
+        """The factors of the dims that are followed, marked."""
+        for node, dim in self.starts:
+            dims = self.rules.rules[node].results[0]
+            for factor in dims[dim] if dims is not None else ():
+                self.steps[node, factor] = int(self.rules.rules[node].factors[factor].size)
+                yield node, factor
+
+    def _settle(self, dim: Sequence[_Description]) -> Iterator[tuple[fx.Node, int]]:
+        """Tells all that touch a dim where in it is what is followed, as some know; what they did not know before."""
+        for outside, steps in list(dict.fromkeys(span for one in dim for span in self._spans(one))):
+            for node, factors in dim:
+                left = 1
+                for factor in factors:
+                    size = int(self.rules.rules[node].factors[factor].size)
+                    own = _inside((outside, steps), left, size)
+                    if own > self.steps.get((node, factor), 1):
+                        self.steps[node, factor] = own
+                        yield node, factor
+                    left *= size
+
+    def _spans(self, description: _Description) -> Iterator[_Span]:
+        """Where a description of a dim knows what is followed to be; neighbouring factors of it are one span."""
+        node, factors = description
+        left, start, steps = 1, 1, 1
+        for factor in factors:
+            size = int(self.rules.rules[node].factors[factor].size)
+            own = self.steps.get((node, factor), 1)
+            if own > 1:
+                start = left if steps == 1 else start
+                steps *= own
+            if steps > 1 and own < size:
+                yield start, steps
+                steps = 1
+            left *= size
+        if steps > 1:
+            yield start, steps
+
+
+def _inside(span: _Span, left: int, size: int) -> int:
+    """How many steps of a factor of `size`, with so many to its left, are of a span, if these are its outermost."""
+    start, end = span[0], span[0] * span[1]
+    if start > left or left % start or end <= left:
+        return 1
+    steps = min(end // left, size)
+    return steps if end % (left * steps) == 0 and size % steps == 0 else 1

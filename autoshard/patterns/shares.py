@@ -1,0 +1,44 @@
+"""What an emitter offers whose program has a mesh axis of uneven shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from autoshard.patterns.rule import Rule
+from autoshard.patterns.variants import WHOLE, offered_factors
+from autoshard.specs.shared_axis import SharedAxis
+
+
+@runtime_checkable
+class KnowsShares(Protocol):
+    """An emitter in whose program the ranks of one axis hold shares of their own of a dynamic size.
+
+    Attributes:
+        shared: the axis.
+    """
+
+    shared: SharedAxis
+
+    def share(self, expr: Any) -> int:
+        """A number of the program, from an expression in the symbols of the shares."""
+
+    def taken(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """A local shape with a rank's share in place of a block."""
+
+
+def is_share(emit: object, axis: int, size: int) -> bool:
+    """Whether ranks of an axis hold shares of a size: all of a rank's share is true, and nothing pads it."""
+    return isinstance(emit, KnowsShares) and emit.shared.axis == axis and emit.shared.is_whole(size)
+
+
+def keeps_shares(rule: Rule, choice: int, shared: SharedAxis) -> bool:
+    """Whether a choice for the shared axis leaves shares as they are.
+
+    What has to do with the batch is split along it, or whole: nothing else comes in such shares, and no sum of what
+    lies so is scattered in them. A rule that knows no batch may be split by anything.
+    """
+    factors = offered_factors(rule)
+    if choice == WHOLE or not any(shared.is_of_whole(factor.size) for factor in factors):
+        return True
+    return choice >= 0 and shared.is_whole(factors[choice].size)

@@ -1,0 +1,133 @@
+"""From what a user asked of a mesh with a pipeline axis to its plan, and to the module that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.errors import InputError, MeshError, PlanError
+from autoshard.names import suggestion
+from autoshard.options import Options
+from autoshard.partition.agree import from_first_rank
+from autoshard.pipelined.module import PipelineModule, pipelined
+from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipelined.planning import plan_pipeline
+from autoshard.specs.axes import MeshShape
+
+PIPELINE_AXIS = "pp"
+"""Name of the mesh axis that is a pipeline where nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """What `autoshard.plan` describes of pipelines.
+
+    Attributes:
+        axis: name of the mesh axis along which the stages lie.
+        schedule, microbatches, virtual: as for `plan_pipeline`.
+    """
+
+    axis: str
+    schedule: str = "auto"
+    microbatches: int | str = "auto"
+    virtual: int | str = "auto"
+
+    @staticmethod
+    def of(
+        mesh: MeshShape, axis: str | None, schedule: str, microbatches: int | str, virtual: int | str
+    ) -> PipelineOptions | None:
+        """The options as they are used; None for a mesh without a pipeline.
+
+        Raises:
+            MeshError: no mesh axis has the name `axis`.
+            PlanError: something is said of a pipeline, and there is none.
+        """
+        if axis is None and PIPELINE_AXIS in mesh.names:
+            axis = PIPELINE_AXIS
+        if axis is not None:
+            if axis not in mesh.names:
+                raise MeshError(
+                    f"pipeline_axis={axis!r}: the mesh {mesh} has no such axis. {suggestion(axis, list(mesh.names))}"
+                )
+            return PipelineOptions(axis, schedule, microbatches, virtual)
+        for name, value in (("schedule", schedule), ("microbatches", microbatches), ("virtual", virtual)):
+            if value != "auto":
+                raise PlanError(
+                    f"{name}={value!r} is said of a pipeline, and the mesh {mesh} has none: name the axis along which "
+                    f"stages lie {PIPELINE_AXIS!r}, or pass pipeline_axis."
+                )
+        return None
+
+
+def planned_pipeline(
+    module: nn.Module,
+    mesh: MeshShape,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wanted: PipelineOptions,
+    options: Options,
+) -> PipelinePlan:
+    """The plan that `plan_pipeline` makes.
+
+    Raises:
+        InputError: there is no example call.
+        AutoshardError: as for `plan_pipeline`.
+    """
+    _check_example(args, kwargs)
+    return plan_pipeline(
+        module,
+        mesh,
+        args,
+        kwargs,
+        axis=wanted.axis,
+        schedule=wanted.schedule,
+        microbatches=wanted.microbatches,
+        virtual=wanted.virtual,
+        options=options,
+    )
+
+
+def parallelize_pipeline(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wanted: PipelineOptions,
+    options: Options,
+    *,
+    compile: bool,
+    plan: object = None,
+) -> PipelineModule:
+    """What is left of a module on this rank of a pipeline, by the plan given, or else by the first rank's.
+
+    Raises:
+        InputError: there is no example call.
+        PlanError: `plan` is none of a pipeline.
+        AutoshardError: as for `plan_pipeline` and `pipelined`; nothing was changed then.
+    """
+    _check_example(args, kwargs)
+    if plan is None:
+        mesh = MeshShape.of(device_mesh)
+        text = from_first_rank(
+            device_mesh, lambda: planned_pipeline(module, mesh, args, kwargs, wanted, options).to_json()
+        )
+        plan = PipelinePlan.from_json(text)
+    if not isinstance(plan, PipelinePlan) or plan.axis != wanted.axis:
+        raise PlanError(
+            f"the mesh has the pipeline axis {wanted.axis!r}, and the plan is "
+            f"{f'of the pipeline axis {plan.axis!r}' if isinstance(plan, PipelinePlan) else type(plan).__name__}: make "
+            "one for this mesh by autoshard.plan."
+        )
+    return pipelined(module, device_mesh, args, kwargs, plan=plan, options=options, compile=compile)
+
+
+def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if not args and not kwargs:
+        raise InputError(
+            "a pipeline is planned before its first step: pass an example call with a whole batch, by example_args or "
+            "example_kwargs."
+        )

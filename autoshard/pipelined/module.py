@@ -1,0 +1,230 @@
+"""`PipelineModule`: what is left of a module on one rank of a pipeline, and trains there."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.capture.calls import signature_of
+from autoshard.errors import InputError, PipelineError
+from autoshard.options import Options
+from autoshard.parallelizer import RUNTIME
+from autoshard.partition.checkpoint import install_hooks
+from autoshard.pipelined.naming import gather, renew
+from autoshard.pipelined.places import forward_fingerprint
+from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipelined.serving import Serving, Servings
+from autoshard.pipelined.shared import SharedParameters, check_alike, tie
+from autoshard.specs.axes import MeshShape
+
+
+class Evaluation(NamedTuple):
+    """What `PipelineModule.eval_step` gives.
+
+    Attributes:
+        loss: the mean over microbatches of the model's loss, on every rank; None where the model returns none.
+        outputs: what the model returns for the whole batch, on the ranks of the last stage; None on others.
+    """
+
+    loss: torch.Tensor | None
+    outputs: Any
+
+
+class PipelineModule(nn.Module):
+    """A module cut into pipeline stages: what this rank holds of it, and steps of the whole.
+
+    It has the parameters and buffers of the stages of this rank, under the model's names; every optimizer of torch
+    trains them. (Where a rank may hold none, give it `[{"params": list(pipeline.parameters())}]`: torch refuses an
+    empty list.) Steps are given the whole batch, the same on every rank; it is split into the plan's microbatches, and
+    what a model says of its batch, such as batch norm's statistics, it says of each microbatch.
+
+    `train()` and `eval()` choose how the model runs in steps after them. A step with another batch size, other
+    arguments or in another mode is captured and planned once, under the stages and the placements made.
+
+    `torch.distributed.checkpoint` saves and loads the whole model across ranks, as it does on any other mesh:
+    `get_model_state_dict(pipeline)`, and `get_optimizer_state_dict(pipeline, optimizer, options=StateDictOptions(
+    flatten_optimizer_state_dict=True))`, since every rank has the state of its own parameters alone.
+
+    Attributes:
+        sharding_plan: the plan.
+    """
+
+    sharding_plan: PipelinePlan
+
+    def __init__(self, servings: Servings, first: Serving) -> None:
+        super().__init__()
+        held = servings.held(first.stages)
+        gather(self, [stage.module for stage in held], first.calls.constants)
+        self.sharding_plan = servings.plan
+        self.training = servings.model.training
+        self._servings = servings
+        self._serving: dict[Hashable, Serving] = {}
+        self._shared = SharedParameters(self, first.stages, servings.plan.schedule.placement, servings.group)
+        self._shared.start_equal()
+        install_hooks(self)
+
+    def know(self, serving: Serving, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Serve calls such as this one, with gradients, with this."""
+        signature = signature_of(self._servings.model, args, kwargs, True)
+        found = self._servings.linked(serving, self)
+        # The stages of other ranks are let go, and with them their parameters.
+        self._serving[signature] = replace(serving, stages=self._servings.held(serving.stages), entries=found)
+
+    def _serve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Serving:
+        """What serves a call, with the parameters that are here now."""
+        signature = signature_of(self._servings.model, args, kwargs, torch.is_grad_enabled())
+        if signature not in self._serving:
+            self._serving[signature] = self._servings.serve(self, args, kwargs)
+        serving = self._serving[signature]
+        renew(serving.entries)
+        return serving
+
+    def train(self, mode: bool = True) -> PipelineModule:
+        """Run steps as the model does in training, or in evaluation."""
+        self._servings.model.train(mode)
+        super().train(mode)
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> NamedTuple:
+        """Load what is this rank's of a state dict; what other ranks hold of the model may be in it.
+
+        Args:
+            state_dict, strict, assign: as for `nn.Module`. Tensors may be whole, the same on every rank; parameters on
+                the meta device are filled with `assign=True`.
+        """
+        elsewhere = self._servings.model.state_dict().keys() - self.state_dict().keys()
+        own = {name: value for name, value in state_dict.items() if name not in elsewhere}
+        loaded: NamedTuple = super().load_state_dict(own, strict, assign)
+        return loaded
+
+    def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of a whole batch; gradients are added to `.grad`, as `backward()` does.
+
+        Args:
+            args, kwargs: a call of the model with a whole batch, which the number of microbatches divides.
+
+        Returns:
+            The loss of the batch, on every rank, detached: the mean of those of all microbatches. Where that is a
+            cross-entropy, every microbatch weighs what counts in it, such as tokens that are not `ignore_index`. What
+            else a model adds up over samples that do not count alike, as a loss that balances experts does, is the
+            mean over microbatches, and not what one device would compute of the whole batch.
+
+        Raises:
+            InputError: the batch does not divide.
+            PipelineError: the model returns no loss, or the call runs other operators than the example did; or the step
+                broke off, because another rank died, say: no step can follow then.
+        """
+        if not torch.is_grad_enabled():
+            raise PipelineError("train_step computes gradients, and torch.no_grad() is active: call eval_step there.")
+        serving = self._serve(args, kwargs)
+        if serving.runtime.loss is None:
+            raise PipelineError(
+                f"{type(self._servings.model).__name__} returns no loss, a floating tensor without dims, so there is "
+                f"nothing to train: let forward compute it, and pass the targets to it."
+            )
+        batch = serving.calls.split(args, kwargs)
+        self._shared.set_aside()
+        loss = serving.runtime.train(batch)
+        self._shared.add_up()
+        return loss
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Evaluation:
+        """Forward of a whole batch, without gradients.
+
+        Args:
+            args, kwargs: as for `train_step`.
+
+        Returns:
+            The loss, and the outputs: those of the microbatches one behind the other along dim 0 where that counts
+            samples, their mean where they have no dims, else those of the last microbatch.
+
+        Raises:
+            InputError, PipelineError: as for `train_step`.
+        """
+        with torch.no_grad():
+            serving = self._serve(args, kwargs)
+            loss, outputs = serving.runtime.evaluate(serving.calls.split(args, kwargs))
+        return Evaluation(loss, serving.calls.together(outputs, loss) if outputs else None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError(
+            f"this rank holds stages of {type(self._servings.model).__name__}, not all of it, so it can't be "
+            f"called: train_step(...) runs a whole batch forward and backward, eval_step(...) forward."
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise InputError(
+            "a pipeline cannot be deep-copied: its stages and process groups are bound to this object. Copy the module "
+            "before parallelize and parallelize the copy with the same plan."
+        )
+
+
+def pipelined(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    plan: PipelinePlan,
+    options: Options,
+    compile: bool = False,
+    batch_dims: Mapping[str, int | None] | None = None,
+) -> PipelineModule:
+    """Cut a module into the stages of a plan, and keep those of this rank, each sharded over its part of the mesh.
+
+    The module itself is left without numbers: its parameters and buffers are on the meta device afterwards, so that
+    what other ranks hold is freed here. Nothing is changed where an error is raised.
+
+    Args:
+        module: the model; its parameters may be on the meta device.
+        device_mesh: the mesh, the pipeline's axis among its axes.
+        args, kwargs: a call with a whole batch, which the plan's number of microbatches divides.
+        plan: the plan.
+        options: how calls that the plan does not know are planned.
+        compile: hand the local programs to inductor.
+        batch_dims: as `microbatches` takes them.
+
+    Raises:
+        PlanError: the plan is of another model or mesh, or places a tied parameter in two ways.
+        CaptureError, InputError: as for `exported` and `microbatches`.
+        PipelineError: an option is none that a pipeline has; the schedule can't be run.
+    """
+    _check(options)
+    servings = Servings(module, device_mesh, plan, options, compile, batch_dims)
+    serving = servings.cut(args, kwargs)
+    plan.check(MeshShape.of(device_mesh), forward_fingerprint(serving.calls.graph))
+    check_alike(serving.stages, plan.stages)
+    servings.parallelize(serving)
+    tie(servings.held(serving.stages))
+    pipeline = PipelineModule(servings, serving)
+    pipeline.know(serving, args, kwargs)
+    _empty(module)
+    module.__dict__[RUNTIME] = pipeline
+    return pipeline
+
+
+def _check(options: Options) -> None:
+    if options.inputs == "local":
+        raise PipelineError('inputs="local": a pipeline takes whole batches, the same on every rank (inputs="global").')
+    for name, value in (("dynamic", options.dynamic), ("mp_policy", options.mp_policy)):
+        if value is not None:
+            raise PipelineError(f"{name} is given, which a pipeline has not yet: leave it out, or the pipeline axis.")
+
+
+def _empty(module: nn.Module) -> None:
+    """Put parameters and buffers without numbers in the place of those of a module; what was tied stays tied."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                part._parameters[name] = made[parameter]  # type: ignore[assignment]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device="meta"))

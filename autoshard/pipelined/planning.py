@@ -1,0 +1,318 @@
+"""`plan_pipeline`: stages, their plans, and a schedule for a model on a mesh with a pipeline axis."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import BudgetError, PlanError
+from autoshard.options import Options
+from autoshard.pipeline.bounds import least_seconds
+from autoshard.pipeline.candidates import Candidate, CostsOf, Search
+from autoshard.pipeline.choose import microbatches_to_try, names_to_try, virtual_to_try
+from autoshard.pipeline.costs import StageCosts
+from autoshard.pipeline.microbatch import samples
+from autoshard.pipeline.placement import stage_devices
+from autoshard.pipeline.schedules import SCHEDULES, placement
+from autoshard.pipeline.simulation import Simulation
+from autoshard.pipeline.stages import StageDevice, Stages
+from autoshard.pipelined.estimates import Totals, estimated, totals_at
+from autoshard.pipelined.places import check_axis, forward_fingerprint
+from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipelined.sizes import Call, Forward, PlannedSize, Size, SizePlanner
+from autoshard.pipelined.stage_plans import Boundaries
+from autoshard.specs.axes import MeshShape
+from autoshard.version import __version__
+
+_ROUNDS = 3
+"""How many sizes are planned at most, where there are many."""
+_MICROBATCHES_PER_RANK = 4
+"""Where the search starts."""
+_ENDLESS = 2**62
+"""Bytes: more than any device has."""
+
+
+def plan_pipeline(
+    module: nn.Module,
+    mesh: MeshShape | Mapping[str, int],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    axis: str,
+    schedule: str | Sequence[str] = "auto",
+    microbatches: int | str = "auto",
+    virtual: int | str = "auto",
+    options: Options,
+    devices: Sequence[StageDevice] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    boundaries: Boundaries = "planned",
+) -> PipelinePlan:
+    """Decide how a model runs as a pipeline, and change nothing.
+
+    For a number of microbatches and of stages per rank, a size: the forward graph of one microbatch is assigned to
+    stages (Rhino 5.1), at two tolerances of their balance, of which simulation takes the better; every stage is planned
+    as any module is, on the mesh of its ranks; and all schedules are simulated with what its program then costs and
+    holds. A size for which nothing fits is planned again with limits of memory and with recomputation, as far as the
+    options allow it.
+
+    That much is exact, by the prices of the cluster, and is done for at most three sizes. The others are judged by
+    estimates: totals of the planned stages on a line in the size of the microbatch, shared out as the graph is. What
+    the estimates say is best is planned next, until what is best is planned. So the plan is the fastest of those sizes
+    that were planned; `table` says of all others what they were estimated at.
+
+    Args:
+        module: the model, on any device.
+        mesh: all axes.
+        args, kwargs: a call with the whole batch; tensors may be on the meta device.
+        axis: name of the axis along which the stages lie.
+        schedule: `"auto"` for all, or one name or several (`pipeline.schedules.SCHEDULES`, and `"custom"`).
+        microbatches: `"auto"` for all divisors of the batch up to sixteen per rank, or a number.
+        virtual: stages per rank: `"auto"` for one to four, or a number.
+        options: as `autoshard.plan` takes them; `memory_limit` is that of a device for the whole step, `time_limit`
+            that of the search of one stage's plan.
+        devices: memory in bytes and speed of the devices of every pipeline rank (their bandwidth is the mesh's); by
+            default all are the cluster's. Of unequal ones every rank has one stage, unless `virtual` is a number, and
+            then stages lie round and round.
+        batch_dims: the dim of inputs that counts samples, where it is not dim 0 (`pipeline.microbatch`).
+        boundaries: `"whole"`: stages take and return whole tensors, which every device sends to its like on the next
+            rank; `"planned"`: what a stage returns lies as it comes out, devices send what they have of it, and the
+            next stage takes it so (Whale's bridge). `input_placements` and `output_placements` of the stages' plans
+            then say how.
+
+    Returns:
+        The plan.
+
+    Raises:
+        BudgetError: nothing fits; the message names what needs least.
+        PlanError: the model has fewer operators than stages, or an option is none that a pipeline can have.
+        PipelineError: a schedule or a number is none that there can be, or the batch does not divide.
+        CaptureError, InputError, HintError, MeshError: as for `autoshard.plan`.
+    """
+    shape = MeshShape.of(mesh)
+    check_axis(shape, axis)
+    _check_options(options)
+    planning = _Planning(Call(module, args, kwargs, batch_dims), shape, axis, options, devices, boundaries)
+    return planning.run(schedule, microbatches, virtual)
+
+
+def _check_options(options: Options) -> None:
+    refused = {
+        "dynamic": options.dynamic is not None and "the sizes of what stages send each other are fixed",
+        "mp_policy": options.mp_policy is not None and "stages are cut from the graph without its casts",
+        "inputs": options.inputs != "global" and "every rank is given the whole batch",
+        "output_placements": options.output_placements is not None and "outputs are put together of microbatches",
+    }
+    for name, why in refused.items():
+        if why:
+            raise PlanError(f"a pipeline can not have the option {name}: {why}. Leave it out.")
+
+
+class _Planning:
+    """One search: what was planned, what is estimated of the rest, and what is chosen."""
+
+    def __init__(
+        self,
+        call: Call,
+        mesh: MeshShape,
+        axis: str,
+        options: Options,
+        devices: Sequence[StageDevice] | None,
+        boundaries: Boundaries,
+    ) -> None:
+        self.start = time.perf_counter()
+        self.call = call
+        self.mesh = mesh
+        self.axis = axis
+        self.options = options
+        self.ranks = mesh.sizes[mesh.index(axis)]
+        self.batch = samples(call.module, call.args, call.kwargs, call.batch_dims)
+        memory = options.settings.memory_limit or options.cluster.device.memory
+        given = list(self._devices(memory) if devices is None else devices)
+        if len(given) != self.ranks:
+            raise PlanError(
+                f"{len(given)} devices for pipeline axis {axis} of the mesh {mesh}, which has {self.ranks} ranks: give "
+                "one for every rank."
+            )
+        limit = options.settings.memory_limit or _ENDLESS
+        self.devices = [replace(one, memory=min(one.memory, limit)) for one in given]
+        self.rooms = tuple(int(min(one.memory, _ENDLESS)) for one in self.devices)
+        self.unequal = any((one.speed, one.memory) != (given[0].speed, given[0].memory) for one in given)
+        self.sizes = SizePlanner(call, mesh, axis, options, self.devices, boundaries, self._seconds)
+        self.names: list[str] = []
+        self.planned: dict[Size, PlannedSize] = {}
+        self.refused: dict[Size, PlanError | BudgetError] = {}
+        self._assigned: dict[int, tuple[Forward, int, list[Stages]] | None] = {}
+
+    def _devices(self, memory: float) -> Sequence[StageDevice]:
+        """Those of the cluster; `memory` is that of a device where all are equal."""
+        if self.options.cluster.is_uniform:
+            return [StageDevice(1.0, 1.0, memory)] * self.ranks
+        return stage_devices(self.options.cluster, self.mesh, self.axis)
+
+    def run(self, schedule: str | Sequence[str], microbatches: int | str, virtual: int | str) -> PipelinePlan:
+        """The plan; arguments as for `plan_pipeline`."""
+        self.names = names_to_try(schedule)
+        if self.unequal:
+            self.names = [name for name in self.names if name not in SCHEDULES or not SCHEDULES[name].turns]
+        ways = (1,) if self.unequal and virtual == "auto" else virtual_to_try(virtual)
+        asked = [Size(m, v) for m in microbatches_to_try(microbatches, self.batch, self.ranks) for v in ways]
+        every = [size for size in asked if self._possible(size)]
+        for size in self._first(every):
+            self._plan(size)
+        estimates = self._follow_estimates(every) if len(every) > 1 else ()
+        search = self._searched(self._planned_costs, list(self.planned) or asked, self.rooms)
+        if search.best is None:
+            raise self._nothing(search)
+        return self._described(search.best, (*search.table(), *estimates))
+
+    def _possible(self, size: Size) -> bool:
+        """Whether some schedule that is asked for has such a size."""
+        families = [SCHEDULES.get(name) for name in self.names]
+        return any(one is None or one.refusal(self.ranks, size.virtual, size.microbatches) is None for one in families)
+
+    def _first(self, every: Sequence[Size]) -> list[Size]:
+        """What to plan first: two sizes of microbatches, of which all devices of a stage can have a part."""
+        if not every:
+            return []
+        way = min(size.virtual for size in every)
+        mine = [size for size in every if size.virtual == way]
+        large = [size for size in mine if self.batch // size.microbatches >= self.sizes.mesh.size]
+        wanted = _MICROBATCHES_PER_RANK * self.ranks
+        first = min(large or mine, key=lambda size: (abs(math.log(size.microbatches / wanted)), size.microbatches))
+        others = [size for size in (large if len(large) > 1 else mine) if size != first]
+        half = first.microbatches / 2
+        second = min(others, key=lambda size: (abs(math.log(size.microbatches / half)), size), default=None)
+        return [first] if second is None else [first, second]
+
+    def _follow_estimates(self, every: Sequence[Size]) -> tuple[Candidate, ...]:
+        """Plan what is best by what is known, until that is planned; what is said of sizes that are not planned."""
+        ways = sorted({size.virtual for size in every})
+        known = 2  # of these: more stages per rank are looked at where it is good to have as many as were looked at
+        while True:
+            mine = [size for size in every if size.virtual in ways[:known]]
+            search = self._searched(self._known_costs, mine, self.rooms)
+            if search.best is None:  # what does not fit as it is estimated may fit where it is planned for less memory
+                search = self._searched(self._known_costs, mine, (_ENDLESS,) * self.ranks)
+            best = None if search.best is None else _size(search.best)
+            if best is not None and best.virtual in ways[known - 1 : -1]:
+                known += 1
+                continue
+            if best is None or best in self.planned or len(self.planned) + len(self.refused) >= _ROUNDS:
+                break
+            self._plan(best)
+        lines = [line for line in search.table() if Size(line.microbatches, line.virtual) not in self.planned]
+        return tuple(replace(line, verdict=f"estimated, not planned: {line.verdict}") for line in lines)
+
+    def _plan(self, size: Size) -> None:
+        """Plan a size, with the better of its assignments to stages."""
+        try:
+            forward = self.sizes.forward(size.microbatches)
+            found = self.sizes.assigned(size, forward.graph)
+            totals = self._totals(self.batch // size.microbatches, forward)
+            each = [estimated(one, forward.graph, totals, 1.0, self.sizes.links) for one in found]
+            steps = [self._seconds(size, costs, False) for costs in each] if len(found) > 1 else [0.0]
+            stages = found[steps.index(min(steps))]
+            self.planned[size] = self.sizes.plan(size, stages)
+        except BudgetError as error:
+            self.refused[size] = error
+        except PlanError as error:
+            if size.virtual == 1:
+                raise
+            self.refused[size] = error
+
+    def _seconds(self, size: Size, costs: Sequence[StageCosts], fitting: bool) -> float:
+        """Of the fastest schedule of one size, of those that fit or of all; infinite if there is none."""
+        rooms = self.rooms if fitting else (_ENDLESS,) * self.ranks
+        best = self._searched(lambda *_: costs, [size], rooms).best
+        return math.inf if best is None else best.seconds
+
+    def _searched(self, costs_of: CostsOf, every: Sequence[Size], rooms: tuple[int, ...]) -> Search:
+        """All schedules that are asked for, of some sizes, simulated."""
+        search = Search(costs_of, self.ranks, rooms, self.options.cluster.contention)
+        for name in self.names:
+            for size in every:
+                search.add(name, *size)
+        search.run()
+        return search
+
+    def _planned_costs(self, microbatches: int, virtual: int) -> Sequence[StageCosts] | None:
+        known = self.planned.get(Size(microbatches, virtual))
+        return None if known is None else known.costs
+
+    def _known_costs(self, microbatches: int, virtual: int) -> Sequence[StageCosts] | None:
+        """Of planned stages, or else estimates; None where there are no such stages."""
+        size = Size(microbatches, virtual)
+        if size in self.planned:
+            return self.planned[size].costs
+        if size in self.refused:
+            return None
+        if virtual not in self._assigned:
+            self._assigned[virtual] = self._assignments(size)
+        base = self._assigned[virtual]
+        if base is None:
+            return None
+        forward, number, found = base
+        totals = self._totals(self.batch // microbatches, forward)
+        grown = number / microbatches
+        each = [estimated(one, forward.graph, totals, grown, self.sizes.links) for one in found]
+        at = placement(self.ranks, virtual)
+        return min(each, key=lambda costs: least_seconds(costs, at, microbatches, halves=False))
+
+    def _assignments(self, size: Size) -> tuple[Forward, int, list[Stages]] | None:
+        """Stages of a size on a graph that is there, which was exported with so many microbatches."""
+        number = self.sizes.nearest(size.microbatches)
+        forward = self.sizes.forward(number)
+        try:
+            return forward, number, self.sizes.assigned(Size(number, size.virtual), forward.graph, "order")
+        except (PlanError, BudgetError):
+            return None
+
+    def _totals(self, count: int, forward: Forward) -> Totals:
+        """Of a microbatch of so many samples, by the sizes that were planned; before, by the graph alone."""
+        known = {}
+        speeds = [self.devices[rank].speed for rank in placement(self.ranks, 1)]
+        for size, planned in self.planned.items():
+            if size.virtual == min(one.virtual for one in self.planned):
+                crossing = sum(planned.stages.forward_bytes)
+                known[self.batch // size.microbatches] = Totals.of(planned.costs, speeds * size.virtual, crossing)
+        return totals_at(count, known) if known else Totals.alone(forward.graph, self.sizes.mesh.size)
+
+    def _nothing(self, search: Search) -> Exception:
+        """Why there is no plan: what needs least of what was planned, or why nothing could be."""
+        if not self.planned and self.refused:
+            return min(self.refused.values(), key=lambda error: getattr(error, "peak", None) or _ENDLESS)
+        return search.nothing()
+
+    def _described(self, best: Simulation, table: tuple[Candidate, ...]) -> PipelinePlan:
+        chosen, schedule = self.planned[_size(best)], best.graph.schedule
+        return PipelinePlan(
+            mesh=self.mesh,
+            axis=self.axis,
+            stage_of=dict(chosen.stages.stage_of),
+            recomputed=dict(chosen.stages.recomputed),
+            schedule=schedule,
+            stages=tuple(one.plan for one in chosen.planned),
+            modules=tuple(one.modules for one in chosen.planned),
+            costs=chosen.costs,
+            step_seconds=best.seconds,
+            bubble=best.bubble,
+            peaks=best.peaks,
+            capacities=self.rooms,
+            table=table,
+            cluster=self.options.cluster.name,
+            contention=self.options.cluster.contention,
+            fingerprint=forward_fingerprint(chosen.forward.exported),
+            timings={**self.sizes.seconds, "all": time.perf_counter() - self.start},
+            versions={"autoshard": __version__, "torch": torch.__version__},
+        )
+
+
+def _size(simulation: Simulation) -> Size:
+    schedule = simulation.graph.schedule
+    return Size(schedule.microbatches, schedule.virtual)

@@ -1,0 +1,167 @@
+"""What serves one kind of call: its stages on this rank, parallelised, and torch's runtime of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import PipelineError
+from autoshard.options import Options
+from autoshard.parallelizer import Parallelizer
+from autoshard.partition.agree import together
+from autoshard.pipeline.cut import StageModule, cut
+from autoshard.pipeline.exported import exported
+from autoshard.pipeline.microbatch import microbatches
+from autoshard.pipelined.boundaries import Boundaries, names_of
+from autoshard.pipelined.calls import Calls
+from autoshard.pipelined.naming import Entry, entries, renew
+from autoshard.pipelined.places import stage_cluster, stage_options
+from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipelined.runtime import PipelineRuntime
+from autoshard.plan import ShardingPlan
+from autoshard.specs.axes import MeshShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Serving:
+    """One kind of call.
+
+    Attributes:
+        calls: how such calls look.
+        stages: all stages; those of this rank alone, once it is in use.
+        runtime: runs those of this rank.
+        entries: where what those hold is in the pipeline module.
+    """
+
+    calls: Calls
+    stages: tuple[StageModule, ...]
+    runtime: PipelineRuntime
+    entries: tuple[Entry, ...] = ()
+
+
+class Servings:
+    """Makes what serves calls.
+
+    Args:
+        model: the model; it may be without numbers once it has been served first.
+        device_mesh: all axes.
+        plan: the stages, for all calls.
+        options: how calls that the plan does not know are planned.
+        compile: hand the local programs to inductor.
+        batch_dims: as `microbatches` takes them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_mesh: DeviceMesh,
+        plan: PipelinePlan,
+        options: Options,
+        compile: bool,
+        batch_dims: Mapping[str, int | None] | None,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.rank = device_mesh.get_local_rank(plan.axis)
+        self.group = device_mesh.get_group(plan.axis)
+        self._device_mesh = device_mesh
+        self._mesh = _stage_mesh(device_mesh, plan)
+        self._boundaries = Boundaries(plan.stages, MeshShape.of(self._mesh))
+        self._options = options
+        self._cluster = stage_cluster(options.cluster, plan.mesh, plan.axis)
+        self._compile = compile
+        self._batch_dims = batch_dims
+
+    def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Serving:
+        """The stages of a call with a whole batch; nothing is parallelised yet.
+
+        Raises:
+            InputError: the batch does not divide, or an input requires a gradient.
+            PipelineError: it runs operators that the plan has no stage for.
+        """
+        plan, number = self.plan, self.plan.schedule.microbatches
+        graph = exported(self.model, *microbatches(self.model, args, kwargs, number, self._batch_dims)[0])
+        calls = Calls(self.model, graph, number, self._batch_dims)
+        calls.check()
+        names = {node.name for node in graph.operators}
+        unknown = names - plan.stage_of.keys()
+        if unknown:
+            raise PipelineError(
+                f"this call runs {len(unknown)} operators that the plan has no stage for, such as {min(unknown)}: the "
+                f"plan was made for another kind of call. Make the pipeline with an example of this one."
+            )
+        stage_of = {name: stage for name, stage in plan.stage_of.items() if name in names}
+        again = {name: stages for name, stages in plan.recomputed.items() if name in names}
+        stages = tuple(cut(graph, stage_of, plan.schedule.stages, again))
+        device = torch.device(self._device_mesh.device_type)
+        held = [(stage, self._boundaries.messages(stage)) for stage in self.held(stages)]
+        return Serving(calls, stages, PipelineRuntime(held, plan.schedule, self.group, device, calls.loss()))
+
+    def held(self, stages: tuple[StageModule, ...]) -> tuple[StageModule, ...]:
+        """Those of this rank."""
+        return tuple(stage for stage in stages if self.plan.schedule.placement[stage.index] == self.rank)
+
+    def parallelize(self, serving: Serving) -> None:
+        """Shard the stages of this rank as the plan has it; in one of them on every rank, or in none."""
+
+        def each() -> None:
+            for stage in self.held(serving.stages):
+                plan = self.plan.stages[stage.index]
+                self._parallelizer(serving, stage, plan).start(*stage.example)
+
+        together(self._device_mesh, each)
+
+    def _parallelizer(self, serving: Serving, stage: StageModule, plan: ShardingPlan | None) -> Parallelizer:
+        later = serving.runtime.later.get(stage.index)
+        options = stage_options(self._options, self._cluster, self.plan.stages[stage.index], names_of(stage))
+        return Parallelizer(stage.module, self._mesh, options, self._compile, plan, stage.index, later)
+
+    def serve(self, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Serving:
+        """What serves another kind of call on the parameters of `whole`, where they lie.
+
+        Raises:
+            PipelineError: as for `cut`, or a stage reads what its rank does not hold.
+        """
+        serving = self.cut(args, kwargs)
+        found = self.linked(serving, whole)
+        renew(found)
+        grad = torch.is_grad_enabled()
+
+        def each() -> None:
+            for stage in self.held(serving.stages):
+                parallelizer = self._parallelizer(serving, stage, None)
+                parallelizer.placed = {
+                    name: tuple(parameter.placements)
+                    for name, parameter in stage.module.named_parameters()
+                    if isinstance(parameter, DTensor)
+                }
+                example = (
+                    stage.example if grad else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, stage.example)
+                )
+                parallelizer.start(*example)
+
+        together(self._device_mesh, each)
+        return replace(serving, stages=self.held(serving.stages), entries=found)
+
+    def linked(self, serving: Serving, whole: nn.Module) -> tuple[Entry, ...]:
+        """Where what the stages of this rank hold is in `whole`."""
+        constants = serving.calls.constants
+        return tuple(entry for stage in self.held(serving.stages) for entry in entries(stage.module, whole, constants))
+
+
+def _stage_mesh(device_mesh: DeviceMesh, plan: PipelinePlan) -> DeviceMesh:
+    """The mesh of a stage: the axes besides the pipeline's at this rank's place on that, or this rank alone."""
+    others = tuple(name for name in plan.mesh.names if name != plan.axis)
+    if others:
+        return device_mesh[others]
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    names = plan.stages[0].mesh.names
+    return DeviceMesh.from_group(alone, device_mesh.device_type, mesh_dim_names=names)

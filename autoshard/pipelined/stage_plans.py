@@ -1,0 +1,159 @@
+"""The plans of the stages of one cut: every stage by the planner of ordinary modules, on the mesh of its ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch.distributed.tensor import Placement, Replicate
+
+from autoshard.capture.joint import JointGraph, capture
+from autoshard.options import Hints, Options
+from autoshard.patterns.decisions import Decisions
+from autoshard.pipeline.cut import StageModule
+from autoshard.pipelined.alike import nameless, renamed
+from autoshard.pipelined.costs import PlannedStage
+from autoshard.plan import ShardingPlan
+from autoshard.planner.planner import Planner
+from autoshard.planning import planned_with, planner_for, told
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import is_even
+from autoshard.specs.spec import Spec
+
+Boundaries = Literal["whole", "planned"]
+Pins = Mapping[str, tuple[Placement | None, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What planning a stage is told of memory.
+
+    Attributes:
+        limit: bytes that the stage's step with one microbatch may reach; None for no limit.
+        recompute: what its backward half may run again, as `autoshard.plan` takes it.
+    """
+
+    limit: int | None
+    recompute: str
+
+
+class StagePlanner:
+    """Plans stages, equal ones once.
+
+    Args:
+        mesh: of one stage.
+        options: of a stage: its cluster is that of its ranks, and it has no hints of its own.
+        pinned: placements of parameters by their first names, as hints pin them.
+        hints: of the user, as the plans of stages tell them.
+        boundaries: `"whole"`: what goes from stage to stage is whole on all devices; `"planned"`: it lies as the
+            earlier one makes it.
+    """
+
+    def __init__(
+        self, mesh: MeshShape, options: Options, pinned: Pins, hints: Hints | None, boundaries: Boundaries
+    ) -> None:
+        self.mesh = mesh
+        self.options = options
+        self.pinned = pinned
+        self.hints = hints
+        self.parted = boundaries == "planned" and mesh.size > 1
+        self.seconds: dict[str, float] = {"capture": 0.0, "plan": 0.0}
+        self._graphs: dict[int, tuple[StageModule, JointGraph]] = {}  # by identity of a stage that it keeps alive
+        self._known: dict[Any, PlannedStage] = {}
+
+    def plan(self, stages: Sequence[StageModule], rooms: Sequence[Room]) -> list[PlannedStage]:
+        """Plan all stages of a cut.
+
+        Parameters that several stages hold lie on all of them as the last of these would have them, which most often
+        is the output layer that computes most with it: their gradients are added shard by shard. Where boundaries are
+        planned, what a stage hands on lies as it comes out, and the next one takes it so: whatever it takes to have it
+        otherwise is part of the next one's plan, on the links inside a stage (Whale's bridge).
+
+        Args:
+            stages: in their order.
+            rooms: memory of every stage.
+
+        Raises:
+            BudgetError: a stage can't be planned within its room.
+        """
+        pins = self._settled(stages, rooms)
+        planned: list[PlannedStage] = []
+        for stage in stages:
+            taken = [planned[-1].plan.output_placements[name] for name, _ in planned[-1].passed] if planned else []
+            planned.append(self._planned(stage, rooms[stage.index], pins, taken))
+        return planned
+
+    def _settled(self, stages: Sequence[StageModule], rooms: Sequence[Room]) -> dict[str, tuple[Placement, ...]]:
+        """Placements of the parameters that several stages hold."""
+        settled: dict[str, tuple[Placement, ...]] = {}
+        for stage in reversed(stages):
+            new = [name for name, holders in stage.shared.items() if holders[-1] == stage.index]
+            if new:
+                alone = self._once(stage, rooms[stage.index], settled, self.options)
+                settled.update({name: alone.plan.placements[name] for name in new})
+        return settled
+
+    def _planned(
+        self, stage: StageModule, room: Room, pins: Pins, taken: Sequence[tuple[Placement, ...]]
+    ) -> PlannedStage:
+        """The plan of a stage that receives tensors as they are `taken`."""
+        if not self.parted:
+            return self._once(stage, room, pins, self.options)
+        options = self._receiving(stage, taken)
+        if stage.passed:
+            options = replace(options, output_placements="planned")
+        one = self._once(stage, room, pins, options)
+        placed = {name: one.plan.output_placements[name] for name, _ in one.passed}
+        # Messages have one size: what devices would hold unequal parts of is whole.
+        shapes = {name: tuple(like.shape) for name, like in one.passed}
+        uneven = [name for name, row in placed.items() if not is_even(shapes[name], Spec.of(*row), self.mesh)]
+        if uneven:
+            whole = dict.fromkeys(uneven, (Replicate(),) * self.mesh.ndim)
+            one = self._once(stage, room, pins, replace(options, output_placements={**placed, **whole}))
+        return one
+
+    def _receiving(self, stage: StageModule, taken: Sequence[tuple[Placement, ...]]) -> Options:
+        """The options of a stage that receives tensors so; the model's inputs are whole everywhere."""
+        if not stage.received:
+            return self.options
+        graph = self._graph(stage)
+        names = [leaf for leaf in graph.call.leaves if isinstance(leaf, str)]
+        known = {source.name for source in graph.inputs if source.kind == "input"}
+        whole = [(Replicate(),) * self.mesh.ndim] * (len(names) - len(taken))
+        pinned = {name: row for name, row in zip(names, [*taken, *whole], strict=True) if name in known}
+        return replace(self.options, inputs="local", input_placements=pinned)
+
+    def _once(self, stage: StageModule, room: Room, pins: Pins, options: Options) -> PlannedStage:
+        """A plan, or that of a stage that is alike and asked the same."""
+        graph = self._graph(stage)
+        start = time.perf_counter()
+        held = {source.name for source in graph.inputs if source.kind == "parameter"}
+        pinned = {name: placements for name, placements in {**self.pinned, **pins}.items() if name in held}
+        asked = {**pinned, **options.input_placements}
+        places = [str(asked.get(source.name)) for source in graph.inputs]
+        key = nameless(graph), tuple(places), str(options.output_placements), options.inputs, room
+        settings = replace(options.settings, memory_limit=room.limit, recompute=room.recompute)
+        options = replace(options, settings=settings)
+        planner = planner_for(stage.module, graph, self.mesh, options)
+        planner.wishes = replace(planner.wishes, pinned={**planner.wishes.pinned, **pinned})
+        one = PlannedStage(stage, graph, planner, self._plan(planner, self._known.get(key), options))
+        self._known.setdefault(key, one)
+        self.seconds["plan"] += time.perf_counter() - start
+        return one
+
+    def _plan(self, planner: Planner, alike: PlannedStage | None, options: Options) -> ShardingPlan:
+        said = replace(options, hints=self.hints)
+        if alike is None or alike.plan.recomputed:
+            return planned_with(planner, 0.0, said)
+        decisions = renamed(Decisions.from_data(alike.plan.decisions), alike.graph, planner.graph)
+        found = planner.found(decisions, alike.plan.cost, alike.plan.lower_bound, alike.plan.method)
+        return told(planner.describe(found), planner, 0.0, said)
+
+    def _graph(self, stage: StageModule) -> JointGraph:
+        if id(stage) not in self._graphs:
+            start = time.perf_counter()
+            self._graphs[id(stage)] = stage, capture(stage.module, *stage.example)
+            self.seconds["capture"] += time.perf_counter() - start
+        return self._graphs[id(stage)][1]

@@ -1,0 +1,76 @@
+"""Plans of pipelines for the tests: options as `autoshard.plan` checks them, and a small model planned once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.options import Options, check_options
+from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipelined.planning import plan_pipeline
+from autoshard.pipelined.stage_plans import Boundaries
+from tests import models
+from tests.training import fast_links
+
+
+def options(**changes: Any) -> Options:
+    """Options with nothing said but what is changed."""
+    said: dict[str, Any] = {
+        "hints": None,
+        "optimizer": None,
+        "optimizer_bytes_per_element": None,
+        "cluster": fast_links(),
+        "inputs": "global",
+        "input_placements": None,
+        "output_placements": None,
+        "method": "auto",
+        "time_limit": 30.0,
+        "dynamic": None,
+        "mp_policy": None,
+        "effort": "fast",
+        "work_limit": None,
+        "verbose": False,
+        "recompute": "auto",
+    }
+    return check_options(None, **{**said, **changes})
+
+
+class Tower(nn.Module):
+    """Linear layers one after the other, and the mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x), target)
+
+
+def tower(batch: int = 16) -> tuple[nn.Module, dict[str, Any]]:
+    """A tower of six layers."""
+    return Tower(), {"x": torch.randn(batch, 32), "target": torch.randn(batch, 32)}
+
+
+def gpt(batch: int = 32) -> tuple[nn.Module, dict[str, Any]]:
+    """A GPT of two layers whose output layer is its embedding."""
+    return models.ZOO["gpt"](dtype=torch.float64, batch=batch, layers=2, tied=True)
+
+
+@functools.cache
+def gpt_plan(boundaries: Boundaries = "whole", **changes: Any) -> PipelinePlan:
+    """Its plan for two pipeline ranks of two devices each, four microbatches and one stage per rank."""
+    module, inputs = gpt()
+    return plan_pipeline(
+        module,
+        {"pp": 2, "x": 2},
+        (),
+        inputs,
+        axis="pp",
+        microbatches=4,
+        virtual=1,
+        options=options(**changes),
+        boundaries=boundaries,
+    )

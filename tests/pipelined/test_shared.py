@@ -1,0 +1,43 @@
+"""Tied parameters in several stages: one object on one rank, and plans that agree on where they lie."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.tensor import Replicate, Shard
+
+from autoshard.errors import PlanError
+from autoshard.pipeline.cut import StageModule, cut
+from autoshard.pipeline.exported import exported
+from autoshard.pipelined.shared import check_alike, tie
+from autoshard.plan import ShardingPlan
+from autoshard.specs.axes import MeshShape
+from tests.pipeline.chain import balanced
+from tests.pipelined.pipelines import model
+
+
+def stages() -> list[StageModule]:
+    module, inputs = model("gpt", layers=1, tied=True)
+    graph = exported(module, (), inputs)
+    return cut(graph, balanced(graph, 3), 3)
+
+
+def test_stages_of_one_rank_hold_one_object() -> None:
+    first, _, last = stages()
+    # As parallelising each alone leaves them.
+    own = type(last.module.tokens.weight)(last.module.tokens.weight.detach().clone())
+    last.module.tokens.weight = last.module.head.weight = own
+    tie([first, last])
+    for name in ("tokens.weight", "head.weight"):
+        assert last.module.get_parameter(name) is first.module.get_parameter("tokens.weight")
+
+
+def test_plans_have_to_agree() -> None:
+    parts = stages()
+    mesh = MeshShape.of({"tp": 2})
+    plans = [
+        ShardingPlan(mesh=mesh, placements={"tokens.weight": (placement,)})
+        for placement in (Shard(0), Replicate(), Shard(0))
+    ]
+    check_alike(parts, plans)
+    with pytest.raises(PlanError, match=r"parameter tokens\.weight is held by stages 0, 2"):
+        check_alike(parts, [plans[1], *plans[1:]])

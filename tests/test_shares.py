@@ -1,0 +1,212 @@
+"""Uneven shares of the batch: what real ranks compute with 4 and 2 of 6 rows is what one device does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoshard
+from autoshard.errors import InputError, MeshError, PlanError
+from tests.models.common import seeded
+from tests.training import OF_ONE_LAYER, TOLERANCE, Widened, build, compare, doubles, fast_links, train
+from tests.workers import Workers
+
+pytestmark = pytest.mark.xdist_group("gloo")  # one set of processes
+
+Inputs = dict[str, torch.Tensor]
+ROWS = {"x": {0: "batch"}, "target": {0: "batch"}}
+SHARES = {"dp": (4, 2)}
+COUNTS = ((4, 2), (3, 1))
+"""What two ranks take of 6 and of 4 rows in the proportion of 4 to 2."""
+
+
+class Scores(nn.Module):
+    """A loss with all that makes a mean over shares differ from the mean of their means.
+
+    Labels that are ignored, more of them on one rank than on the other, batch norm, and the scores of all rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = nn.Conv1d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.head(functional.gelu(self.norm(self.taken(x))).transpose(1, 2))
+        return scores, functional.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=-1)
+
+
+def scores() -> tuple[nn.Module, Inputs]:
+    with seeded(torch.float64, 0):
+        target = torch.randint(8, (12, 6))
+        target[1:4] = -1
+        target[0, 2:] = -1
+        return Scores(), {"x": torch.randn(12, 2, 6), "target": target}
+
+
+def mlp() -> tuple[nn.Module, Inputs]:
+    return build("mlp")
+
+
+class Rows(TorchDispatchMode):
+    """While active, notes how many rows this rank activates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.gelu.default:
+            self.rows.add(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(2) as started:
+        yield started
+
+
+def first_rows(inputs: Mapping[str, torch.Tensor], count: int) -> Inputs:
+    return {name: torch.cat([tensor, tensor])[:count].contiguous() for name, tensor in inputs.items()}
+
+
+def own_rows(inputs: Inputs, counts: tuple[int, ...], rank: int) -> Inputs:
+    start = sum(counts[:rank])
+    return {name: tensor[start : start + counts[rank]] for name, tensor in inputs.items()}
+
+
+def check(made: Callable[[], tuple[nn.Module, Inputs]], inputs: str, counts: Any, **options: Any) -> set[int]:
+    """Two steps with each of these shares, beside one device; the rows that this rank activates in the last."""
+    (module, example), (alone, _) = made(), made()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    options = {"dynamic": ROWS, "shares": SHARES, "cluster": fast_links(), "inputs": inputs} | options
+    with Widened():
+        autoshard.parallelize(module, mesh, (), first_rows(example, 6), **options)
+    seen = Rows()
+    for shares in counts:
+        batch = first_rows(example, sum(shares))
+        with Widened():
+            expected = train(alone, batch, 2)
+        own = own_rows(batch, shares, mesh.get_local_rank()) if inputs == "local" else batch
+        seen.rows.clear()
+        with doubles(), seen:
+            trained = train(module, own, 2)
+        assert compare(trained, expected).worst <= TOLERANCE, shares
+    return seen.rows
+
+
+def test_means_and_statistics_are_those_of_the_whole_batch(workers: Workers) -> None:
+    assert workers.run(check, scores, "global", COUNTS) == [{3}, {1}]
+
+
+def test_local_inputs_come_in_any_shares(workers: Workers) -> None:
+    assert workers.run(check, mlp, "local", ((4, 2), (1, 4), (3, 3))) == [{3}, {3}]
+
+
+def test_parameters_may_lie_in_shards_on_the_axis_that_shares_the_batch(workers: Workers) -> None:
+    workers.run(sharded_at_rest)
+
+
+def sharded_at_rest() -> None:
+    check(mlp, "global", ((4, 2),), hints={"up": (Shard(0),), "down.weight": (Shard(0),)})
+
+
+def test_shares_beside_an_axis_of_even_ones() -> None:
+    with Workers(4) as four:
+        four.run(beside_tensor_parallelism)
+
+
+def beside_tensor_parallelism() -> None:
+    (module, example), (alone, _) = mlp(), mlp()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    batch = first_rows(example, 6)
+    hints = {"up": (Replicate(), Shard(0)), "down.weight": (Replicate(), Shard(1))}
+    autoshard.parallelize(module, mesh, (), batch, hints=hints, cluster=fast_links(), dynamic=ROWS, shares=SHARES)
+    seen = Rows()
+    with seen:
+        trained = train(module, batch, 2)
+    assert compare(trained, train(alone, batch, 2)).worst <= TOLERANCE
+    assert seen.rows == {(4, 2)[mesh.get_coordinate()[0]]}
+
+
+@pytest.mark.slow
+def test_a_language_model_in_shares(workers: Workers) -> None:
+    workers.run(language_model)
+
+
+def language_model() -> None:
+    dynamic = {"input_ids": {0: "batch"}, "labels": {0: "batch"}}
+    check(lambda: build("hf_gpt2" + OF_ONE_LAYER), "local", ((4, 2), (3, 1)), dynamic=dynamic)
+
+
+def test_what_cannot_be_shared_is_refused_on_every_rank(workers: Workers) -> None:
+    workers.run(refused)
+
+
+def refused() -> None:
+    module, example = mlp()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    batch = first_rows(example, 6)
+    options = {"cluster": fast_links(), "dynamic": ROWS, "inputs": "local"}
+    for shares, error, said in (
+        ({"tp": (4, 2)}, MeshError, "no axis 'tp'"),
+        ({"dp": (4, 2, 1)}, PlanError, "has 2 ranks and 3 shares"),
+    ):
+        with pytest.raises(error, match=said):
+            autoshard.parallelize(module, mesh, (), batch, shares=shares, **options)
+    other = autoshard.plan(module, mesh, (), batch, dynamic=ROWS, cluster=fast_links(), hints={"up": Shard(0)})
+    with pytest.raises(PlanError, match=r"Plan with the same shares|plan with the same shares"):
+        autoshard.parallelize(module, mesh, (), batch, shares=SHARES, plan=other, cluster=fast_links(), dynamic=ROWS)
+    autoshard.parallelize(module, mesh, (), batch, shares=SHARES, **options)
+    rank = mesh.get_local_rank()
+    with pytest.raises(InputError, match=r"were given 4, 1 rows of target and 4, 2 of x"):
+        module(batch["x"][: (4, 2)[rank]], batch["target"][: (4, 1)[rank]])
+    with pytest.raises(InputError, match="a rank takes equally many of all inputs, and one at least"):
+        module(**own_rows(batch, (6, 0), rank))
+
+
+def test_a_batch_too_small_for_the_shares_is_refused(workers: Workers) -> None:
+    workers.run(too_small)
+
+
+def too_small() -> None:
+    module, example = mlp()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    options = {"cluster": fast_links(), "dynamic": ROWS, "shares": {"dp": (9, 1)}}
+    autoshard.parallelize(module, mesh, (), first_rows(example, 10), **options)
+    with pytest.raises(InputError, match=r"a batch of 4 leaves a rank without a row in the shares \[9, 1\]"):
+        module(**first_rows(example, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shares": {"dp": (4, 2)}}, "shares are of a dynamic size"),
+        ({"shares": {"dp": (4, 0)}, "dynamic": ROWS}, "every rank takes a whole number above zero"),
+        ({"shares": {"dp": 4}, "dynamic": ROWS}, "every rank takes a whole number above zero"),
+        ({"shares": {}, "dynamic": ROWS}, "name one mesh axis"),
+        ({"shares": SHARES, "dynamic": ROWS, "output_placements": "planned"}, "outputs come back whole"),
+        (
+            {"shares": SHARES, "dynamic": {"x": {1: "width"}, "target": {1: "width"}}},
+            "give that dim of all inputs one name",
+        ),
+        ({"shares": SHARES, "dynamic": {"x": {0: "a"}, "target": {0: "b"}}}, "give that dim of all inputs one name"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> None:
+    class Sum(nn.Module):
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return x.sum() + target.sum()
+
+    with pytest.raises(PlanError, match=said):
+        autoshard.plan(Sum(), {"dp": 2}, (torch.ones(6, 4), torch.ones(6, 4)), **options)
