@@ -16,7 +16,7 @@ from autoshard.options import Options
 from autoshard.parallelizer import RUNTIME
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.pipelined.naming import gather, renew
-from autoshard.pipelined.places import forward_fingerprint
+from autoshard.pipelined.places import check_pipeline_options, forward_fingerprint
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.serving import Serving, Servings
 from autoshard.pipelined.shared import SharedParameters, check_alike, tie
@@ -190,11 +190,12 @@ def pipelined(
         batch_dims: as `microbatches` takes them.
 
     Raises:
-        PlanError: the plan is of another model or mesh, or places a tied parameter in two ways.
+        PlanError: the plan is of another model or mesh, or places a tied parameter in two ways; an option is one that a
+            pipeline can not have.
         CaptureError, InputError: as for `exported` and `microbatches`.
-        PipelineError: an option is none that a pipeline has; the schedule can't be run.
+        PipelineError: the schedule can't be run.
     """
-    _check(options)
+    check_pipeline_options(options)
     servings = Servings(module, device_mesh, plan, options, compile, batch_dims)
     serving = servings.cut(args, kwargs)
     plan.check(MeshShape.of(device_mesh), forward_fingerprint(serving.calls.graph))
@@ -206,14 +207,6 @@ def pipelined(
     _empty(module)
     module.__dict__[RUNTIME] = pipeline
     return pipeline
-
-
-def _check(options: Options) -> None:
-    if options.inputs == "local":
-        raise PipelineError('inputs="local": a pipeline takes whole batches, the same on every rank (inputs="global").')
-    for name, value in (("dynamic", options.dynamic), ("mp_policy", options.mp_policy)):
-        if value is not None:
-            raise PipelineError(f"{name} is given, which a pipeline has not yet: leave it out, or the pipeline axis.")
 
 
 def _empty(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from autoshard.capture.fingerprint import fingerprint
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.measured import Grouping
-from autoshard.errors import MeshError
+from autoshard.errors import MeshError, PlanError
 from autoshard.options import Options
 from autoshard.pipeline.exported import ExportedModule
 from autoshard.plan import ShardingPlan
@@ -69,6 +69,19 @@ def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
 def forward_fingerprint(exported: ExportedModule) -> str:
     """A hash that tells forward graphs apart, the same on all ranks and in all runs."""
     return fingerprint(exported.forward.inputs, (), exported.graph)
+
+
+def check_pipeline_options(options: Options) -> None:
+    """`PlanError` if an option is one that a pipeline can not have."""
+    refused = {
+        "dynamic": options.dynamic is not None and "the sizes of what stages send each other are fixed",
+        "mp_policy": options.mp_policy is not None and "stages are cut from the graph without its casts",
+        "inputs": options.inputs != "global" and "every rank is given the whole batch",
+        "output_placements": options.output_placements is not None and "outputs are put together of microbatches",
+    }
+    for name, why in refused.items():
+        if why:
+            raise PlanError(f"a pipeline can not have the option {name}: {why}. Leave it out.")
 
 
 def stage_options(

@@ -23,7 +23,7 @@ from autoshard.pipeline.schedules import SCHEDULES, placement
 from autoshard.pipeline.simulation import Simulation
 from autoshard.pipeline.stages import StageDevice, Stages
 from autoshard.pipelined.estimates import Totals, estimated, totals_at
-from autoshard.pipelined.places import check_axis, forward_fingerprint
+from autoshard.pipelined.places import check_axis, check_pipeline_options, forward_fingerprint
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.sizes import Call, Forward, PlannedSize, Size, SizePlanner
 from autoshard.pipelined.stage_plans import Boundaries
@@ -96,21 +96,9 @@ def plan_pipeline(
     """
     shape = MeshShape.of(mesh)
     check_axis(shape, axis)
-    _check_options(options)
+    check_pipeline_options(options)
     planning = _Planning(Call(module, args, kwargs, batch_dims), shape, axis, options, devices, boundaries)
     return planning.run(schedule, microbatches, virtual)
-
-
-def _check_options(options: Options) -> None:
-    refused = {
-        "dynamic": options.dynamic is not None and "the sizes of what stages send each other are fixed",
-        "mp_policy": options.mp_policy is not None and "stages are cut from the graph without its casts",
-        "inputs": options.inputs != "global" and "every rank is given the whole batch",
-        "output_placements": options.output_placements is not None and "outputs are put together of microbatches",
-    }
-    for name, why in refused.items():
-        if why:
-            raise PlanError(f"a pipeline can not have the option {name}: {why}. Leave it out.")
 
 
 class _Planning:

@@ -15,8 +15,9 @@ from torch.nn import functional
 import autoshard
 from autoshard.errors import BudgetError, InputError, MeshError
 from autoshard.mesh_search.auto_mesh import auto_mesh
-from autoshard.options import Options, check_options
+from autoshard.options import Options
 from autoshard.plan import ShardingPlan
+from tests.options import options as given
 from tests.training import TOLERANCE, fast_links
 from tests.workers import Workers
 
@@ -47,24 +48,8 @@ def scores() -> tuple[Scores, torch.Tensor]:
 
 
 def options(memory_limit: str | None = None) -> Options:
-    return check_options(
-        "cpu",
-        hints=None,
-        optimizer=None,
-        optimizer_bytes_per_element=None,
-        cluster=fast_links(),
-        inputs="global",
-        input_placements=None,
-        output_placements=None,
-        method="auto",
-        time_limit=60.0,
-        dynamic=None,
-        mp_policy=None,
-        effort="fast",
-        work_limit=None,
-        verbose=False,
-        memory_limit=memory_limit,
-    )
+    """Options of a quick search."""
+    return given("cpu", time_limit=60.0, effort="fast", memory_limit=memory_limit)
 
 
 def test_all_ranks_train_on_the_mesh_that_was_found(workers: Workers) -> None:

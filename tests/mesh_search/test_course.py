@@ -19,11 +19,11 @@ from autoshard.errors import BudgetError, HintError, PipelineError, PlanError
 from autoshard.mesh_search.candidate import BEST, Candidate
 from autoshard.mesh_search.course import MeshSearch
 from autoshard.mesh_search.request import Request
-from autoshard.options import check_options
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
 from autoshard.planning import planned_with, planner_for
 from autoshard.specs.axes import MeshShape
+from tests.options import options as given
 
 WIDE = 512
 BATCH = 1024
@@ -64,22 +64,7 @@ def request(plan_pipeline: Callable[..., Any] = no_pipeline, **changes: Any) -> 
     module, args, graph = model()
     asked: dict[str, Any] = {"memory_limit": "1GiB", "effort": "fast", "hints": None, "cluster": hosts(2)}
     asked |= {name: changes.pop(name) for name in list(changes) if name in asked}
-    options = check_options(
-        None,
-        optimizer=None,
-        optimizer_bytes_per_element=None,
-        inputs="global",
-        input_placements=None,
-        output_placements=None,
-        method="auto",
-        time_limit=60.0,
-        dynamic=None,
-        mp_policy=None,
-        recompute="none",
-        work_limit=None,
-        verbose=False,
-        **asked,
-    )
+    options = given(time_limit=60.0, recompute="none", **asked)
     return Request(
         module=module,
         args=args,

@@ -8,34 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.options import Options, check_options
+from autoshard.options import Options
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.planning import plan_pipeline
 from autoshard.pipelined.stage_plans import Boundaries
 from tests import models
-from tests.training import fast_links
+from tests.options import options as given
 
 
 def options(**changes: Any) -> Options:
-    """Options with nothing said but what is changed."""
-    said: dict[str, Any] = {
-        "hints": None,
-        "optimizer": None,
-        "optimizer_bytes_per_element": None,
-        "cluster": fast_links(),
-        "inputs": "global",
-        "input_placements": None,
-        "output_placements": None,
-        "method": "auto",
-        "time_limit": 30.0,
-        "dynamic": None,
-        "mp_policy": None,
-        "effort": "fast",
-        "work_limit": None,
-        "verbose": False,
-        "recompute": "auto",
-    }
-    return check_options(None, **{**said, **changes})
+    """Options of a quick search."""
+    return given(**({"effort": "fast", "recompute": "auto"} | changes))
 
 
 class Tower(nn.Module):

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import autoshard
 from autoshard.arguments import check_examples
-from autoshard.options import check_options
 from autoshard.partition.shards import whole
 from autoshard.pipeline.actions import Schedule
 from autoshard.pipeline.costs import StageCosts
@@ -32,6 +31,7 @@ from autoshard.pipelined.places import forward_fingerprint
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.specs.axes import MeshShape
 from tests import models
+from tests.options import options
 from tests.pipeline.chain import balanced
 from tests.training import LEARNING_RATE, MOMENTUM, STEPS, fast_links, loss_of, outputs_of
 from tests.widen import Widened, doubles
@@ -90,30 +90,6 @@ def plan_by_hand(
     )
 
 
-def options(**changed: Any) -> Any:
-    """What `parallelize` would hand on."""
-    return check_options(
-        "cpu",
-        **{
-            "hints": None,
-            "optimizer": None,
-            "optimizer_bytes_per_element": None,
-            "cluster": fast_links(),
-            "inputs": "global",
-            "input_placements": None,
-            "output_placements": None,
-            "method": "auto",
-            "time_limit": 10.0,
-            "dynamic": None,
-            "mp_policy": None,
-            "effort": "full",
-            "work_limit": None,
-            "verbose": False,
-        }
-        | changed,
-    )
-
-
 def pipeline_of(
     module: nn.Module, inputs: Mapping[str, Any], plan: PipelinePlan, sizes: Sizes | None = None
 ) -> PipelineModule:
@@ -121,7 +97,7 @@ def pipeline_of(
     shape = plan.mesh if sizes is None else MeshShape.of(sizes)
     mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
     with Widened():
-        return pipelined(module, mesh, *check_examples((), inputs), plan=plan, options=options())
+        return pipelined(module, mesh, *check_examples((), inputs), plan=plan, options=options("cpu", time_limit=10.0))
 
 
 def trained_alone(name: str, parts: int, **options: Any) -> dict[str, torch.Tensor]:

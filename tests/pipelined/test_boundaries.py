@@ -16,8 +16,9 @@ from autoshard.pipelined.boundaries import Boundaries, names_of
 from autoshard.pipelined.places import stage_options
 from autoshard.plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
+from tests.options import options
 from tests.pipeline.chain import balanced
-from tests.pipelined.pipelines import model, options
+from tests.pipelined.pipelines import model
 
 MESH = MeshShape.of({"dp": 2})
 WHOLE = (Replicate(),)

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import autoshard
 from autoshard.errors import InputError, PipelineError, PlanError
 from autoshard.pipeline.schedules import schedule
 from autoshard.pipelined.plan import PipelinePlan
@@ -69,6 +71,9 @@ def test_what_is_refused(two: Workers) -> None:
 
 def refused(plan: PipelinePlan) -> None:
     module, inputs = small()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    with pytest.raises(PlanError, match="a pipeline can not have the option output_placements"):
+        autoshard.parallelize(module, mesh, (), inputs, plan=plan, output_placements="planned")
     pipeline = pipeline_of(module, inputs, plan)
     with pytest.raises(InputError, match="3 samples cannot be split into 2 equal microbatches"):
         pipeline.train_step(**taken(inputs, 3))
