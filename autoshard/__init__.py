@@ -21,9 +21,9 @@ from autoshard.frontier import Frontier
 from autoshard.mesh_search.result import SearchResult
 from autoshard.mesh_search.search import search
 from autoshard.partition.checkpoint import checkpointable
-from autoshard.partition.materialize import materialize
 from autoshard.partition.safetensors import load_safetensors
 from autoshard.patterns.registry import register_rule
+from autoshard.pipelined.materialize import materialize
 from autoshard.pipelined.module import PipelineModule
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.plan import ShardingPlan

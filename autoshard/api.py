@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.arguments import check_examples, check_mesh, check_module, check_plain, check_plan
+from autoshard.batch_shares import plan_shares, planned_in_shares, settled
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
@@ -24,7 +25,7 @@ from autoshard.pipelined.front import PipelineOptions, parallelize_pipeline, pla
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.plan import ShardingPlan
 from autoshard.planner.frontier import frontier_plans
-from autoshard.planning import planned_with, planner_for, told
+from autoshard.planning import planner_for, told
 from autoshard.progress import watched
 from autoshard.specs.axes import MeshShape
 
@@ -46,7 +47,7 @@ def plan(
     method: str = "auto",
     time_limit: float = 30.0,
     dynamic: Dynamic | None = None,
-    shares: Shares | None = None,
+    shares: Shares | Literal["auto"] | None = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
     recompute: str = "auto",
     effort: str = "full",
@@ -90,11 +91,13 @@ def plan(
             Costs are those of the example's sizes. Other sizes are all served by the one plan; what an axis does
             not divide is padded, so that at most one axis splits such a dim.
         shares: for devices of different speed, what the ranks of one mesh axis take of the batch, in proportion to one
-            another, such as `{"dp": (4, 2)}`; `autoshard.cluster.shares` proposes some. The batch is the size that
-            `dynamic` gives dim 0 of the inputs. Every rank runs operators on its own rows, without padding; means,
-            losses and gradients are those of the global batch. Global inputs are shared in these proportions; local
-            ones as they come, at least one row a rank. On this axis tensors that have to do with the batch are split
-            along it or not at all. Costs and memory in the plan are those of equal shares.
+            another, such as `{"dp": (4, 2)}`. The batch is the size that `dynamic` gives dim 0 of the inputs. Every
+            rank runs operators on its own rows, without padding; means, losses and gradients are those of the global
+            batch. Global inputs are shared in these proportions; local ones as they come, at least one row a rank. On
+            this axis tensors that have to do with the batch are split along it or not at all. The predicted step is
+            that of the rank that is done last; memory is that of equal shares. `"auto"`: where the cluster has devices
+            of several kinds and `dynamic` names the batch of global inputs, shares in proportion to speed, as far as
+            memory allows, if they make the step shorter (`plan.shares` says which); else equal ones. None: equal ones.
         mp_policy: precisions, as `fully_shard(module, mp_policy=...)` understands them: parameters stay in their own
             dtype, and are cast to `param_dtype` before they are gathered; the inputs of `forward` are cast too
             (`cast_forward_inputs`), its outputs to `output_dtype`; gradients are reduced in `reduce_dtype`, or the
@@ -160,8 +163,10 @@ def plan(
     start = time.perf_counter()
     graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), dynamic=dynamic, mp_policy=options.mp_policy)
     seconds = time.perf_counter() - start
-    planner = planner_for(module, graph, shape, options)
-    return planned_with(planner, seconds, options)
+    if options.shares == "auto":
+        return plan_shares(module, graph, shape, options, seconds)
+    options = settled(options, shape, options.shares or {})
+    return planned_in_shares(planner_for(module, graph, shape, options), seconds, options)
 
 
 def frontier(
@@ -259,7 +264,7 @@ def parallelize(
     method: str = "auto",
     time_limit: float = 30.0,
     dynamic: Dynamic | None = None,
-    shares: Shares | None = None,
+    shares: Shares | Literal["auto"] | None = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
     recompute: str = "auto",
     effort: str = "full",

@@ -36,7 +36,7 @@ class Options:
     mp_policy: MixedPrecisionPolicy | None
     verbose: bool
     settings: Settings
-    shares: Shares | None = None
+    shares: Shares | Literal["auto"] | None = None
 
 
 def check_options(
@@ -58,7 +58,7 @@ def check_options(
     verbose: bool,
     memory_limit: int | str | None = None,
     recompute: str = "none",
-    shares: Shares | None = None,
+    shares: Shares | str | None = None,
 ) -> Options:
     """The options as they are used, for devices of a type, None where there are none yet.
 
@@ -108,11 +108,16 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise PlanError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}.")
 
 
-def _check_shares(shares: Shares | None, dynamic: Dynamic | None, output_placements: Placements) -> Shares | None:
-    if shares is None:
-        return None
+def _check_shares(
+    shares: Shares | str | None, dynamic: Dynamic | None, output_placements: Placements
+) -> Shares | Literal["auto"] | None:
+    if shares is None or shares == "auto":
+        return shares  # type: ignore[return-value]
     if not isinstance(shares, Mapping) or len(shares) != 1:
-        raise PlanError(f'shares={shares!r}: name one mesh axis and what each of its ranks takes: {{"dp": (4, 2)}}.')
+        raise PlanError(
+            f'shares={shares!r}: name one mesh axis and what each of its ranks takes: {{"dp": (4, 2)}}; or say "auto", '
+            "or None for equal shares."
+        )
     ((axis, given),) = shares.items()
     whole = isinstance(given, Sequence) and all(isinstance(share, int) and share > 0 for share in given)
     if not whole:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,25 +12,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.utils import _pytree as pytree
 
+from autoshard.batch_shares import plan_shares, planned_in_shares, settled
 from autoshard.capture import outside_modes
 from autoshard.capture.joint import JointGraph, capture
-from autoshard.capture.recompute import recomputed
 from autoshard.capture.twin import check_parameters
 from autoshard.options import Options
 from autoshard.partition.agree import from_first_rank, together
 from autoshard.partition.checkpoint import install_hooks
+from autoshard.partition.gradient_sums import GradientSums
 from autoshard.partition.localize import Localizer
 from autoshard.partition.module import Runtime, Tangents, check_constants, wants_gradient
 from autoshard.partition.shards import replace_parameters, synchronize_buffers
 from autoshard.partition.split import split
 from autoshard.partition.steady import check_steady
 from autoshard.partition.step import Program, Ranks
-from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.generic import generic_sizes
-from autoshard.patterns.graph import GraphRules
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
-from autoshard.planning import planned_with, planner_for
+from autoshard.planning import flow_of, planner_for
+from autoshard.reshard.unreduced import Reduced
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
@@ -46,6 +46,8 @@ class Parallelizer:
         part: of a larger module that other ranks run other parts of, the number of this one.
         later: where every backward puts what is left of it, once gradients of inputs are made: gradients of parameters
             are added to theirs by whoever calls it.
+        sums: where backwards add up gradients of parameters that are reduced by the last of them.
+        reduced: which ones these are.
     """
 
     def __init__(
@@ -57,9 +59,13 @@ class Parallelizer:
         plan: ShardingPlan | None,
         part: int = 0,
         later: list[Callable[[], None]] | None = None,
+        sums: GradientSums | None = None,
+        reduced: Reduced = "step",
     ) -> None:
         self.part = part
         self.later = later
+        self.sums = sums
+        self.reduced: Reduced = reduced
         self.module = module
         self.device_mesh = device_mesh
         self.mesh = MeshShape.of(device_mesh)
@@ -68,10 +74,15 @@ class Parallelizer:
         self.plan = plan
         self.placed: dict[str, tuple[Placement, ...]] | None = None
         self.runtime = Runtime(module, device_mesh, self.prepare, options.inputs, options.dynamic)
-        if options.shares is not None:
-            ((axis, shares),) = options.shares.items()
-            self.runtime.shares = self.mesh.index(axis), tuple(shares)
+        if options.shares != "auto":
+            self._share(options.shares or {})
         self.runtime.planned_outputs = options.output_placements is not None
+
+    def _share(self, given: Mapping[str, Sequence[int]]) -> None:
+        """Have the ranks of an axis take such shares from now on; equal ones where none are given."""
+        self.options = settled(self.options, self.mesh, given)
+        for axis, shares in given.items():
+            self.runtime.shares = self.mesh.index(axis), tuple(shares)
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan and place now if there is an example call, else replicate and plan at the first call."""
@@ -104,10 +115,10 @@ class Parallelizer:
             self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic, device)
         )
         decided = self._decide(graph, planner, seconds)
-        rules = planner.rules
-        if decided.recomputed:
-            rules = GraphRules(recomputed(graph, decided.recomputed), self.mesh)
-        flow = Flow(rules, Decisions.from_data(decided.decisions), self.mesh)
+        if self.options.shares == "auto":
+            self._share(decided.shares)
+            planner = self._planner(graph) if decided.shares else planner
+        flow = flow_of(planner, decided)
         ranks = Ranks(self.device_mesh, device, self.part)
         with outside_modes():
             shared = planner.wishes.shared
@@ -116,7 +127,10 @@ class Parallelizer:
                 others = generic_sizes(flow.graph, self.mesh, flow.rules.generic)
                 other = Localizer(flow, planner.resharder, ranks.groups, others, shared).run()
                 check_steady(step, other, others if shared is None else shared.example(others))
-            halves = split(step, self.compile, in_parts=self.later is not None)
+            # Who differentiates more than the loss is given reduced gradients at once.
+            sums = self.sums if tangents == "loss" else None
+            reduced = None if sums is None else self.reduced
+            halves = split(step, self.compile, in_parts=self.later is not None, reduced=reduced)
         if self.placed is None:
             self._place(decided)
         self.runtime.know_inputs(step.inputs)
@@ -127,7 +141,7 @@ class Parallelizer:
             def general() -> Program:
                 return self.runtime.prepare(like_args, like_kwargs, grad, "all", signature, dynamic).program
 
-        return graph, Program(step, halves, ranks, general, self.later)
+        return graph, Program(step, halves, ranks, general, self.later, sums)
 
     def _capture(
         self,
@@ -153,8 +167,11 @@ class Parallelizer:
         )
         check_constants(graph, self.module)
         seconds = time.perf_counter() - start
+        return graph, self._planner(graph), seconds
+
+    def _planner(self, graph: JointGraph) -> Planner:
         known = self.runtime.input_placements if self.options.inputs == "local" else {}
-        return graph, planner_for(self.module, graph, self.mesh, self.options, self.placed, known), seconds
+        return planner_for(self.module, graph, self.mesh, self.options, self.placed, known)
 
     def _decide(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
         """The plan given by the user for the first call; else the first rank's."""
@@ -166,10 +183,15 @@ class Parallelizer:
         }
         decided = self.plan if self.placed is None else None
         if decided is None:
-            text = from_first_rank(self.device_mesh, lambda: planned_with(planner, seconds, self.options).to_json())
+            text = from_first_rank(self.device_mesh, lambda: self._planned(graph, planner, seconds).to_json())
             decided = ShardingPlan.from_json(text)
         together(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))
         return decided
+
+    def _planned(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
+        if self.options.shares == "auto" and self.placed is None:
+            return plan_shares(self.module, graph, self.mesh, self.options, seconds)
+        return planned_in_shares(planner, seconds, self.options)
 
     def _place(self, decided: ShardingPlan) -> None:
         whole = Spec.replicated(self.mesh.ndim).placements

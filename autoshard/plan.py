@@ -127,6 +127,11 @@ class ShardingPlan:
                 )
 
     @property
+    def shares(self) -> dict[str, tuple[int, ...]]:
+        """What the ranks of a mesh axis take of the batch, in proportion to one another; empty for equal shares."""
+        return {axis: tuple(taken) for axis, taken in self.options.get("shares", {}).items()}
+
+    @property
     def gap(self) -> float:
         """How far, relative to its cost, the plan may be from the best one; 0.0 if it is proved to be the best."""
         return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -81,6 +82,7 @@ def summary(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
     lines = (
         ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}"),
         ("predicted step", f"{format_seconds(plan.step_seconds)}{_communication(plan)}"),
+        ("shares", _shares_text(plan)),
         ("memory per device", memory_text(plan)),
         ("peak", peak_text(plan.memory)),
         ("search", f"{plan.method or 'none'}, {_proof(plan)}"),
@@ -89,6 +91,17 @@ def summary(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
         ("hints", ", ".join(f"{hint}: {pinned}" for hint, pinned in plan.hints.items())),
     )
     return tuple((label, value) for label, value in lines if value)
+
+
+def _shares_text(plan: ShardingPlan) -> str:
+    """`"39 of the batch on 8 ranks of dp, 25 on 8; memory is that of equal shares"`; empty for equal shares."""
+    told = []
+    for axis, taken in plan.shares.items():
+        runs = [(share, len(list(run))) for share, run in itertools.groupby(taken)]
+        (first, ranks), *others = runs
+        told.append(f"{first} of {sum(taken)} rows on {ranks} of {axis}")
+        told += [f"{share} on {count}" for share, count in others]
+    return f"{', '.join(told)}; memory is that of equal shares" if told else ""
 
 
 def memory_parts(memory: Memory) -> dict[str, int]:

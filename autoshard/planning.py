@@ -6,15 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import sympy
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import hints as hint_rules
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.recompute import recomputed
 from autoshard.capture.task_graphs import assign_task_graphs, defaults_of
 from autoshard.errors import HintError, PlanError
 from autoshard.options import Options, Placements
+from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.patterns.graph import GraphRules
 from autoshard.plan import ShardingPlan
+from autoshard.planner.collector import older_objects_set_aside
 from autoshard.planner.found import Found
 from autoshard.planner.planner import Planner
 from autoshard.planner.problem import Wishes
@@ -27,6 +32,7 @@ from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec
 
 
+@older_objects_set_aside()
 def planned_with(
     planner: Planner,
     capture_seconds: float,
@@ -52,6 +58,7 @@ def told(result: ShardingPlan, planner: Planner, capture_seconds: float, options
         str(primitive): " x ".join(planner.mesh.names[axis] for axis in axes) or "one device"
         for primitive, axes in planner.wishes.task_graphs.items()
     }
+    shares = options.shares
     return replace(
         result,
         timings={"capture": capture_seconds, **result.timings},
@@ -60,10 +67,14 @@ def told(result: ShardingPlan, planner: Planner, capture_seconds: float, options
             "inputs": options.inputs,
             "memory_limit": options.settings.memory_limit,
             "method": options.settings.method,
+            **(
+                {"shares": {axis: list(taken) for axis, taken in shares.items()}} if isinstance(shares, Mapping) else {}
+            ),
         },
     )
 
 
+@older_objects_set_aside()
 def planner_for(
     module: nn.Module,
     graph: JointGraph,
@@ -109,6 +120,14 @@ def planner_for(
     return Planner(graph, mesh, options.cluster, wishes, options.settings, like=like)
 
 
+def flow_of(planner: Planner, plan: ShardingPlan) -> Flow:
+    """The decisions of a plan on the graph that they are of: the planner's, or that in which layers are run again."""
+    rules = planner.rules
+    if plan.recomputed:
+        rules = GraphRules(recomputed(planner.graph, plan.recomputed), planner.mesh)
+    return Flow(rules, Decisions.from_data(plan.decisions), planner.mesh)
+
+
 def _input_pins(
     graph: JointGraph,
     mesh: MeshShape,
@@ -143,21 +162,26 @@ def shared_axis(graph: JointGraph, mesh: MeshShape, options: Options) -> SharedA
 
     Raises:
         MeshError: the mesh has no such axis.
-        PlanError: there are not as many shares as ranks, or dynamic inputs begin with different sizes, or none.
+        PlanError: dynamic inputs begin with different sizes, or none.
     """
-    if options.shares is None or graph.dynamic is None:
+    if not isinstance(options.shares, Mapping) or graph.dynamic is None:
         return None
-    ((name, shares),) = options.shares.items()
+    (name,) = options.shares
     axis = mesh.index(name)
-    if len(shares) != mesh.sizes[axis]:
-        raise PlanError(f"axis {name!r} has {mesh.sizes[axis]} ranks and {len(shares)} shares: give one to each.")
-    sizes = {dims[0] for dims in graph.dynamic.dims.values() if 0 in dims}
-    if len(sizes) != 1 or not next(iter(sizes)).is_Symbol:
+    batch = batch_of(graph)
+    if batch is None:
+        sizes = {str(dims[0]) for dims in graph.dynamic.dims.values() if 0 in dims}
         raise PlanError(
             f"shares are of the batch, the dynamic size of dim 0 of the inputs, and dynamic says "
-            f"{', '.join(sorted(map(str, sizes))) or 'none'} of it: give that dim of all inputs one name."
+            f"{', '.join(sorted(sizes)) or 'none'} of it: give that dim of all inputs one name."
         )
-    return SharedAxis(axis, mesh.sizes[axis], sizes.pop())
+    return SharedAxis(axis, mesh.sizes[axis], batch)
+
+
+def batch_of(graph: JointGraph) -> sympy.Symbol | None:
+    """The dynamic size that dim 0 of the dynamic inputs has; None where that is not one size."""
+    sizes = set() if graph.dynamic is None else {dims[0] for dims in graph.dynamic.dims.values() if 0 in dims}
+    return sizes.pop() if len(sizes) == 1 and next(iter(sizes)).is_Symbol else None
 
 
 def _output_specs(graph: JointGraph, mesh: MeshShape, wanted: Placements) -> dict[str, Spec]:

@@ -168,15 +168,26 @@ class MixtureOfExperts(nn.Module):
         )
 
 
+class _FeedForward(nn.Module):
+    """What a layer without experts has in their place."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
 class _ExpertBlock(nn.Module):
-    """A pre-norm transformer layer whose feed-forward part is a mixture of experts."""
+    """A pre-norm transformer layer whose feed-forward part is a mixture of experts, or, of none, a plain one."""
 
     def __init__(self, width: int, heads: int, inner: int, experts: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.moe = MixtureOfExperts(width, inner, experts)
+        self.moe = MixtureOfExperts(width, inner, experts) if experts else _FeedForward(width, inner)
 
     def forward(self, x: Tensor) -> Tensor:
         normal = self.norm1(x)
@@ -190,12 +201,15 @@ class _ExpertBlock(nn.Module):
 
 
 class GShard(nn.Module):
-    """A language model of layers with experts: `forward(input_ids, labels)` returns the loss."""
+    """A language model with experts in one layer of `every`: `forward(input_ids, labels)` returns the loss."""
 
-    def __init__(self, width: int, heads: int, inner: int, experts: int, layers: int, vocabulary: int) -> None:
+    def __init__(
+        self, width: int, heads: int, inner: int, experts: int, layers: int, vocabulary: int, every: int = 1
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(_ExpertBlock(width, heads, inner, experts) for _ in range(layers))
+        counts = (0 if layer % every else experts for layer in range(layers))
+        self.layers = nn.ModuleList(_ExpertBlock(width, heads, inner, count) for count in counts)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 

@@ -115,10 +115,15 @@ def expert_plan(
         name: tuple(scheme.parameter(name, parameter.shape) for scheme in over)
         for name, parameter in module.named_parameters()
     }
+    pin_activations(module, over)
+    return autoshard.plan(module, mesh, (), inputs, output_placements="planned", hints=hints, **options)
+
+
+def pin_activations(module: nn.Module, schemes: list[Scheme]) -> None:
+    """Have every layer of a module pin its output as the schemes, one per mesh axis, would have it."""
     for path, part in module.named_modules():
         if not list(part.children()) and list(part.parameters(recurse=False)):
-            part.register_forward_hook(functools.partial(_pin, path, over))
-    return autoshard.plan(module, mesh, (), inputs, output_placements="planned", hints=hints, **options)
+            part.register_forward_hook(functools.partial(_pin, path, schemes))
 
 
 def _pin(path: str, schemes: list[Scheme], module: nn.Module, inputs: object, output: object) -> object:

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.workers import Workers
+
 hypothesis.settings.register_profile(
     "autoshard",
     deadline=None,  # the first example of a test often pays for an import
@@ -19,6 +21,20 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("autoshard")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Workers]:
+    """Two processes, for the tests of the group `gloo`."""
+    with Workers(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Workers]:
+    """Four of them."""
+    with Workers(4) as started:
+        yield started
 
 
 def pytest_collection_finish() -> None:

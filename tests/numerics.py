@@ -7,14 +7,15 @@ import json
 import logging
 import multiprocessing
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from tests.pipeline_rows import pipeline_table
 from tests.precision import BFLOAT16_ROUNDING, FACTOR, distances
 from tests.tight import Tight, tight_row
 from tests.training import (
@@ -214,17 +215,54 @@ def limited_row(run: Tight) -> str:
     )
 
 
-def page(
-    planned: Iterable[Row],
-    random: Iterable[Row],
-    processes: Iterable[Row],
-    limited: Iterable[Tight],
-    lowered: Iterable[str],
-) -> str:
-    """The page as Markdown."""
-    tables = ("\n## Planned\n", planned), (RANDOM, random), (PROCESSES, processes)
-    text = INTRODUCTION + "".join(f"{text}\n{_table(rows)}" for text, rows in tables)
-    return text + LIMITED + "".join(map(limited_row, limited)) + PRECISION + "".join(lowered)
+def planned_section(jobs: Executor) -> str:
+    return f"\n## Planned\n\n{_table(_logged(jobs.map(planned_row, *zip(*PLANNED, strict=True))))}"
+
+
+def random_section(jobs: Executor) -> str:
+    rows = _logged(jobs.map(random_row, *zip(*RANDOMLY, strict=True), range(len(RANDOMLY))))
+    return f"{RANDOM}\n{_table(rows)}"
+
+
+def process_section(jobs: Executor) -> str:
+    with Workers(4) as workers:
+        return f"{PROCESSES}\n{_table(_logged(process_row(model, workers) for model in REAL))}"
+
+
+def pipeline_section(jobs: Executor) -> str:
+    with Workers(2) as two, Workers(4) as four, Workers(8) as eight:
+        return pipeline_table({2: two, 4: four, 8: eight}, MODELS)
+
+
+def limited_section(jobs: Executor) -> str:
+    return LIMITED + "".join(map(limited_row, jobs.map(tight_row, *zip(*TIGHT, strict=True))))
+
+
+def lowered_section(jobs: Executor) -> str:
+    return PRECISION + "".join(jobs.map(lowered_row, LOWERED))
+
+
+SECTIONS: dict[str, Callable[[Executor], str]] = {
+    "Planned": planned_section,
+    "Random plans": random_section,
+    "Real processes": process_section,
+    "Pipelines": pipeline_section,
+    "Under tight limits": limited_section,
+    "Mixed precision": lowered_section,
+}
+"""What makes each section of the page, by their titles, in their order."""
+
+
+def page(made: Mapping[str, str], before: str) -> str:
+    """The page as Markdown.
+
+    Args:
+        made: sections by their titles.
+        before: the page as it was, which has the sections that were not made.
+    """
+    heading = "\n## "
+    known = {text.partition("\n")[0]: heading + text.strip("\n") + "\n" for text in before.split(heading)[1:]}
+    return INTRODUCTION + "".join((known | dict(made))[title] for title in SECTIONS)
 
 
 def _table(rows: Iterable[Row]) -> str:
@@ -265,18 +303,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} instead of printing it")
     parser.add_argument("--jobs", type=int, default=1, help="processes that make rows; each takes one thread")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="run these alone; the rest of the page stays")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(asked.jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as jobs:
-        planned = _logged(jobs.map(planned_row, *zip(*PLANNED, strict=True)))
-        random = _logged(jobs.map(random_row, *zip(*RANDOMLY, strict=True), range(len(RANDOMLY))))
-        limited = list(jobs.map(tight_row, *zip(*TIGHT, strict=True)))
-        lowered = list(jobs.map(lowered_row, LOWERED))
-    with Workers(4) as workers:
-        processes = _logged(process_row(model, workers) for model in REAL)
-    text = page(planned, random, processes, limited, lowered)
+        made = {name: SECTIONS[name](jobs) for name in asked.only or SECTIONS}
+    text = page(made, PAGE.read_text("utf-8"))
     if asked.write:
         PAGE.write_text(text, "utf-8")
     else:

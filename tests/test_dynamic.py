@@ -95,7 +95,7 @@ def test_one_program_serves_all_batches(mesh: dict[str, int]) -> None:
     ("name", "mesh"),
     [
         (ONE_LAYER, {"dp": 4}),
-        ("hf_llama" + OF_ONE_LAYER, {"dp": 2, "tp": 2}),
+        ("hf_llama" + OF_ONE_LAYER, {"dp": 2}),
         ("hf_gpt2" + OF_ONE_LAYER, {"dp": 3}),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_random_plan_holds_at_all_sizes() -> None:
         ONE_LAYER,
         mesh,
         TOKENS,
-        SIZES[1:4],
+        SIZES[1:3],
         plan=random_plan(graph, MeshShape.of(mesh), seed=2, forced=0.3, recompute=0.7),
     )
 

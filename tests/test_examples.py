@@ -161,12 +161,19 @@ def test_compile_backend(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["whale/data_parallel.py", "whale/replicate_and_split.py", "whale/mixture_of_experts.py"]
+    ("name", "shown"),
+    [
+        ("whale/data_parallel.py", ["replicate(2): devices"]),
+        ("whale/replicate_and_split.py", ["replicate(2): devices", "split(2): devices"]),
+        ("whale/mixture_of_experts.py", ["replicate(2): devices", "split(2): devices"]),
+        ("whale/pipeline.py", ["8 microbatches, 1 stage per rank", "first.0 to first.2", "second"]),
+        ("whale/auto_pipeline.py", ["4 microbatches"]),
+    ],
 )
-def test_whale(name: str, tmp_path: Path) -> None:
+def test_whale(name: str, shown: list[str], tmp_path: Path) -> None:
     text = run(name, tmp_path)
     difference = re.search(r"largest relative difference: (\S+)", text)
     assert difference is not None
     assert float(difference[1]) < 1e-9
-    assert "replicate(2): devices" in text
-    assert ("split(2): devices" in text) == (name != "whale/data_parallel.py")
+    for part in shown:
+        assert part in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,6 @@ from tests.workers import Workers
 
 pytestmark = pytest.mark.xdist_group("gloo")  # one set of processes
 RATE = 0.25
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(4) as started:
-        yield started
 
 
 def mesh() -> DeviceMesh:
@@ -82,8 +75,8 @@ def assert_same_everywhere(tensor: torch.Tensor) -> None:
         assert torch.equal(other, tensor)
 
 
-def test_training_equals_one_device(workers: Workers) -> None:
-    assert max(workers.run(worst_difference, ONE_LAYER)) <= TOLERANCE
+def test_training_equals_one_device(four: Workers) -> None:
+    assert max(four.run(worst_difference, ONE_LAYER)) <= TOLERANCE
 
 
 def worst_difference(model: str) -> float:
@@ -92,8 +85,8 @@ def worst_difference(model: str) -> float:
     return compare(trace, one_device(model)).worst
 
 
-def test_hidden_units_that_processes_share(workers: Workers) -> None:
-    assert max(workers.run(worst_difference_of_units)) <= TOLERANCE
+def test_hidden_units_that_processes_share(four: Workers) -> None:
+    assert max(four.run(worst_difference_of_units)) <= TOLERANCE
 
 
 def worst_difference_of_units() -> float:
@@ -111,19 +104,19 @@ def single_sample() -> models.Model:
     return models.ZOO["lstm"](dtype=torch.float64, batch=1)
 
 
-def test_keys_that_go_round_processes(workers: Workers) -> None:
+def test_keys_that_go_round_processes(four: Workers) -> None:
     """Ranks of a ring that are no neighbours: a stretch comes from its place in the group."""
     plan = plan_with(attention_model, {"cp": 2, "tp": 2}, "attention", "n", axis=0)
-    assert max(workers.run(worst_difference_of_keys, plan.to_json())) <= TOLERANCE
+    assert max(four.run(worst_difference_of_keys, plan.to_json())) <= TOLERANCE
 
 
 def worst_difference_of_keys(plan: str) -> float:
     return worst_error(attention_model, {"cp": 2, "tp": 2}, processes=True, plan=ShardingPlan.from_json(plan))
 
 
-def test_ranks_that_hold_unequally_many_rows(workers: Workers) -> None:
+def test_ranks_that_hold_unequally_many_rows(four: Workers) -> None:
     """Tokens sent to the ranks of their experts, on an axis of two; the first rank gets none."""
-    assert max(workers.run(worst_of_routed, "none to the first")) <= TOLERANCE
+    assert max(four.run(worst_of_routed, "none to the first")) <= TOLERANCE
 
 
 def worst_of_routed(routing: str) -> float:
@@ -141,8 +134,8 @@ def worst_of_routed(routing: str) -> float:
     return compare(train(module, inputs), expected).worst
 
 
-def test_the_first_rank_decides_parameters_and_buffers(workers: Workers) -> None:
-    workers.run(different_seeds)
+def test_the_first_rank_decides_parameters_and_buffers(four: Workers) -> None:
+    four.run(different_seeds)
 
 
 def different_seeds() -> None:
@@ -162,8 +155,8 @@ def different_seeds() -> None:
         assert torch.equal(whole(later.get_parameter(name)), value)
 
 
-def test_an_optimizer_made_before_the_first_call(workers: Workers) -> None:
-    workers.run(plan_at_the_first_call)
+def test_an_optimizer_made_before_the_first_call(four: Workers) -> None:
+    four.run(plan_at_the_first_call)
 
 
 def plan_at_the_first_call() -> None:
@@ -175,8 +168,8 @@ def plan_at_the_first_call() -> None:
     assert any(placement != Replicate() for placements in trace.placements.values() for placement in placements)
 
 
-def test_local_inputs_as_a_loader_yields_them(workers: Workers) -> None:
-    workers.run(own_shards)
+def test_local_inputs_as_a_loader_yields_them(four: Workers) -> None:
+    four.run(own_shards)
 
 
 def own_shards() -> None:
@@ -198,9 +191,9 @@ def own_shards() -> None:
     assert compare(train(module, own), expected).worst <= TOLERANCE
 
 
-def test_local_inputs_of_different_lengths(workers: Workers) -> None:
+def test_local_inputs_of_different_lengths(four: Workers) -> None:
     """Five samples on two ranks, then other numbers of samples, one rank's share of them empty."""
-    errors = workers.run(shards_of_different_lengths)
+    errors = four.run(shards_of_different_lengths)
     assert all("were given 1, 3 elements of dim 0 of input_ids" in error for error in errors)
     assert all("are 2, 2: every rank takes 2" in error for error in errors)
 
@@ -230,8 +223,8 @@ def shards_of_different_lengths() -> str:
     return str(caught.value)
 
 
-def test_other_signatures_and_a_loss_of_the_logits(workers: Workers) -> None:
-    workers.run(several_signatures)
+def test_other_signatures_and_a_loss_of_the_logits(four: Workers) -> None:
+    four.run(several_signatures)
 
 
 def several_signatures() -> None:
@@ -257,8 +250,8 @@ def whole_of(tensor: torch.Tensor | None) -> torch.Tensor:
     return whole(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def test_planned_outputs_hold_their_shards(workers: Workers) -> None:
-    workers.run(planned_outputs)
+def test_planned_outputs_hold_their_shards(four: Workers) -> None:
+    four.run(planned_outputs)
 
 
 def planned_outputs() -> None:
@@ -272,9 +265,9 @@ def planned_outputs() -> None:
     torch.testing.assert_close(our_loss.full_tensor(), loss, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_planned_outputs_of_a_batch_that_does_not_divide(workers: Workers) -> None:
+def test_planned_outputs_of_a_batch_that_does_not_divide(four: Workers) -> None:
     """Ranks hold the rows that are theirs, and no padding; gradients may come back through them."""
-    workers.run(planned_uneven_outputs)
+    four.run(planned_uneven_outputs)
 
 
 def planned_uneven_outputs() -> None:
@@ -295,11 +288,11 @@ def planned_uneven_outputs() -> None:
         torch.testing.assert_close(whole_of(parameter.grad), other.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_a_plan_from_a_file(workers: Workers, tmp_path: Path) -> None:
+def test_a_plan_from_a_file(four: Workers, tmp_path: Path) -> None:
     module, inputs = words()
     path = tmp_path / "plan.json"
     autoshard.plan(module, {"dp": 2, "tp": 2}, (), inputs, cluster=fast_links()).save(path)
-    workers.run(apply_plan, str(path))
+    four.run(apply_plan, str(path))
 
 
 def apply_plan(path: str) -> None:
@@ -314,8 +307,8 @@ def apply_plan(path: str) -> None:
     assert compare(train(module, inputs), expected).worst <= TOLERANCE
 
 
-def test_an_error_of_the_first_rank_is_one_of_all(workers: Workers) -> None:
-    messages = workers.run(too_small_a_budget)
+def test_an_error_of_the_first_rank_is_one_of_all(four: Workers) -> None:
+    messages = four.run(too_small_a_budget)
     assert "smallest" in messages[0]
     assert len(set(messages)) == 1
 
@@ -328,9 +321,9 @@ def too_small_a_budget() -> str:
     return str(caught.value)
 
 
-def test_an_error_of_any_rank_is_one_of_all(workers: Workers) -> None:
+def test_an_error_of_any_rank_is_one_of_all(four: Workers) -> None:
     for fault in ("model", "batch", "example that the plan is not of"):
-        messages = workers.run(one_rank_differs, fault)
+        messages = four.run(one_rank_differs, fault)
         assert all("rank 2: " in message for rank, message in enumerate(messages) if rank != 2), messages
 
 
@@ -347,9 +340,9 @@ def one_rank_differs(fault: str) -> str:
     return str(caught.value)
 
 
-def test_an_uneven_hint_trains_right(workers: Workers) -> None:
+def test_an_uneven_hint_trains_right(four: Workers) -> None:
     """25 rows over 2 ranks."""
-    workers.run(uneven)
+    four.run(uneven)
 
 
 def uneven() -> None:
@@ -376,8 +369,8 @@ class Masked(nn.Module):
         return autoshard.shard(functional.dropout(product, RATE, self.training), Shard(0), Replicate())
 
 
-def test_dropout_is_one_mask_of_the_whole_tensor(workers: Workers) -> None:
-    workers.run(dropout)
+def test_dropout_is_one_mask_of_the_whole_tensor(four: Workers) -> None:
+    four.run(dropout)
 
 
 def dropout() -> None:
@@ -400,8 +393,8 @@ def dropout() -> None:
     assert torch.equal(module(x), x)
 
 
-def test_replicas_agree_under_dropout_in_a_model(workers: Workers) -> None:
-    workers.run(gpt_with_dropout)
+def test_replicas_agree_under_dropout_in_a_model(four: Workers) -> None:
+    four.run(gpt_with_dropout)
 
 
 def gpt_with_dropout() -> None:

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.numerics import (
     LOWERED,
@@ -21,9 +22,12 @@ from tests.numerics import (
     SQUARE,
     TIGHT,
     axes,
+    page,
     planned_row,
     random_row,
 )
+from tests.pipeline_rows import CASES as PIPELINES
+from tests.pipeline_rows import compare as compare_held
 from tests.precision import BFLOAT16_ROUNDING, FACTOR, distances
 from tests.tight import tight_row
 from tests.training import OF_ONE_LAYER, TOLERANCE, compare, on_mesh, one_device, relative_difference
@@ -101,12 +105,15 @@ def test_every_model_has_a_name() -> None:
 
 
 def test_the_page_has_every_row() -> None:
-    planned, random, processes, limited, lowered = PAGE.read_text("utf-8").split("\n## ")[1:]
+    planned, random, processes, pipelines, limited, lowered = PAGE.read_text("utf-8").split("\n## ")[1:]
     for cases, table in ((PLANNED, planned), (RANDOMLY, random)):
         assert table.count(" of ") >= len(cases)
         assert all(f"| {MODELS[model]} | {mesh} |" in table for model, mesh in cases)
     for model in REAL:
         assert f"| {MODELS[model]} | (2, 2) |" in processes
+    for case in PIPELINES:
+        row = f"| {MODELS[case.model]} | {MeshShape.of(case.mesh)} | {case.order.name} | {case.microbatches} |"
+        assert row in pipelines
     for model, mesh, recompute in TIGHT:
         assert f"| {MODELS[model]} | {mesh} | {recompute} |" in limited
     for model in LOWERED:
@@ -123,3 +130,24 @@ def test_the_comparison_sees_small_differences() -> None:
     assert relative_difference({}, ones) == math.inf
     assert relative_difference({"a": [torch.ones(1)]}, ones) == math.inf
     assert relative_difference({"a": [torch.full((3,), math.nan)]}, ones) == math.inf
+
+
+def test_the_comparison_of_pipelines_sees_every_kind() -> None:
+    expected = {name: torch.ones(2) for name in ("step 0", "norm 0", "gradient w", "w")}
+    assert max(dataclasses.astuple(compare_held([expected, {}], expected))) == 0
+    for place, name in enumerate(expected):
+        errors = dataclasses.astuple(compare_held([expected, {name: torch.ones(2) + 1e-3}], expected))
+        assert [error > 0 for error in errors] == [other == place for other in range(4)]
+        missing = {other: value for other, value in expected.items() if other != name}
+        assert dataclasses.astuple(compare_held([missing], expected))[place] == math.inf
+
+
+def test_one_section_of_the_page_is_made_alone() -> None:
+    """It replaces its own part, or goes to its place where there was none."""
+    before = PAGE.read_text("utf-8")
+    others = [section for section in before.split("\n## ")[1:] if not section.startswith("Pipelines\n")]
+    made = page({"Pipelines": "\n## Pipelines\n\nnew\n"}, before)
+    for text in (made, page({"Pipelines": "\n## Pipelines\n\nnew\n"}, made.replace("\n## Pipelines\n\nnew\n", ""))):
+        sections = text.split("\n## ")[1:]
+        assert sections.pop(3) == "Pipelines\n\nnew\n"
+        assert sections == others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Link
 from autoshard.errors import InputError, MeshError, PlanError
 from tests.models.common import seeded
 from tests.training import OF_ONE_LAYER, TOLERANCE, Widened, build, compare, doubles, fast_links, train
@@ -76,6 +79,14 @@ def workers() -> Iterator[Workers]:
         yield started
 
 
+def unlike_devices() -> Cluster:
+    """A V100 and a P100 on which all that counts is what they compute."""
+    data = json.loads(Cluster.parse("1xV100 + 1xP100", between=Link(1e16, 1e-15)).to_json())
+    for stretch in data["stretches"]:
+        stretch["device"] |= {"kernel_overhead": 1e-15, "memory_bandwidth": 1e18}
+    return Cluster.from_json(json.dumps(data))
+
+
 def first_rows(inputs: Mapping[str, torch.Tensor], count: int) -> Inputs:
     return {name: torch.cat([tensor, tensor])[:count].contiguous() for name, tensor in inputs.items()}
 
@@ -119,6 +130,15 @@ def test_parameters_may_lie_in_shards_on_the_axis_that_shares_the_batch(workers:
 
 def sharded_at_rest() -> None:
     check(mlp, "global", ((4, 2),), hints={"up": (Shard(0),), "down.weight": (Shard(0),)})
+
+
+def test_devices_of_two_kinds_take_shares_by_themselves(workers: Workers) -> None:
+    """15.7 and 10.6 TFLOP/s: 4 and 2 of 6 rows are done sooner than 3 and 3."""
+    assert workers.run(by_speed) == [{4}, {2}]
+
+
+def by_speed() -> set[int]:
+    return check(mlp, "global", ((4, 2),), shares="auto", cluster=unlike_devices())
 
 
 def test_shares_beside_an_axis_of_even_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -14,6 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+PRELOADED = ["tests.training", "transformers.models.gpt2.modeling_gpt2"]
+"""Seconds of imports, once for all processes of all tests."""
 
 
 class Workers:
@@ -63,7 +67,7 @@ class Workers:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.training"])  # seconds of imports, once for all processes of all tests
+        context.set_forkserver_preload(PRELOADED)
         store = str(Path(tempfile.mkdtemp(), "store"))
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -102,6 +106,8 @@ def _received(connection: Connection) -> tuple[str, Any]:
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     """What a process does: one call after another, until its connection closes."""
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported by now stays, as in tests/conftest.py
+    gc.set_threshold(10_000)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
     while True:

@@ -52,7 +52,7 @@ class Exported:
 
 
 @dataclass(slots=True)
-class _Tensors:
+class NamedTensors:
     """Parameters and buffers by first name, the first name behind every name, and all names behind the first."""
 
     fakes: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def export_forward(
     opaque.warn(type(twin).__name__)
     replace_composites(program.graph_module)
     replace_routing(program.graph_module)
-    names = _named_tensors(twin)
+    names = named_tensors(twin)
     structure = program.call_spec.in_spec
     assert structure is not None
     keywords = structure.unflatten(range(structure.num_leaves))[1]
@@ -93,8 +93,9 @@ def export_forward(
     return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes)
 
 
-def _named_tensors(module: nn.Module) -> _Tensors:
-    names = _Tensors()
+def named_tensors(module: nn.Module) -> NamedTensors:
+    """The parameters and buffers of a module."""
+    names = NamedTensors()
     by_identity: dict[int, str] = {}
     tensors = [
         *module.named_parameters(remove_duplicate=False),
@@ -110,7 +111,7 @@ def _named_tensors(module: nn.Module) -> _Tensors:
 
 def _take_inputs(
     program: torch.export.ExportedProgram,
-    names: _Tensors,
+    names: NamedTensors,
     call: CallLayout,
     leaves: list[Any],
     mode: FakeTensorMode,

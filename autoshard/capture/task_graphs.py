@@ -83,7 +83,8 @@ def replicate(devices: Devices = None) -> Primitive:
     """Data parallelism for the operators that run under it: `with autoshard.replicate(4):` in `forward`.
 
     Tensors with a batch dim (the first dim of the inputs, and what comes of it) are sharded by it, so that each of the
-    devices computes its part of the batch; parameters that nothing else uses are whole on each.
+    devices computes its part of the batch; parameters that nothing else uses are whole on each. On a mesh with a
+    pipeline axis, several such contexts (or those of `split`) with numbers of devices are the pipeline's stages.
 
     Args:
         devices: how many: those of the first mesh axis of that size, or of several axes with that product; or the
@@ -183,6 +184,36 @@ def defaults_of(module: nn.Module) -> dict[str, TaskGraph]:
     return {path: TaskGraph(default, path) for path, default in found if default is not None}
 
 
+def mark_defaults(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
+    """Mark the operators of an exported forward graph that no primitive in `forward` covers with what a default says.
+
+    What is cut of the graph then keeps all that is said of it, though it has other modules.
+
+    Args:
+        graph: as export gives it, with the modules of every node.
+        defaults: task graphs by paths of modules; the innermost counts.
+    """
+    for node in graph.nodes if defaults else ():
+        if node.op == "call_function" and _marked(node) is None:
+            stack = node.meta.get("nn_module_stack") or {"": ("",)}
+            default = _default_of(next(reversed(stack.values()))[0], defaults)
+            if default is not None:
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), _MARK: default}
+
+
+def counted(graph: fx.Graph) -> dict[str, TaskGraph]:
+    """The operators in contexts of `forward` that ask for a number of devices, by the names of their nodes.
+
+    On a mesh with a pipeline these devices are a stage's own, where several such contexts follow one another.
+    """
+    found = ((node.name, _marked(node)) for node in graph.nodes)
+    return {
+        name: one
+        for name, one in found
+        if one is not None and isinstance(one.place, int) and isinstance(one.primitive.devices, int)
+    }
+
+
 def assign_task_graphs(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
     """Say of every operator, in its `meta["task_graph"]`, what it belongs to; all have a module path.
 
@@ -202,7 +233,10 @@ def _task_graph_of(node: fx.Node, defaults: Mapping[str, TaskGraph]) -> TaskGrap
     if node.meta.get("is_gradient_acc"):  # gradients are added up where both come from, or between task graphs
         added = {source.meta.get("task_graph") for source in node.all_input_nodes}
         return added.pop() if len(added) == 1 else None
-    path = node.meta.get("module_path", "")
+    return _default_of(node.meta.get("module_path", ""), defaults)
+
+
+def _default_of(path: str, defaults: Mapping[str, TaskGraph]) -> TaskGraph | None:
     return next((defaults[one] for one in (path, *ancestors(path), "") if one in defaults), None)
 
 

@@ -37,9 +37,10 @@ class Device:
 
     def peak(self, dtype: torch.dtype) -> float:
         """Operations per second in `dtype`; that of the type it is computed as where it has no rate of its own."""
-        return self._rate(str(dtype).removeprefix("torch."))
+        return self.rate(str(dtype).removeprefix("torch."))
 
-    def _rate(self, name: str) -> float:
+    def rate(self, name: str) -> float:
+        """As `peak`, of a dtype by its name."""
         if name not in self.peak_flops:
             name = _RUNS_AS.get(name, "float32")
         return self.peak_flops[name]
@@ -54,7 +55,7 @@ class Device:
         return Device(
             name=f"slowest of {', '.join(device.name for device in kinds)}",
             memory=min(device.memory for device in kinds),
-            peak_flops={dtype: min(device._rate(dtype) for device in kinds) for dtype in dtypes},
+            peak_flops={dtype: min(device.rate(dtype) for device in kinds) for dtype in dtypes},
             memory_bandwidth=min(device.memory_bandwidth for device in kinds),
             kernel_overhead=max(device.kernel_overhead for device in kinds),
         )

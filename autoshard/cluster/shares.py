@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
 from autoshard.errors import BudgetError
 from autoshard.memory.budget import format_bytes
 
@@ -81,6 +82,31 @@ def shares(total: int, workers: Sequence[Worker], memory_of: Callable[[int], flo
     ideal = [total * speed / sum(speeds) for speed in speeds]
     nearest = _filled(total, room, lambda place, count: abs(count - ideal[place]) - abs(count - 1 - ideal[place]))
     return tuple(nearest)
+
+
+def paced(device: Device, pace: float) -> Device:
+    """The device with rates so many times as high: one whose share is half of an equal one is done in half the time."""
+    return replace(
+        device,
+        peak_flops={name: rate * pace for name, rate in device.peak_flops.items()},
+        memory_bandwidth=device.memory_bandwidth * pace,
+    )
+
+
+def as_equal(devices: Sequence[Device], shares: Sequence[int]) -> Device:
+    """A device that takes as long with an equal share as the slowest of these does with its own.
+
+    Args:
+        devices: of every worker.
+        shares: elements of every worker, at least one.
+
+    Returns:
+        The worst of every figure, in times of what an equal share is of the worker's: an operator takes as long as on
+        the worker that is last with it. What does not grow with a share is priced as if it did. Its memory is the
+        smallest.
+    """
+    equal = sum(shares) / len(shares)
+    return Device.slowest([paced(device, equal / share) for device, share in zip(devices, shares, strict=True)])
 
 
 def slowest_seconds(shares: Sequence[int], workers: Sequence[Worker], seconds_of: Callable[[int], float]) -> float:

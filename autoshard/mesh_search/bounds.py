@@ -11,7 +11,6 @@ from torch import fx
 
 from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cost import CostModel
-from autoshard.cluster.device import Device
 from autoshard.cluster.flops import flops
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.mesh_search.shapes import Shape
@@ -19,6 +18,7 @@ from autoshard.patterns.graph import GraphRules, Value, operand_nodes
 from autoshard.patterns.rule import OpCall, Rule
 from autoshard.planner.found import Found
 from autoshard.simulate.kernels import makes_view
+from autoshard.specs.axes import MeshShape
 
 aten = torch.ops.aten
 
@@ -35,20 +35,27 @@ class LeastWork:
     Args:
         rules: the graph and its calls, on any mesh.
         cost: prices of the cluster, on any mesh.
+
+    Attributes:
+        indivisible: share of the seconds of all forward operators that the longest takes, on one device.
     """
 
     def __init__(self, rules: GraphRules, cost: CostModel) -> None:
         self._cost = cost
         self._kernels: Counter[_Kernel] = Counter()
         self._in_stages: Counter[_Kernel] = Counter()
+        forward = [0.0]
         for node in rules.operators:
             call, rule = rules.calls[node], rules.rules[node]
             if rule.free or makes_view(call.op) or rules.graph.pin(node) is not None:
                 continue
             kernel = _kernel(node, call, (rule, *rule.variants))
             self._kernels[kernel] += 1
+            if rules.graph.phase(node) == "forward":
+                forward.append(cost.compute(*kernel))
             if call.op not in _SUMS or rules.graph.phase(node) == "forward":
                 self._in_stages[kernel] += 1
+        self.indivisible = max(forward) / (sum(forward) or 1.0)
 
     def seconds(self, shape: Shape, microbatches: Iterable[int] = (1,)) -> float:
         """No step on a mesh of this shape is predicted to take less.
@@ -62,30 +69,27 @@ class LeastWork:
             microbatches: numbers of them that a pipeline may have; it takes the best.
         """
         if shape.axis is None:
-            return self._step(self._kernels, shape.mesh.size)
-        share = shape.devices_per_rank
-        least = min(
-            self._step(self._in_stages, share * number) * max(number / shape.ranks, 1.0) for number in microbatches
+            return self._step(self._kernels, shape.mesh.size, [self._cost])
+        share, kinds = shape.devices_per_rank, self._kinds(shape.mesh.size)
+        return min(
+            self._step(self._in_stages, share * number, kinds) * max(number / shape.ranks, 1.0)
+            for number in microbatches
         )
-        return least / self._fastest(shape.mesh.size)
 
-    def _fastest(self, devices: int) -> float:
-        """The speed of the fastest of the first devices, in times of the slowest, at which prices are."""
-        cluster, ranks = self._cost.cluster, range(devices)
+    def _kinds(self, devices: int) -> list[CostModel]:
+        """Prices of every kind among the first devices: a stage of a pipeline is priced for those that it has."""
+        cluster = self._cost.cluster
         if cluster.is_uniform:
-            return 1.0
-        return max(_speed(cluster.device_of(rank)) for rank in ranks) / _speed(cluster.slowest(ranks))
+            return [self._cost]
+        first = {cluster.device_of(rank): rank for rank in reversed(range(devices))}
+        return [CostModel(cluster.of_ranks([rank]), MeshShape.of({"device": 1})) for rank in first.values()]
 
-    def _step(self, kernels: Counter[_Kernel], parts: int) -> float:
-        """Seconds in which a device does one of so many equal parts of everything."""
+    def _step(self, kernels: Counter[_Kernel], parts: int, kinds: Sequence[CostModel]) -> float:
+        """Seconds in which the devices fastest at each kernel do one of so many equal parts of everything."""
         return sum(
-            count * self._cost.compute(work / parts, moved / parts, dtype, name)
+            count * min(cost.compute(work / parts, moved / parts, dtype, name) for cost in kinds)
             for (work, moved, dtype, name), count in kernels.items()
         )
-
-
-def _speed(device: Device) -> float:
-    return device.peak(torch.float32)
 
 
 def _kernel(node: fx.Node, call: OpCall, variants: Sequence[Rule]) -> _Kernel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from autoshard.errors import AutoshardError, BudgetError, PlanError
 from autoshard.memory.budget import format_bytes
 from autoshard.mesh_search.bounds import LeastWork, least_bytes
 from autoshard.mesh_search.candidate import Candidate
+from autoshard.mesh_search.estimates import Estimates
 from autoshard.mesh_search.plans import Plans
 from autoshard.mesh_search.request import Request
 from autoshard.mesh_search.row import Row, nothing_fits
@@ -35,7 +37,10 @@ stages where fewer were faster: the first gains a few percent, as a rule."""
 
 _SIZES = 1.5
 """The fastest of the pipelines that were planned for one number of microbatches is planned for any number where it is
-slower than the best by less."""
+slower than the best by less; what that gains says which others are."""
+
+_CLOSE = 1.03
+"""A pipeline is planned where it is estimated to be slower than the best by less: estimates are a few percent off."""
 
 _SAME = 1 + 1e-9
 """Times that differ by less are equal: the same sums, rounded in another order."""
@@ -49,7 +54,10 @@ class MeshSearch:
     * Each of the others is planned quickly (`effort="fast"`), without a limit on memory: that is where most of the time
       goes that a limit takes, and a mesh that is slow without one need not be planned with one. Pipelines are planned
       within the limit at once, since their schedules depend on it, and for one number of microbatches.
-    * Those that hold too much and are fast are planned within the limit, the first of them at once.
+      They are estimated first, by a plan of the whole step on the devices of one stage, and planned if those planned
+      before fell short of their estimates by so little that they may win.
+    * Those that hold too much and are fast are planned within the limit, the first of them at once where no pipeline
+      fits either.
     * What is as fast as the best, or nearly, is planned with the effort asked for, and pipelines for any number.
 
     The time limit and Ctrl-C end it with the best plan met.
@@ -109,6 +117,7 @@ class MeshSearch:
         optimizer = request.options.settings.optimizer
         free = self.plans.planner(found[0], replace(request.options, hints=None))  # a hint may not fit this mesh
         work = LeastWork(free.rules, free.cost)
+        self.estimates = Estimates(self.plans, work.indivisible)
         return [
             Row(shape, work.seconds(shape, request.numbers), least_bytes(request.graph, shape, optimizer))
             for shape in found
@@ -117,7 +126,7 @@ class MeshSearch:
     def _screen(self) -> None:
         """Plan all meshes quickly that are not dropped."""
         for row in self._rows:
-            row.verdict = self._dropped(row) or self._unpromising(row) or ""
+            row.verdict = self._dropped(row) or self._unpromising(row) or self._estimated(row) or ""
             if row.verdict:
                 continue
             with self._settling(row):
@@ -129,15 +138,30 @@ class MeshSearch:
                     self._take(row, plan)
                     continue
                 row.seconds, row.peak = plan.step_seconds, plan.memory.peak
-                if self.best is None:  # whatever ends the search, there should be a plan; and others can't win then
-                    self._take(row, self.plans.within_limit(row))
+            self._have_a_plan(row)
+
+    def _have_a_plan(self, row: Row) -> None:
+        """See to it that there is one, whatever ends the search, so that others can be dropped.
+
+        The first pipeline is it where there are some: it is planned within the limit anyhow. Where that does not fit,
+        it is the mesh that is the fastest without a limit.
+        """
+        if self.best is not None or (row.shape.axis is None and self.request.pipeline != "none"):
+            return
+        for one in sorted(self._too_large(), key=lambda one: one.speed)[:1]:
+            with self._settling(one):
+                self._take(one, self.plans.within_limit(one))
+
+    def _too_large(self) -> list[Row]:
+        """Meshes with a plan that does not fit, and none that does, as far as anybody tried."""
+        return [row for row in self._rows if row.planner and row.plan is None and row.needs is None]
 
     def _fit(self) -> None:
         """Plan those within the limit that are fast enough without it."""
-        waiting = (row for row in self._rows if row.planner and row.plan is None and row.needs is None)
-        for row in sorted(waiting, key=lambda row: row.speed):
-            row.verdict = self._dropped(row) or ""
-            if not row.verdict and self.best is not None and row.speed >= self.best.speed:
+        for row in sorted(self._too_large(), key=lambda row: row.speed):
+            if self.best is not None:
+                row.verdict = self._dropped(row) or ""
+            if not row.verdict and row.speed >= (math.inf if self.best is None else self.best.speed):
                 row.verdict = f"without a memory limit it takes {format_seconds(row.speed)} already"
             if not row.verdict:
                 with self._settling(row):
@@ -146,20 +170,21 @@ class MeshSearch:
     def _refine(self) -> None:
         """Plan with all effort what is the best, or near it; and pipelines of any size, not of one alone."""
         fast = self.request.options.settings.effort == "fast"
-        pipeline = min(
-            (row for row in self._rows if row.plan and not row.settled), key=lambda row: row.speed, default=None
-        )
+        sizes = _SIZES
         for row in sorted((row for row in self._rows if row.plan is not None), key=lambda row: row.speed):
             assert self.best is not None
-            near = _NEAR if row.settled else _SIZES if row is pipeline else _FAR
+            near = _NEAR if row.settled else sizes
             cannot = row is not self.best and row.least_seconds * _SAME >= self.best.speed
             if cannot or row.speed > near * self.best.speed or (fast and row.settled):
                 continue
             if self._late():
                 return
             with self._settling(row):
+                before = row.speed
                 thorough = self.plans.thorough if row.shape.axis is None else self.plans.pipeline
                 self._take(row, thorough(row))
+                if not row.settled:
+                    sizes = min(sizes, _CLOSE * before / row.speed)
 
     def _take(self, row: Row, plan: ShardingPlan | PipelinePlan) -> None:
         """Note a plan that fits, and the best."""
@@ -205,6 +230,18 @@ class MeshSearch:
             slower = shorter[-1].speed / self.best.speed - 1
             return f"not planned: the shorter pipeline {shorter[-1].shape} is {slower:.0%} slower already"
         return None
+
+    def _estimated(self, row: Row) -> str | None:
+        """Why a pipeline is not worth a plan, by an estimate; None where it is."""
+        if row.shape.axis is None:
+            return None
+        row.estimate = self.estimates.seconds(row.shape, self.request.numbers_of(row.shape))
+        if self.best is None:  # then it tells how far off estimates are
+            return None
+        short = min((one.speed / one.estimate for one in self._rows if one.plan and one.estimate), default=1.0)
+        if row.estimate * short <= _CLOSE * self.best.speed:
+            return None
+        return f"not planned: it is estimated to take {format_seconds(row.estimate * short)}"
 
     @contextlib.contextmanager
     def _settling(self, row: Row) -> Iterator[None]:

@@ -13,10 +13,12 @@ from autoshard.mesh_search.request import Request
 from autoshard.mesh_search.row import Row
 from autoshard.mesh_search.shapes import Shape
 from autoshard.options import Options
+from autoshard.pipelined.stopping import Stopping
 from autoshard.plan import ShardingPlan
 from autoshard.planner.found import Found
 from autoshard.planner.planner import Planner
 from autoshard.planning import planned_with, planner_for
+from autoshard.specs.axes import MeshShape
 
 if TYPE_CHECKING:
     from autoshard.pipelined.plan import PipelinePlan
@@ -48,9 +50,13 @@ class Plans:
         """A planner for the axes of a mesh."""
         return planner_for(self.request.module, self.request.graph, shape.mesh, options, like=like)
 
+    def on(self, mesh: MeshShape, options: Options) -> ShardingPlan:
+        """A plan of the whole step on some devices."""
+        return self._sharded(planner_for(self.request.module, self.request.graph, mesh, options), options)
+
     def without_limit(self, row: Row) -> ShardingPlan:
         """A plan made quickly without a limit on memory; what is proved of it goes into the bound of the mesh."""
-        options = self._options("fast", limited=False)
+        options = self.options("fast", limited=False)
         row.planner = planner = self.planner(row.shape, options)
         plan = self._sharded(planner, options)
         if planner.unlimited is not None:
@@ -61,13 +67,13 @@ class Plans:
 
     def within_limit(self, row: Row) -> ShardingPlan:
         """A plan made quickly within the limit."""
-        options = self._options("fast")
+        options = self.options("fast")
         unlimited = None if row.planner is None else row.planner.unlimited
         return self._sharded(self.planner(row.shape, options, like=row.planner), options, unlimited)
 
     def thorough(self, row: Row) -> ShardingPlan:
         """The plan with the effort asked for."""
-        options = self._options()
+        options = self.options()
         quick = None if row.planner is None else row.planner.unlimited
         if quick is not None and quick.cost - quick.lower_bound > _PROVED * quick.cost:
             quick = None
@@ -76,13 +82,12 @@ class Plans:
     def pipeline_of_one_size(self, row: Row) -> PipelinePlan:
         """The plan of a pipeline of one size, about four microbatches per rank; of all sizes where that has none."""
         request, shape = self.request, row.shape
-        large = [number for number in request.numbers if request.batch // number >= shape.devices_per_rank]
         wanted = _MICROBATCHES_PER_RANK * shape.ranks
-        number = min(large or request.numbers, key=lambda one: (abs(math.log(one / wanted)), one))
+        number = min(request.numbers_of(shape), key=lambda one: (abs(math.log(one / wanted)), one))
         virtual = 1 if request.virtual == "auto" else request.virtual
         row.settled = (number, virtual) == (request.microbatches, request.virtual)
         try:
-            return self._pipeline(shape, number, virtual, self._options("fast"))
+            return self._pipeline(shape, number, virtual, self.options("fast"))
         except (BudgetError, PipelineError):
             if row.settled:
                 raise
@@ -91,11 +96,11 @@ class Plans:
 
     def pipeline(self, row: Row, effort: str | None = None) -> PipelinePlan:
         """The plan of a pipeline of any size that is asked for."""
-        return self._pipeline(row.shape, self.request.microbatches, self.request.virtual, self._options(effort))
+        return self._pipeline(row.shape, self.request.microbatches, self.request.virtual, self.options(effort))
 
     def _pipeline(self, shape: Shape, microbatches: int | str, virtual: int | str, options: Options) -> PipelinePlan:
-        request = self.request
-        return request.plan_pipeline(
+        request, stopping = self.request, Stopping(self.deadline)
+        plan = request.plan_pipeline(
             request.module,
             shape.mesh,
             request.args,
@@ -105,9 +110,12 @@ class Plans:
             microbatches=microbatches,
             virtual=virtual,
             options=options,
+            stopping=stopping,
         )
+        self.interrupted = self.interrupted or stopping.interrupted
+        return plan
 
-    def _options(self, effort: str | None = None, *, limited: bool = True) -> Options:
+    def options(self, effort: str | None = None, *, limited: bool = True) -> Options:
         """The options with some of them changed, and half of the time that is left."""
         settings = self.request.options.settings
         left = max(self.deadline - time.monotonic(), 1e-3)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autoshard.capture.joint import JointGraph
-from autoshard.mesh_search.shapes import Pipeline
+from autoshard.mesh_search.shapes import Pipeline, Shape
 from autoshard.options import Options
 
 if TYPE_CHECKING:
@@ -59,3 +59,8 @@ class Request:
         """Of microbatches that a pipeline may have."""
         divisors = [number for number in range(1, self.batch + 1) if self.batch % number == 0]
         return [number for number in divisors if self.microbatches in ("auto", number)] or divisors
+
+    def numbers_of(self, shape: Shape) -> list[int]:
+        """Of these the numbers with a sample in a microbatch for every device of a stage; all where there are none."""
+        large = [number for number in self.numbers if self.batch // number >= shape.devices_per_rank]
+        return large or self.numbers

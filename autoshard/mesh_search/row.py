@@ -29,6 +29,7 @@ class Row:
         planner: that made a plan without a limit on memory: what it has worked out serves others on the same mesh.
         needs: the smallest peak found, where none fits.
         settled: whether more effort is all that could make the plan better.
+        estimate: seconds that a pipeline was estimated to take before it was planned.
     """
 
     shape: Shape
@@ -41,6 +42,7 @@ class Row:
     planner: Planner | None = None
     needs: int | None = None
     settled: bool = True
+    estimate: float | None = None
 
     @property
     def speed(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from autoshard.mesh_search.request import Request
 from autoshard.mesh_search.result import Option, SearchResult
 from autoshard.mesh_search.shapes import Pipeline
 from autoshard.options import Hints, Options, check_options
+from autoshard.pipelined.captured import Call, Captured
 from autoshard.pipelined.planning import plan_pipeline
 
 _PIPELINES: dict[bool | str, Pipeline] = {False: "none", True: "outer", "outer": "outer", "inner": "inner"}
@@ -174,7 +176,7 @@ def searched(
         microbatches=wanted.microbatches,
         virtual=wanted.virtual,
         batch=_batch(args, kwargs),
-        plan_pipeline=plan_pipeline,
+        plan_pipeline=functools.partial(plan_pipeline, captured=Captured(Call(module, args, kwargs, None), options)),
     )
     candidates, notes = _over_counts(request, wanted)
     return SearchResult(

@@ -23,25 +23,13 @@ Model = TypeVar("Model", bound=nn.Module)
 Initializer = Callable[[nn.Module], object]
 
 
-def materialize(model: Model, device: torch.device | str | None = None, init: Initializer | None = None) -> Model:
-    """Allocate and initialise what a parallelised module has on the meta device, in place.
-
-    Every rank holds its shards, and at most one whole parameter besides. Parameters stay the same objects. They are
-    initialised by `init`, called for every submodule, children first; else by the model's own `init_weights()`
-    (Hugging Face, torchtitan); else by `reset_parameters()` of every submodule that has it and holds something on the
-    meta device. The numbers are those that one device draws, from the random state of rank 0.
-
-    Args:
-        model: the module; its parameters are `DTensor`s.
-        device: where to; by default the mesh's device type.
-        init: initialises the parameters and buffers of one submodule in place, as if they were whole.
-
-    Returns:
-        The model.
+def materialize_module(
+    model: Model, device: torch.device | str | None = None, init: Initializer | None = None
+) -> Model:
+    """As `autoshard.materialize`, of a module whose parameters are `DTensor`s on one mesh.
 
     Raises:
-        InputError: the model is not parallelised; the device is of another type than the mesh; or something has not
-            been initialised.
+        InputError: as there.
     """
     mesh = _mesh_of(model)
     device = on_device_of(mesh, device)
@@ -100,7 +88,7 @@ class Work:
         """The work on a model, or on what has one of these names."""
 
         def wanted(name: str, value: Tensor) -> bool:
-            return _is_meta(value) and (names is None or name in names)
+            return is_meta(value) and (names is None or name in names)
 
         parameters = {n: value for n, value in model.named_parameters(remove_duplicate=False) if wanted(n, value)}
         buffers = {n: value for n, value in model.named_buffers(remove_duplicate=False) if wanted(n, value)}
@@ -150,7 +138,8 @@ def check_filled(left: Sequence[str]) -> None:
         )
 
 
-def _is_meta(tensor: Tensor) -> bool:
+def is_meta(tensor: Tensor) -> bool:
+    """Whether a tensor, of a `DTensor` this rank's part, is on the meta device."""
     return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
 
 

@@ -8,7 +8,7 @@ the rest go (Rhino 6.3, distributed initialisation).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from autoshard.partition.materialize import (
     Work,
     check_filled,
     initialize,
+    is_meta,
     on_device_of,
     set_buffer,
     synchronize_random_state,
@@ -38,6 +39,7 @@ def materialize_stages(
     axis: str,
     device: torch.device | str | None = None,
     init: Initializer | None = None,
+    names: Collection[str] | None = None,
 ) -> None:
     """Allocate and initialise what this rank's stages have on the meta device, in place.
 
@@ -47,12 +49,13 @@ def materialize_stages(
 
     Args:
         model: the whole model, on the meta device; it stays there, but for what it shares with stages. What is on
-            another device counts as initialised.
+            another device counts as initialised, and so does what a stage of some rank has on another device.
         stages: those of this rank. Their parameters, plain ones or `DTensor`s, have the names of the model's.
         device_mesh: the whole mesh.
         axis: the mesh axis along which ranks have different stages.
         device: where to; by default the mesh's device type.
         init: as for `autoshard.materialize`, of submodules of `model`.
+        names: of what of the model is to be initialised, where it is on the meta device; by default all.
 
     Raises:
         InputError: the device is of another type than the mesh; or something has not been initialised.
@@ -60,7 +63,7 @@ def materialize_stages(
     Source: Rhino 6.3.
     """
     device = on_device_of(device_mesh, device)
-    work = Work.of(model)
+    work = Work.of(model, _without_numbers(model, stages, device_mesh, axis, names))
     with torch.no_grad():
         parts = StageParts(_held(work, stages, device), device_mesh, axis, device)
         synchronize_random_state(device_mesh, device)
@@ -88,6 +91,21 @@ class _Held:
 
     name: str
     here: tuple[Tensor, ...]
+
+
+def _without_numbers(
+    model: nn.Module, stages: Sequence[nn.Module], device_mesh: DeviceMesh, axis: str, names: Collection[str] | None
+) -> frozenset[str]:
+    """Those names of the model's tensors, or of all, that no stage of any rank along the axis has numbers of."""
+    here = {name for stage in stages for name, tensor in _named(stage) if not is_meta(tensor)}
+    filled = set[str]().union(*said_by_all(device_mesh, axis, here))
+    known = {tensor for name, tensor in _named(model) if name in filled}
+    return frozenset(name for name, tensor in _named(model) if (names is None or name in names) and tensor not in known)
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _held(work: Work, stages: Sequence[nn.Module], device: torch.device) -> dict[Tensor, _Held]:

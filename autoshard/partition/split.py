@@ -11,12 +11,29 @@ from torch import fx
 
 from autoshard.partition._torch import compile_graph, split_joint, take_list
 from autoshard.partition.localize import LocalStep
-from autoshard.partition.weights import Part, part
+from autoshard.partition.weights import Part, part, part_at_ends
 from autoshard.patterns.ring import lower_shifts
 from autoshard.patterns.routed_exchange import programs
 from autoshard.reshard.bucket import bucket_reductions, is_border
 from autoshard.reshard.overlap import schedule
+from autoshard.reshard.unreduced import Reduced, Unreduced, take_reductions, with_sums
 from autoshard.size import Ratio, Size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction:
+    """How gradients are reduced that the backward half returns unreduced, to be added up over several runs of it.
+
+    Attributes:
+        places: of these among the step's gradients.
+        last: what runs instead the last time: of the backward half, or of its second part if it has parts. It takes the
+            sums of the runs before, too, behind all else; and returns gradients, and behind them what `end` takes.
+        end: awaits what is left of the reductions, and returns those gradients; None if `last` returns all.
+    """
+
+    places: tuple[int, ...]
+    last: Part
+    end: Part | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +44,7 @@ class Halves:
     `saved` tensors; the backward graph takes these and the tangents, and returns the gradients. Unless it is compiled,
     it takes them as one list, which it empties: what is saved is freed as it is used up. A forward-only step has no
     backward. Where it is asked for, `parts` is the backward graph in two: gradients of inputs, then those of
-    parameters.
+    parameters; and where it returns some of these unreduced, `reduction` is how they are reduced.
     """
 
     forward: fx.GraphModule
@@ -37,6 +54,7 @@ class Halves:
     forward_sizes: tuple[sympy.Expr, ...] = ()  # the numbers, by expression, that a half takes last
     backward_sizes: tuple[sympy.Expr, ...] = ()
     parts: tuple[Part, Part] | None = None
+    reduction: Reduction | None = None
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -44,7 +62,7 @@ class Halves:
         return tuple(half.graph for half in (self.forward, self.backward) if half is not None)
 
 
-def split(step: LocalStep, compile: bool, in_parts: bool = False) -> Halves:
+def split(step: LocalStep, compile: bool, in_parts: bool = False, reduced: Reduced | None = None) -> Halves:
     """Split a local step with torch's partitioner and schedule its collectives.
 
     Args:
@@ -52,6 +70,8 @@ def split(step: LocalStep, compile: bool, in_parts: bool = False) -> Halves:
         compile: hand both halves to inductor, unless the data decides how many rows a rank holds; cheap operators are
             then recomputed in the backward half, unless the plan itself says what is done again.
         in_parts: whether gradients of parameters may be wanted later than those of inputs; sizes are fixed then.
+        reduced: if gradients of parameters are added up over several runs before they are reduced, which ones; sizes
+            are fixed then.
     """
     joint = step.graph_module
     compile = compile and not _is_sized_by_data(joint)
@@ -63,7 +83,13 @@ def split(step: LocalStep, compile: bool, in_parts: bool = False) -> Halves:
         forward, backward = split_joint(joint, len(step.forward_outputs), recompute=cheap)
     else:
         forward, backward = joint, None
-    parts = part(backward, _of_inputs(step)) if in_parts and backward is not None else None
+    unreduced = None
+    if reduced is not None and backward is not None:
+        unreduced = take_reductions(backward.graph, _gradients_of(step, "parameter"), reduced)
+    parts = part(backward, _gradients_of(step, "input")) if in_parts and backward is not None else None
+    reduction = None
+    if unreduced is not None and backward is not None:
+        reduction = _reduction(unreduced, backward if parts is None else parts[1], compile)
     backwards = [half for half in (backward, *(one.graph for one in parts or ())) if half is not None]
     # What the forward half reduces is not joined: who keeps the loss would keep the buffer of all its neighbours.
     forward.graph.eliminate_dead_code(is_impure_node=is_border)
@@ -89,14 +115,31 @@ def split(step: LocalStep, compile: bool, in_parts: bool = False) -> Halves:
             first, second = (replace(one, graph=compile_graph(one.graph, dynamic=False)) for one in parts)
             parts = first, second
     forward_sizes, backward_sizes = (*sizes, ())[:2]
-    return Halves(forward, backward, saved, draws, forward_sizes, backward_sizes, parts)
+    return Halves(forward, backward, saved, draws, forward_sizes, backward_sizes, parts, reduction)
 
 
-def _of_inputs(step: LocalStep) -> list[int]:
-    """Places, among the gradients, of those of inputs."""
-    inputs = {border.name for border in step.inputs if border.kind == "input"}
+def _reduction(unreduced: Unreduced, ends: fx.GraphModule | Part, compile: bool) -> Reduction:
+    """How what is left of gradients is done where the backward half, or its second part, runs last."""
+    whole = ends.graph if isinstance(ends, Part) else ends
+    makes = ends.makes if isinstance(ends, Part) else tuple(range(len(whole.graph.output_node().args[0])))  # type: ignore[arg-type]
+    own = [makes.index(place) for place in unreduced.places]
+    graph = fx.GraphModule(whole, with_sums(whole.graph, unreduced, own))
+    if compile:
+        lower_shifts(graph.graph)
+        graph.recompile()
+        takes = tuple(range(len(graph.graph.find_nodes(op="placeholder"))))
+        return Reduction(unreduced.places, Part(compile_graph(graph, dynamic=False), takes, makes), None)
+    last, end = (replace(one, makes=tuple(makes[place] for place in one.makes)) for one in part_at_ends(graph, own))
+    for half in (last, end):
+        take_list(half.graph)
+    return Reduction(unreduced.places, last, end)
+
+
+def _gradients_of(step: LocalStep, kind: str) -> list[int]:
+    """Places, among the gradients, of those of one kind of what the step is given."""
+    named = {border.name for border in step.inputs if border.kind == kind}
     gradients = [border.name for border in step.outputs if border.kind == "gradient"]
-    return [place for place, name in enumerate(gradients) if name in inputs]
+    return [place for place, name in enumerate(gradients) if name in named]
 
 
 def take_sizes(graph: fx.Graph) -> tuple[sympy.Expr, ...]:

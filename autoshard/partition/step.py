@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import InputError
 from autoshard.partition._torch import per_rank
+from autoshard.partition.gradient_sums import GradientSums
 from autoshard.partition.localize import Border, LocalStep
 from autoshard.partition.shards import coordinate_of, local_of, wrap
 from autoshard.partition.split import Halves
-from autoshard.partition.weights import Part
 from autoshard.patterns.local import collectives
 from autoshard.size import Sizes, at, evaluate
 from autoshard.specs.axes import MeshShape
@@ -75,6 +75,8 @@ class Program:
             loss; None where this is that program.
         later: where what is left of a backward is put, if gradients of parameters are to wait until somebody calls it:
             the halves have parts then.
+        sums: where gradients are added up over several backwards before they are reduced; the halves may have a
+            reduction then.
     """
 
     step: LocalStep
@@ -82,6 +84,7 @@ class Program:
     ranks: Ranks
     general: Callable[[], Program] | None = None
     later: list[Callable[[], None]] | None = None
+    sums: GradientSums | None = None
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
         """Run the forward half; gradients flow to what requires them if the step has a backward half.
@@ -135,28 +138,25 @@ class Program:
         The list of saved tensors is emptied, so that each is freed once it has been read for the last time.
         """
         assert self.halves.backward is not None
-        arguments = self._arguments(saved, tangents, sizes)
-        if isinstance(self.halves.backward, fx.GraphModule):
-            return list(self.halves.backward(arguments))  # empties the list
-        return list(self.halves.backward(*arguments))  # compiled
+        return _called(self.halves.backward, self.arguments(saved, tangents, sizes))
 
     def backward_of_inputs(
         self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None]
-    ) -> tuple[dict[int, torch.Tensor], Callable[[], dict[int, torch.Tensor]]]:
-        """Local gradients of inputs, by their place among the step's gradient outputs; and what makes the others."""
+    ) -> tuple[dict[int, torch.Tensor], list[Any]]:
+        """Local gradients of inputs, by their place among the step's gradient outputs; and what makes the others of.
+
+        That is: what the second part of the backward half takes.
+        """
         assert self.halves.parts is not None
         first, second = self.halves.parts
-        arguments = self._arguments(saved, tangents, {})
+        arguments = self.arguments(saved, tangents, {})
         kept = [arguments[place] for place in second.takes]
-        made = _called(first, [arguments[place] for place in first.takes], arguments)
-        kept += made[len(first.makes) :]
+        taken = [arguments[place] for place in first.takes]
+        arguments.clear()
+        made = _called(first.graph, taken)
+        return dict(zip(first.makes, made, strict=False)), [*kept, *made[len(first.makes) :]]
 
-        def others() -> dict[int, torch.Tensor]:
-            return dict(zip(second.makes, _called(second, kept, []), strict=True))
-
-        return dict(zip(first.makes, made, strict=False)), others
-
-    def _arguments(
+    def arguments(
         self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
     ) -> list[torch.Tensor | int | float]:
         """What the backward half takes; the list of saved tensors is emptied."""
@@ -171,14 +171,13 @@ class Program:
         return arguments
 
 
-def _called(part: Part, arguments: list[Any], others: list[Any]) -> list[torch.Tensor]:
-    """The results of a part; both lists are emptied, so that what nobody needs any more is freed on the way."""
-    others.clear()
-    if isinstance(part.graph, fx.GraphModule):
-        return list(part.graph(arguments))
+def _called(graph: Any, arguments: list[Any]) -> list[torch.Tensor]:
+    """The results of a graph; the list is emptied, so that what nobody needs any more is freed on the way."""
+    if isinstance(graph, fx.GraphModule):
+        return list(graph(arguments))
     taken = tuple(arguments)  # compiled
     arguments.clear()
-    return list(part.graph(*taken))
+    return list(graph(*taken))
 
 
 def _numbers(expressions: Sequence[sympy.Expr], sizes: Sizes) -> list[int | float]:
@@ -199,7 +198,8 @@ class _Run(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved, *_read_again(tensors, locals_, saved))
         ctx.count = len(saved)
-        ctx.parameters = None if program.later is None else [t if isinstance(t, DTensor) else None for t in tensors]
+        waits = program.later is not None or program.sums is not None
+        ctx.parameters = [tensor if waits and isinstance(tensor, DTensor) else None for tensor in tensors]
         ctx.whole = None if program.general is None else _kept(program, locals_)
         ctx.versions = None if program.general is None else _versions(tensors)
         borders = program.step.forward_outputs
@@ -228,31 +228,74 @@ class _Run(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()  # unless the graph is to be kept
             tangents = [given[name] for name in expected]
             names = [border.name for border in program.step.outputs if border.kind == "gradient"]
+            parameters = _Parameters(program, ctx.parameters)
             if program.later is None:
-                results = dict(zip(names, program.backward(saved, tangents, ctx.sizes), strict=True))
+                made = parameters.backward(saved, tangents, ctx.sizes)
             else:
                 made, others = program.backward_of_inputs(saved, tangents)
-                results = {names[place]: gradient for place, gradient in made.items()}
-                parameters = ctx.parameters
-                program.later.append(lambda: _accumulate(program, parameters, names, others))
+                program.later.append(lambda: parameters.rest(others))
+            results = {names[place]: gradient for place, gradient in made.items()}
         primals = [border for border in program.step.inputs if border.kind != "tangent"]
         return None, None, *(_handed_back(program, border, results.get(border.name)) for border in primals)
 
 
-def _accumulate(
-    program: Program,
-    parameters: Sequence[DTensor | None],
-    names: Sequence[str],
-    others: Callable[[], dict[int, torch.Tensor]],
-) -> None:
-    """Add gradients to `.grad` of the program's parameters, as the end of a backward does, hooks and all."""
-    borders = {border.name: border for border in program.step.inputs if border.kind == "parameter"}
-    held = {border.name: one for border, one in zip(program.step.inputs, parameters, strict=False) if one is not None}
-    with torch.no_grad():
-        made = {names[place]: gradient for place, gradient in others().items()}
-        gradients = [_handed_back(program, borders[name], gradient) for name, gradient in made.items()]
-    if made:
-        torch.autograd.backward([held[name] for name in made], gradients)
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """Those that a program was run with, beside its inputs, and what becomes of their gradients behind autograd's back.
+
+    Gradients are named by their places among the step's gradient outputs.
+    """
+
+    program: Program
+    tensors: Sequence[DTensor | None]
+
+    @torch.no_grad()
+    def backward(
+        self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
+    ) -> dict[int, torch.Tensor]:
+        """Run the backward half: the gradients that are there at once."""
+        whole = self.program.halves.backward
+        assert whole is not None
+        arguments = self.program.arguments(saved, tangents, sizes)
+        return self._run(lambda: dict(enumerate(_called(whole, arguments))), arguments)
+
+    @torch.no_grad()
+    def rest(self, kept: list[Any]) -> None:
+        """Run the second part of the backward half on what was kept for it."""
+        assert self.program.halves.parts is not None
+        _, second = self.program.halves.parts
+        self._accumulate(self._run(lambda: dict(zip(second.makes, _called(second.graph, kept), strict=True)), kept))
+
+    def _run(self, run: Callable[[], dict[int, torch.Tensor]], arguments: list[Any]) -> dict[int, torch.Tensor]:
+        """Gradients of one run of what makes them, but for those that are added up; the last run reduces these."""
+        reduction, sums = self.program.halves.reduction, self.program.sums
+        if reduction is None or sums is None:
+            return run()
+        if not sums.complete:
+            made = run()
+            sums.add([made.pop(place) for place in reduction.places])
+            return made
+        last, end = reduction.last, reduction.end
+        every = [*arguments, *sums.take()]
+        arguments.clear()
+        taken = [every[place] for place in last.takes]
+        every.clear()
+        results = _called(last.graph, taken)
+        if end is not None:
+            handed = results[len(last.makes) :]
+            sums.leave(lambda: self._accumulate(dict(zip(end.makes, _called(end.graph, handed), strict=True))))
+        return dict(zip(last.makes, results, strict=False))
+
+    @torch.no_grad()
+    def _accumulate(self, made: dict[int, torch.Tensor]) -> None:
+        """Add gradients to `.grad`, as the end of a backward does, hooks and all; they are freed one by one."""
+        step = self.program.step
+        names = [border.name for border in step.outputs if border.kind == "gradient"]
+        pairs = zip(step.inputs, self.tensors, strict=False)
+        held = {border.name: (border, parameter) for border, parameter in pairs if parameter is not None}
+        for place in list(made):
+            border, parameter = held[names[place]]
+            torch.autograd.backward([parameter], [_handed_back(self.program, border, made.pop(place))])
 
 
 def _read_again(

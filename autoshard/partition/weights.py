@@ -1,16 +1,19 @@
-"""The backward half in two parts: gradients of what the step was given first, those of its parameters later.
+"""Graphs in two parts that run apart, one some time after the other.
 
-Zero-bubble schedules of pipelines run the first part as soon as they can, since the stage before waits for it, and fill
-idle time with the second.
+Zero-bubble schedules of pipelines run the backward half in parts: gradients of what the step was given as soon as they
+can, since the stage before waits for them, and those of parameters in idle time. Reductions of gradients are awaited
+when there is nothing else to do.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from torch import fx
+
+from autoshard.patterns.local import collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,45 @@ def part(whole: fx.GraphModule, first: Sequence[int]) -> tuple[Part, Part]:
     Returns:
         The parts. Nothing is computed twice: the second takes what it needs of the first's values.
     """
-    output = whole.graph.output_node()
-    results = tuple(output.args[0])  # type: ignore[arg-type]
+    results = tuple(whole.graph.output_node().args[0])  # type: ignore[arg-type]
     early = _ancestors([results[place] for place in first])
     # Several results of one operator go over one by one.
     early |= {user for node in early for user in node.users if user.target is operator.getitem}
+    return _divided(whole, early, tuple(first))
+
+
+def part_at_ends(whole: fx.GraphModule, places: Sequence[int]) -> tuple[Part, Part]:
+    """Split a graph where it awaits the last collectives of some of its results.
+
+    Args:
+        whole: returns a tuple.
+        places: of the results that the second part may make: all that share no collective with another result.
+    """
+    output = whole.graph.output_node()
+    ends = {place: _from_wait(output.args[0][place]) for place in places}  # type: ignore[arg-type, index]
+    while True:
+        late = set().union(*ends.values())
+        shared = {node for node in late if not late.issuperset({*node.users} - {output})}
+        alone = {place: nodes for place, nodes in ends.items() if shared.isdisjoint(nodes)}
+        if len(alone) == len(ends):
+            break
+        ends = alone
+    rest = tuple(place for place in range(len(output.args[0])) if place not in ends)  # type: ignore[arg-type]
+    return _divided(whole, {node for node in whole.graph.nodes if node not in late}, rest)
+
+
+def _from_wait(result: fx.Node) -> set[fx.Node]:
+    """The wait for a collective that a result looks at, and all on the way."""
+    found = {result}
+    while result.target is not collectives.wait_tensor.default:
+        (result,) = result.all_input_nodes
+        found.add(result)
+    return found
+
+
+def _divided(whole: fx.GraphModule, early: Set[fx.Node], first: tuple[int, ...]) -> tuple[Part, Part]:
+    """The parts of which the first runs the calls that are `early`, and makes some of the results."""
+    results = tuple(whole.graph.output_node().args[0])  # type: ignore[arg-type]
     late = [node for node in whole.graph.nodes if node.op == "call_function" and node not in early]
     rest = tuple(place for place in range(len(results)) if place not in first)
     read = dict.fromkeys(source for node in late for source in node.all_input_nodes)
@@ -50,7 +87,7 @@ def part(whole: fx.GraphModule, first: Sequence[int]) -> tuple[Part, Part]:
     handed = [node for node in read if node in early and node.op == "call_function"]
     nodes = [node for node in whole.graph.nodes if node.op == "call_function" and node in early]
     return (
-        _extracted(whole, nodes, (), tuple(first), handed),
+        _extracted(whole, nodes, (), first, handed),
         _extracted(whole, late, handed, rest, ()),
     )
 

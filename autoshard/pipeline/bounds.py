@@ -12,8 +12,8 @@ def least_seconds(costs: Sequence[StageCosts], placement: Sequence[int], microba
     """Seconds that a step takes at least.
 
     Nothing runs on a rank before the first microbatch has come to its first stage. Where backward is never halved, the
-    last that it runs is a backward of that stage, whose gradients go all the way back. Nor is a step shorter than the
-    way of one microbatch.
+    last that it runs is a backward of that stage, whose gradients go all the way back and are reduced. Nor is a step
+    shorter than the way of one microbatch.
 
     Args:
         costs: one per stage.
@@ -34,10 +34,12 @@ def least_seconds(costs: Sequence[StageCosts], placement: Sequence[int], microba
     busiest = 0.0
     for rank, seconds in enumerate(work):
         first = placement.index(rank)
-        busiest = max(busiest, head[first] + seconds + max(applied[rank], 0.0 if halves else tail[first]))
+        reduced = 0.0 if halves else costs[first].reduction_seconds
+        left = max(reduced + applied[rank], 0.0 if halves else tail[first])
+        busiest = max(busiest, head[first] + seconds + left)
     way = head[-1] + costs[-1].forward_seconds + backward[-1] + tail[-1]
     way += costs[0].weight_backward_seconds if halves else 0.0
-    return max(busiest, way + applied[placement[0]])
+    return max(busiest, way + costs[0].reduction_seconds + applied[placement[0]])
 
 
 def least_bytes(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[int, ...]:

@@ -28,7 +28,8 @@ class StageCosts:
         weight_saved_bytes: which of these the half of backward for weights needs (with what the other half adds for
             it): so much is kept until that has run.
         working_bytes: held beside these while a computation runs.
-        reduction_seconds: of reducing the stage's gradients over data-parallel ranks, once per step.
+        reduction_seconds: of reducing the stage's gradients over data-parallel ranks, once per step, as far as its last
+            backward does not hide that.
         application_seconds: of the optimizer's update, once per step.
         application_bytes: held beside `rest_bytes` during that update.
     """

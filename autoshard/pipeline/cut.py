@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from autoshard.capture._torch import is_persistent
 from autoshard.capture.export import ExportedInput
+from autoshard.capture.flat import mark_flat
 from autoshard.errors import CaptureError
 from autoshard.pipeline.crossing import computed_again, stages_of, values_across
 from autoshard.pipeline.exported import ExportedModule
@@ -191,14 +192,19 @@ def _module(
     graph.output(tuple(own[node] for node in returned))
     graph.lint()
     module.graph = graph
+    mark_flat(module)
     return module
 
 
 def _packed(graph: fx.Graph, node: fx.Node, own: fx.Node) -> fx.Node:
     """What goes to the next stage of the value of `node`: contiguous, as it has to be to be sent."""
-    if not node.meta["val"].ndim:
-        return graph.call_function(aten.unsqueeze.default, (own, 0))
-    return graph.call_function(aten.contiguous.default, (own,))
+    tensor = node.meta["val"]
+    if tensor.ndim:
+        packed = graph.call_function(aten.contiguous.default, (own,))
+    else:
+        packed = graph.call_function(aten.unsqueeze.default, (own, 0))
+    packed.meta["val"] = torch.empty(tensor.shape or (1,), dtype=tensor.dtype, device="meta")
+    return packed
 
 
 def _unpacked(graph: fx.Graph, node: fx.Node, own: fx.Node) -> fx.Node:

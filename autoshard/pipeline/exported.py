@@ -15,6 +15,7 @@ from autoshard.capture.effects import Effects
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.joint import capture_forward
 from autoshard.capture.simplify import is_random
+from autoshard.capture.task_graphs import TaskGraph, defaults_of, mark_defaults
 
 aten = torch.ops.aten
 
@@ -60,7 +61,12 @@ class ExportedModule:
 
 
 def exported(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, grad: bool = True
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    grad: bool = True,
+    task_graphs: Mapping[str, TaskGraph] | None = None,
 ) -> ExportedModule:
     """Export one call of a module for a pipeline. Real weights are neither touched nor copied.
 
@@ -72,6 +78,7 @@ def exported(
         args: positional arguments of a call with one microbatch; real, meta or fake tensors, and plain values.
         kwargs: keyword arguments of that call.
         grad: whether gradients will be wanted.
+        task_graphs: what hints say of modules, by their paths: it counts more than their defaults.
 
     Raises:
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
@@ -87,6 +94,7 @@ def exported(
     together = _together(graph, effects)
     differentiable = {node.name for node in graph.nodes if node in effects.differentiable}
     _part_results(graph, differentiable)
+    mark_defaults(graph, {**defaults_of(module), **(task_graphs or {})})
     graph.lint()
     forward.graph_module.recompile()
     return ExportedModule(

@@ -14,7 +14,7 @@ from autoshard.pipeline.stage_order import balance_order, cut_order, is_linear, 
 from autoshard.pipeline.stage_problem import Account, Assignment, StageDevice, StageProblem, as_problem
 from autoshard.pipeline.stage_program import StageProgram
 
-__all__ = ["StageDevice", "Stages", "assign_stages"]
+__all__ = ["StageDevice", "Stages", "as_stages", "assign_stages"]
 
 Method = Literal["auto", "ilp", "order"]
 
@@ -48,7 +48,7 @@ class Stages:
         imbalance: by how much of its share of the work, in proportion to speed, the stage that differs most does; what
             a stage recomputes counts where it has more than its share, not where it has less.
         tolerance: what the imbalance was allowed to be: more than what was asked for where that is not possible.
-        method: `"order"`, by the exact dynamic programme, or `"ilp"`.
+        method: `"order"`, by the exact dynamic programme; `"ilp"`; or `"marks"`, where `forward` says what is a stage.
     """
 
     stage_of: Mapping[str, int]
@@ -126,7 +126,7 @@ def assign_stages(
         coarse = replace(problem, tolerance=max(tolerance, imbalance * (1 + _CLOSE) + _CLOSE))
         found = _search(coarse, method, deadline, known)
     assert found is not None, "the known assignment is within the widened tolerance"
-    return _as_stages(coarse, found)
+    return as_stages(coarse, found.assignment, found.bound, found.method)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +200,11 @@ def _gib(amount: float) -> str:
     return f"{amount / 2**30:.4g} GiB"
 
 
-def _as_stages(problem: StageProblem, found: _Found) -> Stages:
-    account: Account = problem.account(found.assignment)
+def as_stages(problem: StageProblem, assignment: Assignment, bound: float, method: str) -> Stages:
+    """An assignment with all that is told of it; `bound` and `method` as `Stages` has them."""
+    account: Account = problem.account(assignment)
     stage_of = {
-        name: stage
-        for node, stage in zip(problem.graph.nodes, found.assignment.stage, strict=True)
-        for name in node.members
+        name: stage for node, stage in zip(problem.graph.nodes, assignment.stage, strict=True) for name in node.members
     }
     recomputed: dict[str, tuple[int, ...]] = {}
     for place, stage in sorted(account.recomputed):
@@ -221,8 +220,8 @@ def _as_stages(problem: StageProblem, found: _Found) -> Stages:
         backward_bytes=tuple(account.backward_bytes),
         recomputed=recomputed,
         objective=account.objective,
-        bound=found.bound,
+        bound=bound,
         imbalance=problem.imbalance(account),
         tolerance=problem.tolerance,
-        method=found.method,
+        method=method,
     )

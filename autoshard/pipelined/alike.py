@@ -18,6 +18,13 @@ def nameless(graph: JointGraph) -> str:
     return fingerprint(inputs, outputs, graph.graph)
 
 
+def marks_of(graph: JointGraph) -> tuple[tuple[str, int] | None, ...]:
+    """The primitive of every operator, and which of the graph's task graphs it belongs to, counted as they come."""
+    found = [graph.task_graph(node) for node in graph.graph.nodes]
+    number = {one: place for place, one in enumerate(dict.fromkeys(found))}
+    return tuple(None if one is None else (str(one.primitive), number[one]) for one in found)
+
+
 def renamed(decisions: Decisions, made: JointGraph, wanted: JointGraph) -> Decisions:
     """Decisions for one graph as those for another that is alike: nodes stand in the same order in both."""
     nodes = {one.name: other.name for one, other in zip(made.graph.nodes, wanted.graph.nodes, strict=True)}

@@ -22,6 +22,7 @@ from autoshard.plan import ShardingPlan
 from autoshard.planner.allocations import allocations
 from autoshard.planner.planner import Planner
 from autoshard.planner.skeleton import Skeleton, root_of
+from autoshard.reshard.unreduced import with_sums
 from autoshard.simulate.events import replay
 from autoshard.simulate.program import operations
 from autoshard.specs.axes import MeshShape
@@ -106,16 +107,16 @@ class PlannedStage:
 def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of: Iterable[int] = ()) -> StageCosts:
     """What a planned stage costs.
 
-    Seconds are those of the two halves of its program, each replayed on its own: whatever they communicate is in them,
-    the reduction of gradients over data-parallel ranks too, which every microbatch's backward does. Where a schedule
-    splits backward, the half for inputs runs what the gradients of what the stage received need, and the half for
-    weights the rest: all of it on the first stage. Their seconds are those of the whole backward, shared out by what
-    the operations of each take one by one.
+    Seconds are those of the two halves of its program, each replayed on its own: whatever they communicate is in them.
+    Gradients that are added up over the microbatches are reduced by the last backward, which is replayed likewise: what
+    it takes longer than the others counts once per step. Where a schedule splits backward, the half for inputs runs
+    what the gradients of what the stage received need, and the half for weights the rest: all of it on the first stage.
+    Their seconds are those of the whole backward, shared out by what the operations of each take one by one.
 
     Bytes are those of the program's account: what both halves need is saved, and with it what the stage returns, which
     the schedule keeps; parameters, gradients, optimizer state, buffers, and the stage's part of the model's inputs for
-    all microbatches are there all the time. From the second microbatch on, new gradients are held beside the sums of
-    those before, until they are added.
+    all microbatches are there all the time. Gradients have the size in which they are added up; from the second
+    microbatch on, new ones are held beside the sums of those before, until they are added.
 
     Args:
         planned: the stage.
@@ -128,7 +129,8 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
     """
     placement = tuple(ranks_of)
     flow, planner = _flow(planned)
-    program = planner.program(flow)
+    reduced = planner.settings.reduced if microbatches > 1 else None
+    program = planner.program(flow, reduced)
     forward, backward = (_seconds(planner, half) for half in (program.forward.graph, program.backward.graph))
     held = _held(planned, planner, flow, program, microbatches)
     halves = _Halves.of(planner, program, {name for name, like in planned.received if like.requires_grad})
@@ -149,7 +151,7 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
         weight_saved_bytes=halves.kept,
         working_bytes=held.working,
         application_bytes=held.application,
-        reduction_seconds=_shared_seconds(planned, links, placement),
+        reduction_seconds=_reduction_seconds(planner, program, backward) + _shared_seconds(planned, links, placement),
     )
 
 
@@ -166,6 +168,24 @@ def _seconds(planner: Planner, half: fx.Graph) -> float:
     """Of one half of a program, what communication takes from the compute beside it included."""
     issued = operations([half], planner.mesh.names, planner.prices)
     return replay(issued).disturbed(planner.cluster.contention)
+
+
+def _reduction_seconds(planner: Planner, program: Skeleton, backward: float) -> float:
+    """What the backward half takes longer where it reduces what others have left, of which it takes so many seconds."""
+    if program.unreduced is None:
+        return 0.0
+    places = program.unreduced.places
+    last = with_sums(program.backward.graph, program.unreduced, places)
+    sums = last.find_nodes(op="placeholder")[-len(places) :]
+    # Every backward adds its gradients to those before, which is left out of the seconds of all.
+    added = sum(planner.prices.seconds(addition) for one in sums for addition in one.users)
+    return max(0.0, _seconds(planner, last) - added - backward)
+
+
+def _storage(node: fx.Node) -> int:
+    """Bytes of the memory that a node's tensor lies in, which is its own."""
+    val = node.meta.get("val")
+    return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +258,11 @@ def _lasts(one: Allocation, parameters: set[str]) -> bool:
 
 
 def _gradient_bytes(flow: Flow, program: Skeleton, parameters: set[str]) -> Iterator[int]:
-    """Of every trained parameter, the bytes of its gradient: as many as of its part here."""
-    trained = {output.name for output in flow.graph.outputs if output.kind == "gradient" and output.node is not None}
+    """Of every trained parameter, the bytes of its gradient: as its part here, or as what is added up if it is more."""
     for source in flow.graph.inputs:
-        if source.name in trained & parameters:
-            part: torch.Tensor = program.inputs[source.node.name].meta["val"]
-            yield part.numel() * part.element_size()
+        if source.name in parameters and ("gradient", source.name) in program.outputs:
+            part, made = program.inputs[source.node.name], program.outputs["gradient", source.name]
+            yield max(_storage(part), _storage(made))
 
 
 def _within(every: Sequence[Allocation], start: int, end: int) -> Iterable[Allocation]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from autoshard.pipeline.costs import StageCosts
 from autoshard.pipeline.stage_graph import StageGraph
@@ -23,6 +23,7 @@ class Totals:
         working: the most bytes beside these of any stage.
         application: bytes held during the optimizer's update.
         sent: what a device sends of what crosses a boundary.
+        reduction: seconds in which gradients are reduced, once per step, on devices of any speed.
     """
 
     forward: float
@@ -33,6 +34,7 @@ class Totals:
     working: float
     application: float
     sent: float = 1.0
+    reduction: float = 0.0
 
     @staticmethod
     def alone(graph: StageGraph, devices: int) -> Totals:
@@ -60,13 +62,14 @@ class Totals:
             working=max(cost.working_bytes for cost in costs),
             application=sum(cost.application_bytes for cost in costs),
             sent=sum(cost.forward_bytes for cost in costs) / crossing if crossing else 1.0,
+            reduction=sum(cost.reduction_seconds for cost in costs),
         )
 
 
 def totals_at(samples: int, known: Mapping[int, Totals]) -> Totals:
     """Totals of a microbatch of some samples: on the line through the nearest two that are known, or in proportion.
 
-    What does not grow with the microbatch, such as the reduction of gradients, is where that line starts.
+    What does not grow with the microbatch, such as latencies and gathers of parameters, is where that line starts.
     """
     first, *others = sorted(known, key=lambda one: (abs(one - samples), one))
     near = known[first]
@@ -83,6 +86,7 @@ def totals_at(samples: int, known: Mapping[int, Totals]) -> Totals:
             near.working * grown,
             near.application,
             near.sent,
+            near.reduction,
         )
     other = known[others[0]]
     along = (samples - first) / (others[0] - first)
@@ -90,7 +94,7 @@ def totals_at(samples: int, known: Mapping[int, Totals]) -> Totals:
         one.name: max(0.0, getattr(near, one.name) + along * (getattr(other, one.name) - getattr(near, one.name)))
         for one in fields(Totals)
     }
-    return Totals(**line)
+    return replace(Totals(**line), reduction=near.reduction)
 
 
 def estimated(stages: Stages, graph: StageGraph, totals: Totals, grown: float, links: Links) -> list[StageCosts]:
@@ -128,6 +132,7 @@ def estimated(stages: Stages, graph: StageGraph, totals: Totals, grown: float, l
                 rest_bytes=int(totals.rest * at_rest),
                 saved_bytes=int(totals.saved * saved),
                 working_bytes=int(totals.working),
+                reduction_seconds=totals.reduction * at_rest,
                 application_bytes=int(totals.application * at_rest),
             )
         )

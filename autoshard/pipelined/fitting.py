@@ -60,7 +60,10 @@ Rung = Callable[[Fitted, Sequence[Room]], Sequence[Room]]
 
 
 def rungs(recompute: str) -> list[Rung]:
-    """Ways to make stages leaner, to be tried in turn where nothing fits: a limit; all layers run again; both.
+    """Ways to make stages leaner, to be tried in turn where nothing fits.
+
+    A limit; all layers run again; gradients that are reduced with every microbatch where that makes them smaller, so
+    that none is kept whole; and a limit with all that.
 
     Args:
         recompute: what the user allows to be run again, as `autoshard.plan` takes it.
@@ -69,15 +72,26 @@ def rungs(recompute: str) -> list[Rung]:
     def limited(fitted: Fitted, rooms: Sequence[Room]) -> Sequence[Room]:
         limits = fitted.limits
         return [
-            Room(limits[stage], _allowed(room, recompute)) if limits.get(stage, 0) > 0 else room
+            replace(room, limit=limits[stage], recompute=_allowed(room, recompute))
+            if limits.get(stage, 0) > 0
+            else room
             for stage, room in enumerate(rooms)
         ]
 
     def recomputed(fitted: Fitted, rooms: Sequence[Room]) -> Sequence[Room]:
         limits = fitted.limits
-        return [Room(None, "full") if stage in limits else room for stage, room in enumerate(rooms)]
+        return [
+            replace(room, limit=None, recompute="full") if stage in limits else room for stage, room in enumerate(rooms)
+        ]
 
-    return [limited, recomputed, limited] if recompute == "auto" else [limited]
+    def reduced(fitted: Fitted, rooms: Sequence[Room]) -> Sequence[Room]:
+        limits = fitted.limits if fitted.microbatches > 1 else {}
+        return [
+            replace(room, limit=None, reduced="microbatch") if stage in limits else room
+            for stage, room in enumerate(rooms)
+        ]
+
+    return [limited, recomputed, reduced, limited] if recompute == "auto" else [limited, reduced, limited]
 
 
 def _allowed(room: Room, recompute: str) -> str:

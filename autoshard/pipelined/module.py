@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,6 +16,9 @@ from autoshard.errors import InputError, PipelineError
 from autoshard.options import Options
 from autoshard.parallelizer import RUNTIME
 from autoshard.partition.checkpoint import install_hooks
+from autoshard.partition.materialize import Initializer
+from autoshard.partition.materialize_stages import materialize_stages
+from autoshard.pipelined.clipping import clip, total_norm
 from autoshard.pipelined.naming import gather, renew
 from autoshard.pipelined.places import check_pipeline_options, forward_fingerprint
 from autoshard.pipelined.plan import PipelinePlan
@@ -101,6 +105,43 @@ class PipelineModule(nn.Module):
         own = {name: value for name, value in state_dict.items() if name not in elsewhere}
         loaded: NamedTuple = super().load_state_dict(own, strict, assign)
         return loaded
+
+    def materialize(self, device: torch.device | str | None = None, init: Initializer | None = None) -> None:
+        """Allocate and initialise what the stages of this rank have on the meta device: see `autoshard.materialize`."""
+        servings = self._servings
+        names = servings.without_numbers
+        materialize_stages(servings.model, [self], servings.device_mesh, servings.plan.axis, device, init, names)
+        servings.without_numbers = frozenset()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients down, where their norm over the whole model is larger than `max_norm`.
+
+        `torch.nn.utils.clip_grad_norm_` would take the norm of the stages of this rank alone. All ranks call this
+        together, between `train_step` and the optimizer's step.
+
+        Args:
+            max_norm: of all gradients of all stages as one vector.
+            norm_type: p of the p-norm, at least 0; infinity is the largest magnitude.
+
+        Returns:
+            The norm before, as one device finds it; every rank has it. A tied parameter counts once.
+
+        Raises:
+            InputError: `norm_type` is negative.
+        """
+        servings = self._servings
+        places: dict[torch.Tensor, int] = {}
+        known = {
+            name: places.setdefault(parameter, len(places))
+            for name, parameter in servings.model.named_parameters(remove_duplicate=False)
+        }
+        elsewhere = {self.get_parameter(name) for name in self._shared.of_earlier_stages}
+        held = [(name, one, one.grad) for name, one in self.named_parameters() if one.grad is not None]
+        counted = {known[name]: gradient for name, one, gradient in held if one not in elsewhere}
+        dtype = reduce(torch.promote_types, (one.dtype for one in places), torch.float32)
+        norm = total_norm(counted, len(places), servings.device_mesh, norm_type, dtype)
+        clip([gradient for *_, gradient in held], norm, max_norm)
+        return norm
 
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a whole batch; gradients are added to `.grad`, as `backward()` does.

@@ -13,6 +13,7 @@ from autoshard.cluster.measured import Grouping
 from autoshard.errors import MeshError, PlanError
 from autoshard.options import Options
 from autoshard.pipeline.exported import ExportedModule
+from autoshard.pipeline.placement import stage_ranks
 from autoshard.plan import ShardingPlan
 from autoshard.specs.axes import MeshAxis, MeshShape
 
@@ -39,7 +40,7 @@ def stage_mesh(mesh: MeshShape, axis: str) -> MeshShape:
 
 
 def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
-    """The cluster as the ranks of one stage see it, which need not be neighbours.
+    """The cluster, of equal devices, as the ranks of one stage see it, which need not be neighbours.
 
     Of every host, a stage has as many devices as lie together there; where that differs from host to host, so many as
     divide all of these numbers, so that no link is taken for a faster one than it is. Measured collectives are found
@@ -64,6 +65,19 @@ def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
                 collectives[kind, Grouping(grouping.size, grouping.stride // size)] = curve
         measured = replace(measured, collectives=collectives)
     return replace(cluster, devices_per_host=per_host, measured=measured)
+
+
+def all_slowest(cluster: Cluster, devices: int) -> Cluster:
+    """A cluster of equal devices: each is the slowest of the first so many, whose prices are those at speed 1."""
+    return replace(cluster.first(devices), stretches=())
+
+
+def stage_clusters(cluster: Cluster, mesh: MeshShape, axis: str) -> tuple[Cluster, ...]:
+    """For every rank of a pipeline, the cluster as the devices there see it: of their kind, with their memory."""
+    if not cluster.stretches:
+        return (stage_cluster(cluster, mesh, axis),) * mesh.sizes[mesh.index(axis)]
+    whole = cluster.first(mesh.size)
+    return tuple(whole.of_ranks(ranks) for ranks in stage_ranks(mesh, axis))
 
 
 def forward_fingerprint(exported: ExportedModule) -> str:
@@ -91,11 +105,18 @@ def stage_options(
 
     Args:
         options: as the user gave them for the whole model; hints are resolved there, and pin what a stage holds.
-        cluster: as the stage's ranks see it (`stage_cluster`).
+        cluster: as the stage's ranks see it (`stage_clusters`).
         plan: of the stage, once there is one: what it says of inputs and outputs holds.
         names: of what the stage takes in the calls that it is to run, which may be less than it was planned for.
     """
-    mine = replace(options, cluster=cluster, hints=None, inputs="global", input_placements={}, output_placements=None)
+    free: dict[str, object] = {
+        "hints": None,
+        "inputs": "global",
+        "input_placements": {},
+        "output_placements": None,
+        "shares": None,
+    }
+    mine = replace(options, cluster=cluster, **free)  # type: ignore[arg-type]
     if plan is None:
         return mine
     if plan.options.get("inputs") == "local":

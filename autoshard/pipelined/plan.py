@@ -18,6 +18,7 @@ from autoshard.pipelined import plan_data, plan_tables
 from autoshard.plan import ShardingPlan
 from autoshard.report.gantt import gantt
 from autoshard.report.trace import trace
+from autoshard.reshard.unreduced import Reduced
 from autoshard.specs.axes import MeshShape
 
 
@@ -35,6 +36,9 @@ class PipelinePlan:
         schedule: the order on every pipeline rank; with it the rank of every stage, the number of microbatches, and
             that of stages per rank.
         stages: how every stage is sharded, on the mesh that its ranks make up (`places.stage_mesh`).
+        reduced: of every stage, when gradients are reduced that are smaller then, such as those of parameters that are
+            sharded over data-parallel ranks: `"step"`, once, or `"microbatch"`, every time; all once where it is empty.
+            Other gradients are added up over the microbatches, and reduced once.
         modules: of every stage, paths of the first and the last module that it runs operators of.
         costs: of every stage, for one microbatch; none where nobody worked them out.
         step_seconds: predicted time of one step: all microbatches forward and backward, without the optimizer's step.
@@ -55,6 +59,7 @@ class PipelinePlan:
     recomputed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     schedule: Schedule
     stages: tuple[ShardingPlan, ...]
+    reduced: tuple[Reduced, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     costs: tuple[StageCosts, ...] = ()
     step_seconds: float = 0.0
@@ -75,7 +80,7 @@ class PipelinePlan:
                 f"the schedule is for {self.schedule.ranks} ranks, and pipeline axis {self.axis} of the mesh "
                 f"{self.mesh} has {ranks}: a plan needs an order for every rank."
             )
-        counts = {"stages": len(self.stages), "costs": len(self.costs)}
+        counts = {"stages": len(self.stages), "costs": len(self.costs), "reduced": len(self.reduced)}
         for what, count in counts.items():
             if count != self.schedule.stages and (count or what == "stages"):
                 raise PlanError(
@@ -92,6 +97,10 @@ class PipelinePlan:
     def virtual(self) -> int:
         """Stages per pipeline rank."""
         return self.schedule.virtual
+
+    def reduced_at(self, stage: int) -> Reduced:
+        """When a stage reduces gradients that are smaller then."""
+        return self.reduced[stage] if self.reduced else "step"
 
     @property
     def fits(self) -> bool:

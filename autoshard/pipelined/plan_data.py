@@ -26,6 +26,7 @@ _SCHEMA = record(
     recomputed=table(list_of(COUNT)),
     schedule=record(name=TEXT, microbatches=_SIZE, orders=list_of(list_of(TEXT))),
     stages=list_of(SHARDING.schema),
+    reduced=list_of({"enum": ["step", "microbatch"]}),
     modules=list_of({**list_of(TEXT), "minItems": 2, "maxItems": 2}),
     costs=list_of(
         record(**{one.name: NUMBER if one.type == "float" else COUNT for one in dataclasses.fields(StageCosts)})
@@ -75,6 +76,7 @@ def to_data(plan: PipelinePlan) -> dict[str, Any]:
             "orders": [[str(action) for action in order] for order in plan.schedule.orders],
         },
         "stages": [stage_data(stage) for stage in plan.stages],
+        "reduced": list(plan.reduced),
         "modules": [list(pair) for pair in plan.modules],
         "costs": [dataclasses.asdict(cost) for cost in plan.costs],
         "step_seconds": plan.step_seconds,
@@ -103,6 +105,7 @@ def fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "recomputed": {name: tuple(stages) for name, stages in data["recomputed"].items()},
         "schedule": Schedule(said["name"], said["microbatches"], orders),
         "stages": tuple(ShardingPlan.from_data(stage) for stage in data["stages"]),
+        "reduced": tuple(data["reduced"]),
         "modules": tuple((first, last) for first, last in data["modules"]),
         "costs": tuple(StageCosts(**cost) for cost in data["costs"]),
         "peaks": tuple(data["peaks"]),

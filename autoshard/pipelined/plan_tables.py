@@ -34,6 +34,7 @@ def summary_table(plan: PipelinePlan) -> Table:
     lines = [
         ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}, pipeline axis {plan.axis}"),
         ("schedule", schedule_text(plan)),
+        ("gradients", _gradients_text(plan)),
         ("predicted step", step_text(plan)),
         ("memory per device", _memory_text(plan)),
     ]
@@ -60,6 +61,15 @@ def step_text(plan: PipelinePlan) -> str:
     return f"{format_seconds(plan.step_seconds)}, of which ranks do not compute {plan.bubble:.1%}"
 
 
+def _gradients_text(plan: PipelinePlan) -> str:
+    """When they are reduced."""
+    if plan.microbatches == 1:
+        return "reduced as they are made"
+    stages = [str(stage) for stage in range(plan.schedule.stages) if plan.reduced_at(stage) == "microbatch"]
+    often = f"; with every microbatch those that are smaller then, of stages {', '.join(stages)}" if stages else ""
+    return f"added up over the microbatches, reduced once per step{often}"
+
+
 def _memory_text(plan: PipelinePlan) -> str:
     if not plan.peaks:
         return "not known"
@@ -70,17 +80,17 @@ def _memory_text(plan: PipelinePlan) -> str:
 
 
 def stage_table(plan: PipelinePlan) -> Table:
-    """What every stage runs, takes and holds, for one microbatch on one device."""
+    """What every stage runs, takes and holds, for one microbatch on one device; gradients are reduced once per step."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for label in ("stage", "rank"):
         table.add_column(label, justify="right", no_wrap=True)
     table.add_column("modules", overflow="fold")
-    for label in ("forward", "backward", "at rest", "saved", "sent on", "sent back"):
+    for label in ("forward", "backward", "reduction", "at rest", "saved", "sent on", "sent back"):
         table.add_column(label, justify="right", no_wrap=True)
     modules = plan.modules or (("", ""),) * len(plan.stages)
     for stage, (rank, (first, last), cost) in enumerate(zip(plan.schedule.placement, modules, plan.costs, strict=True)):
         amounts = (cost.rest_bytes, cost.saved_bytes, cost.forward_bytes, cost.backward_bytes)
-        seconds = map(format_seconds, (cost.forward_seconds, cost.backward_seconds))
+        seconds = map(format_seconds, (cost.forward_seconds, cost.backward_seconds, cost.reduction_seconds))
         where = first or "(root)" if first == last else f"{first or '(root)'} to {last or '(root)'}"
         table.add_row(*map(Text, (str(stage), str(rank), where, *seconds, *map(format_bytes, amounts))))
     return table

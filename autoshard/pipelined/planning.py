@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,11 +23,13 @@ from autoshard.pipeline.placement import stage_devices
 from autoshard.pipeline.schedules import SCHEDULES, placement
 from autoshard.pipeline.simulation import Simulation
 from autoshard.pipeline.stages import StageDevice, Stages
+from autoshard.pipelined.captured import Call, Captured
 from autoshard.pipelined.estimates import Totals, estimated, totals_at
 from autoshard.pipelined.places import check_axis, check_pipeline_options, forward_fingerprint
 from autoshard.pipelined.plan import PipelinePlan
-from autoshard.pipelined.sizes import Call, Forward, PlannedSize, Size, SizePlanner
+from autoshard.pipelined.sizes import Forward, PlannedSize, Size, SizePlanner
 from autoshard.pipelined.stage_plans import Boundaries
+from autoshard.pipelined.stopping import Stopping
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
@@ -52,6 +55,8 @@ def plan_pipeline(
     devices: Sequence[StageDevice] | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     boundaries: Boundaries = "planned",
+    captured: Captured | None = None,
+    stopping: Stopping | None = None,
 ) -> PipelinePlan:
     """Decide how a model runs as a pipeline, and change nothing.
 
@@ -75,15 +80,18 @@ def plan_pipeline(
         microbatches: `"auto"` for all divisors of the batch up to sixteen per rank, or a number.
         virtual: stages per rank: `"auto"` for one to four, or a number.
         options: as `autoshard.plan` takes them; `memory_limit` is that of a device for the whole step, `time_limit`
-            that of the search of one stage's plan.
+            that of the whole search, captures aside. When it is over, what is best of the sizes planned until then is
+            the plan, and `table` says so; the first size is planned in any case.
         devices: memory in bytes and speed of the devices of every pipeline rank (their bandwidth is the mesh's); by
-            default all are the cluster's. Of unequal ones every rank has one stage, unless `virtual` is a number, and
-            then stages lie round and round.
+            default all are the cluster's, whose kinds tell speeds where it has several. Of unequal ones every rank has
+            one stage, unless `virtual` is a number, and then stages lie round and round.
         batch_dims: the dim of inputs that counts samples, where it is not dim 0 (`pipeline.microbatch`).
         boundaries: `"whole"`: stages take and return whole tensors, which every device sends to its like on the next
             rank; `"planned"`: what a stage returns lies as it comes out, devices send what they have of it, and the
             next stage takes it so (Whale's bridge). `input_placements` and `output_placements` of the stages' plans
             then say how.
+        captured: what was captured of this call before, for other meshes; what is captured now goes there too.
+        stopping: when else the search ends before its end.
 
     Returns:
         The plan.
@@ -93,11 +101,14 @@ def plan_pipeline(
         PlanError: the model has fewer operators than stages, or an option is none that a pipeline can have.
         PipelineError: a schedule or a number is none that there can be, or the batch does not divide.
         CaptureError, InputError, HintError, MeshError: as for `autoshard.plan`.
+        KeyboardInterrupt: Ctrl-C before there was any plan that fits; later, the best one until then is returned, with
+            a warning.
     """
     shape = MeshShape.of(mesh)
     check_axis(shape, axis)
     check_pipeline_options(options)
-    planning = _Planning(Call(module, args, kwargs, batch_dims), shape, axis, options, devices, boundaries)
+    captured = captured or Captured(Call(module, args, kwargs, batch_dims), options)
+    planning = _Planning(captured, shape, axis, options, devices, boundaries, stopping or Stopping())
     return planning.run(schedule, microbatches, virtual)
 
 
@@ -106,15 +117,17 @@ class _Planning:
 
     def __init__(
         self,
-        call: Call,
+        captured: Captured,
         mesh: MeshShape,
         axis: str,
         options: Options,
         devices: Sequence[StageDevice] | None,
         boundaries: Boundaries,
+        stopping: Stopping,
     ) -> None:
         self.start = time.perf_counter()
-        self.call = call
+        self.stopping = stopping
+        call = captured.call
         self.mesh = mesh
         self.axis = axis
         self.options = options
@@ -131,7 +144,7 @@ class _Planning:
         self.devices = [replace(one, memory=min(one.memory, limit)) for one in given]
         self.rooms = tuple(int(min(one.memory, _ENDLESS)) for one in self.devices)
         self.unequal = any((one.speed, one.memory) != (given[0].speed, given[0].memory) for one in given)
-        self.sizes = SizePlanner(call, mesh, axis, options, self.devices, boundaries, self._seconds)
+        self.sizes = SizePlanner(captured, mesh, axis, options, self.devices, boundaries, self._seconds, stopping)
         self.names: list[str] = []
         self.planned: dict[Size, PlannedSize] = {}
         self.refused: dict[Size, PlanError | BudgetError] = {}
@@ -151,13 +164,43 @@ class _Planning:
         ways = (1,) if self.unequal and virtual == "auto" else virtual_to_try(virtual)
         asked = [Size(m, v) for m in microbatches_to_try(microbatches, self.batch, self.ranks) for v in ways]
         every = [size for size in asked if self._possible(size)]
-        for size in self._first(every):
-            self._plan(size)
-        estimates = self._follow_estimates(every) if len(every) > 1 else ()
+        first = self._first(every)
+        estimates: tuple[Candidate, ...] = ()
+        try:
+            if virtual == "auto" and first and self.sizes.marks(self.sizes.forward(first[0].microbatches)):
+                every = [size for size in every if size.virtual == 1]  # a stage per rank: devices of its own
+            for size in first:
+                if not self._late():
+                    self._plan(size)
+            estimates = self._follow_estimates(every) if len(every) > 1 else ()
+        except KeyboardInterrupt:
+            self.stopping.interrupted = True
         search = self._searched(self._planned_costs, list(self.planned) or asked, self.rooms)
+        if search.best is None and self.stopping.interrupted:
+            raise KeyboardInterrupt
         if search.best is None:
             raise self._nothing(search)
+        if self.stopping.interrupted:
+            self._warn_of_interruption(search.best.seconds)
         return self._described(search.best, (*search.table(), *estimates))
+
+    def _late(self) -> bool:
+        """Whether the search ends with what there is.
+
+        It does where somebody wants it, where a plan fits and there is no more time for another, and at the deadline.
+        """
+        if self.stopping.interrupted or self.sizes.left > 0:
+            return self.stopping.interrupted
+        if self.sizes.over and (self.planned or self.refused):
+            return True
+        return any(self._seconds(size, one.costs, True) < math.inf for size, one in self.planned.items())
+
+    def _warn_of_interruption(self, seconds: float) -> None:
+        warnings.warn(
+            f"the search for a pipeline was interrupted after {time.perf_counter() - self.start:.1f} s: this is the "
+            f"best plan met until then, {seconds:.6g} s per step. Plan again for a better one.",
+            stacklevel=4,
+        )
 
     def _possible(self, size: Size) -> bool:
         """Whether some schedule that is asked for has such a size."""
@@ -192,16 +235,20 @@ class _Planning:
                 known += 1
                 continue
             if best is None or best in self.planned or len(self.planned) + len(self.refused) >= _ROUNDS:
+                said = "estimated, not planned"
+                break
+            if self._late():
+                said = "estimated, not planned in the time limit"
                 break
             self._plan(best)
         lines = [line for line in search.table() if Size(line.microbatches, line.virtual) not in self.planned]
-        return tuple(replace(line, verdict=f"estimated, not planned: {line.verdict}") for line in lines)
+        return tuple(replace(line, verdict=f"{said}: {line.verdict}") for line in lines)
 
     def _plan(self, size: Size) -> None:
         """Plan a size, with the better of its assignments to stages."""
         try:
             forward = self.sizes.forward(size.microbatches)
-            found = self.sizes.assigned(size, forward.graph)
+            found = self.sizes.assigned(size, forward)
             totals = self._totals(self.batch // size.microbatches, forward)
             each = [estimated(one, forward.graph, totals, 1.0, self.sizes.links) for one in found]
             steps = [self._seconds(size, costs, False) for costs in each] if len(found) > 1 else [0.0]
@@ -254,17 +301,17 @@ class _Planning:
 
     def _assignments(self, size: Size) -> tuple[Forward, int, list[Stages]] | None:
         """Stages of a size on a graph that is there, which was exported with so many microbatches."""
-        number = self.sizes.nearest(size.microbatches)
+        number = self.sizes.captured.nearest(size.microbatches)
         forward = self.sizes.forward(number)
         try:
-            return forward, number, self.sizes.assigned(Size(number, size.virtual), forward.graph, "order")
+            return forward, number, self.sizes.assigned(Size(number, size.virtual), forward, "order")
         except (PlanError, BudgetError):
             return None
 
     def _totals(self, count: int, forward: Forward) -> Totals:
         """Of a microbatch of so many samples, by the sizes that were planned; before, by the graph alone."""
         known = {}
-        speeds = [self.devices[rank].speed for rank in placement(self.ranks, 1)]
+        speeds = [forward.speeds[rank] for rank in placement(self.ranks, 1)]
         for size, planned in self.planned.items():
             if size.virtual == min(one.virtual for one in self.planned):
                 crossing = sum(planned.stages.forward_bytes)
@@ -286,6 +333,7 @@ class _Planning:
             recomputed=dict(chosen.stages.recomputed),
             schedule=schedule,
             stages=tuple(one.plan for one in chosen.planned),
+            reduced=tuple(one.planner.settings.reduced for one in chosen.planned),
             modules=tuple(one.modules for one in chosen.planned),
             costs=chosen.costs,
             step_seconds=best.seconds,

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import AutoshardError, PipelineError
+from autoshard.partition.gradient_sums import GradientSums
 from autoshard.pipeline.actions import Action, Kind, Schedule
 from autoshard.pipeline.cut import StageModule
 from autoshard.pipeline.messages import rows
@@ -79,6 +80,9 @@ class PipelineRuntime:
         later: where the schedule runs backward in two halves, by stage the list in which each backward of it has to put
             what it leaves for the second half. (Torch parts backward by walking the autograd graph of a stage. That of
             a parallelised stage is one operation, which torch would run twice, once for each half.)
+        sums: by stage, where its backwards add up the gradients that are reduced once per step, by the last of them;
+            none with a single microbatch. What that does not hide is awaited at the end of the step: other stages of
+            the rank compute meanwhile.
 
     Raises:
         PipelineError: the ranks of the schedule wait for one another, or its last stage takes microbatches out of turn.
@@ -101,6 +105,8 @@ class PipelineRuntime:
         self.later: dict[int, list[Callable[[], None]]] = (
             {stage.index: [] for stage, _ in stages} if schedule.splits_backward else {}
         )
+        number = schedule.microbatches
+        self.sums = {stage.index: GradientSums(number) for stage, _ in stages} if number > 1 else {}
         self._training: ActionsRuntime | None = None
         self._evaluating: ActionsRuntime | None = None
         _check_turns(schedule)
@@ -145,7 +151,12 @@ class PipelineRuntime:
     ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
         """One step; what ends it is told in words, since ranks that wait for a dead one hear of closed connections."""
         try:
-            return runtime.run(microbatches, self._parts(microbatches), backward)
+            for sums in self.sums.values():
+                sums.clear()
+            results = runtime.run(microbatches, self._parts(microbatches), backward)
+            for sums in self.sums.values():
+                sums.end()
+            return results
         except RuntimeError as error:
             cause = _first_cause(error)
             if isinstance(cause, AutoshardError):

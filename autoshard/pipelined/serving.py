@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoshard import hints as hint_rules
 from autoshard.errors import PipelineError
 from autoshard.options import Options
 from autoshard.parallelizer import Parallelizer
@@ -23,7 +24,7 @@ from autoshard.pipeline.microbatch import microbatches
 from autoshard.pipelined.boundaries import Boundaries, names_of
 from autoshard.pipelined.calls import Calls
 from autoshard.pipelined.naming import Entry, entries, renew
-from autoshard.pipelined.places import stage_cluster, stage_options
+from autoshard.pipelined.places import stage_clusters, stage_options
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.runtime import PipelineRuntime
 from autoshard.plan import ShardingPlan
@@ -57,6 +58,9 @@ class Servings:
         options: how calls that the plan does not know are planned.
         compile: hand the local programs to inductor.
         batch_dims: as `microbatches` takes them.
+
+    Attributes:
+        without_numbers: names of what is to be initialised: the model had it on the meta device from the start.
     """
 
     def __init__(
@@ -72,13 +76,15 @@ class Servings:
         self.plan = plan
         self.rank = device_mesh.get_local_rank(plan.axis)
         self.group = device_mesh.get_group(plan.axis)
-        self._device_mesh = device_mesh
+        self.device_mesh = device_mesh
         self._mesh = _stage_mesh(device_mesh, plan)
         self._boundaries = Boundaries(plan.stages, MeshShape.of(self._mesh))
         self._options = options
-        self._cluster = stage_cluster(options.cluster, plan.mesh, plan.axis)
+        self._cluster = stage_clusters(options.cluster, plan.mesh, plan.axis)[self.rank]
         self._compile = compile
         self._batch_dims = batch_dims
+        everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.without_numbers = frozenset(name for name, tensor in everything if tensor.is_meta)
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Serving:
         """The stages of a call with a whole batch; nothing is parallelised yet.
@@ -88,7 +94,9 @@ class Servings:
             PipelineError: it runs operators that the plan has no stage for.
         """
         plan, number = self.plan, self.plan.schedule.microbatches
-        graph = exported(self.model, *microbatches(self.model, args, kwargs, number, self._batch_dims)[0])
+        hinted = hint_rules.task_graphs(self._options.hints, [name for name, _ in self.model.named_modules()])
+        part = microbatches(self.model, args, kwargs, number, self._batch_dims)[0]
+        graph = exported(self.model, *part, task_graphs=hinted)
         calls = Calls(self.model, graph, number, self._batch_dims)
         calls.check()
         names = {node.name for node in graph.operators}
@@ -101,7 +109,7 @@ class Servings:
         stage_of = {name: stage for name, stage in plan.stage_of.items() if name in names}
         again = {name: stages for name, stages in plan.recomputed.items() if name in names}
         stages = tuple(cut(graph, stage_of, plan.schedule.stages, again))
-        device = torch.device(self._device_mesh.device_type)
+        device = torch.device(self.device_mesh.device_type)
         held = [(stage, self._boundaries.messages(stage)) for stage in self.held(stages)]
         return Serving(calls, stages, PipelineRuntime(held, plan.schedule, self.group, device, calls.loss()))
 
@@ -117,12 +125,24 @@ class Servings:
                 plan = self.plan.stages[stage.index]
                 self._parallelizer(serving, stage, plan).start(*stage.example)
 
-        together(self._device_mesh, each)
+        together(self.device_mesh, each)
 
     def _parallelizer(self, serving: Serving, stage: StageModule, plan: ShardingPlan | None) -> Parallelizer:
-        later = serving.runtime.later.get(stage.index)
-        options = stage_options(self._options, self._cluster, self.plan.stages[stage.index], names_of(stage))
-        return Parallelizer(stage.module, self._mesh, options, self._compile, plan, stage.index, later)
+        runtime, index = serving.runtime, stage.index
+        options = stage_options(self._options, self._cluster, self.plan.stages[index], names_of(stage))
+        steps, reduced = self.plan.microbatches, self.plan.reduced_at(index)
+        options = replace(options, settings=replace(options.settings, gradient_steps=steps, reduced=reduced))
+        return Parallelizer(
+            stage.module,
+            self._mesh,
+            options,
+            self._compile,
+            plan,
+            index,
+            later=runtime.later.get(index),
+            sums=runtime.sums.get(index),
+            reduced=reduced,
+        )
 
     def serve(self, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Serving:
         """What serves another kind of call on the parameters of `whole`, where they lie.
@@ -148,7 +168,7 @@ class Servings:
                 )
                 parallelizer.start(*example)
 
-        together(self._device_mesh, each)
+        together(self.device_mesh, each)
         return replace(serving, stages=self.held(serving.stages), entries=found)
 
     def linked(self, serving: Serving, whole: nn.Module) -> tuple[Entry, ...]:

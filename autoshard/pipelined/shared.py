@@ -72,12 +72,21 @@ class SharedParameters:
         own = dist.get_rank(group)
         for name in sorted(holders):
             ranks = tuple(sorted({placement[stage] for stage in holders[name]}))
-            if own not in ranks or len(ranks) == 1:
+            if len(ranks) == 1:
                 continue
             if ranks not in groups:
-                everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
+                # Torch names a group after its ranks and how many groups the process has: all have to have equally
+                # many, or the members of the next one do not meet. Who is not in this one makes one of its own.
+                members = ranks if own in ranks else (own,)
+                everywhere = [dist.get_global_rank(group, rank) for rank in members]
                 groups[ranks] = dist.new_group(everywhere, use_local_synchronization=True)
-            self._shared.append(_Shared(name, groups[ranks], ranks.index(placement[holders[name][0]])))
+            if own in ranks:
+                self._shared.append(_Shared(name, groups[ranks], ranks.index(placement[holders[name][0]])))
+
+    @property
+    def of_earlier_stages(self) -> frozenset[str]:
+        """Names of those whose first stage is another rank's."""
+        return frozenset(one.name for one in self._shared if dist.get_rank(one.group) != one.first)
 
     @torch.no_grad()
     def start_equal(self) -> None:

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import torch
-from torch import nn
+from typing import NamedTuple
 
 from autoshard import hints as hint_rules
-from autoshard.cluster.cost import CostModel
-from autoshard.errors import BudgetError
+from autoshard.capture.task_graphs import counted
+from autoshard.errors import BudgetError, HintError
 from autoshard.memory.budget import format_bytes
 from autoshard.options import Options
 from autoshard.pipeline.bounds import least_bytes
 from autoshard.pipeline.costs import StageCosts
 from autoshard.pipeline.cut import StageModule, cut
-from autoshard.pipeline.exported import ExportedModule, exported
-from autoshard.pipeline.microbatch import microbatches
+from autoshard.pipeline.exported import ExportedModule
+from autoshard.pipeline.regions import marked_stages
 from autoshard.pipeline.schedules import placement
 from autoshard.pipeline.stage_graph import StageGraph
 from autoshard.pipeline.stages import Method, StageDevice, Stages, assign_stages
+from autoshard.pipelined.captured import Captured
 from autoshard.pipelined.costs import Links, PlannedStage, stage_costs
 from autoshard.pipelined.fitting import Fitted, rungs
-from autoshard.pipelined.places import stage_cluster, stage_mesh, stage_options
+from autoshard.pipelined.places import all_slowest, stage_clusters, stage_mesh, stage_options
 from autoshard.pipelined.stage_plans import Boundaries, Pins, Room, StagePlanner
+from autoshard.pipelined.stopping import Stopping
 from autoshard.specs.axes import MeshShape
 
 TOLERANCES = (0.02, 0.1)
@@ -36,6 +36,9 @@ TOLERANCES = (0.02, 0.1)
 
 _WORTH = 0.01
 """Stages are planned for less memory where that may make the step shorter by more than this share."""
+
+_LEAST_SECONDS = 1.0
+"""What begins is planned to its end: the search of one stage's plan has that much time, however late it is."""
 
 
 class Size(NamedTuple):
@@ -47,10 +50,17 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    """The forward graph of one microbatch: to be cut, and to be assigned to stages."""
+    """The forward graph of one microbatch.
+
+    Attributes:
+        exported: to be cut.
+        graph: to be assigned to stages, priced for the slowest device.
+        speeds: of the devices of every pipeline rank, in times of that one.
+    """
 
     exported: ExportedModule
     graph: StageGraph
+    speeds: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,40 +82,34 @@ class PlannedSize:
     costs: tuple[StageCosts, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What is called, and how: a module, a call with the whole batch, and the dim that counts samples of each input."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    batch_dims: Mapping[str, int | None] | None
-
-
 class SizePlanner:
     """Plans sizes of one pipeline.
 
     Args:
-        call: what is planned.
+        captured: of the call that is planned.
         mesh: all axes.
         axis: name of the pipeline's.
         options: as the user gave them.
-        devices: of every pipeline rank: memory in bytes, and speed in times of the cluster's device.
+        devices: of every pipeline rank: memory in bytes; and speed in times of the cluster's device, which counts where
+            that has one kind.
         boundaries: how what goes from stage to stage lies (`StagePlanner`).
         seconds_of: the fastest schedule of a size with such stages, of those that fit or of all; infinite if none is.
+        stopping: when the search ends before its end.
     """
 
     def __init__(
         self,
-        call: Call,
+        captured: Captured,
         mesh: MeshShape,
         axis: str,
         options: Options,
         devices: Sequence[StageDevice],
         boundaries: Boundaries,
         seconds_of: Callable[[Size, Sequence[StageCosts], bool], float],
+        stopping: Stopping,
     ) -> None:
-        self.call = call
+        self.start = time.monotonic()
+        self.captured = captured
         self.mesh = stage_mesh(mesh, axis)
         self.ranks = mesh.sizes[mesh.index(axis)]
         self.devices = tuple(devices)
@@ -113,37 +117,58 @@ class SizePlanner:
         self.options = options
         self.boundaries = boundaries
         self.seconds_of = seconds_of
-        self.cluster = stage_cluster(options.cluster, mesh, axis)
+        self.stopping = stopping
+        self.cluster = all_slowest(options.cluster, mesh.size)
+        self.clusters = stage_clusters(options.cluster, mesh, axis)
+        self.kinds = [one for place, one in enumerate(self.clusters) if one not in self.clusters[:place]]
         self.seconds: dict[str, float] = {"capture": 0.0, "stages": 0.0}
-        self._forward: dict[int, Forward] = {}
         self._planner: StagePlanner | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds of the search, captures aside."""
+        now = time.monotonic()
+        mine = self.options.settings.time_limit + self.seconds["capture"] - (now - self.start)
+        return min(mine, self.stopping.deadline - now)
+
+    @property
+    def over(self) -> bool:
+        """Whether the search ends, be there a plan that fits or not."""
+        return time.monotonic() > self.stopping.deadline
 
     def forward(self, number: int) -> Forward:
         """The forward graph of one of so many microbatches."""
-        if number not in self._forward:
-            start = time.perf_counter()
-            call = self.call
-            args, kwargs = microbatches(call.module, call.args, call.kwargs, number, call.batch_dims)[0]
-            one = exported(call.module, args, kwargs, grad=torch.is_grad_enabled())
-            cost = CostModel(self.cluster, MeshShape.of({"device": 1}))
-            graph = StageGraph.of(one, cost, optimizer=self.options.settings.optimizer)
-            self._forward[number] = Forward(one, graph)
-            self.seconds["capture"] += time.perf_counter() - start
-        return self._forward[number]
+        start = time.perf_counter()
+        one, graph = self.captured.exported(number), self.captured.graph(number, self.cluster)
+        forward = Forward(one, graph, self._speeds(number, graph))
+        self.seconds["capture"] += time.perf_counter() - start
+        return forward
 
-    def nearest(self, number: int) -> int:
-        """Of the numbers of microbatches whose graph is there, the one nearest to some number."""
-        return min(self._forward, key=lambda known: (abs(math.log(known / number)), known))
+    def _speeds(self, number: int, graph: StageGraph) -> tuple[float, ...]:
+        """As given; or, where the cluster tells kinds of device apart, by what the operators take on each."""
+        if self.options.cluster.is_uniform or not graph.seconds:
+            return tuple(device.speed for device in self.devices)
+        seconds = [self.captured.graph(number, replace(kind, stretches=())).seconds for kind in self.kinds]
+        return tuple(graph.seconds / seconds[self.kinds.index(cluster)] for cluster in self.clusters)
 
-    def assigned(self, size: Size, graph: StageGraph, method: Method = "auto") -> list[Stages]:
-        """The stages of a size, for every tolerance; equal ones once.
+    def marks(self, forward: Forward) -> dict[str, int]:
+        """The stages of operators in contexts of `forward` with devices of their own, where several follow another."""
+        counted_in = counted(forward.exported.graph)
+        order = sorted({int(one.place) for one in counted_in.values()})
+        if len(order) < 2:
+            return {}
+        return {name: order.index(int(one.place)) for name, one in counted_in.items()}
+
+    def assigned(self, size: Size, forward: Forward, method: Method = "auto") -> list[Stages]:
+        """The stages of a size, for every tolerance; equal ones once; as they are marked, where they are.
 
         Args:
             size: how many stages there are, and how many microbatches are under way in them.
-            graph: what is assigned.
+            forward: whose graph is assigned.
             method: of `assign_stages`.
 
         Raises:
+            HintError: `forward` marks another number of stages, or marks contradict the way of the data.
             PlanError: the model has fewer operators than the size has stages.
             BudgetError: parameters, gradients and optimizer state alone do not fit.
         """
@@ -151,15 +176,21 @@ class SizePlanner:
         at = placement(self.ranks, size.virtual)
         share = self.mesh.size / size.virtual  # of a rank's memory, with nothing held twice
         devices = [
-            StageDevice(self.links.bandwidth, self.devices[rank].speed, self.devices[rank].memory * share)
-            for rank in at
+            StageDevice(self.links.bandwidth, forward.speeds[rank], self.devices[rank].memory * share) for rank in at
         ]
+        marks = self._checked(self.marks(forward), forward, len(at))
+
+        def assign(tolerance: float, graph: StageGraph, flights: Sequence[int]) -> Stages:
+            if marks:
+                return marked_stages(graph, devices, flights, marks)
+            return assign_stages(graph, devices, flights, tolerance=tolerance, method=method)
+
         found: list[Stages] = []
         try:
-            for tolerance in TOLERANCES:
+            for tolerance in TOLERANCES[-1:] if marks else TOLERANCES:
                 if found and found[-1].tolerance > tolerance:
                     continue  # there are no stages as equal as that
-                one = self._assign(graph, devices, self.in_flight(size), tolerance, method)
+                one = self._assign(forward.graph, self.in_flight(size), functools.partial(assign, tolerance))
                 if all(one.stage_of != other.stage_of for other in found):
                     found.append(one)
         except BudgetError as error:
@@ -175,20 +206,29 @@ class SizePlanner:
         return found
 
     def _assign(
-        self,
-        graph: StageGraph,
-        devices: Sequence[StageDevice],
-        flights: Sequence[int],
-        tolerance: float,
-        method: Method,
+        self, graph: StageGraph, flights: Sequence[int], assign: Callable[[StageGraph, Sequence[int]], Stages]
     ) -> Stages:
         try:
-            return assign_stages(graph, devices, flights, tolerance=tolerance, method=method)
+            return assign(graph, flights)
         except BudgetError:
             # What is saved may be recomputed, or there may be a schedule with one microbatch under way at a time.
             if self.options.settings.recompute != "none":
                 graph = replace(graph, nodes=tuple(replace(node, saved_bytes=0) for node in graph.nodes))
-            return assign_stages(graph, devices, [1] * len(devices), tolerance=tolerance, method=method)
+            return assign(graph, [1] * len(flights))
+
+    def _checked(self, marks: dict[str, int], forward: Forward, stages: int) -> dict[str, int]:
+        """The marks; `HintError` where they are not of so many stages."""
+        marked = max(marks.values(), default=-1) + 1
+        if marked not in (0, stages):
+            primitives = dict.fromkeys(map(str, (one.primitive for one in counted(forward.exported.graph).values())))
+            per_rank = stages // self.ranks
+            raise HintError(
+                f"forward marks {marked} task graphs with numbers of devices ({', '.join(primitives)}), each of which "
+                f"is a pipeline stage on devices of its own, and the pipeline has {stages} stages: {self.ranks} ranks "
+                f"with {per_rank} each. Mark as many as there are stages, or change the mesh or virtual; of what is to "
+                'be parallelised inside of stages, name mesh axes, as in autoshard.split("tp").'
+            )
+        return marks
 
     def in_flight(self, size: Size) -> list[int]:
         """Microbatches under way in every stage, as one forward and one backward in turn have it (Rhino 6.2)."""
@@ -215,22 +255,35 @@ class SizePlanner:
         self.seconds["stages"] += time.perf_counter() - start
         planner = self._stage_planner(forward.exported)
         first = "full" if self.options.settings.recompute == "full" else "none"
-        rooms: Sequence[Room] = [Room(None, first)] * len(parts)
+        at = placement(self.ranks, size.virtual)
+        kinds = [self.kinds.index(self.clusters[rank]) for rank in at]
+        rooms: Sequence[Room] = [Room(None, first, kind, size.microbatches) for kind in kinds]
         last = best = self._planned(planner, size, forward, stages, parts, rooms)
         free, least = self.seconds_of(size, best.costs, False), self._merit(size, best.costs)
         memories = [device.memory for device in self.devices]
         for rung in rungs(self.options.settings.recompute):
-            if least[0] <= free * (1 + _WORTH):
+            late = self.over or (self.left <= 0 and least[0] < math.inf)
+            if least[0] <= free * (1 + _WORTH) or late or self.stopping.interrupted:
                 break
             leaner = rung(Fitted(last.planned, last.costs, self.in_flight(size), size.microbatches, memories), rooms)
             if leaner == rooms:
                 continue
             # Where a stage has no plan within its limit, the next rung may still help.
-            with contextlib.suppress(BudgetError):
+            with contextlib.suppress(BudgetError), self._kept(least[0]):
                 last, rooms = self._planned(planner, size, forward, stages, parts, leaner), leaner
                 if self._merit(size, last.costs) < least:
                     best, least = last, self._merit(size, last.costs)
         return best
+
+    @contextlib.contextmanager
+    def _kept(self, seconds: float) -> Iterator[None]:
+        """Ctrl-C ends the search with the stages that there are, if they fit: if their step takes finite seconds."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.stopping.interrupted = True
+            if seconds == math.inf:
+                raise
 
     def _merit(self, size: Size, costs: Sequence[StageCosts]) -> tuple[float, float]:
         """Seconds of the fastest schedule that fits, and what the tightest rank needs of its memory at least."""
@@ -247,16 +300,20 @@ class SizePlanner:
         parts: Sequence[StageModule],
         rooms: Sequence[Room],
     ) -> PlannedSize:
+        planner.time_limit = max(self.left, _LEAST_SECONDS)
         planned = tuple(planner.plan(parts, rooms))
         at = placement(self.ranks, size.virtual)
         costs = tuple(
-            self._on_device(stage_costs(one, self.links, size.microbatches, at), self.devices[rank].speed)
+            self._on_device(stage_costs(one, self.links, size.microbatches, at), rank)
             for one, rank in zip(planned, at, strict=True)
         )
         return PlannedSize(size, forward, stages, planned, costs)
 
-    @staticmethod
-    def _on_device(costs: StageCosts, speed: float) -> StageCosts:
+    def _on_device(self, costs: StageCosts, rank: int) -> StageCosts:
+        """Costs at the speed of a rank's devices, where that is not in them: a cluster of equal devices knows none."""
+        if not self.options.cluster.is_uniform:
+            return costs
+        speed = self.devices[rank].speed
         return replace(
             costs,
             forward_seconds=costs.forward_seconds / speed,
@@ -266,14 +323,15 @@ class SizePlanner:
 
     def _stage_planner(self, one: ExportedModule) -> StagePlanner:
         if self._planner is None:
-            options = stage_options(self.options, self.cluster)
-            self._planner = StagePlanner(self.mesh, options, self._pinned(one), self.options.hints, self.boundaries)
+            options = [stage_options(self.options, kind) for kind in self.kinds]
+            hints, captures = self.options.hints, self.captured.stages
+            self._planner = StagePlanner(self.mesh, options, self._pinned(one), hints, self.boundaries, captures)
             self.seconds = self._planner.seconds = {**self._planner.seconds, **self.seconds}
         return self._planner
 
     def _pinned(self, one: ExportedModule) -> Pins:
         """What the user's hints pin, in the model as a whole: in a single stage most would match nothing."""
-        module = self.call.module
+        module = self.captured.call.module
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         names = [name for name, _ in module.named_modules()]
         return hint_rules.resolve(self.options.hints, shapes, one.forward.aliases, names, self.mesh)

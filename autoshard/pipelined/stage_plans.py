@@ -9,15 +9,17 @@ from typing import Any, Literal
 
 from torch.distributed.tensor import Placement, Replicate
 
-from autoshard.capture.joint import JointGraph, capture
+from autoshard.capture.joint import JointGraph
 from autoshard.options import Hints, Options
 from autoshard.patterns.decisions import Decisions
 from autoshard.pipeline.cut import StageModule
-from autoshard.pipelined.alike import nameless, renamed
+from autoshard.pipelined.alike import marks_of, nameless, renamed
+from autoshard.pipelined.captured import StageCaptures
 from autoshard.pipelined.costs import PlannedStage
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
 from autoshard.planning import planned_with, planner_for, told
+from autoshard.reshard.unreduced import Reduced
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_even
 from autoshard.specs.spec import Spec
@@ -28,15 +30,21 @@ Pins = Mapping[str, tuple[Placement | None, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What planning a stage is told of memory.
+    """What planning a stage is told of its devices, and of what else it shares with the rest of the step.
 
     Attributes:
         limit: bytes that the stage's step with one microbatch may reach; None for no limit.
         recompute: what its backward half may run again, as `autoshard.plan` takes it.
+        kind: of the devices, by its place among the options of the `StagePlanner`.
+        microbatches: over which its gradients are added up.
+        reduced: which of these are reduced once.
     """
 
     limit: int | None
     recompute: str
+    kind: int = 0
+    microbatches: int = 1
+    reduced: Reduced = "step"
 
 
 class StagePlanner:
@@ -44,23 +52,37 @@ class StagePlanner:
 
     Args:
         mesh: of one stage.
-        options: of a stage: its cluster is that of its ranks, and it has no hints of its own.
+        options: of a stage on every kind of device: its cluster is that of its ranks, and it has no hints of its own.
         pinned: placements of parameters by their first names, as hints pin them.
         hints: of the user, as the plans of stages tell them.
         boundaries: `"whole"`: what goes from stage to stage is whole on all devices; `"planned"`: it lies as the
             earlier one makes it.
+        captures: of stages of the same model that were planned before.
+
+    Attributes:
+        seconds: that captures and plans took.
+        time_limit: seconds of the search of one stage's plan.
     """
 
     def __init__(
-        self, mesh: MeshShape, options: Options, pinned: Pins, hints: Hints | None, boundaries: Boundaries
+        self,
+        mesh: MeshShape,
+        options: Sequence[Options],
+        pinned: Pins,
+        hints: Hints | None,
+        boundaries: Boundaries,
+        captures: StageCaptures | None = None,
     ) -> None:
         self.mesh = mesh
-        self.options = options
+        self.options = tuple(options)
+        self.time_limit = options[0].settings.time_limit
         self.pinned = pinned
         self.hints = hints
         self.parted = boundaries == "planned" and mesh.size > 1
         self.seconds: dict[str, float] = {"capture": 0.0, "plan": 0.0}
-        self._graphs: dict[int, tuple[StageModule, JointGraph]] = {}  # by identity of a stage that it keeps alive
+        self._captures = captures or StageCaptures()
+        # What one works out for operators and reshards serves others: of the same devices, that price reductions so.
+        self._first: dict[tuple[int, int], Planner] = {}
         self._known: dict[Any, PlannedStage] = {}
 
     def plan(self, stages: Sequence[StageModule], rooms: Sequence[Room]) -> list[PlannedStage]:
@@ -77,6 +99,7 @@ class StagePlanner:
 
         Raises:
             BudgetError: a stage can't be planned within its room.
+            KeyboardInterrupt: Ctrl-C, be there a plan of the stage that is being planned or not.
         """
         pins = self._settled(stages, rooms)
         planned: list[PlannedStage] = []
@@ -91,7 +114,8 @@ class StagePlanner:
         for stage in reversed(stages):
             new = [name for name, holders in stage.shared.items() if holders[-1] == stage.index]
             if new:
-                alone = self._once(stage, rooms[stage.index], settled, self.options)
+                room = rooms[stage.index]
+                alone = self._once(stage, room, settled, self.options[room.kind])
                 settled.update({name: alone.plan.placements[name] for name in new})
         return settled
 
@@ -99,9 +123,10 @@ class StagePlanner:
         self, stage: StageModule, room: Room, pins: Pins, taken: Sequence[tuple[Placement, ...]]
     ) -> PlannedStage:
         """The plan of a stage that receives tensors as they are `taken`."""
+        options = self.options[room.kind]
         if not self.parted:
-            return self._once(stage, room, pins, self.options)
-        options = self._receiving(stage, taken)
+            return self._once(stage, room, pins, options)
+        options = self._receiving(stage, taken, options)
         if stage.passed:
             options = replace(options, output_placements="planned")
         one = self._once(stage, room, pins, options)
@@ -114,16 +139,16 @@ class StagePlanner:
             one = self._once(stage, room, pins, replace(options, output_placements={**placed, **whole}))
         return one
 
-    def _receiving(self, stage: StageModule, taken: Sequence[tuple[Placement, ...]]) -> Options:
+    def _receiving(self, stage: StageModule, taken: Sequence[tuple[Placement, ...]], options: Options) -> Options:
         """The options of a stage that receives tensors so; the model's inputs are whole everywhere."""
         if not stage.received:
-            return self.options
+            return options
         graph = self._graph(stage)
         names = [leaf for leaf in graph.call.leaves if isinstance(leaf, str)]
         known = {source.name for source in graph.inputs if source.kind == "input"}
         whole = [(Replicate(),) * self.mesh.ndim] * (len(names) - len(taken))
         pinned = {name: row for name, row in zip(names, [*taken, *whole], strict=True) if name in known}
-        return replace(self.options, inputs="local", input_placements=pinned)
+        return replace(options, inputs="local", input_placements=pinned)
 
     def _once(self, stage: StageModule, room: Room, pins: Pins, options: Options) -> PlannedStage:
         """A plan, or that of a stage that is alike and asked the same."""
@@ -133,12 +158,23 @@ class StagePlanner:
         pinned = {name: placements for name, placements in {**self.pinned, **pins}.items() if name in held}
         asked = {**pinned, **options.input_placements}
         places = [str(asked.get(source.name)) for source in graph.inputs]
-        key = nameless(graph), tuple(places), str(options.output_placements), options.inputs, room
-        settings = replace(options.settings, memory_limit=room.limit, recompute=room.recompute)
+        key = nameless(graph), marks_of(graph), tuple(places), str(options.output_placements), options.inputs, room
+        settings = replace(
+            options.settings,
+            memory_limit=room.limit,
+            recompute=room.recompute,
+            gradient_steps=room.microbatches,
+            reduced=room.reduced,
+            time_limit=self.time_limit,
+        )
         options = replace(options, settings=settings)
-        planner = planner_for(stage.module, graph, self.mesh, options)
+        serves = room.kind, settings.runs_per_reduction
+        planner = planner_for(stage.module, graph, self.mesh, options, like=self._first.get(serves))
+        self._first.setdefault(serves, planner)
         planner.wishes = replace(planner.wishes, pinned={**planner.wishes.pinned, **pinned})
         one = PlannedStage(stage, graph, planner, self._plan(planner, self._known.get(key), options))
+        if planner.interrupted:
+            raise KeyboardInterrupt
         self._known.setdefault(key, one)
         self.seconds["plan"] += time.perf_counter() - start
         return one
@@ -152,8 +188,7 @@ class StagePlanner:
         return told(planner.describe(found), planner, 0.0, said)
 
     def _graph(self, stage: StageModule) -> JointGraph:
-        if id(stage) not in self._graphs:
-            start = time.perf_counter()
-            self._graphs[id(stage)] = stage, capture(stage.module, *stage.example)
-            self.seconds["capture"] += time.perf_counter() - start
-        return self._graphs[id(stage)][1]
+        start = time.perf_counter()
+        graph = self._captures.graph(stage)
+        self.seconds["capture"] += time.perf_counter() - start
+        return graph

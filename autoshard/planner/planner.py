@@ -37,13 +37,14 @@ from autoshard.planner.options import OptionTables
 from autoshard.planner.problem import BuiltProblem, Hiding, Wishes
 from autoshard.planner.progress import Progress
 from autoshard.planner.recorded import LocalPrograms
-from autoshard.planner.schedule import OperatorPrices, timeline
+from autoshard.planner.schedule import OperatorPrices, reductions, timeline
 from autoshard.planner.skeleton import Skeleton, skeleton
 from autoshard.planner.solving import CLOSE, Answer, Search, answered, is_large
 from autoshard.planner.teaching import taught
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.reshard.loose import LooseResharder
 from autoshard.reshard.path import Resharder
+from autoshard.reshard.unreduced import Reduced
 from autoshard.solver.eliminate import WidthError
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
@@ -71,6 +72,10 @@ class Settings:
         effort: one of `EFFORTS`: "fast" takes what messages or segments find on tied layers, "full" looks further.
         work_limit: for every problem that goes to the solver, in its units of work: a limit under which equal runs
             give equal plans, however busy the machine is. None for none.
+        gradient_steps: over how many runs of the step gradients of parameters are added up before they are reduced, as
+            the microbatches of a pipeline are: a reduction counts so much less.
+        reduced: where there are several, which gradients are reduced once; those that are reduced with every run, and
+            what is decided with them in mind, count in full.
     """
 
     memory_limit: int | None = None
@@ -80,6 +85,13 @@ class Settings:
     recompute: str = "auto"
     effort: str = "full"
     work_limit: int | None = None
+    gradient_steps: int = 1
+    reduced: Reduced = "step"
+
+    @property
+    def runs_per_reduction(self) -> int:
+        """Runs of the step for each reduction of a gradient, as the search counts them."""
+        return self.gradient_steps if self.reduced == "step" else 1
 
 
 class Planner:
@@ -128,7 +140,7 @@ class Planner:
         self._like = like
         if like is None:
             self.cost = CostModel(cluster, mesh)
-            self.resharder = Resharder(mesh, self.cost.collective, self.cost.gradient_collective)
+            self.resharder = Resharder(mesh, self.cost.collective, self._gradient_price)
             self.programs = LocalPrograms(graph, mesh)
             self.tables = OptionTables(self.cost, wishes.shared)
             self.prices = OperatorPrices(self.tables)
@@ -139,6 +151,10 @@ class Planner:
             self.rules = GraphRules(graph, mesh)
             if like is not None:
                 self.rules.share(like.rules)
+
+    def _gradient_price(self, kind: str, bytes: int, axis: int) -> float:
+        """What a collective counts by which a gradient goes to its optimizer."""
+        return self.cost.gradient_collective(kind, bytes, axis) / self.settings.runs_per_reduction
 
     def plan(self, unlimited: Found | None = None) -> ShardingPlan:
         """Solve and account, for this graph alone: `planner.recompute.planned` also changes it as settings say.
@@ -196,7 +212,9 @@ class Planner:
             cheapest: the plan of the smallest cost, what to start from.
         """
         if self._fastest is None:
-            self._fastest = cheapest if self.settings.effort == "fast" else HiddenReductions(self, cheapest).run()
+            # What is reduced once for several runs has no compute of one run to hide behind.
+            plain = self.settings.effort == "fast" or self.settings.runs_per_reduction > 1
+            self._fastest = cheapest if plain else HiddenReductions(self, cheapest).run()
         return self._fastest
 
     def solve(
@@ -247,10 +265,10 @@ class Planner:
             bound = found.lower_bound if self.best is None else self.best.lower_bound
             self.best = replace(found, lower_bound=min(bound, found.cost))
 
-    def program(self, flow: Flow) -> Skeleton:
-        """The calls of the program that some decisions stand for."""
+    def program(self, flow: Flow, reduced: Reduced | None = None) -> Skeleton:
+        """The calls of the program that some decisions stand for; `reduced` as for `skeleton`."""
         with self.timed("account"):
-            return skeleton(flow, self.resharder, self.programs)
+            return skeleton(flow, self.resharder, self.programs, reduced)
 
     def found(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> Found:
         """Some decisions with what their program does: how long its step takes, what a device holds under them."""
@@ -258,11 +276,14 @@ class Planner:
             if known.decisions == decisions:
                 return replace(known, cost=cost, lower_bound=lower_bound, method=method)
         flow = Flow(self.rules, decisions, self.mesh)
+        reduced = self.settings.reduced if self.settings.gradient_steps > 1 else None
 
         def replay(program: Skeleton) -> tuple[float, float]:
             with self.timed("schedule"):
-                replayed = timeline(program, self.prices)
-                return replayed.disturbed(self.cluster.contention), replayed.exposed
+                replayed, later = timeline(program, self.prices), reductions(program, self.prices)
+                steps, contention = self.settings.gradient_steps, self.cluster.contention
+                seconds = replayed.disturbed(contention) + later.disturbed(contention) / steps
+                return seconds, replayed.exposed + later.exposed / steps
 
         def account(program: Skeleton) -> tuple[Memory, np.ndarray]:
             with self.timed("account"):
@@ -270,7 +291,7 @@ class Planner:
                 return Memory.of(allocated, self.place), held(allocated, len(self.rules.operators) + 1)
 
         self._found.append(
-            Found(decisions, cost, lower_bound, method, Run(lambda: self.program(flow), replay, account))
+            Found(decisions, cost, lower_bound, method, Run(lambda: self.program(flow, reduced), replay, account))
         )
         return self._found[-1]
 
@@ -383,7 +404,7 @@ class Planner:
         wishes = ask.builder.wishes
         if self._lessons is None or self._lessons[0] is not wishes:
             with self.timed("problem"):
-                loose = LooseResharder(self.mesh, self.cost.collective, self.cost.gradient_collective)
+                loose = LooseResharder(self.mesh, self.cost.collective, self._gradient_price)
                 built = ProblemBuilder(self.rules, self.tables, loose, wishes).build(frozenset(self._axes))
                 self._lessons = wishes, Lessons(built), Tiling.of(built, self.layers)
         _, lessons, tiling = self._lessons

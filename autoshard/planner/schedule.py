@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from autoshard.planner.options import OptionTables
@@ -37,5 +39,13 @@ def timeline(program: Skeleton, prices: KernelPrices) -> Timeline:
     What is replayed are the calls of the program itself, with its copies, masks and local programs, its joined
     reductions, and gathers that are started ahead.
     """
-    graphs = (program.forward.graph, program.backward.graph)
+    return _replayed((program.forward.graph, program.backward.graph), prices)
+
+
+def reductions(program: Skeleton, prices: KernelPrices) -> Timeline:
+    """Likewise the reductions of gradients that the backward half leaves unreduced, with nothing to hide behind."""
+    return _replayed(() if program.unreduced is None else (program.unreduced.alone(),), prices)
+
+
+def _replayed(graphs: Sequence[fx.Graph], prices: KernelPrices) -> Timeline:
     return replay(operations(graphs, prices.cost.mesh.names, prices))

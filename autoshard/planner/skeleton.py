@@ -24,6 +24,7 @@ from autoshard.planner.recorded import LocalPrograms
 from autoshard.reshard.bucket import bucket_reductions
 from autoshard.reshard.overlap import schedule
 from autoshard.reshard.path import Resharder, Step
+from autoshard.reshard.unreduced import Reduced, Unreduced, take_reductions
 from autoshard.simulate.kernels import STARTS
 from autoshard.specs.layout import local_shape
 
@@ -54,18 +55,27 @@ class Skeleton:
         forward, backward: the halves.
         inputs: nodes of the tensors that the step is given, by the names of the joint graph's placeholders.
         outputs: (kind, name) of an output -> its node, in the half that makes it.
+        unreduced: what is left to do of gradients that are added up first; None where there are none.
     """
 
     forward: Half
     backward: Half
     inputs: dict[str, fx.Node]
     outputs: dict[tuple[str, str], fx.Node]
+    unreduced: Unreduced | None = None
 
 
-def skeleton(flow: Flow, resharder: Resharder, programs: LocalPrograms) -> Skeleton:
-    """The program of some decisions, split in halves and scheduled as the program itself is."""
+def skeleton(flow: Flow, resharder: Resharder, programs: LocalPrograms, reduced: Reduced | None = None) -> Skeleton:
+    """The program of some decisions, split in halves and scheduled as the program itself is.
+
+    Args:
+        flow: the graph and the decisions.
+        resharder: finds the reshards.
+        programs: what operators and reshards run.
+        reduced: if gradients of parameters are added up over several runs before they are reduced, which ones.
+    """
     with outside_modes():
-        return _Builder(flow, resharder, programs).run()
+        return _Builder(flow, resharder, programs, reduced).run()
 
 
 def root_of(node: fx.Node) -> fx.Node:
@@ -114,8 +124,9 @@ def makes_views(node: fx.Node) -> bool:
 class _Builder:
     """One walk over the joint graph, as the program is made, with one graph for each half."""
 
-    def __init__(self, flow: Flow, resharder: Resharder, programs: LocalPrograms) -> None:
+    def __init__(self, flow: Flow, resharder: Resharder, programs: LocalPrograms, reduced: Reduced | None) -> None:
         self.flow = flow
+        self.reduced: Reduced | None = reduced
         self.rules = flow.rules
         self.resharder = resharder
         self.programs = programs
@@ -143,8 +154,8 @@ class _Builder:
             self._operator(node)
             for index in range(len(self.rules.calls[node].results)):
                 self._deliver(Value(node, index))
-        self._finish()
-        return Skeleton(self.halves["forward"], self.halves["backward"], inputs, self.outputs)
+        unreduced = self._finish()
+        return Skeleton(self.halves["forward"], self.halves["backward"], inputs, self.outputs, unreduced)
 
     # Nodes
 
@@ -279,8 +290,8 @@ class _Builder:
 
     # The halves
 
-    def _finish(self) -> None:
-        """Leave out of both halves what nothing uses, and schedule their collectives."""
+    def _finish(self) -> Unreduced | None:
+        """Leave out of both halves what nothing uses, and schedule their collectives; what is reduced later."""
         forward, backward = self.halves["forward"], self.halves["backward"]
         gradients = {name: node for name, node in self.outputs.items() if name[0] == "gradient"}
         self.phase = "backward"
@@ -298,11 +309,15 @@ class _Builder:
             first = next((call for call in calls if call in left), None)
             if first is not None:  # it costs what all cost
                 first.meta["stands_for"] = stands_for
+        parameters = {source.name for source in self.flow.graph.inputs if source.kind == "parameter"}
+        own = [place for place, (_, name) in enumerate(names) if name in parameters]
+        unreduced = None if self.reduced is None else take_reductions(backward.graph, own, self.reduced)
         bucket_reductions(backward.graph)
         for half in (forward, backward):
             schedule(half.graph)
         output = next(iter(backward.graph.find_nodes(op="output")))
         self.outputs.update(zip(names, output.args[0], strict=True))
+        return unreduced
 
 
 def _keeps_zeros(step: Step) -> bool:

@@ -158,7 +158,10 @@ def _join(graph: fx.Graph, bucket: Sequence[_Reduction]) -> None:
     dtype, cuts = bucket[0].source.meta["val"].dtype, bucket[0].pieces
     rows = 1 if bucket[0].whole else cuts
     widths = [reduction.elements // rows for reduction in bucket]
-    with graph.inserting_before(bucket[-1].source.next):
+    place = bucket[-1].source.next
+    while place.op == "placeholder":  # what the graph is given stands before all that it does
+        place = place.next
+    with graph.inserting_before(place):
         parts = [
             call([rows, width], aten.reshape.default, one.source, [rows, width])
             for one, width in zip(bucket, widths, strict=True)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.reshard.path import Price
-from autoshard.reshard.states import ALL_GATHER, ALL_TO_ALL, KINDS, REDUCE_SCATTER, state_of
+from autoshard.reshard.states import ALL_GATHER, ALL_TO_ALL, KINDS, REDUCE_SCATTER, Nest, state_of
 from autoshard.solver.jit import compiled_when_called
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
@@ -148,6 +148,7 @@ class LooseResharder:
         self._price = price
         self._graphs: dict[object, _Graph] = {}
         self._known: dict[tuple[int, ...], dict[Spec, Tokens | None]] = defaultdict(dict)
+        self._nests: dict[tuple[int, Nest], list[tuple[int, int]]] = {}
         self._names = _Names()
         self._tables: dict[object, NDArray[np.float64]] = {}
 
@@ -195,15 +196,24 @@ class LooseResharder:
         state = state_of(shape, spec, self.mesh)
         if state is None:
             return None
-        tokens = [Token("whole") if kind is None else Token("partial", kind) for kind in state.partial]
+        names = self._names
+        tokens = [names.whole if kind is None else names.number(Token("partial", kind)) for kind in state.partial]
         for dim, nest in enumerate(state.nests):
-            steps = Fraction(1)  # that axes distribute above
+            for axis, token in self._pieces(dim, nest) if nest else ():
+                tokens[axis] = token
+        return tuple(tokens)
+
+    def _pieces(self, dim: int, nest: Nest) -> list[tuple[int, int]]:
+        """The axes that shard a dim, each with the token of its piece."""
+        if (dim, nest) not in self._nests:
+            found, steps = [], Fraction(1)  # that axes distribute above
             for loop in nest:
                 block, total = loop.share(self.mesh)
                 share = Fraction(block, total) if loop.total else Fraction(0)
-                tokens[loop.axis] = Token("shard", "", dim, loop.outer * steps, share)
+                found.append((loop.axis, self._names.number(Token("shard", "", dim, loop.outer * steps, share))))
                 steps = steps * total / block
-        return tuple(map(self._names.number, tokens))
+            self._nests[dim, nest] = found
+        return self._nests[dim, nest]
 
     def _graph(self, shape: tuple[int, ...], dtype_size: int, tokens: tuple[Tokens, ...]) -> _Graph:
         key = (shape, dtype_size, tokens)

@@ -12,6 +12,7 @@ from time import monotonic
 
 import numpy as np
 
+from autoshard.solver.alike import alike
 from autoshard.solver.jit import compiled_when_called
 from autoshard.solver.problem import Array, Edge, IntArray, Problem
 
@@ -90,22 +91,39 @@ class Messages:
         self.belief = np.zeros(len(self.costs))
 
     def _lay_tables(self) -> None:
-        """Every distinct table once, as it stands; `turned` says whether the later end of an edge has its rows."""
-        place: dict[int, int] = {}
-        parts, length = [], 0
-        factors, tables = [], []
+        """Every distinct table once; `turned` says whether the later end of an edge has its rows.
+
+        Of rows that are alike, and of columns, there is one, where an edge has but one table: `classes` says which.
+        """
+        places: dict[tuple[int, bool], int] = {}
+        alone: dict[int, tuple[int, int, int, int]] = {}  # table of an edge that has no other -> where its classes are
+        parts, classes, length, classed = [], [], 0, 0
+        factors, tables, ends = [], [], []
         for edge in self.problem.edges:
+            single = len(edge.parts) == 1
             for factor, table in edge.parts:
-                if id(table) not in place:
-                    place[id(table)] = length
-                    parts.append(table.ravel())
+                if (id(table), single) not in places:
+                    found = alike(table) if single else None
+                    if found is not None:
+                        rows, columns = found
+                        alone[id(table)] = (classed, len(rows.first), classed + len(rows.number), len(columns.first))
+                        classes += [rows.number, columns.number]
+                        classed += sum(table.shape)
+                    places[id(table), single] = length
+                    parts.append((table if found is None else table[np.ix_(rows.first, columns.first)]).ravel())
                     length += parts[-1].size
                 factors.append(factor)
-                tables.append(place[id(table)])
+                tables.append(places[id(table), single])
+            height, width = edge.shape
+            ends.append(
+                alone[id(edge.parts[0][1])] if single and id(edge.parts[0][1]) in alone else (0, height, 0, width)
+            )
         self.factor = np.array(factors, dtype=np.float64)
         self.table = np.array(tables, dtype=np.int64)
         self.part_at = _starts(np.array([len(edge.parts) for edge in self.problem.edges], dtype=np.int64))
         self.tables = np.concatenate([*parts, np.zeros(0)])
+        self.classes = np.concatenate([*classes, np.zeros(0, dtype=np.int64)])
+        self.ends = np.array(ends, dtype=np.int64).reshape(-1, 4)
 
     @property
     def along(self) -> list[Array]:
@@ -188,7 +206,8 @@ class Messages:
         belief = self.belief
         arrays = (
             self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.up, self.up_at,
-            self.down, self.down_at, self.share, self.tables, self.table, self.part_at, self.factor, belief,
+            self.down, self.down_at, self.share, self.tables, self.table, self.part_at, self.factor, self.classes,
+            self.ends, belief,
         )  # fmt: skip
         _pass(self.sequence, *arrays, self.turned, self.later, True)
         _pass(self.sequence[::-1].copy(), *arrays, ~self.turned, self.earlier, False)
@@ -197,7 +216,8 @@ class Messages:
     def _rounded(self) -> tuple[int, ...]:
         choice = _round(
             self.sequence, self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.down,
-            self.down_at, self.tables, self.table, self.part_at, self.factor, self.turned, self.earlier,
+            self.down_at, self.tables, self.table, self.part_at, self.factor, self.classes, self.ends, self.turned,
+            self.earlier,
         )  # fmt: skip
         return tuple(int(one) for one in choice)
 
@@ -252,12 +272,13 @@ def _grouped(ends: IntArray, count: int) -> tuple[IntArray, IntArray]:
 @compiled_when_called
 def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
     sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, table, part_at,
-    factor, belief, turned, to, forward,
+    factor, classes, ends, belief, turned, to, forward,
 ):  # fmt: skip
     """Every node in turn gathers what it was told, and tells the nodes after it; the rows of a table that is `turned`
-    are theirs."""
+    are theirs. What strategies with one row tell is the least of them; what those with one column are told is one."""
     most = sizes.max() if len(sizes) else 0
     base, blended, lanes = np.empty(most), np.empty(most), np.empty(_LANES)
+    mine, theirs = np.empty(most), np.empty(most)
     for node in sequence:
         size = sizes[node]
         own = belief[at[node] : at[node] + size]
@@ -280,56 +301,70 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
             answer = down if forward else up
             for s in range(size):
                 base[s] = share[node] * own[s] - answer[heard + s] if own[s] < np.inf else np.inf
+            here, there = (2, 0) if turned[edge] else (0, 2)
+            few, wide = ends[edge, here + 1], ends[edge, there + 1]
+            if few < size:
+                mine[:few] = np.inf
+                for s in range(size):
+                    c = classes[ends[edge, here] + s]
+                    mine[c] = base[s] if base[s] < mine[c] else mine[c]
+            else:
+                mine[:size] = base[:size]
             part = part_at[edge]
             parts = part_at[edge + 1] - part
             single = parts == 1 and factor[part] == 1.0
+            theirs[:wide] = np.inf
             if turned[edge]:
-                for t in range(width):
-                    first = t * size
-                    row = tables[table[part] + first : table[part] + first + size]
+                for t in range(wide):
+                    place = t * few
+                    row = tables[table[part] + place : table[part] + place + few]
                     if not single:
-                        for s in range(size):
+                        for s in range(few):
                             blended[s] = factor[part] * row[s]
                         for other in range(part + 1, part + parts):
-                            more = tables[table[other] + first : table[other] + first + size]
-                            for s in range(size):
+                            more = tables[table[other] + place : table[other] + place + few]
+                            for s in range(few):
                                 blended[s] += factor[other] * more[s]
-                        row = blended[:size]
+                        row = blended[:few]
                     lanes[:] = np.inf
-                    for start in range(0, size - _LANES + 1, _LANES):
+                    for start in range(0, few - _LANES + 1, _LANES):
                         for lane in range(_LANES):
-                            through = base[start + lane] + row[start + lane]
+                            through = mine[start + lane] + row[start + lane]
                             lanes[lane] = through if through < lanes[lane] else lanes[lane]
                     least = lanes.min()
-                    for s in range(size - size % _LANES, size):
-                        through = base[s] + row[s]
+                    for s in range(few - few % _LANES, few):
+                        through = mine[s] + row[s]
                         least = through if through < least else least
-                    message[t] = least
-                continue
-            message[:] = np.inf
-            for s in range(size):
-                if base[s] == np.inf:
-                    continue
-                first = s * width
-                row = tables[table[part] + first : table[part] + first + width]
-                if single:
-                    for t in range(width):
-                        through = base[s] + row[t]
-                        message[t] = through if through < message[t] else message[t]
-                elif parts == 2:
-                    more = tables[table[part + 1] + first : table[part + 1] + first + width]
-                    for t in range(width):
-                        through = base[s] + factor[part] * row[t] + factor[part + 1] * more[t]
-                        message[t] = through if through < message[t] else message[t]
-                else:
-                    for t in range(width):
-                        blended[t] = base[s] + factor[part] * row[t]
-                    for other in range(part + 1, part + parts):
-                        more = tables[table[other] + first : table[other] + first + width]
-                        for t in range(width):
-                            blended[t] += factor[other] * more[t]
-                    for t in range(width):
-                        message[t] = blended[t] if blended[t] < message[t] else message[t]
+                    theirs[t] = least
+            else:
+                for s in range(few):
+                    if mine[s] == np.inf:
+                        continue
+                    place = s * wide
+                    row = tables[table[part] + place : table[part] + place + wide]
+                    if single:
+                        for t in range(wide):
+                            through = mine[s] + row[t]
+                            theirs[t] = through if through < theirs[t] else theirs[t]
+                    elif parts == 2:
+                        more = tables[table[part + 1] + place : table[part + 1] + place + wide]
+                        for t in range(wide):
+                            through = mine[s] + factor[part] * row[t] + factor[part + 1] * more[t]
+                            theirs[t] = through if through < theirs[t] else theirs[t]
+                    else:
+                        for t in range(wide):
+                            blended[t] = mine[s] + factor[part] * row[t]
+                        for other in range(part + 1, part + parts):
+                            more = tables[table[other] + place : table[other] + place + wide]
+                            for t in range(wide):
+                                blended[t] += factor[other] * more[t]
+                        for t in range(wide):
+                            theirs[t] = blended[t] if blended[t] < theirs[t] else theirs[t]
+            if wide < width:
+                for t in range(width):
+                    message[t] = theirs[classes[ends[edge, there] + t]]
+            else:
+                message[:] = theirs[:width]
 
 
 @compiled_when_called
@@ -345,8 +380,8 @@ def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] #
 
 @compiled_when_called
 def _round(  # type: ignore[no-untyped-def] # pragma: no cover
-    sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, part_at, factor, turned,
-    earlier,
+    sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, part_at, factor,
+    classes, ends, turned, earlier,
 ):  # fmt: skip
     """Every node in turn takes what is best given the nodes before it, and what those after it tell."""
     choice = np.zeros(len(sizes), dtype=np.int64)
@@ -359,10 +394,14 @@ def _round(  # type: ignore[no-untyped-def] # pragma: no cover
                 own[s] += down[start + s]
         for k in range(into_at[node], into_at[node + 1]):
             edge = into[k]
-            taken, width = choice[earlier[edge]], sizes[earlier[edge]]
-            first, step = (taken, width) if turned[edge] else (taken * size, 1)
+            here, there = (0, 2) if turned[edge] else (2, 0)
+            taken, width = choice[earlier[edge]], ends[edge, 3]
+            if ends[edge, there + 1] < sizes[earlier[edge]]:
+                taken = classes[ends[edge, there] + taken]
+            first, step = (taken, width) if turned[edge] else (taken * width, 1)
             for part in range(part_at[edge], part_at[edge + 1]):
                 for s in range(size):
-                    own[s] += factor[part] * tables[table[part] + first + s * step]
+                    c = classes[ends[edge, here] + s] if ends[edge, here + 1] < size else s
+                    own[s] += factor[part] * tables[table[part] + first + c * step]
         choice[node] = own.argmin()
     return choice

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -84,35 +85,60 @@ class _DynamicStride(StridedShard):
         self.dynamic_factor = split_factor
 
 
+class _Kind(NamedTuple):
+    """What a class of placements is. Torch takes long to say that of an object, and is asked it very often."""
+
+    shard: bool
+    strided: bool
+    block: bool
+    dynamic: bool
+
+
+def _kind_of(placement: Placement) -> _Kind:
+    own: Any = type(placement)
+    return _kind(own)
+
+
+@cache
+def _kind(kind: Any) -> _Kind:
+    return _Kind(
+        shard=issubclass(kind, (Shard, StridedShard, BlockShard)),
+        strided=issubclass(kind, StridedShard),
+        block=issubclass(kind, BlockShard),
+        dynamic=issubclass(kind, _DynamicStride),
+    )
+
+
 def is_shard(placement: Placement) -> bool:
     """Whether the placement is `Shard`, `_StridedShard` or `BlockShard`."""
-    return isinstance(placement, (Shard, StridedShard, BlockShard))
+    return _kind_of(placement).shard
 
 
 def split_factor_of(placement: Placement) -> int:
     """Size of the outer factor that a shard placement leaves whole; 1 for `Shard`."""
-    if isinstance(placement, _DynamicStride):
-        return placement.dynamic_factor
-    if isinstance(placement, BlockShard):
-        return placement.split_factor
-    return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+    kind = _kind_of(placement)
+    if kind.dynamic:
+        return placement.dynamic_factor  # type: ignore[attr-defined]
+    if kind.block:
+        return placement.split_factor  # type: ignore[attr-defined]
+    return int(placement.split_factor) if kind.strided else 1  # type: ignore[attr-defined]
 
 
 def block_of(placement: Placement) -> int | None:
     """Elements of a stretch that a `BlockShard` gives to one rank; None for every other placement."""
-    return placement.block if isinstance(placement, BlockShard) else None
+    return placement.block if _kind_of(placement).block else None  # type: ignore[attr-defined]
 
 
 def placement_text(placement: Placement) -> str:
     """Short text of a placement: `R`, `S(0)`, `S(0,f=3)`, `S(0,f=3,b=8)`, `S(0,by=group)`, `P(sum)`."""
-    if isinstance(placement, Routed):
-        return f"S({'' if placement.dim is None else f'{placement.dim},'}by={placement.by})"
     if is_shard(placement):
         factor, block = split_factor_of(placement), block_of(placement)
         dim = placement.dim  # type: ignore[attr-defined]
         return f"S({dim}{'' if factor == 1 else f',f={factor}'}{'' if block is None else f',b={block}'})"
     if isinstance(placement, Partial):
         return f"P({placement.reduce_op})"
+    if isinstance(placement, Routed):
+        return f"S({'' if placement.dim is None else f'{placement.dim},'}by={placement.by})"
     if isinstance(placement, Replicate):
         return "R"
     raise ValueError(f"unknown placement {placement!r}: autoshard knows Replicate, Shard, _StridedShard and Partial.")
@@ -142,11 +168,34 @@ def parse_placement(text: str) -> Placement:
 
 
 class Spec:
-    """The placements of one tensor over all mesh axes: immutable, hashable, interned (equal specs are one object)."""
+    """The placements of one tensor over all mesh axes: immutable, hashable, interned (equal specs are one object).
 
-    __slots__ = ("__weakref__", "_text", "placements")
+    Attributes:
+        placements: one per mesh axis.
+        is_replicated: whether every one is `Replicate`.
+        partial_axes: axes over which the tensor is still to be reduced.
+        shard_axes: axes over which the tensor is sharded.
+        has_blocks: whether a placement is a `BlockShard`, which torch does not know.
+        is_routed: whether the data decides how much a rank holds: some placement is `Routed`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_text",
+        "has_blocks",
+        "is_replicated",
+        "is_routed",
+        "partial_axes",
+        "placements",
+        "shard_axes",
+    )
     _text: str
     placements: tuple[Placement, ...]
+    is_replicated: bool
+    partial_axes: tuple[int, ...]
+    shard_axes: tuple[int, ...]
+    has_blocks: bool
+    is_routed: bool
 
     def __new__(cls, placements: tuple[Placement, ...]) -> Spec:
         return Spec.of(*placements)
@@ -173,30 +222,6 @@ class Spec:
     def at(self, sizes: Sizes) -> Spec:
         """This spec with its dynamic sizes taken at `sizes`; itself without any."""
         return Spec.of(*(_at(placement, sizes) for placement in self.placements)) if sizes else self
-
-    @property
-    def is_replicated(self) -> bool:
-        return all(isinstance(placement, Replicate) for placement in self.placements)
-
-    @property
-    def partial_axes(self) -> tuple[int, ...]:
-        """Axes over which the tensor is still to be reduced."""
-        return tuple(axis for axis, placement in enumerate(self.placements) if isinstance(placement, Partial))
-
-    @property
-    def shard_axes(self) -> tuple[int, ...]:
-        """Axes over which the tensor is sharded."""
-        return tuple(axis for axis, placement in enumerate(self.placements) if is_shard(placement))
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether a placement is a `BlockShard`, which torch does not know."""
-        return any(isinstance(placement, BlockShard) for placement in self.placements)
-
-    @property
-    def is_routed(self) -> bool:
-        """Whether the data decides how much a rank holds: some placement is `Routed`."""
-        return any(isinstance(placement, Routed) for placement in self.placements)
 
     @property
     def balanced(self) -> Spec:
@@ -246,7 +271,16 @@ def _interned(keys: tuple[_Key, ...]) -> Spec:
     spec = object.__new__(Spec)
     spec.placements = tuple(map(_placement, keys))
     spec._text = " ".join(map(placement_text, spec.placements))
+    spec.is_replicated = not _axes_of(spec, lambda placement: not isinstance(placement, Replicate))
+    spec.partial_axes = _axes_of(spec, lambda placement: isinstance(placement, Partial))
+    spec.shard_axes = _axes_of(spec, is_shard)
+    spec.has_blocks = bool(_axes_of(spec, lambda placement: isinstance(placement, BlockShard)))
+    spec.is_routed = bool(_axes_of(spec, lambda placement: isinstance(placement, Routed)))
     return spec
+
+
+def _axes_of(spec: Spec, meets: Callable[[Placement], bool]) -> tuple[int, ...]:
+    return tuple(axis for axis, placement in enumerate(spec.placements) if meets(placement))
 
 
 _Key = str | tuple[int, int, int]

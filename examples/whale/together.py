@@ -20,36 +20,46 @@ def train(model: nn.Module, batch: tuple[Tensor, ...]) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(STEPS):
-        loss = model(*batch)
-        loss.backward()
+        if isinstance(model, autoshard.PipelineModule):
+            loss = model.train_step(*batch)
+        else:
+            loss = model(*batch)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
 
-def compare(build: Build) -> None:
+def compare(build: Build, *, stages: int = 1, microbatches: int | str = "auto") -> None:
     """Train what `build(number of devices)` makes, in float64, on all processes and on one; print both.
 
     Args:
         build: makes the model, whose forward has Whale's primitives for so many devices and returns the loss, and a
             batch.
+        stages: of a pipeline; several lie on as many ranks, and where there are more devices than that, the pipeline
+            is replicated (nested data parallelism).
+        microbatches: of a step of the pipeline.
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("devices",))
+    devices = dist.get_world_size()
+    if stages == 1:
+        mesh = init_device_mesh("cpu", (devices,), mesh_dim_names=("devices",))
+    else:
+        mesh = init_device_mesh("cpu", (stages, devices // stages), mesh_dim_names=("pp", "dp"))
 
     torch.manual_seed(0)
-    model, batch = build(mesh.size())
-    autoshard.parallelize(model, mesh, batch)
+    model, batch = build(devices)
+    model = autoshard.parallelize(model, mesh, batch, microbatches=microbatches)
     sharded = train(model, batch)
     if dist.get_rank() == 0:
         print(model.sharding_plan)
         torch.manual_seed(0)
-        alone = train(*build(mesh.size()))
+        alone = train(*build(devices))
         difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(sharded, alone, strict=True))
-        print(f"loss on {mesh.size()} processes {sharded[0]:.6f} -> {sharded[-1]:.6f}")
+        print(f"loss on {devices} processes {sharded[0]:.6f} -> {sharded[-1]:.6f}")
         print(f"loss on one process   {alone[0]:.6f} -> {alone[-1]:.6f}")
         print(f"largest relative difference: {difference:.1e}")
     dist.barrier()  # the others wait for the first

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.cluster import Cluster
-from autoshard.cluster.shares import Worker, shares, slowest_seconds, workers_of
+from autoshard.cluster.shares import Worker, as_equal, shares, slowest_seconds, workers_of
 from autoshard.errors import BudgetError
 
 some_workers = st.lists(st.builds(Worker, st.integers(1, 9), st.integers(3, 20)), min_size=1, max_size=4)
@@ -100,3 +100,14 @@ def test_a_worker_has_speed_and_memory() -> None:
 def test_all_wait_for_the_slowest() -> None:
     workers = [Worker(2.0), Worker(1.0), Worker(0.1)]
     assert slowest_seconds((4, 2, 0), workers, lambda count: 0.5 + count) == pytest.approx(2.5)
+
+
+def test_a_device_for_which_equal_shares_are_as_long() -> None:
+    fast, slow = (Cluster.preset(name).device for name in ("v100", "p100"))
+    made = as_equal([fast, slow], [3, 1])
+    assert made.peak_flops["float32"] == pytest.approx(
+        min(fast.peak_flops["float32"] * 2 / 3, 2 * slow.peak_flops["float32"])
+    )
+    assert made.memory_bandwidth == pytest.approx(fast.memory_bandwidth * 2 / 3)
+    assert made.memory == slow.memory
+    assert as_equal([slow, slow], [5, 5]) == slow

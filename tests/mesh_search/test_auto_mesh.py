@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ from tests.training import TOLERANCE, fast_links
 from tests.workers import Workers
 
 pytestmark = pytest.mark.xdist_group("gloo")  # one set of processes
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(4) as started:
-        yield started
 
 
 class Scores(nn.Module):
@@ -52,11 +45,11 @@ def options(memory_limit: str | None = None) -> Options:
     return given("cpu", time_limit=60.0, effort="fast", memory_limit=memory_limit)
 
 
-def test_all_ranks_train_on_the_mesh_that_was_found(workers: Workers) -> None:
+def test_all_ranks_train_on_the_mesh_that_was_found(four: Workers) -> None:
     module, x = scores()
     loss = module(x)
     loss.backward()
-    told = workers.run(trained)
+    told = four.run(trained)
     for axes, plan, losses in told:
         assert (axes, plan) == told[0][:2]
         torch.testing.assert_close(losses, [loss.detach(), module.up.weight.grad], rtol=TOLERANCE, atol=1e-14)
@@ -80,8 +73,8 @@ def trained() -> tuple[dict[str, int], str, list[torch.Tensor]]:
     return axes, agreed.plan.to_json(), [loss.detach(), gradient.full_tensor()]
 
 
-def test_what_fails_on_the_first_rank_fails_on_all(workers: Workers) -> None:
-    assert workers.run(refused) == ["BudgetError"] * 4
+def test_what_fails_on_the_first_rank_fails_on_all(four: Workers) -> None:
+    assert four.run(refused) == ["BudgetError"] * 4
 
 
 def refused() -> str:
@@ -91,8 +84,8 @@ def refused() -> str:
     return type(error.value).__name__
 
 
-def test_without_an_example_call_there_is_nothing_to_plan_for(workers: Workers) -> None:
-    assert workers.run(without_example) == [True] * 4
+def test_without_an_example_call_there_is_nothing_to_plan_for(four: Workers) -> None:
+    assert four.run(without_example) == [True] * 4
 
 
 def without_example() -> bool:

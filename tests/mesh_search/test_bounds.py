@@ -31,19 +31,25 @@ def slow_links() -> Cluster:
     return dataclasses.replace(cluster, devices_per_host=2, between=link)
 
 
+FAST, SLOW = pytest.param(fast_links(), id="fast links"), pytest.param(slow_links(), id="slow links")
+
+
+@pytest.mark.parametrize("cluster", [FAST, SLOW])
 @pytest.mark.parametrize(
-    "name",
-    [
-        "mlp",
-        "lstm",
-        "dlrm",
-        pytest.param("resnet18", marks=pytest.mark.slow),
-        pytest.param("hf_llama", marks=pytest.mark.slow),
-    ],
+    ("name", "options"),
+    [("mlp", {}), ("lstm", {}), ("dlrm", {}), pytest.param("hf_llama", {"layers": 1}, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("cluster", [fast_links(), slow_links()], ids=["fast links", "slow links"])
-def test_no_plan_is_faster_or_leaner(name: str, cluster: Cluster) -> None:
-    module, kwargs = models.ZOO[name]()
+def test_no_plan_is_faster_or_leaner(name: str, options: dict[str, int], cluster: Cluster) -> None:
+    _check_bounds(name, options, cluster)
+
+
+@pytest.mark.slow
+def test_no_plan_with_convolutions_is_faster_or_leaner() -> None:
+    _check_bounds("resnet18", {}, slow_links())
+
+
+def _check_bounds(name: str, options: dict[str, int], cluster: Cluster) -> None:
+    module, kwargs = models.ZOO[name](**options)
     graph = capture(module, (), kwargs)
     for sizes in ({"x": 4}, {"x": 3, "y": 2}):
         shape = Shape(MeshShape.of(sizes))

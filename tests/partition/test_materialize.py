@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import InputError
 from autoshard.partition.checkpoint import install_hooks
-from autoshard.partition.materialize import materialize
+from autoshard.partition.materialize import materialize_module
 from autoshard.partition.shards import distribute, full, local_of, replace_parameters
 from autoshard.specs import Spec
 from tests.partition.meshes import per_rank, simulated
@@ -79,7 +79,7 @@ def test_layers_are_initialised_as_on_one_device() -> None:
         place(module, mesh)
         parameters = list(module.parameters())
         torch.manual_seed(3)
-        assert materialize(module, "cpu") is module
+        assert materialize_module(module, "cpu") is module
         assert all(old is new for old, new in zip(parameters, module.parameters(), strict=True))
         assert_same(module, expected, mesh)
         for value in per_rank(torch.randn(4), mesh).values():
@@ -116,7 +116,7 @@ def test_hugging_face_models_are_initialised_as_on_one_device(build: Callable[[]
             module = build()
         place(module, mesh)
         torch.manual_seed(3)
-        materialize(module, "cpu")
+        materialize_module(module, "cpu")
         assert_same(module, expected, mesh)
         assert module.get_output_embeddings().weight.requires_grad
 
@@ -167,7 +167,7 @@ def test_any_way_to_initialise_is_followed() -> None:
         place(module, mesh)
         parameters = list(module.parameters())
         torch.manual_seed(3)
-        materialize(module)
+        materialize_module(module)
         assert_same(module, expected, mesh)
         assert all(old is new for old, new in zip(parameters, module.parameters(), strict=True))
         assert not module.frozen.requires_grad
@@ -187,7 +187,7 @@ def test_the_users_initialiser_is_called_for_every_module_and_goes_first() -> No
         with torch.device("meta"):
             module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         place(module, mesh)
-        materialize(module, "cpu", init)
+        materialize_module(module, "cpu", init)
         assert seen == [nn.Linear, nn.LayerNorm, nn.Sequential]
         for parameter in module.parameters():
             assert all((local == 4).all() for local in per_rank(parameter, mesh).values())
@@ -198,7 +198,7 @@ def test_what_is_real_already_is_left_alone() -> None:
     before = module[0].weight.detach().clone()
     with simulated(a=2, b=2) as mesh:
         place(module, mesh)
-        materialize(module)
+        materialize_module(module)
         assert all(torch.equal(value, before) for value in per_rank(full(module, "0.weight"), mesh).values())
         assert not module[1].weight.is_meta
 
@@ -211,7 +211,7 @@ def test_hooks_and_attributes_survive() -> None:
         module.weight.colour = "blue"
         module.weight.register_post_accumulate_grad_hook(calls.append)
         module.weight.register_hook(calls.append)
-        materialize(module)
+        materialize_module(module)
         assert module.weight.colour == "blue"
         module.weight.sum().backward()
         assert len(calls) == 2
@@ -229,7 +229,7 @@ def test_shards_alone_take_memory() -> None:
     with simulated(a=4) as mesh:
         module = nn.Linear(16, 16, bias=False, device="meta")
         replace_parameters(module, {"weight": Spec.parse("S(0)")}, mesh)
-        materialize(module, init=init)
+        materialize_module(module, init=init)
         assert sizes == [64] * 4
         for local in per_rank(module.weight, mesh).values():
             assert local.untyped_storage().nbytes() == 64 * 4
@@ -253,19 +253,19 @@ def test_what_no_initialiser_fills_is_reported() -> None:
             module = Forgetful()
         place(module, mesh)
         with pytest.raises(InputError, match="'other' and 1 more got memory, but no numbers"):
-            materialize(module)
+            materialize_module(module)
 
 
 def test_only_parallelised_modules_are_materialized_and_only_on_their_mesh() -> None:
     with pytest.raises(InputError, match=r"'weight' is no DTensor: call autoshard\.parallelize"):
-        materialize(nn.Linear(2, 2, device="meta"))
+        materialize_module(nn.Linear(2, 2, device="meta"))
     with pytest.raises(InputError, match="no parameters"):
-        materialize(nn.ReLU())
+        materialize_module(nn.ReLU())
     with simulated(a=2, b=2) as mesh:
         module = nn.Linear(4, 4, device="meta")
         place(module, mesh)
         with pytest.raises(InputError, match=r"'cuda'.*mesh of 'cpu' devices"):
-            materialize(module, "cuda")
+            materialize_module(module, "cuda")
         assert module.weight.is_meta
 
 
@@ -274,7 +274,7 @@ def test_a_materialized_module_trains_and_loads() -> None:
         module = nn.Linear(4, 4, device="meta")
         place(module, mesh)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        materialize(module, init=lambda part: [nn.init.ones_(parameter) for parameter in part.parameters()])
+        materialize_module(module, init=lambda part: [nn.init.ones_(parameter) for parameter in part.parameters()])
         for parameter in module.parameters():
             assert isinstance(parameter, DTensor)
             parameter.grad = distribute(torch.ones(parameter.shape), mesh, Spec(tuple(parameter.placements)))

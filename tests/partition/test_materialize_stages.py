@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,12 +19,6 @@ from tests.memory_tracker import Tracker
 from tests.workers import Workers
 
 pytestmark = pytest.mark.xdist_group("gloo")  # one set of processes
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(4) as started:
-        yield started
 
 
 def the_mesh() -> DeviceMesh:
@@ -90,8 +83,8 @@ def draws_gpt2(placed: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("placed", [True, False])
-def test_stages_of_gpt2_get_the_numbers_of_one_device(workers: Workers, placed: bool) -> None:
-    names = workers.run(draws_gpt2, placed)
+def test_stages_of_gpt2_get_the_numbers_of_one_device(four: Workers, placed: bool) -> None:
+    names = four.run(draws_gpt2, placed)
     assert names[0] == names[1]
     assert "transformer.wte.weight" in names[0]
     assert "lm_head.weight" in names[2]  # the same
@@ -170,8 +163,8 @@ def draws_what_depends_on_others(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["placed", "copies", "the model's own"])
-def test_initialisers_may_read_what_other_stages_hold(workers: Workers, kind: str) -> None:
-    workers.run(draws_what_depends_on_others, kind)
+def test_initialisers_may_read_what_other_stages_hold(four: Workers, kind: str) -> None:
+    four.run(draws_what_depends_on_others, kind)
 
 
 def peak_of_drawing(width: int) -> tuple[int, int, int]:
@@ -190,8 +183,8 @@ def peak_of_drawing(width: int) -> tuple[int, int, int]:
     return tracker.peak.bytes, parts, 4 * width * width
 
 
-def test_no_rank_holds_more_than_its_parts_and_one_whole_parameter(workers: Workers) -> None:
-    for peak, parts, whole in workers.run(peak_of_drawing, 128):
+def test_no_rank_holds_more_than_its_parts_and_one_whole_parameter(four: Workers) -> None:
+    for peak, parts, whole in four.run(peak_of_drawing, 128):
         assert parts == 2 * whole + 4 * 128 * 4 // 2
         assert parts + whole <= peak < parts + 1.7 * whole  # beside a whole one, the part that is cut from it
 
@@ -205,8 +198,8 @@ def forgets() -> str:
     return str(caught.value)
 
 
-def test_what_no_initialiser_fills_is_reported_on_every_rank(workers: Workers) -> None:
-    assert len(set(workers.run(forgets))) == 1
+def test_what_no_initialiser_fills_is_reported_on_every_rank(four: Workers) -> None:
+    assert len(set(four.run(forgets))) == 1
 
 
 def initialises() -> list[float]:
@@ -221,5 +214,5 @@ def initialises() -> list[float]:
     return stage[0].weight.flatten().tolist()
 
 
-def test_the_users_initialiser_goes_first(workers: Workers) -> None:
-    assert workers.run(initialises) == [[1.0] * 16] * 4
+def test_the_users_initialiser_goes_first(four: Workers) -> None:
+    assert four.run(initialises) == [[1.0] * 16] * 4

@@ -27,9 +27,7 @@ FAST = [
 SLOW = [
     ("mlp", (2, 2, 2), 7, OPEN),
     (ONE_LAYER, (2, 3), 8, {}),
-    ("hf_gpt2" + OF_ONE_LAYER, (2,), 9, FSDP),
     ("hf_llama" + OF_ONE_LAYER, (2,), 10, OPEN),
-    ("hf_bert" + OF_ONE_LAYER, (3,), 11, UNEVEN),
     ("hf_vit" + OF_ONE_LAYER, (2, 2), 12, FSDP),
     ("wide_resnet", (2,), 13, OPEN),
 ]

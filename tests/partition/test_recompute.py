@@ -38,7 +38,6 @@ FAST = [
     (ONE_LAYER, (2, 2), 5, ALL),
 ]
 SLOW = [
-    ("hf_gpt2", (4,), 6, SOME),
     ("wide_resnet", (2,), 8, ALL),
     ("hf_mixtral", (2,), 9, ALL),
     ("hf_t5", (3,), 10, UNEVEN),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import InputError
-from autoshard.partition.materialize import materialize
+from autoshard.partition.materialize import materialize_module
 from autoshard.partition.safetensors import load_safetensors
 from autoshard.partition.shards import full, replace_parameters
 from autoshard.specs import Spec
@@ -152,7 +152,7 @@ def test_buffers_that_no_file_holds_are_computed_first(tmp_path: Path) -> None:
         replace_parameters(module, {"weight": Spec.parse("S(0)")}, mesh)
         with pytest.raises(InputError, match=r"frequencies is on the meta device.*autoshard\.materialize"):
             load_safetensors(module, tmp_path)
-        load_safetensors(materialize(module), tmp_path)
+        load_safetensors(materialize_module(module), tmp_path)
         assert_loaded(module, {"weight": torch.eye(4), "frequencies": torch.arange(4.0)}, mesh)
 
 

@@ -158,14 +158,14 @@ def uneven_operators(graph: JointGraph, plan: autoshard.ShardingPlan, mesh: Mesh
 @pytest.mark.parametrize(
     ("make", "sizes", "seeds"),
     [
-        (gpt, (4,), 2),
-        (gpt, (2,), 2),
+        (gpt, (4,), 1),
+        (gpt, (2,), 1),
         (gpt, (2, 2), 1),
         (mlp, (5,), 2),
         (mlp, (7,), 2),
         (mlp, (3, 5), 1),
-        (cnn, (2,), 2),
-        (cnn, (4,), 2),
+        (cnn, (2,), 1),
+        (cnn, (4,), 1),
         (cnn, (2, 2), 1),
     ],
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoshard.partition.weights import part
+from autoshard.partition.weights import part, part_at_ends
 
 
 def backward(
@@ -50,3 +53,25 @@ def test_a_part_may_be_empty() -> None:
     assert first.graph() == ()
     results = second.graph(*(given[place] for place in second.takes))
     assert all(torch.equal(value, expected) for value, expected in zip(results, whole(*given), strict=True))
+
+
+def test_what_shares_a_collective_with_another_result_is_awaited_with_it() -> None:
+    graph = fx.Graph()
+    reduce, wait = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+    first, second = (
+        graph.call_function(wait, (graph.call_function(reduce, (graph.placeholder(name), "sum", "x")),))
+        for name in ("first", "second")
+    )
+    alone = graph.call_function(torch.ops.aten.view.default, (first, [2, 2]))
+    parted = graph.call_function(torch.ops.aten.split_with_sizes.default, (second, [1, 3]))
+    pieces = [graph.call_function(operator.getitem, (parted, place)) for place in range(2)]
+    graph.output((alone, *pieces))
+    whole = fx.GraphModule(nn.Module(), graph)
+    some, rest = part_at_ends(whole, [0, 1])
+    assert (some.makes, rest.makes) == ((1, 2), (0,))
+    started, everything = part_at_ends(whole, [0, 1, 2])
+    assert (started.makes, everything.makes) == ((), (0, 1, 2))
+    waits = [[node.target for node in one.graph.graph.nodes].count(wait) for one in (some, rest, started, everything)]
+    assert waits == [1, 1, 0, 2]
+    assert started.takes == (0, 1)
+    assert everything.takes == ()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoshard.capture.task_graphs import Primitive
 from autoshard.options import Options
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.planning import plan_pipeline
@@ -30,6 +32,23 @@ class Tower(nn.Module):
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(self.layers(x), target)
+
+
+class Regions(nn.Module):
+    """Three equal layers, the first two in one task graph, the third in another, and a loss."""
+
+    def __init__(self, *marks: Primitive | None) -> None:
+        super().__init__()
+        self.marks = marks
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16, bias=False), nn.GELU()) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        first, second = (mark or contextlib.nullcontext() for mark in self.marks)
+        with first:
+            x = self.layers[:2](x)
+        with second:
+            x = self.layers[2](x)
+        return nn.functional.mse_loss(x, target)
 
 
 def tower(batch: int = 16) -> tuple[nn.Module, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import autoshard
 from autoshard.arguments import check_examples
+from autoshard.options import Hints
 from autoshard.partition.shards import whole
 from autoshard.pipeline.actions import Schedule
 from autoshard.pipeline.costs import StageCosts
@@ -29,6 +31,7 @@ from autoshard.pipeline.microbatch import microbatches
 from autoshard.pipelined.module import PipelineModule, pipelined
 from autoshard.pipelined.places import forward_fingerprint
 from autoshard.pipelined.plan import PipelinePlan
+from autoshard.reshard.unreduced import Reduced
 from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.options import options
@@ -38,13 +41,15 @@ from tests.widen import Widened, doubles
 
 Sizes = Mapping[str, int]
 
+MAX_NORM = 0.5
+"""Gradients are clipped to this in every step, which is less than they have."""
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # every rank has optimizer state of its own parameters
 
 
-def model(name: str, **options: Any) -> models.Model:
+def model(name: str, batch: int = 4, **options: Any) -> models.Model:
     """One of the shared models, small, in double precision."""
     with Widened():
-        return models.ZOO[name](dtype=torch.float64, batch=4, **options)
+        return models.ZOO[name](dtype=torch.float64, batch=batch, **options)
 
 
 def plan_by_hand(
@@ -54,8 +59,10 @@ def plan_by_hand(
     order: Schedule,
     stage: Callable[[str], int] | None = None,
     shards: bool = False,
+    hints: Hints | None = None,
+    reduced: Reduced = "step",
 ) -> PipelinePlan:
-    """Equally many operators per stage, or as `stage` has it, each as the planner shards it.
+    """Equally many operators per stage, or as `stage` has it, each as the planner shards it under `hints`.
 
     Tied parameters lie as on their first stage. Where `shards` cross, a stage takes what it receives as it comes out.
     """
@@ -66,7 +73,9 @@ def plan_by_hand(
         stage_of = {node.name: stage(node.name) for node in graph.operators} if stage else balanced(graph, order.stages)
         plans: list[Any] = []
         for part in cut(graph, stage_of, order.stages):
-            pins = {name: plans[held[0]].placements[name] for name, held in part.shared.items() if held[0] < part.index}
+            tied = {name: plans[held[0]].placements[name] for name, held in part.shared.items() if held[0] < part.index}
+            held = [name for name, _ in part.module.named_parameters()]
+            pins = {glob: hint for glob, hint in (hints or {}).items() if fnmatch.filter(held, glob)} | tied
             asked: dict[str, Any] = {}
             if shards and part.passed:
                 asked["output_placements"] = "planned"
@@ -84,6 +93,7 @@ def plan_by_hand(
         recomputed={},
         schedule=order,
         stages=tuple(plans),
+        reduced=(reduced,) * order.stages,
         costs=(StageCosts(forward_seconds=1.0, input_backward_seconds=1.0, weight_backward_seconds=1.0),)
         * order.stages,
         fingerprint=forward_fingerprint(graph),
@@ -106,8 +116,8 @@ def trained_alone(name: str, parts: int, **options: Any) -> dict[str, torch.Tens
 
 
 def train_alone(module: nn.Module, inputs: Mapping[str, Any], parts: int) -> dict[str, torch.Tensor]:
-    """Losses and parameters of training on one device, gradients of `parts` microbatches added up."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    """Losses, norms, last gradients, and parameters, on one device; gradients of `parts` microbatches added up."""
+    optimizer = optimizer_of(module)
     found: dict[str, torch.Tensor] = {}
     with Widened():
         for step in range(STEPS):
@@ -117,28 +127,47 @@ def train_alone(module: nn.Module, inputs: Mapping[str, Any], parts: int) -> dic
                 loss = loss_of(outputs_of(module(*args, **kwargs))) / parts
                 loss.backward()
                 total += loss.detach()
+            norm = nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
             optimizer.step()
-            found[f"step {step}"] = total
-    return found | {key: value.detach() for key, value in module.state_dict().items()}
+            found |= {f"step {step}": total, f"norm {step}": norm}
+    return found | held_by(module)
 
 
 def trained(pipeline: PipelineModule, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The same of a pipeline: losses, and what this rank holds, whole."""
-    group = {"params": list(pipeline.parameters())}  # there may be none, which torch takes only so
-    optimizer = torch.optim.SGD([group], lr=LEARNING_RATE, momentum=MOMENTUM)
+    """The same of a pipeline: losses, norms, and what this rank holds, whole."""
+    optimizer = optimizer_of(pipeline)
     found: dict[str, torch.Tensor] = {}
-    with doubles():
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            found[f"step {step}"] = pipeline.train_step(**inputs)
-            optimizer.step()
+    for step in range(STEPS):
+        found |= train_once(pipeline, optimizer, inputs, step)
     return found | held_by(pipeline)
 
 
-def held_by(pipeline: PipelineModule) -> dict[str, torch.Tensor]:
-    """What this rank holds, whole."""
-    held = pipeline.state_dict()
-    return {key: whole(value) if isinstance(value, DTensor) else value for key, value in held.items()}
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum; of parameters in a group, since there may be none, which torch takes only so."""
+    return torch.optim.SGD([{"params": list(module.parameters())}], lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def train_once(
+    pipeline: PipelineModule, optimizer: torch.optim.Optimizer, inputs: Mapping[str, Any], step: int
+) -> dict[str, torch.Tensor]:
+    """One step of a pipeline, gradients clipped: its loss and their norm."""
+    with doubles():
+        optimizer.zero_grad()
+        loss = pipeline.train_step(**inputs)
+        norm = pipeline.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+    return {f"step {step}": loss, f"norm {step}": norm}
+
+
+def held_by(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What is held here, whole: parameters, buffers, and gradients."""
+    found = dict(module.state_dict())
+    found |= {
+        f"gradient {name}": one.grad
+        for name, one in module.named_parameters(remove_duplicate=False)
+        if one.grad is not None
+    }
+    return {key: whole(value) if isinstance(value, DTensor) else value.detach() for key, value in found.items()}
 
 
 def on_pipeline(name: str, plan: PipelinePlan, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -164,11 +193,11 @@ def resume(module: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> 
 
 
 def assert_equal(held: list[dict[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]) -> None:
-    """All ranks together hold what one device has; each has the losses."""
-    names = set().union(*held)
-    assert names == expected.keys()
+    """All ranks together hold what one device has; each has losses and norms."""
+    assert set().union(*held) == expected.keys()
+    assert expected["norm 0"] > MAX_NORM
     for found in held:
-        assert {f"step {step}" for step in range(STEPS)} <= found.keys()
+        assert {f"{kind} {step}" for kind in ("step", "norm") for step in range(STEPS)} <= found.keys()
         for key, value in found.items():
             torch.testing.assert_close(
                 value, expected[key], rtol=1e-9, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}"

@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines: saved on one mesh, resumed on another and on one device, bit by bit."""
+"""Checkpoints of pipelines: saved on one mesh, resumed on another, on one device, and on the first, bit by bit."""
 
 from __future__ import annotations
 
@@ -73,9 +73,8 @@ def saved_by_a_pipeline(plan: PipelinePlan, folder: str) -> tuple[Tensors, torch
 
 def resumed_by_replicas(folder: str, again: str) -> tuple[Tensors, torch.Tensor]:
     module, inputs = other()
-    autoshard.parallelize(
-        module, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), (), inputs, cluster=fast_links()
-    )
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast")
     optimizer = resumed(module, folder)
     dcp.save(state_of(module, optimizer), checkpoint_id=again)
     return held(module, optimizer), train(module, optimizer, inputs)
@@ -88,9 +87,11 @@ def resumed_by_a_pipeline(plan: PipelinePlan, folder: str) -> tuple[Tensors, tor
     return held(pipeline, optimizer), train(pipeline, optimizer, inputs)
 
 
-def resumed_alone(folder: str) -> tuple[Tensors, torch.Tensor]:
+def resumed_alone(folder: str, again: str | None = None) -> tuple[Tensors, torch.Tensor]:
     module, inputs = other()
     optimizer = resumed(module, folder)
+    if again is not None:
+        dcp.save(state_of(module, optimizer), checkpoint_id=again)
     return held(module, optimizer), train(module, optimizer, inputs)
 
 
@@ -101,13 +102,14 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
 
 def test_a_pipeline_is_resumed_anywhere(four: Workers, tmp_path: Path) -> None:
     plan = plan_by_hand(*model("gpt", **OPTIONS), {"pp": 2, "tp": 2}, schedule("1F1B", 2, 2))
-    folder, again = str(tmp_path / "pipeline"), str(tmp_path / "replicas")
-    first = four.run(saved_by_a_pipeline, plan, folder)
-    replicas = four.run(resumed_by_replicas, folder, again)
-    last = four.run(resumed_by_a_pipeline, plan, again)
-    alone, loss = resumed_alone(folder)
-    assert set().union(*(tensors for tensors, _ in first)) == alone.keys()
-    for tensors, next_loss in (*first, *replicas, *last):
-        assert_same(tensors, alone)
+    pipeline, replicas, alone = (str(tmp_path / name) for name in ("pipeline", "replicas", "alone"))
+    first = four.run(saved_by_a_pipeline, plan, pipeline)
+    second = four.run(resumed_by_replicas, pipeline, replicas)
+    tensors, loss = resumed_alone(pipeline)
+    third = resumed_alone(replicas, alone)
+    last = four.run(resumed_by_a_pipeline, plan, alone)
+    assert set().union(*(held for held, _ in first)) == tensors.keys()
+    for found, next_loss in (*first, *second, third, *last):
+        assert_same(found, tensors)
         torch.testing.assert_close(next_loss, loss, rtol=1e-9, atol=0.0)
-    assert replicas[0][0].keys() == alone.keys()
+    assert second[0][0].keys() == third[0].keys() == tensors.keys()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.pipeline.cut import cut
@@ -16,13 +17,21 @@ from tests.training import fast_links
 FREE = Room(None, "none")
 
 
-def planned(stages: int, boundaries: Boundaries = "whole", room: Room = FREE, **mesh: int) -> list[PlannedStage]:
-    """The stages of a tower, equally many operators each."""
-    module, inputs = tower()
+def planned(
+    stages: int,
+    boundaries: Boundaries = "whole",
+    room: Room = FREE,
+    everywhere: Placement | None = None,
+    batch: int = 16,
+    **mesh: int,
+) -> list[PlannedStage]:
+    """The stages of a tower, equally many operators each; all parameters lie so `everywhere`, if that is given."""
+    module, inputs = tower(batch)
     graph = exported(module, (), inputs)
     parts = cut(graph, balanced(graph, stages), stages)
     asked = stage_options(options(), fast_links())
-    return StagePlanner(MeshShape.of(mesh), asked, {}, None, boundaries).plan(parts, [room] * stages)
+    pins = {} if everywhere is None else {name: (everywhere,) for name, _ in module.named_parameters()}
+    return StagePlanner(MeshShape.of(mesh), [asked], pins, None, boundaries).plan(parts, [room] * stages)
 
 
 def links(**mesh: int) -> Links:
@@ -64,6 +73,30 @@ def test_bytes_are_those_of_the_account() -> None:
         assert memory.peak - 2 * received <= held <= memory.peak + gradients
 
 
+def test_replicated_parameters_have_gradients_that_are_reduced_once() -> None:
+    for one in planned(2, room=Room(None, "none", microbatches=4), everywhere=Replicate(), x=2):
+        alone, several = (stage_costs(one, links(pp=2, x=2), number) for number in (1, 4))
+        assert alone.reduction_seconds == 0
+        assert several.reduction_seconds > 0
+        assert several.backward_seconds < alone.backward_seconds
+        assert several.backward_seconds + several.reduction_seconds >= alone.backward_seconds * (1 - 1e-9)
+        # The plan is that of one microbatch, and has its share of the reduction.
+        step = several.forward_seconds + several.backward_seconds
+        assert step < one.plan.step_seconds < step + several.reduction_seconds
+        assert several.saved_bytes == alone.saved_bytes
+
+
+def test_sharded_parameters_have_gradients_that_are_kept_whole_or_reduced_every_time() -> None:
+    kept, leaner = (
+        [stage_costs(one, links(pp=2, x=2), 4) for one in planned(2, room=room, everywhere=Shard(0), batch=512, x=2)]
+        for room in (Room(None, "none", microbatches=4), Room(None, "none", microbatches=4, reduced="microbatch"))
+    )
+    for one, other in zip(kept, leaner, strict=True):
+        assert one.rest_bytes > other.rest_bytes
+        assert one.reduction_seconds > 0
+        assert other.reduction_seconds < one.reduction_seconds
+
+
 def test_what_is_sent_is_whole_or_as_it_lies() -> None:
     sent = []
     for boundaries in ("whole", "planned"):
@@ -94,7 +127,7 @@ def test_stages_that_are_alike_are_planned_once_and_cost_the_same() -> None:
     module, inputs = tower()
     graph = exported(module, (), inputs)
     stage_of = {node.name: min(place // 2, 5) for place, node in enumerate(graph.operators)}
-    planner = StagePlanner(MeshShape.of({"x": 2}), stage_options(options(), fast_links()), {}, None, "whole")
+    planner = StagePlanner(MeshShape.of({"x": 2}), [stage_options(options(), fast_links())], {}, None, "whole")
     stages = planner.plan(cut(graph, stage_of, 6), [FREE] * 6)
     costs = [stage_costs(one, links(pp=6, x=2), 4) for one in stages]
     assert costs[1] == costs[2] == costs[3] == costs[4]

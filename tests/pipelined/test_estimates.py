@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autoshard.cluster.cost import CostModel
@@ -19,6 +21,7 @@ AT_8 = Totals(forward=9.0, backward=17.0, weights=8.0, saved=800.0, rest=70.0, w
 def test_totals_lie_on_a_line() -> None:
     known = {4: AT_4, 8: AT_8}
     assert totals_at(4, known) == AT_4
+    assert totals_at(16, {4: AT_4, 8: replace(AT_8, reduction=3.0)}).reduction == 3.0  # once per step
     assert totals_at(16, known) == Totals(17.0, 33.0, 16.0, 1600.0, 70.0, 32.0, 2.0, 0.5)
     assert totals_at(1, known) == Totals(2.0, 3.0, 1.0, 100.0, 70.0, 2.0, 2.0, 0.5)
     far = known | {64: Totals(*[1e9] * 8)}
@@ -36,7 +39,7 @@ def test_stages_have_their_share_of_the_totals() -> None:
     graph = StageGraph.of(exported(module, inputs), CostModel(cluster, MeshShape.of({"device": 1})))
     stages = assign_stages(graph, [StageDevice(1e9)] * 3, [3, 2, 1])
     links = Links.of(cluster, MeshShape.of({"pp": 3, "x": 2}), "pp")
-    totals = Totals.alone(graph, 2)
+    totals = replace(Totals.alone(graph, 2), reduction=4.0)
     assert totals.forward + totals.backward == pytest.approx(graph.seconds / 2)
     costs = estimated(stages, graph, totals, 2.0, links)
     assert sum(cost.forward_seconds for cost in costs) == pytest.approx(totals.forward)
@@ -49,3 +52,4 @@ def test_stages_have_their_share_of_the_totals() -> None:
     assert again.backward == pytest.approx(totals.backward)
     assert again.weights == pytest.approx(totals.weights)
     assert again.sent == 1.0
+    assert again.reduction == pytest.approx(4.0)

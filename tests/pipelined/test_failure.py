@@ -18,13 +18,15 @@ from tests.pipelined.pipelines import (
     assert_equal,
     held_by,
     model,
+    optimizer_of,
     pipeline_of,
     plan_by_hand,
     resume,
     state_of,
+    train_once,
     trained_alone,
 )
-from tests.training import LEARNING_RATE, MOMENTUM, STEPS
+from tests.training import STEPS
 from tests.workers import Workers
 
 pytestmark = [pytest.mark.xdist_group("gloo"), pytest.mark.slow]
@@ -46,20 +48,18 @@ def test_nothing_is_lost_but_the_step(tmp_path: Path) -> None:
 def started(plan: PipelinePlan) -> tuple[PipelineModule, torch.optim.Optimizer, dict[str, Any]]:
     module, inputs = model("gpt", **LAYERS)
     pipeline = pipeline_of(module, inputs, plan)
-    return pipeline, torch.optim.SGD(pipeline.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM), inputs
+    return pipeline, optimizer_of(pipeline), inputs
 
 
 def dying(plan: PipelinePlan, folder: str) -> None:
     """Two steps, each saved; in the third, the last stage dies in its first backward."""
     pipeline, optimizer, inputs = started(plan)
-    losses = {}
+    told: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         if step == STEPS - 1 and dist.get_rank() == 1:
             next(pipeline.parameters()).register_hook(lambda gradient: os._exit(1))
-        optimizer.zero_grad()
-        losses[f"step {step}"] = pipeline.train_step(**inputs)
-        optimizer.step()
-        dcp.save({**state_of(pipeline, optimizer), "losses": losses}, checkpoint_id=f"{folder}/{step}")
+        told |= train_once(pipeline, optimizer, inputs, step)
+        dcp.save({**state_of(pipeline, optimizer), "told": told}, checkpoint_id=f"{folder}/{step}")
 
 
 def going_on(plan: PipelinePlan, folder: str) -> dict[str, torch.Tensor]:
@@ -67,9 +67,7 @@ def going_on(plan: PipelinePlan, folder: str) -> dict[str, torch.Tensor]:
     pipeline, optimizer, inputs = started(plan)
     assert not Path(folder, str(STEPS - 1)).exists()
     resume(pipeline, optimizer, f"{folder}/{STEPS - 2}")
-    losses = {"losses": {f"step {step}": torch.zeros((), dtype=torch.float64) for step in range(STEPS - 1)}}
-    dcp.load(losses, checkpoint_id=f"{folder}/{STEPS - 2}")
-    optimizer.zero_grad()
-    last = pipeline.train_step(**inputs)
-    optimizer.step()
-    return {**losses["losses"], f"step {STEPS - 1}": last, **held_by(pipeline)}
+    zero = torch.zeros((), dtype=torch.float64)
+    saved = {"told": {f"{kind} {step}": zero.clone() for kind in ("step", "norm") for step in range(STEPS - 1)}}
+    dcp.load(saved, checkpoint_id=f"{folder}/{STEPS - 2}")
+    return {**saved["told"], **train_once(pipeline, optimizer, inputs, STEPS - 1), **held_by(pipeline)}

@@ -2,78 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from autoshard.pipeline.actions import Schedule
-from autoshard.pipeline.costs import StageCosts
-from autoshard.pipeline.list_schedule import list_schedules
 from autoshard.pipeline.schedules import SCHEDULES, schedule
 from autoshard.pipelined.plan import PipelinePlan
 from tests.models.common import seeded
-from tests.pipelined.pipelines import (
-    assert_equal,
-    model,
-    on_pipeline,
-    pipeline_of,
-    plan_by_hand,
-    train_alone,
-    trained,
-    trained_alone,
-)
+from tests.pipelined.cases import OURS, Case
+from tests.pipelined.pipelines import assert_equal, pipeline_of, plan_by_hand, train_alone, trained, trained_alone
 from tests.workers import Workers
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
-REAL = ["hf_gpt2", "hf_llama", "hf_t5", "unet"]
-MESHES: list[Mapping[str, int]] = [{"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}]
+SMALL = {"layers": 1}
+# Every model once; the page of numerics has all of them on all meshes.
+CASES = [
+    Case("hf_gpt2", {"pp": 2, "dp": 2}, "1F1B", 2, options=SMALL),
+    Case("hf_llama", {"pp": 2, "tp": 2}, "InterleavedZeroBubble", 2, options=SMALL),
+    Case("hf_t5", {"pp": 4}, "1F1B", 4),
+    Case("unet", {"pp": 2, "dp": 2}, "GPipe", 2),
+    Case("hf_mixtral", {"pp": 2, "tp": 2}, "GPipe", 2),
+    Case("gpt", {"pp": 2, "dp": 2}, "Interleaved1F1B", 2, shards=True, options=SMALL),
+    Case("hf_t5", {"pp": 2, "tp": 2}, "1F1B", 2, shards=True),
+]
 
 
-def check(workers: Workers, name: str, mesh: Mapping[str, int], order: Schedule, **options: Any) -> None:
-    plan = plan_by_hand(*model(name, **options), mesh, order)
-    assert_equal(workers.run(on_pipeline, name, plan, options), trained_alone(name, 1, **options))
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "hf_gpt2" else pytest.param(name, marks=pytest.mark.slow) for name in REAL]
-)
-def test_two_stages(two: Workers, name: str) -> None:
-    check(two, name, {"pp": 2}, schedule("1F1B", 2, 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", REAL)
-def test_stages_that_are_sharded(four: Workers, name: str, mesh: Mapping[str, int]) -> None:
-    check(four, name, mesh, schedule("GPipe", 2, 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", ["gpt", "hf_t5"])
-def test_shards_that_cross(four: Workers, name: str, mesh: Mapping[str, int]) -> None:
-    order = schedule("Interleaved1F1B" if name == "gpt" else "1F1B", 2, 2, 2 if name == "gpt" else 1)
-    plan = plan_by_hand(*model(name), mesh, order, shards=True)
+def check(case: Case, workers: Workers) -> None:
+    plan = case.plan()
     placed = [row for stage in plan.stages[:-1] for row in stage.output_placements.values()]
-    assert any(not placement.is_replicate() for row in placed for placement in row)
-    assert_equal(four.run(on_pipeline, name, plan, {}), trained_alone(name, 1))
+    assert any(not placement.is_replicate() for row in placed for placement in row) == case.shards
+    assert_equal(case.run(workers, plan), trained_alone(case.model, 1, **(case.options or {})))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_stages(two: Workers) -> None:
+    check(Case("hf_gpt2", {"pp": 2}, "1F1B", 2, options=SMALL), two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_models_on_four_ranks(four: Workers, case: Case) -> None:
+    check(case, four)
+
+
+@pytest.mark.slow
+def test_three_axes() -> None:
+    with Workers(8, timeout=100.0) as eight:
+        check(Case("gpt", {"pp": 2, "dp": 2, "tp": 2}, "1F1B", 2, options=SMALL), eight)
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, OURS])
 def test_every_schedule(two: Workers, name: str) -> None:
     """With tied parameters: on two ranks, or on one where stages lie there and back."""
-    virtual = SCHEDULES[name].virtual[0]
-    check(two, "gpt", {"pp": 2}, schedule(name, 2, 4, virtual), layers=1, tied=True)
-
-
-def test_an_order_of_our_own(two: Workers) -> None:
-    costs = StageCosts(forward_seconds=1.0, input_backward_seconds=1.0, weight_backward_seconds=1.0, saved_bytes=1)
-    order = next(list_schedules([costs] * 4, (0, 1, 0, 1), 4, [100, 100]))
-    check(two, "gpt", {"pp": 2}, order, layers=1, tied=True)
+    check(Case("gpt", {"pp": 2}, name, 4, options={"layers": 1, "tied": True}), two)
 
 
 class Counting(nn.Module):

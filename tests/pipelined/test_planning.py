@@ -10,22 +10,28 @@ import torch
 from torch.distributed.tensor import Shard
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, HintError, InputError, MeshError, PipelineError, PlanError
 from autoshard.parallelizer import Parallelizer
 from autoshard.partition.shards import whole
 from autoshard.pipeline.cut import cut
 from autoshard.pipeline.exported import exported
 from autoshard.pipeline.microbatch import microbatches
+from autoshard.pipeline.placement import stage_devices
 from autoshard.pipeline.schedules import schedule
 from autoshard.pipeline.simulation import simulate
 from autoshard.pipeline.stages import StageDevice
 from autoshard.pipeline.tasks import task_graph
 from autoshard.pipelined.boundaries import names_of
+from autoshard.pipelined.captured import Call, Captured
 from autoshard.pipelined.costs import Links, stage_costs
-from autoshard.pipelined.places import forward_fingerprint, stage_cluster, stage_options
+from autoshard.pipelined.places import all_slowest, forward_fingerprint, stage_cluster, stage_options
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.planning import plan_pipeline
+from autoshard.pipelined.sizes import Size, SizePlanner
 from autoshard.pipelined.stage_plans import Boundaries, Room, StagePlanner
+from autoshard.pipelined.stopping import Stopping
+from autoshard.planner.planner import Planner
 from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.partition.meshes import per_rank, simulated
@@ -98,6 +104,10 @@ def test_what_does_not_fit_is_planned_for_less_memory() -> None:
     assert plan.capacities == (tight, tight)
     assert plan.step_seconds >= free.step_seconds
     assert any(stage.recomputed for stage in plan.stages)
+    # The first stage has no room for gradients of whole size of what its ranks share out.
+    assert (free.reduced, plan.reduced) == (("step", "step"), ("microbatch", "step"))
+    assert "with every microbatch those that are smaller then, of stages 0" in " ".join(str(plan).split())
+    assert PipelinePlan.from_json(plan.to_json()) == plan
 
 
 def test_tied_parameters_lie_alike_on_all_stages() -> None:
@@ -196,12 +206,74 @@ def test_numbers_that_are_left_open_are_chosen() -> None:
     assert len(sizes - said) <= 3
 
 
+def test_the_time_limit_ends_the_search_with_what_is_planned() -> None:
+    plan = planned({"pp": 2, "x": 2}, microbatches="auto", virtual="auto", options=options(time_limit=1e-9))
+    sizes = {(line.microbatches, line.virtual) for line in plan.table if not line.verdict.startswith("estimated")}
+    assert sizes == {(plan.microbatches, plan.virtual)}
+    assert any(line.verdict.startswith("estimated, not planned in the time limit: ") for line in plan.table)
+    with pytest.raises(BudgetError, match="do not fit"):
+        planned({"pp": 2, "x": 2}, options=options(memory_limit=max(plan.peaks) // 2), stopping=Stopping(deadline=0.0))
+
+
+def test_an_interruption_hands_back_the_best_plan_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_size = SizePlanner.plan
+    met: list[Size] = []
+
+    def second_is_interrupted(self: SizePlanner, size: Size, stages: Any) -> Any:
+        met.append(size)
+        if len(met) == 2:
+            raise KeyboardInterrupt
+        return plan_size(self, size, stages)
+
+    monkeypatch.setattr(SizePlanner, "plan", second_is_interrupted)
+    stopping = Stopping()
+    with pytest.warns(UserWarning, match="the search for a pipeline was interrupted"):
+        plan = planned({"pp": 2, "x": 2}, microbatches="auto", stopping=stopping)
+    assert stopping.interrupted
+    assert (plan.microbatches, plan.virtual) == met[0]
+    del met[1:]
+    with pytest.raises(KeyboardInterrupt):
+        planned({"pp": 2, "x": 2})
+
+
+def test_a_stage_whose_search_is_interrupted_ends_that_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastest = Planner.fastest
+
+    def interrupted(self: Planner, cheapest: Any) -> Any:
+        if any(name.startswith("layers.5") for name in self.graph.aliases):
+            raise KeyboardInterrupt
+        return fastest(self, cheapest)
+
+    monkeypatch.setattr(Planner, "fastest", interrupted)
+    with pytest.warns(UserWarning, match="the search was interrupted"), pytest.raises(KeyboardInterrupt):
+        planned({"pp": 2, "x": 2})
+
+
+def test_what_was_captured_for_one_mesh_serves_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = tower()
+    captured = Captured(Call(module, (), inputs, None), options())
+    first = planned({"pp": 2, "x": 2}, captured=captured)
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the same stages are captured again")
+
+    monkeypatch.setattr("autoshard.pipelined.captured.capture", capture)
+    monkeypatch.setattr("autoshard.pipelined.captured.exported", capture)
+    again = planned({"pp": 2, "x": 2}, captured=captured)
+    assert (again.stage_of, again.costs, again.stages[0].decisions) == (
+        first.stage_of,
+        first.costs,
+        first.stages[0].decisions,
+    )
+    assert planned({"pp": 2, "y": 4}, captured=captured).stage_of == first.stage_of
+
+
 def test_no_hand_made_cut_in_layers_is_faster_with_one_forward_one_backward() -> None:
     module, inputs = tower()
     plan = planned({"pp": 2, "x": 2})
     part = microbatches(module, (), inputs, 4)[0][1]
     graph = exported(module, (), part)
-    planner = StagePlanner(MeshShape.of({"x": 2}), stage_options(options(), fast_links()), {}, None, "planned")
+    planner = StagePlanner(MeshShape.of({"x": 2}), [stage_options(options(), fast_links())], {}, None, "planned")
     links = Links.of(fast_links(), plan.mesh, "pp")
     for layers in (2, 3, 4):
         stage_of = {node.name: int(place >= 2 * layers) for place, node in enumerate(graph.operators)}
@@ -222,3 +294,12 @@ def test_a_cluster_as_a_stage_sees_it() -> None:
     assert per_host("pp", dp=4, pp=2, tp=2) == 4
     assert per_host("pp", dp=8, pp=4) == 2
     assert per_host("pp", pp=4, dp=6) == 2  # ranks 6 to 11 are two of one host and four of the next
+
+
+def test_stages_of_unlike_devices_are_priced_at_speed_one() -> None:
+    cluster, mesh = Cluster.parse("2xV100-32GB + 2xP100-16GB"), MeshShape.of({"pp": 2, "x": 2})
+    slowest = cluster.slowest(range(4)).peak(torch.float32)
+    seen = CostModel(stage_cluster(all_slowest(cluster, 4), mesh, "pp"), MeshShape.of({"x": 2})).cluster
+    assert seen.device.peak(torch.float32) == slowest == cluster.device_of(3).peak(torch.float32)
+    speeds = [device.speed for device in stage_devices(cluster, mesh, "pp")]
+    assert [speed * slowest for speed in speeds] == [cluster.device_of(rank).peak(torch.float32) for rank in (0, 2)]

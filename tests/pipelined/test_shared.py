@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.errors import PlanError
 from autoshard.pipeline.cut import StageModule, cut
 from autoshard.pipeline.exported import exported
-from autoshard.pipelined.shared import check_alike, tie
+from autoshard.pipelined.shared import SharedParameters, check_alike, tie
 from autoshard.plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.chain import balanced
 from tests.pipelined.pipelines import model
+from tests.workers import Workers
 
 
 def stages() -> list[StageModule]:
@@ -41,3 +48,20 @@ def test_plans_have_to_agree() -> None:
     check_alike(parts, plans)
     with pytest.raises(PlanError, match=r"parameter tokens\.weight is held by stages 0, 2"):
         check_alike(parts, [plans[1], *plans[1:]])
+
+
+@pytest.mark.xdist_group("gloo")
+def test_pipelines_one_after_the_other_make_groups_that_meet(four: Workers) -> None:
+    """The first is shared by some ranks, which have one group more than the others if those make none."""
+    assert four.run(started_equal, (0, 3)) == [0, 1, 2, 0]
+    assert four.run(started_equal, (1, 2, 3)) == [0, 1, 1, 1]
+
+
+def started_equal(holders: tuple[int, ...]) -> float:
+    """What the rank has of a parameter that starts as its rank, once the holders start equal."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.tensor([float(dist.get_rank())]))
+    stages = [SimpleNamespace(shared={"weight": holders} if stage in holders else {}) for stage in range(4)]
+    group = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",)).get_group()
+    SharedParameters(module, stages, range(4), group).start_equal()  # type: ignore[arg-type]
+    return module.weight.item()

@@ -17,6 +17,7 @@ import autoshard
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError, HintError
+from autoshard.patterns.decisions import Decisions
 from autoshard.plan import ShardingPlan
 from autoshard.planner.budget import BudgetSearch
 from autoshard.planner.planner import METHODS, Planner, Settings
@@ -28,6 +29,7 @@ from tests.planner.steps import (
     PLENTY,
     Remembering,
     captured,
+    described,
     every_parameter,
     gathered_again,
     links,
@@ -406,3 +408,28 @@ def test_three_axes_are_planned_in_turn_where_the_tables_would_be_too_large(monk
     in_turn = plan_of(captured("mlp"), mesh)
     assert in_turn.lower_bound <= together.cost * (1 + 1e-9)
     assert in_turn.cost >= together.lower_bound * (1 - 1e-9)
+
+
+def test_gradients_that_are_added_up_over_several_steps_weigh_less() -> None:
+    """Where the reduction of gradients is too dear for every step, one for many is worth it: data parallel."""
+    graph = captured("mlp", batch=64)
+    cluster = links(bandwidth=1e9, latency=1e-9)
+    every, once = (planner_of(graph, {"x": 2}, cluster=cluster, gradient_steps=steps) for steps in (1, 64))
+    plans = [every.plan(), once.plan()]
+    assert [all(row[0].is_replicate() for row in plan.placements.values()) for plan in plans] == [False, True]
+    assert plans[1].cost < plans[0].cost
+    # At the price of every step, the other plan would cost more: the search has weighed, and not merely added up less.
+    assert described(every, Decisions.from_data(plans[1].decisions)).step_seconds > plans[0].step_seconds
+    assert described(once, Decisions.from_data(plans[0].decisions)).step_seconds > plans[1].step_seconds
+
+
+def test_gradients_that_are_added_up_are_held_as_they_are_made() -> None:
+    graph = captured("mlp", batch=64)
+    wishes = Wishes(forced=every_parameter(graph))
+    cluster = links(bandwidth=1e9, latency=1e-9)
+    plain, kept, leaner = (
+        plan_of(graph, {"x": 2}, wishes, cluster, gradient_steps=steps, reduced=reduced)
+        for steps, reduced in ((1, "step"), (64, "step"), (64, "microbatch"))
+    )
+    assert plain.memory.gradients == leaner.memory.gradients
+    assert kept.memory.gradients >= plain.memory.gradients

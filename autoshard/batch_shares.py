@@ -1,0 +1,176 @@
+"""Shares of the batch for devices of different kinds: which, and whether they make the step shorter (Whale, 3.3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from autoshard.capture.joint import JointGraph
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
+from autoshard.cluster.shares import Worker, as_equal, paced, shares
+from autoshard.errors import BudgetError, PlanError
+from autoshard.memory.footprint import Memory
+from autoshard.options import Options
+from autoshard.partition.localize import Localizer
+from autoshard.plan import ShardingPlan
+from autoshard.planner.found import Found
+from autoshard.planner.planner import Planner
+from autoshard.planning import batch_of, flow_of, planned_with, planner_for
+from autoshard.specs.axes import MeshShape
+
+_LASTING = ("parameter", "gradient", "optimizer", "buffer")
+
+
+def settled(options: Options, mesh: MeshShape, given: Mapping[str, Sequence[int]]) -> Options:
+    """The options with these shares in place of `"auto"`, and with prices at which every rank is done in time.
+
+    Args:
+        options: as the user gave them.
+        mesh: what is planned for.
+        given: for one mesh axis by name what its ranks take; empty for equal shares.
+
+    Raises:
+        MeshError: the mesh has no such axis.
+        PlanError: there are not as many shares as ranks.
+    """
+    if not given:
+        return replace(options, shares=None)
+    ((name, counts),) = given.items()
+    axis = mesh.index(name)
+    if len(counts) != mesh.sizes[axis]:
+        raise PlanError(f"axis {name!r} has {mesh.sizes[axis]} ranks and {len(counts)} shares: give one to each.")
+    device = as_equal(_devices(options.cluster, mesh, axis), counts)
+    return replace(
+        options, shares={name: tuple(counts)}, cluster=replace(options.cluster.first(mesh.size), device=device)
+    )
+
+
+def plan_shares(
+    module: nn.Module, graph: JointGraph, mesh: MeshShape, options: Options, capture_seconds: float
+) -> ShardingPlan:
+    """The faster one of two plans: of equal shares of the batch, and of shares in proportion to speed.
+
+    The second is looked for where devices along some axis of the mesh differ, and the ranks of an axis can take shares:
+    the batch is a dynamic size, inputs are global, and outputs come back whole. Shares are moved where memory is short,
+    by what the plan holds of a batch. Equal shares stay where there is no room for others, some rank would get none, or
+    an operator needs equal ones.
+
+    Args:
+        module, graph, mesh: what is planned.
+        options: with `shares="auto"`.
+        capture_seconds: that the capture of the graph took.
+
+    Raises:
+        AutoshardError: as for `autoshard.plan`.
+
+    Source: Whale 3.3.1, Formula 1 and Algorithm 1.
+    """
+
+    def planned(given: Mapping[str, Sequence[int]]) -> tuple[ShardingPlan, Planner]:
+        own = settled(options, mesh, given)
+        planner = planner_for(module, graph, mesh, own)
+        return planned_in_shares(planner, capture_seconds, own), planner
+
+    equal, planner = planned({})
+    axis = _unlike_axis(options.cluster, mesh)
+    batch = None if graph.dynamic is None else batch_of(graph)
+    if axis is None or batch is None or options.inputs == "local" or options.output_placements is not None:
+        return equal
+    assert graph.dynamic is not None
+    total = int(graph.dynamic.example[batch])
+    limit = options.settings.memory_limit
+    devices = _devices(options.cluster, mesh, axis)
+    speeds = _speeds(planner, equal, devices)
+    workers = [Worker(speeds[one], min(one.memory, limit or one.memory)) for one in devices]
+    counts = shares(total, [replace(one, memory=float("inf")) for one in workers], lambda _: 0)
+    try:
+        for _ in range(2):  # by speed alone, and once more where that is too much for some device
+            if min(counts) < 1:
+                return equal
+            uneven, planner = planned({mesh.names[axis]: counts})
+            memory_of = _memory_of(uneven.memory, total / len(workers))
+            before, counts = counts, shares(total, workers, memory_of)
+            if counts == before:
+                room = min(one.memory - memory_of(count) for one, count in zip(workers, counts, strict=True))
+                uneven = replace(uneven, device_memory=int(uneven.memory.peak + room))
+                if uneven.step_seconds < equal.step_seconds:
+                    _make_program(planner, uneven)
+                    return uneven
+    except (BudgetError, PlanError):
+        pass  # there is no room for other shares, or an operator needs equal ones
+    return equal
+
+
+def _make_program(planner: Planner, plan: ShardingPlan) -> None:
+    """`PlanError` if some operator can't have shares of its own as the plan has it; groups are not needed for that."""
+    Localizer(flow_of(planner, plan), planner.resharder, planner.mesh.names, shared=planner.wishes.shared).run()
+
+
+def planned_in_shares(planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:
+    """What a planner decides, with the seconds of the rank that is done last with its share of the batch.
+
+    Args:
+        planner: made with these options.
+        capture_seconds: that the capture of the graph took.
+        options: with settled shares.
+    """
+    plan = planned_with(planner, capture_seconds, options)
+    if not options.cluster.stretches or not isinstance(options.shares, Mapping):
+        return plan  # with equal devices, the rank with the largest share is what the planner's prices are for
+    ((name, counts),) = options.shares.items()
+    most: dict[Device, int] = {}
+    for device, count in zip(_devices(options.cluster, planner.mesh, planner.mesh.index(name)), counts, strict=True):
+        most[device] = max(most.get(device, 0), count)
+    equal = sum(counts) / len(counts)
+    runs = [_run_on(planner, plan, paced(device, equal / count)) for device, count in most.items()]
+    return replace(plan, step_seconds=max(run.step_seconds for run in runs))
+
+
+def _speeds(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -> dict[Device, float]:
+    """Of every kind of device, by the seconds in which it would compute what each device has to by a plan.
+
+    Whale compares devices by their rate in single precision; what waits for memory differs less, halves more.
+    """
+    runs = {device: _run_on(planner, plan, device) for device in dict.fromkeys(devices)}
+    return {device: 1.0 / (run.step_seconds - run.exposed or 1.0) for device, run in runs.items()}
+
+
+def _run_on(planner: Planner, plan: ShardingPlan, device: Device) -> Found:
+    """What a plan would take if all devices were such."""
+    flow = flow_of(planner, plan)
+    cluster = replace(planner.cluster.first(planner.mesh.size), device=device)
+    own = Planner(flow.graph, planner.mesh, cluster, planner.wishes, planner.settings)
+    return own.found(flow.decisions, plan.cost, plan.lower_bound, plan.method)
+
+
+def _unlike_axis(cluster: Cluster, mesh: MeshShape) -> int | None:
+    """The first mesh axis whose ranks do not all have the same devices; None where there is none."""
+    if cluster.is_uniform:
+        return None
+    unlike = (axis for axis in range(mesh.ndim) if len(set(_devices(cluster, mesh, axis))) > 1)
+    return next(unlike, None)
+
+
+def _devices(cluster: Cluster, mesh: MeshShape, axis: int) -> list[Device]:
+    """For every rank along an axis what all devices there keep: groups over other axes go at their slowest's pace."""
+    members: list[list[int]] = [[] for _ in range(mesh.sizes[axis])]
+    for rank, coordinate in enumerate(mesh.coordinates()):
+        members[coordinate[axis]].append(rank)
+    return [cluster.slowest(ranks) for ranks in members]
+
+
+def _memory_of(memory: Memory, equal: float) -> Callable[[int], float]:
+    """Bytes of a rank with so many rows, by a plan's account of equal shares.
+
+    More rows than equal ones: what is held besides parameters, gradients and optimizer state grows with them, wherever
+    most of it is. Fewer: what is held of it at the moment of the peak shrinks.
+    """
+    moving = memory.peak - sum(memory.held.get(kind, 0) for kind in _LASTING)
+
+    def bytes_with(count: int) -> float:
+        return memory.peak + (count / equal - 1) * (memory.activations if count > equal else moving)
+
+    return bytes_with

@@ -1,0 +1,59 @@
+"""What a pipeline on a mesh may take, before its stages are planned: it says which mesh to plan next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autoshard.errors import AutoshardError
+from autoshard.mesh_search.plans import Plans
+from autoshard.mesh_search.shapes import Shape
+from autoshard.pipeline.placement import stage_devices
+from autoshard.pipelined.places import all_slowest, stage_cluster, stage_mesh, stage_options
+
+_PARTS = 3
+"""Of the work of a microbatch: forward, the gradients of what stages receive, and those of parameters, about alike."""
+
+
+class Estimates:
+    """Estimates the steps of pipelines by plans of the whole step on the devices of one stage.
+
+    If one stage's devices took T seconds for all work of a step, the devices of all stages together take as long as
+    their speeds say, or as the longest operator says, which one stage runs; and the last stage waits for the forward of
+    the first microbatch in all others. That is what a pipeline takes whose stages are equal as far as they can be,
+    whose messages are free, and whose parameters are gathered once per step: as a rule, less than it takes.
+
+    Args:
+        plans: of the same search.
+        indivisible: share of the work that the longest operator is.
+    """
+
+    def __init__(self, plans: Plans, indivisible: float) -> None:
+        self._plans = plans
+        self._indivisible = indivisible
+        self._whole: dict[tuple[tuple[int, ...], int], float] = {}
+
+    def seconds(self, shape: Shape, numbers: Iterable[int]) -> float:
+        """What a step takes, with the best of some numbers of microbatches; 0 where that can't be said."""
+        options = self._plans.request.options
+        assert shape.axis is not None
+        speeds = [device.speed for device in stage_devices(options.cluster, shape.mesh, shape.axis)]
+        least = min((shape.ranks - 1) / (_PARTS * number) for number in numbers)
+        busiest = max(1 / sum(speeds), self._indivisible / max(speeds))
+        return self._of_whole_step(shape) * busiest * (1 + least)
+
+    def _of_whole_step(self, shape: Shape) -> float:
+        """Seconds of the whole step on the devices of one stage, however much they would hold."""
+        assert shape.axis is not None
+        mesh = stage_mesh(shape.mesh, shape.axis)
+        slowest = all_slowest(self._plans.request.options.cluster, shape.mesh.size)
+        cluster = stage_cluster(slowest, shape.mesh, shape.axis)
+        key = mesh.sizes, cluster.devices_per_host
+        if key not in self._whole:
+            options = self._plans.options("fast", limited=False)
+            options = replace(options, settings=replace(options.settings, recompute="none"))
+            try:
+                self._whole[key] = self._plans.on(mesh, stage_options(options, cluster)).step_seconds
+            except AutoshardError:
+                self._whole[key] = 0.0
+        return self._whole[key]

@@ -1,0 +1,110 @@
+"""What planning a model as a pipeline captures: the forward graph of microbatches, and stages, each once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoshard import hints as hint_rules
+from autoshard.capture._torch import pytree
+from autoshard.capture.joint import JointGraph, capture
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cost import CostModel
+from autoshard.options import Options
+from autoshard.pipeline.cut import StageModule
+from autoshard.pipeline.exported import ExportedModule, exported
+from autoshard.pipeline.microbatch import microbatches
+from autoshard.pipeline.stage_graph import StageGraph
+from autoshard.specs.axes import MeshShape
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is called, and how: a module, a call with the whole batch, and the dim that counts samples of each input."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    batch_dims: Mapping[str, int | None] | None
+
+
+class StageCaptures:
+    """The captured steps of stages of one model, those of equal stages once."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[str, JointGraph] = {}
+
+    def graph(self, stage: StageModule) -> JointGraph:
+        """The step of a stage with one microbatch, or that of an equal stage of another cut."""
+        key = _text(stage.module)
+        if key not in self._graphs:
+            self._graphs[key] = capture(stage.module, *stage.example)
+        return self._graphs[key]
+
+
+def _text(module: fx.GraphModule) -> str:
+    """All that a graph does, with what and in what sizes: stages of one model that have the same text are equal."""
+    lines = []
+    for node in module.graph.nodes:
+        likes = [one for one in pytree.tree_leaves(node.meta.get("val")) if isinstance(one, torch.Tensor)]
+        sizes = [(tuple(one.shape), str(one.dtype), one.requires_grad) for one in likes]
+        lines.append(f"{node.name} = {node.op} {node.target} {node.args} {node.kwargs} {sizes}")
+        if node.op == "get_attr" and isinstance(region := _attribute(module, str(node.target)), fx.GraphModule):
+            lines.append(_text(region))
+    return "\n".join(lines)
+
+
+def _attribute(module: nn.Module, path: str) -> object:
+    owner, _, name = path.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+class Captured:
+    """The forward graphs of one call, for all meshes, and the captured steps of the stages that they are cut into.
+
+    Args:
+        call: what is planned.
+        options: as the user gave them.
+
+    Attributes:
+        call: as given.
+        stages: the captured steps.
+    """
+
+    def __init__(self, call: Call, options: Options) -> None:
+        self.call = call
+        self.stages = StageCaptures()
+        self._options = options
+        self._exported: dict[int, ExportedModule] = {}
+        self._graphs: dict[int, list[tuple[Cluster, StageGraph]]] = {}
+
+    def exported(self, number: int) -> ExportedModule:
+        """The forward graph of one of so many microbatches."""
+        if number not in self._exported:
+            call = self.call
+            args, kwargs = microbatches(call.module, call.args, call.kwargs, number, call.batch_dims)[0]
+            hinted = hint_rules.task_graphs(self._options.hints, [name for name, _ in call.module.named_modules()])
+            self._exported[number] = exported(
+                call.module, args, kwargs, grad=torch.is_grad_enabled(), task_graphs=hinted
+            )
+        return self._exported[number]
+
+    def graph(self, number: int, cluster: Cluster) -> StageGraph:
+        """The same to be assigned to stages, by the prices of a cluster of equal devices."""
+        priced = self._graphs.setdefault(number, [])
+        for known, graph in priced:
+            if known == cluster:
+                return graph
+        cost = CostModel(cluster, MeshShape.of({"device": 1}))
+        graph = StageGraph.of(self.exported(number), cost, optimizer=self._options.settings.optimizer)
+        priced.append((cluster, graph))
+        return graph
+
+    def nearest(self, number: int) -> int:
+        """Of the numbers of microbatches whose graph is there, the one nearest to some number."""
+        return min(self._exported, key=lambda known: (abs(math.log(known / number)), known))

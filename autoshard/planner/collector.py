@@ -1,0 +1,35 @@
+"""Python's collector of cycles while a plan is made: it looks at what planning makes, not at all that was there before.
+
+A captured step, and torch itself, are millions of objects that live on. To look through them all again each time that
+planning has made many more would take as long as a good part of planning does, and would find nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+_BETWEEN = 10_000
+"""Objects that are made, and not yet gone, from one look through the youngest to the next, at least: planning keeps
+most of what it makes."""
+
+
+@contextlib.contextmanager
+def older_objects_set_aside() -> Iterator[None]:
+    """Objects that are there now are not looked through for cycles until the end; later ones are, if less often.
+
+    Where somebody has set objects aside already (`gc.freeze`), the outer one of two of these among them, nothing
+    changes: they alone know when that ends.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    young, *older = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(young and max(young, _BETWEEN), *older)  # none at zero
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, *older)
+        gc.unfreeze()

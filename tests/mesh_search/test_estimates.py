@@ -1,0 +1,61 @@
+"""Estimates of pipelines: shares of what the whole step takes on one stage's devices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.errors import PlanError
+from autoshard.mesh_search.estimates import Estimates
+from autoshard.mesh_search.shapes import Shape
+from autoshard.specs.axes import MeshShape
+from tests.options import options as given
+
+WHOLE = 12.0
+
+
+class Plans:
+    """Plans of the whole step that take so many seconds, whatever the devices."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.request = SimpleNamespace(options=given(cluster=cluster))
+        self.asked: list[MeshShape] = []
+
+    def options(self, effort: str, *, limited: bool) -> Any:
+        assert (effort, limited) == ("fast", False)
+        return self.request.options
+
+    def on(self, mesh: MeshShape, options: Any) -> Any:
+        assert options.cluster.is_uniform
+        self.asked.append(mesh)
+        if mesh.size == 1:
+            raise PlanError("one device is too few")
+        return SimpleNamespace(step_seconds=WHOLE)
+
+
+def shape(**axes: int) -> Shape:
+    return Shape(MeshShape.of(axes), "pp")
+
+
+def test_stages_share_the_step_and_wait_for_one_microbatch() -> None:
+    plans: Any = Plans(Cluster.of("v100"))
+    estimates = Estimates(plans, 0.0)
+    assert estimates.seconds(shape(pp=2, x=4), [1, 4]) == pytest.approx(WHOLE / 2 * (1 + 1 / 12))
+    assert estimates.seconds(shape(pp=2, x=4), [10]) == pytest.approx(WHOLE / 2 * (1 + 1 / 30))
+    assert plans.asked == [MeshShape.of({"x": 4})]
+    assert estimates.seconds(shape(pp=4), [4]) == 0.0
+
+
+def test_no_stage_is_shorter_than_the_longest_operator() -> None:
+    plans: Any = Plans(Cluster.of("v100"))
+    assert Estimates(plans, 0.5).seconds(shape(pp=4, x=4), [4]) == pytest.approx(WHOLE / 2 * (1 + 3 / 12))
+
+
+def test_faster_stages_have_more_of_it() -> None:
+    plans: Any = Plans(Cluster.parse("4xV100-32GB + 4xP100-16GB"))
+    speed = 15.7 / 10.6
+    assert Estimates(plans, 0.0).seconds(shape(pp=2, x=4), [10]) == pytest.approx(WHOLE / (1 + speed) * (1 + 1 / 30))
+    assert Estimates(plans, 0.9).seconds(shape(pp=2, x=4), [10]) == pytest.approx(0.9 * WHOLE / speed * (1 + 1 / 30))

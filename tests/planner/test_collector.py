@@ -1,0 +1,49 @@
+"""Cycles that planning makes are freed while it runs; those of what was there before are freed later."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from autoshard.planner.collector import older_objects_set_aside
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def _dropped() -> weakref.ref[_Cycle]:
+    return weakref.ref(_Cycle())
+
+
+@pytest.fixture
+def nothing_set_aside() -> Iterator[None]:
+    """As in a user's process: the tests set aside what there is before the first of them."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_only_newer_cycles_are_freed_inside_and_older_ones_after(nothing_set_aside: None) -> None:
+    thresholds = gc.get_threshold()
+    older = _dropped()
+    with older_objects_set_aside():
+        with older_objects_set_aside():
+            newer = _dropped()
+        gc.collect()
+        assert newer() is None
+        assert older() is not None
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == thresholds
+    gc.collect()
+    assert older() is None
+
+
+def test_what_others_set_aside_stays_so() -> None:
+    count = gc.get_freeze_count()
+    assert count > 0
+    with older_objects_set_aside():
+        pass
+    assert gc.get_freeze_count() == count
