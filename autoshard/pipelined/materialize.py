@@ -11,7 +11,8 @@ from autoshard.pipelined.module import PipelineModule
 def materialize(model: Model, device: torch.device | str | None = None, init: Initializer | None = None) -> Model:
     """Allocate and initialise what a parallelised module has on the meta device, in place.
 
-    Every rank holds its shards, of a `PipelineModule` those of its stages, and at most one whole parameter besides.
+    Every rank holds its shards, of a `PipelineModule` those of its stages. While that is drawn it holds a few whole
+    tensors besides: twice the largest parameter was measured, and up to two and a half times.
     Parameters stay the same objects. They are initialised by `init`, called for every submodule of the model, children
     first; else by the model's own `init_weights()` (Hugging Face, torchtitan); else by `reset_parameters()` of every
     submodule that has it and holds something on the meta device. The numbers are those that one device draws, from the

@@ -65,6 +65,8 @@ def test_every_rank_draws_one_devices_numbers(two: Workers, four: Workers, name:
     for before, _, peak, kept in ranks:
         for key, value in before.items():
             assert torch.equal(value, state[key]), key
-        assert kept <= peak <= kept + 3 * whole  # beside the shards, a whole parameter or two and the part cut from one
+        # Twice the largest parameter beside the shards, or half of it more where parts are freed later. The models are
+        # too small for this to show that no rank holds one as a whole.
+        assert kept <= peak <= kept + 3 * whole
     assert set().union(*(before for before, *_ in ranks)) == state.keys()
     assert_equal([after for _, after, *_ in ranks], train_alone(alone, model(name, layers=1)[1], 1))
