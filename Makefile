@@ -31,8 +31,9 @@ lint: install
 	.venv/bin/python -c 'from importlinter.cli import lint_imports_command as lint; lint()'
 	.venv/bin/python docs/compatibility.py --check
 
+# The tests of a file run in one process: what they share is made once.
 test: lint
-	$(BIN) pytest -n 2 --dist loadgroup
+	$(BIN) pytest -n 2 --dist loadfile
 
 benchmark: install
 	.venv/bin/python benchmarks/planning.py

@@ -21,11 +21,11 @@ from autoshard.frontier import Frontier
 from autoshard.mesh_search.result import SearchResult
 from autoshard.mesh_search.search import search
 from autoshard.partition.checkpoint import checkpointable
-from autoshard.partition.safetensors import load_safetensors
 from autoshard.patterns.registry import register_rule
 from autoshard.pipelined.materialize import materialize
 from autoshard.pipelined.module import PipelineModule
 from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipelined.safetensors import load_safetensors
 from autoshard.plan import ShardingPlan
 from autoshard.use_mesh import use_mesh
 from autoshard.version import __version__

@@ -57,6 +57,7 @@ def plan(
     schedule: str = "auto",
     microbatches: int | str = "auto",
     virtual: int | str = "auto",
+    batch_dims: Mapping[str, int | None] | None = None,
 ) -> ShardingPlan | PipelinePlan:
     """Decide how `module` should lie on `mesh`, and change nothing.
 
@@ -114,11 +115,14 @@ def plan(
             where that is a terminal.
         pipeline_axis: name of the mesh axis along which pipeline stages lie; by default `"pp"`, if there is such an
             axis. The example is then a call with a whole batch, and what a pipeline can not have (`dynamic`,
-            `mp_policy`, local inputs, `output_placements`) is refused.
+            local inputs, `output_placements`) is refused.
         schedule: of a pipeline: `"auto"`, the one with the shortest predicted step of all that fit; or a name, such as
             `"1F1B"` (`autoshard.pipeline.schedules.SCHEDULES`), or `"custom"` for an order of our own.
         microbatches: of a step of a pipeline: `"auto"`, or a number that divides the batch.
         virtual: stages per rank of a pipeline: `"auto"`, or a number.
+        batch_dims: for inputs of a pipeline by name (such as `mask` or `batch['x']`), the dim that counts samples, and
+            along which they are split into microbatches; None where there is none and every microbatch gets the whole
+            tensor. Of other inputs it is dim 0.
 
     Returns:
         The plan: a `PipelinePlan` where the mesh has a pipeline axis.
@@ -136,7 +140,7 @@ def plan(
     check_module(module)
     args, kwargs = check_examples(example_args, example_kwargs)
     shape = MeshShape.of(mesh)
-    pipeline = PipelineOptions.of(shape, pipeline_axis, schedule, microbatches, virtual)
+    pipeline = PipelineOptions.of(shape, pipeline_axis, schedule, microbatches, virtual, batch_dims)
     device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else None
     options = check_options(
         device_type,
@@ -274,6 +278,7 @@ def parallelize(
     schedule: str = "auto",
     microbatches: int | str = "auto",
     virtual: int | str = "auto",
+    batch_dims: Mapping[str, int | None] | None = None,
     plan: ShardingPlan | PipelinePlan | None = None,
 ) -> nn.Module:
     """Shard `module` over `mesh` in place, so that it trains there with the numbers that one device would give.
@@ -295,7 +300,7 @@ def parallelize(
         plan: apply this plan instead of making one.
         example_args, example_kwargs, hints, memory_limit, optimizer, optimizer_bytes_per_element, cluster, inputs,
             input_placements, output_placements, method, time_limit, dynamic, shares, mp_policy, recompute, effort,
-            work_limit, verbose, pipeline_axis, schedule, microbatches, virtual: as for `autoshard.plan`.
+            work_limit, verbose, pipeline_axis, schedule, microbatches, virtual, batch_dims: as for `autoshard.plan`.
 
     Returns:
         The module, or the `PipelineModule`. `sharding_plan` of it is its plan.
@@ -332,11 +337,20 @@ def parallelize(
     if isinstance(mesh, str):
         if plan is not None:
             raise PlanError('mesh="auto" and a plan: a plan is for one mesh, pass that.')
-        agreed = auto_mesh(module, args, kwargs, options, schedule=schedule, microbatches=microbatches, virtual=virtual)
+        agreed = auto_mesh(
+            module,
+            args,
+            kwargs,
+            options,
+            schedule=schedule,
+            microbatches=microbatches,
+            virtual=virtual,
+            batch_dims=batch_dims,
+        )
         mesh, pipeline_axis, plan = agreed.device_mesh, agreed.pipeline_axis, agreed.plan
-        pipeline = None if pipeline_axis is None else PipelineOptions(pipeline_axis)
+        pipeline = None if pipeline_axis is None else PipelineOptions(pipeline_axis, batch_dims=batch_dims)
     else:
-        pipeline = PipelineOptions.of(MeshShape.of(mesh), pipeline_axis, schedule, microbatches, virtual)
+        pipeline = PipelineOptions.of(MeshShape.of(mesh), pipeline_axis, schedule, microbatches, virtual, batch_dims)
     if pipeline is not None:
         return parallelize_pipeline(module, mesh, args, kwargs, pipeline, options, compile=compile, plan=plan)
     if plan is not None:

@@ -1,6 +1,10 @@
-"""The errors that autoshard raises for its users: one hierarchy, each also a `ValueError`."""
+"""The errors that autoshard raises for its users: one hierarchy, each also a `ValueError`; and how users are warned."""
 
 from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
 
 
 class AutoshardError(Exception):
@@ -45,3 +49,15 @@ class RuleError(AutoshardError, ValueError):
 
 class InputError(AutoshardError, ValueError):
     """A call passes inputs that do not fit what was captured or declared."""
+
+
+def warn_caller(message: str) -> None:
+    """A `UserWarning` that points at the line outside of autoshard from which it was called."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]

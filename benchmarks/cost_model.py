@@ -3,9 +3,10 @@
 `python benchmarks/cost_model.py --compute` looks at compute alone: the whole of every model on one process, predicted
 and measured in seconds of the processor, which do not depend on what else the machine does.
 
-Calibrates the machine, then, for each of six small models, draws random plans, predicts their steps and runs them, one
-step of each in turn, so that all meet the same machine. A step is the forward and backward half of the local program
-that `parallelize` would run, without optimizer. Prints for every model
+Calibrates the machine, then, for each of six small models, draws random plans, which lie between the planner's own and
+any that there are, predicts their steps and runs them, one step of each in turn, so that all meet the same machine. A
+step is the forward and backward half of the local program that `parallelize` would run, without optimizer. Prints for
+every model
 
 * step: error of the predicted step (`planner.schedule`, which replays the program's own calls);
 * noise: difference between the lower quartiles of even and of odd rounds: what no prediction can be better than;
@@ -154,7 +155,11 @@ def _like(border: object, mesh: MeshShape) -> Tensor:
 
 
 def runs(example: Example, mesh: DeviceMesh, cluster: Cluster, plans: int, seed: int) -> list[Run]:
-    """Random plans of a model, ready to run, and their predictions; the planner's own plan is the first."""
+    """Random plans of a model, ready to run, and their predictions; the planner's own plan is the first.
+
+    Every other one keeps a share of the first one's decisions, from nearly all to none: plans that are all drawn
+    without that are about as slow as one another.
+    """
     module, inputs = example
     shape, ranks = MeshShape.of(mesh), Ranks(mesh, torch.device("cpu"))
     planner = Planner(capture(module, (), inputs), shape, cluster, Wishes(), Settings())
@@ -162,9 +167,10 @@ def runs(example: Example, mesh: DeviceMesh, cluster: Cluster, plans: int, seed:
         frozenset(range(shape.ndim)), None
     )
     generator = np.random.default_rng(seed)
-    chosen = [planner.solve(planner.wishes).decisions]
-    chosen += [built.decode(random_assignment(built.problem, generator)) for _ in range(plans - 1)]
-    return [_run(planner, decisions, mesh, ranks) for decisions in chosen]
+    best = built.encode(planner.solve(planner.wishes).decisions)
+    shares = np.linspace(1.0, 0.0, plans)
+    chosen = [random_assignment(built.problem, generator, best, float(share)) for share in shares]
+    return [_run(planner, built.decode(one), mesh, ranks) for one in chosen]
 
 
 def _run(planner: Planner, decisions: Decisions, mesh: DeviceMesh, ranks: Ranks) -> Run:

@@ -59,8 +59,6 @@ class Scheme:
             return Shard(0)
         if self.name == "split classifier" and _matches(path, roles.vocabulary):
             return Shard(0)
-        if self.name == "split features" and _matches(path, roles.vocabulary) and kind == "weight":
-            return Shard(1)
         if not self.name.startswith("Megatron"):
             return Replicate()
         if _matches(path, roles.vocabulary) and shape[0] % self.size == 0:
@@ -76,11 +74,8 @@ class Scheme:
     def activation(self, path: str, module: nn.Module, shape: torch.Size) -> Placement | None:
         """Where the output of a layer lies; None where the expert has no opinion."""
         if not self.name.startswith("Megatron"):
-            if _matches(path, self.roles.vocabulary):
-                if self.name == "split classifier":
-                    return Shard(1)
-                if self.name == "split features":
-                    return Replicate()
+            if self.name == "split classifier" and _matches(path, self.roles.vocabulary):
+                return Shard(1)
             return Shard(0) if shape[0] == self.batch and self.batch % self.size == 0 else None
         for glob, (_, factor) in self.roles.column.items():
             if fnmatchcase(path, glob):
@@ -115,15 +110,10 @@ def expert_plan(
         name: tuple(scheme.parameter(name, parameter.shape) for scheme in over)
         for name, parameter in module.named_parameters()
     }
-    pin_activations(module, over)
-    return autoshard.plan(module, mesh, (), inputs, output_placements="planned", hints=hints, **options)
-
-
-def pin_activations(module: nn.Module, schemes: list[Scheme]) -> None:
-    """Have every layer of a module pin its output as the schemes, one per mesh axis, would have it."""
     for path, part in module.named_modules():
         if not list(part.children()) and list(part.parameters(recurse=False)):
-            part.register_forward_hook(functools.partial(_pin, path, schemes))
+            part.register_forward_hook(functools.partial(_pin, path, over))
+    return autoshard.plan(module, mesh, (), inputs, output_placements="planned", hints=hints, **options)
 
 
 def _pin(path: str, schemes: list[Scheme], module: nn.Module, inputs: object, output: object) -> object:

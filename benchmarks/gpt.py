@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from attention import causal_attention
 from torch import Tensor, nn
 
 
@@ -22,6 +23,7 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_dim = shape.width // shape.heads
+        self.fused = True
         self.query, self.key, self.value, self.out = (nn.Linear(shape.width, shape.width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,7 +32,7 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = causal_attention(query, key, value, fused=self.fused)
         return self.out(attended.transpose(1, 2).flatten(2))
 
 

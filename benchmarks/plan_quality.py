@@ -42,7 +42,7 @@ class Case:
 LLAMA = Roles(
     column=dict.fromkeys(("*.q_proj", "*.k_proj", "*.v_proj", "*.gate_proj", "*.up_proj"), (0, 1)),
     row={"*.o_proj": 1, "*.down_proj": 1},
-    vocabulary=("*embed_tokens", "lm_head"),
+    vocabulary=("*embed_tokens", "*lm_head"),
 )
 GPT2 = Roles(
     column={"*.c_attn": (1, 3), "*.c_fc": (1, 1)},
@@ -56,7 +56,7 @@ VIT = Roles(
 MIXTRAL = Roles(
     column=dict.fromkeys(("*.q_proj", "*.k_proj", "*.v_proj"), (0, 1)),
     row={"*.o_proj": 1},
-    vocabulary=("*embed_tokens", "lm_head"),
+    vocabulary=("*embed_tokens", "*lm_head"),
     experts=("*.experts.*",),
 )
 GSHARD = Roles(experts=("*.moe.up", "*.moe.down"))

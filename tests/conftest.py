@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def two() -> Iterator[Workers]:
-    """Two processes, for the tests of the group `gloo`."""
+    """Two processes, for all tests that need as many."""
     with Workers(2) as started:
         yield started
 

@@ -20,6 +20,7 @@ from tests.precision import BFLOAT16_ROUNDING, FACTOR, distances
 from tests.tight import Tight, tight_row
 from tests.training import (
     STEPS,
+    Effort,
     Errors,
     Trace,
     compare,
@@ -167,9 +168,9 @@ def axes(sizes: tuple[int, ...]) -> dict[str, int]:
     return {f"axis{place}": size for place, size in enumerate(sizes)}
 
 
-def planned_row(model: str, mesh: tuple[int, ...], steps: int = STEPS) -> Row:
+def planned_row(model: str, mesh: tuple[int, ...], steps: int = STEPS, effort: Effort = "full") -> Row:
     """A run under the planner's plan."""
-    return _row(model, mesh, on_mesh(model, axes(mesh), steps))
+    return _row(model, mesh, on_mesh(model, axes(mesh), steps, effort=effort))
 
 
 def random_row(model: str, mesh: tuple[int, ...], seed: int) -> Row:

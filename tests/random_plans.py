@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -90,10 +92,18 @@ def _plan(graph: JointGraph, mesh: MeshShape, decisions: Decisions) -> ShardingP
     )
 
 
-def random_assignment(problem: Problem, generator: np.random.Generator) -> list[int]:
+def random_assignment(
+    problem: Problem, generator: np.random.Generator, near: Sequence[int] = (), kept: float = 0.0
+) -> list[int]:
     """An assignment of finite cost: options drawn one variable after another, the others' options kept consistent.
 
     A dead end, which consistency along edges does not exclude, starts the drawing again.
+
+    Args:
+        problem: of which.
+        generator: draws.
+        near: an assignment of finite cost.
+        kept: share of the variables that have the option of `near`, where that is consistent with others.
     """
     neighbours: Neighbours = [[] for _ in problem.costs]
     for edge in problem.edges:
@@ -102,19 +112,23 @@ def random_assignment(problem: Problem, generator: np.random.Generator) -> list[
         neighbours[edge.target].append((edge.source, finite.T))
     for _ in range(100):
         domains = [np.isfinite(costs) for costs in problem.costs]
-        if _draw(domains, neighbours, generator):
+        wanted = [int(option) if generator.random() < kept else -1 for option in near]
+        if _draw(domains, neighbours, generator, wanted):
             return [int(np.flatnonzero(domain)[0]) for domain in domains]
     raise AssertionError("no feasible assignment was drawn in 100 attempts")
 
 
-def _draw(domains: list[np.ndarray], neighbours: Neighbours, generator: np.random.Generator) -> bool:
-    """Reduce every domain to one option at random; whether that succeeded."""
+def _draw(
+    domains: list[np.ndarray], neighbours: Neighbours, generator: np.random.Generator, wanted: Sequence[int]
+) -> bool:
+    """Reduce every domain to one option, the one wanted if that may be, or else at random; whether that succeeded."""
     if not _propagate(domains, neighbours, list(range(len(domains)))):
         return False
     for variable in generator.permutation(len(domains)):
         options = np.flatnonzero(domains[variable])
+        option = wanted[variable] if wanted and wanted[variable] in options else generator.choice(options)
         domains[variable] = np.zeros_like(domains[variable])
-        domains[variable][generator.choice(options)] = True
+        domains[variable][option] = True
         if not _propagate(domains, neighbours, [variable]):
             return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,10 +25,18 @@ from tests.training import TOLERANCE, fast_links, held_by_ranks, outputs_of, rel
 Inputs = dict[str, Any]
 Usage = Callable[[nn.Module, Inputs], Mapping[str, torch.Tensor]]
 """What a user does with a module; returns what is to be compared."""
+MESH = {"dp": 2, "tp": 2}
 
 
 def gpt(**options: Any) -> models.Model:
     return models.gpt(dtype=torch.float64, layers=1, **options)
+
+
+@functools.cache
+def plan_of_gpt() -> autoshard.ShardingPlan:
+    """For the tests of what is done with a plan, whatever it is."""
+    module, inputs = gpt()
+    return autoshard.plan(module, MESH, (), inputs, cluster=fast_links(), effort="fast")
 
 
 def mlp() -> models.Model:
@@ -52,8 +61,8 @@ def _results(results: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str
 def check(usage: Usage, module: nn.Module, inputs: Inputs, **options: Any) -> nn.Module:
     """The usage gives on a mesh what it gives on one device."""
     expected = alone(usage, module, inputs)
-    with simulated(dp=2, tp=2) as mesh:
-        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **options)
+    with simulated(**MESH) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast", **options)
         assert relative_difference(_results(usage(module, inputs), module), expected) <= TOLERANCE
     return module
 
@@ -114,7 +123,7 @@ def test_other_batch_sizes_evaluation_and_other_keywords_are_served() -> None:
         results["again"] = step(module, inputs)
         return results
 
-    check(usage, *gpt())
+    check(usage, *gpt(), plan=plan_of_gpt())
 
 
 def test_evaluation_without_gradients_needs_no_backward() -> None:
@@ -124,7 +133,7 @@ def test_evaluation_without_gradients_needs_no_backward() -> None:
         assert not loss.requires_grad
         return {"logits": logits, "loss": loss}
 
-    check(usage, *gpt())
+    check(usage, *gpt(), plan=plan_of_gpt())
 
 
 def test_gradients_accumulate_over_several_calls() -> None:
@@ -169,7 +178,7 @@ def test_a_loss_that_the_user_makes_of_the_logits() -> None:
         (loss + logits.square().mean()).backward()
         return {"logits": logits, "loss": loss}
 
-    check(usage, *gpt())
+    check(usage, *gpt(), plan=plan_of_gpt())
 
 
 def test_a_loss_of_the_logits_of_a_model_with_buffers() -> None:
@@ -231,7 +240,7 @@ def test_dtensor_inputs_may_lie_anyhow() -> None:
     module, inputs = gpt()
     expected = alone(lambda module, inputs: {"loss": step(module, inputs)}, module, inputs)
     with simulated(dp=2, tp=2) as mesh:
-        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
+        autoshard.parallelize(module, mesh, (), inputs, plan=plan_of_gpt())
         placed = {name: distribute(tensor, mesh, Spec.of(Shard(1), Shard(0))) for name, tensor in inputs.items()}
         results = _results({"loss": step(module, placed)}, module)
         assert relative_difference(results, expected) <= TOLERANCE
@@ -283,7 +292,7 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error() -> None:
     """As on one device: the gradient would be of other numbers."""
     module, inputs = gpt()
     with simulated(dp=2, tp=2) as mesh:
-        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
+        autoshard.parallelize(module, mesh, (), inputs, plan=plan_of_gpt())
         logits, loss = module(**inputs)
         with torch.no_grad():
             for parameter in module.parameters():

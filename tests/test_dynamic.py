@@ -67,13 +67,14 @@ def check(
     **options: Any,
 ) -> None:
     """At all these sizes, a model on a mesh does what it does on one device, by one program."""
+    options = {"cluster": fast_links(), "effort": "fast"} | options
     alone, inputs = build(name)
     with Widened():
         expected = {size: step(alone, of_size(inputs, *size)) for size in sizes}
     module, _ = build(name)
     with simulated(**mesh) as device_mesh:
         with Widened():
-            autoshard.parallelize(module, device_mesh, (), inputs, dynamic=dynamic, cluster=fast_links(), **options)
+            autoshard.parallelize(module, device_mesh, (), inputs, dynamic=dynamic, **options)
         with doubles():
             for size in sizes:
                 assert relative_difference(step(module, of_size(inputs, *size)), expected[size]) <= TOLERANCE, size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from autoshard.errors import (
     MeshError,
     PlanError,
     RuleError,
+    warn_caller,
 )
 
 
@@ -367,3 +369,19 @@ def test_a_call_without_numbers(mesh: DeviceMesh) -> None:
     with pytest.raises(InputError, match="input x is on the meta device"):
         model(X.to("meta"))
     assert torch.isfinite(model(X))
+
+
+def test_warnings_point_at_the_line_that_called_the_library() -> None:
+    def inside(depth: int) -> None:
+        if depth:
+            ours["inside"](depth - 1)
+        else:
+            warn_caller("late")
+
+    ours: dict[str, Any] = {"__name__": "autoshard.somewhere", "warn_caller": warn_caller}
+    ours["ours"] = ours
+    ours["inside"] = FunctionType(inside.__code__, ours, closure=(CellType(ours),))
+    for depth in (0, 3):
+        with pytest.warns(UserWarning, match="late") as caught:
+            ours["inside"](depth)
+        assert caught[0].filename == __file__

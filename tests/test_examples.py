@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import autoshard
+from tests.programs import ROOT, by_command, by_fork
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 COMMAND = re.compile(
     r"^\"\"\".*: (?:torchrun --nproc-per-node (?P<processes>\d+)|python) examples/(?P<file>[\w/]+\.py)"
 )
 
 
-def launched(name: str) -> str | None:
+def launched(name: str) -> int | None:
     """On how many processes torchrun starts an example, by the command in its first line; None for `python`."""
     command = COMMAND.match((EXAMPLES / name).read_text(encoding="utf-8"))
     assert command is not None, f"the first line of {name} does not say how to run it"
     assert command["file"] == name
-    return command["processes"]
+    return int(command["processes"]) if command["processes"] else None
 
 
-def run(name: str, folder: Path, *arguments: str) -> str:
-    """What an example prints, started with the command in its first line; temporary files go to `folder`."""
-    return started(EXAMPLES / name, launched(name), folder, *arguments)
-
-
-def started(file: Path, processes: str | None, folder: Path, *arguments: str) -> str:
-    """What a program prints."""
-    launcher: list[str] = []
-    if processes:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(file), *arguments],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "COLUMNS": "160", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, f"{file.name} failed:\n{done.stdout}\n{done.stderr}"
-    assert "has no rule" not in done.stderr
-    return done.stdout
+def run(name: str, folder: Path, *arguments: str, command: bool = False) -> str:
+    """What an example prints in as many processes as the command in its first line starts; temporary files go to
+    `folder`. By the command itself where that is asked for: for one example of `python`'s, and for one of torchrun's.
+    """
+    return (by_command if command else by_fork)(EXAMPLES / name, launched(name), folder, *arguments)
 
 
 def losses(line: str) -> list[float]:
@@ -132,7 +112,7 @@ def test_frontier(tmp_path: Path) -> None:
 
 
 def test_hints(tmp_path: Path) -> None:
-    sections = dict(section.split("\n", 1) for section in run("hints.py", tmp_path).strip().split("\n\n"))
+    sections = dict(section.split("\n", 1) for section in run("hints.py", tmp_path, command=True).strip().split("\n\n"))
     pinned = sections["The head by classes over tp; both blocks as an expert would"]
     assert pinned.count("up.weight    dp: Replicate(), tp: Shard(dim=0)") == 2
     assert pinned.count("down.weight  dp: Replicate(), tp: Shard(dim=1)") == 2
@@ -171,7 +151,7 @@ def test_compile_backend(tmp_path: Path) -> None:
     ],
 )
 def test_whale(name: str, shown: list[str], tmp_path: Path) -> None:
-    text = run(name, tmp_path)
+    text = run(name, tmp_path, command=name == "whale/data_parallel.py")
     difference = re.search(r"largest relative difference: (\S+)", text)
     assert difference is not None
     assert float(difference[1]) < 1e-9

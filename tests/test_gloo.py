@@ -34,7 +34,6 @@ from tests.training import (
 )
 from tests.workers import Workers
 
-pytestmark = pytest.mark.xdist_group("gloo")  # one set of processes
 RATE = 0.25
 
 

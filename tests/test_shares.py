@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -21,8 +21,6 @@ from autoshard.errors import InputError, MeshError, PlanError
 from tests.models.common import seeded
 from tests.training import OF_ONE_LAYER, TOLERANCE, Widened, build, compare, doubles, fast_links, train
 from tests.workers import Workers
-
-pytestmark = pytest.mark.xdist_group("gloo")  # one set of processes
 
 Inputs = dict[str, torch.Tensor]
 ROWS = {"x": {0: "batch"}, "target": {0: "batch"}}
@@ -73,12 +71,6 @@ class Rows(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2) as started:
-        yield started
-
-
 def unlike_devices() -> Cluster:
     """A V100 and a P100 on which all that counts is what they compute."""
     data = json.loads(Cluster.parse("1xV100 + 1xP100", between=Link(1e16, 1e-15)).to_json())
@@ -116,34 +108,33 @@ def check(made: Callable[[], tuple[nn.Module, Inputs]], inputs: str, counts: Any
     return seen.rows
 
 
-def test_means_and_statistics_are_those_of_the_whole_batch(workers: Workers) -> None:
-    assert workers.run(check, scores, "global", COUNTS) == [{3}, {1}]
+def test_means_and_statistics_are_those_of_the_whole_batch(two: Workers) -> None:
+    assert two.run(check, scores, "global", COUNTS) == [{3}, {1}]
 
 
-def test_local_inputs_come_in_any_shares(workers: Workers) -> None:
-    assert workers.run(check, mlp, "local", ((4, 2), (1, 4), (3, 3))) == [{3}, {3}]
+def test_local_inputs_come_in_any_shares(two: Workers) -> None:
+    assert two.run(check, mlp, "local", ((4, 2), (1, 4), (3, 3))) == [{3}, {3}]
 
 
-def test_parameters_may_lie_in_shards_on_the_axis_that_shares_the_batch(workers: Workers) -> None:
-    workers.run(sharded_at_rest)
+def test_parameters_may_lie_in_shards_on_the_axis_that_shares_the_batch(two: Workers) -> None:
+    two.run(sharded_at_rest)
 
 
 def sharded_at_rest() -> None:
     check(mlp, "global", ((4, 2),), hints={"up": (Shard(0),), "down.weight": (Shard(0),)})
 
 
-def test_devices_of_two_kinds_take_shares_by_themselves(workers: Workers) -> None:
+def test_devices_of_two_kinds_take_shares_by_themselves(two: Workers) -> None:
     """15.7 and 10.6 TFLOP/s: 4 and 2 of 6 rows are done sooner than 3 and 3."""
-    assert workers.run(by_speed) == [{4}, {2}]
+    assert two.run(by_speed) == [{4}, {2}]
 
 
 def by_speed() -> set[int]:
     return check(mlp, "global", ((4, 2),), shares="auto", cluster=unlike_devices())
 
 
-def test_shares_beside_an_axis_of_even_ones() -> None:
-    with Workers(4) as four:
-        four.run(beside_tensor_parallelism)
+def test_shares_beside_an_axis_of_even_ones(four: Workers) -> None:
+    four.run(beside_tensor_parallelism)
 
 
 def beside_tensor_parallelism() -> None:
@@ -160,8 +151,8 @@ def beside_tensor_parallelism() -> None:
 
 
 @pytest.mark.slow
-def test_a_language_model_in_shares(workers: Workers) -> None:
-    workers.run(language_model)
+def test_a_language_model_in_shares(two: Workers) -> None:
+    two.run(language_model)
 
 
 def language_model() -> None:
@@ -169,8 +160,8 @@ def language_model() -> None:
     check(lambda: build("hf_gpt2" + OF_ONE_LAYER), "local", ((4, 2), (3, 1)), dynamic=dynamic)
 
 
-def test_what_cannot_be_shared_is_refused_on_every_rank(workers: Workers) -> None:
-    workers.run(refused)
+def test_what_cannot_be_shared_is_refused_on_every_rank(two: Workers) -> None:
+    two.run(refused)
 
 
 def refused() -> None:
@@ -195,8 +186,8 @@ def refused() -> None:
         module(**own_rows(batch, (6, 0), rank))
 
 
-def test_a_batch_too_small_for_the_shares_is_refused(workers: Workers) -> None:
-    workers.run(too_small)
+def test_a_batch_too_small_for_the_shares_is_refused(two: Workers) -> None:
+    two.run(too_small)
 
 
 def too_small() -> None:

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ STEPS = 3
 LEARNING_RATE = 0.1
 MOMENTUM = 0.9
 PLANNING_SECONDS = 10.0  # enough for one and two axes; on three, the search ends there
+
+
+Effort = Literal["fast", "full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +160,12 @@ def one_device(name: str, steps: int = STEPS) -> Trace:
         return train(module, inputs, steps)
 
 
-def on_mesh(name: str, mesh: Mapping[str, int], steps: int = STEPS, **options: Any) -> Trace:
+def on_mesh(
+    name: str, mesh: Mapping[str, int], steps: int = STEPS, *, effort: Effort = "full", **options: Any
+) -> Trace:
     """Train a model, built with these options, as planned on all ranks of a mesh in this process."""
     with simulated(**mesh) as device_mesh:
-        return _train_planned(name, device_mesh, steps, **options)
+        return _train_planned(name, device_mesh, steps, effort, **options)
 
 
 def on_processes(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> Trace:
@@ -169,10 +174,11 @@ def on_processes(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> Trac
     return _train_planned(name, device_mesh, steps)
 
 
-def _train_planned(name: str, device_mesh: DeviceMesh, steps: int, **options: Any) -> Trace:
+def _train_planned(name: str, device_mesh: DeviceMesh, steps: int, effort: Effort = "full", **options: Any) -> Trace:
     module, inputs = build(name, **options)
+    asked: dict[str, Any] = {"cluster": fast_links(), "time_limit": PLANNING_SECONDS, "effort": effort}
     with Widened(), warnings.catch_warnings(record=True) as raised:
-        autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links(), time_limit=PLANNING_SECONDS)
+        autoshard.parallelize(module, device_mesh, (), inputs, **asked)
     with doubles():
         trace = train(module, inputs, steps)
     return dataclasses.replace(trace, replicated=_without_rule(raised))

@@ -20,6 +20,13 @@ PRELOADED = ["tests.training", "transformers.models.gpt2.modeling_gpt2"]
 """Seconds of imports, once for all processes of all tests."""
 
 
+def forked() -> Any:
+    """The context of processes forked from one that has imported all that."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class Workers:
     """`size` processes with a gloo process group over all of them.
 
@@ -66,8 +73,7 @@ class Workers:
         return [answers[rank][1] for rank in range(self.size)]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forked()
         store = str(Path(tempfile.mkdtemp(), "store"))
         for rank in range(self.size):
             ours, theirs = context.Pipe()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.capture._torch import pytree, storage_of, version_of
+from autoshard.capture._torch import FakeTensorMode, pytree, storage_of, version_of
 from autoshard.capture.export import Exported
 
 aten = torch.ops.aten
@@ -33,10 +33,16 @@ class Effects:
     changed: Mapping[fx.Node, frozenset[int]]
 
 
-def effects_of(exported: Exported) -> Effects:
-    """The effects of the nodes of an exported graph, in the grad mode that is active."""
+def effects_of(exported: Exported, mode: FakeTensorMode) -> Effects:
+    """The effects of the nodes of an exported graph, in the grad mode that is active.
+
+    Args:
+        exported: the graph.
+        mode: of the fake tensors that are its inputs. What depends on no input, such as a mask, has no numbers either.
+    """
     run = _Run(exported.graph_module)
-    run.run(*(item.fake for item in exported.inputs))
+    with mode:
+        run.run(*(item.fake for item in exported.inputs))
     memory = {node: frozenset(storage_of(tensor) for tensor in _tensors(value)) for node, value in run.env.items()}
     differentiable = (node for node, value in run.env.items() if any(one.requires_grad for one in _tensors(value)))
     return Effects(frozenset(differentiable), memory, run.changed)

@@ -57,7 +57,8 @@ def capture(
             other outputs are not propagated; "all": every differentiable output is.
         dynamic: for inputs by name, the dims whose sizes later calls may change, each with a name (dims of one name
             are of one size) or a `torch.export.Dim`. The graph then holds `Size`s.
-        mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph.
+        mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph. In a flat module
+            (`capture.flat`) those of the forward half are there already.
 
     Returns:
         The graph, with dead code, identities and common subexpressions removed.
@@ -87,11 +88,12 @@ def capture_forward(
     *,
     grad: bool = True,
     device: torch.device | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
 ) -> tuple[Exported, Effects]:
     """The forward graph that `capture` differentiates, and what its nodes do.
 
     Args:
-        module, args, kwargs, grad, device: as for `capture`.
+        module, args, kwargs, grad, device, mp_policy: as for `capture`.
 
     Returns:
         The graph, as export gives it, with the operators of autoshard in it; and which of its values have a gradient,
@@ -105,8 +107,8 @@ def capture_forward(
         mode = fake_mode()
         twin = fake_twin(module, mode, device, None)
         signature_of(twin, args, kwargs, grad)  # refuses what no call can be known by
-        exported = _export(twin, args, kwargs, mode, device, None, None)
-        return exported, effects_of(exported)
+        exported = _export(twin, args, kwargs, mode, device, None, mp_policy)
+        return exported, effects_of(exported, mode)
 
 
 def _export(
@@ -122,7 +124,7 @@ def _export(
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda leaf: fake_like(leaf, mode, device), (real_args, dict(real_kwargs))
     )
-    if is_flat(twin) and mp_policy is None and not dynamic:
+    if is_flat(twin) and not dynamic:
         exported = flat_forward(twin, args, kwargs)
     elif mp_policy is None:
         exported = export_forward(twin, args, kwargs, mode, device, dynamic)

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -40,7 +40,7 @@ def layers(graph: JointGraph) -> tuple[Layer, ...]:
     into about as many parts as a part has operators, where least crosses.
     """
     nodes = [node for node in graph.graph.nodes if node.op == "call_function" and graph.phase(node) == "forward"]
-    named = _elements(graph, nodes)
+    named = elements({node: _path(graph, node) for node in nodes})
     found = [Layer(name, tuple(members)) for name, members in named.items()]
     inside = sum(len(_working(layer.nodes)) for layer in found)
     if len(found) > 1 and inside >= max(_FEWEST * len(found), len(_working(nodes)) / 2):
@@ -61,13 +61,16 @@ def _working(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if not is_view(node)]
 
 
-def _elements(graph: JointGraph, nodes: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
-    """Nodes by the path of the list element that they belong to."""
-    paths = {node: _path(graph, node) for node in nodes}
+def elements(paths: Mapping[fx.Node, str]) -> dict[str, list[fx.Node]]:
+    """Nodes by the path of the list element that they belong to, of which none is most of the model.
+
+    Args:
+        paths: of the modules of all nodes.
+    """
     sizes = Counter(prefix for path in paths.values() for prefix in _indexed(path))
     named: dict[str, list[fx.Node]] = {}
     for node, path in paths.items():
-        name = next((prefix for prefix in _indexed(path) if sizes[prefix] <= len(nodes) / 2), None)
+        name = next((prefix for prefix in _indexed(path) if sizes[prefix] <= len(paths) / 2), None)
         if name is not None:
             named.setdefault(name, []).append(node)
     return named

@@ -66,7 +66,7 @@ def recomputed(graph: JointGraph, names: Collection[str]) -> JointGraph:
             f"the plan recomputes {unknown[0]!r}, which is no layer of this model: it was made for another model, or "
             "by another version of autoshard. Make the plan again."
         )
-    copy, at = _copied(graph)
+    copy, at = copied(graph)
     made_again: set[fx.Node] = set()
     for name in dict.fromkeys(names):
         made_again |= {at[node] for node in _made_again(graph, known[name])}
@@ -104,7 +104,7 @@ def _base(node: fx.Node, again: Collection[fx.Node]) -> fx.Node:
     return node
 
 
-def _copied(graph: JointGraph) -> tuple[JointGraph, dict[fx.Node, fx.Node]]:
+def copied(graph: JointGraph) -> tuple[JointGraph, dict[fx.Node, fx.Node]]:
     """A joint graph of its own nodes, which have the names of the old ones, and the new node of every old one."""
     new, at = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.graph.nodes:

@@ -32,7 +32,10 @@ class CostModel:
     def __init__(self, cluster: Cluster, mesh: MeshShape) -> None:
         self.cluster = cluster.first(mesh.size)
         self.mesh = mesh
-        self._links = tuple(self._link(axis) for axis in range(mesh.ndim))
+        axes = range(mesh.ndim)
+        self._spanning = tuple(self._spans_hosts(axis) for axis in axes)
+        self._links = tuple(self.cluster.between if spans else self.cluster.inside for spans in self._spanning)
+        self._ring_latencies = tuple(self._ring_latency(axis) for axis in axes)
         strides = (math.prod(mesh.sizes[axis + 1 :]) for axis in range(mesh.ndim))
         self._groupings = tuple(Grouping(size, stride) for size, stride in zip(mesh.sizes, strides, strict=True))
         self._warn_of_estimates()
@@ -119,7 +122,7 @@ class CostModel:
         if kind in _LOCAL:
             kept = bytes / size if kind == "slice" else bytes
             return [(0.0, 2 * kept / self.cluster.device.memory_bandwidth)]
-        wait = self._ring_latency(axis)
+        wait = self._ring_latencies[axis]
         whole = bytes / self._links[axis].bandwidth
         match kind:
             case "all_gather":
@@ -181,11 +184,11 @@ class CostModel:
         seconds = None if measured is None else measured.operator_seconds("view", 0.0, 0.0, torch.float32)
         return seconds or 0.0
 
-    def _link(self, axis: int) -> Link:
-        return self.cluster.between if self.spans_hosts(axis) else self.cluster.inside
-
     def spans_hosts(self, axis: int) -> bool:
         """Whether the first and the last rank of some group of `axis` sit on different hosts."""
+        return self._spanning[axis]
+
+    def _spans_hosts(self, axis: int) -> bool:
         sizes = self.mesh.sizes
         stride = 1
         for size in sizes[axis + 1 :]:

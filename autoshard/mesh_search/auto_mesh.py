@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ def auto_mesh(
     schedule: str = "auto",
     microbatches: int | str = "auto",
     virtual: int | str = "auto",
+    batch_dims: Mapping[str, int | None] | None = None,
 ) -> Agreed:
     """The best mesh of all ranks of a job, made on all of them. The first rank searches, the others wait for it.
 
@@ -52,7 +54,7 @@ def auto_mesh(
         module, args, kwargs: the model and an example call, the same on every rank.
         options: of planning; its time limit is the search's, too.
         device_type: such as `"cuda"`; by default `"cpu"` where the process group is gloo's, else the accelerator's.
-        pipeline, schedule, microbatches, virtual: as for `search`.
+        pipeline, schedule, microbatches, virtual, batch_dims: as for `search`.
 
     Raises:
         MeshError: there is no process group.
@@ -66,7 +68,7 @@ def auto_mesh(
         )
     if not args and not kwargs:
         raise InputError('mesh="auto" needs an example call to plan for: pass example_args or example_kwargs.')
-    wanted = Wanted("mini-time", dist.get_world_size(), pipeline, schedule, microbatches, virtual)
+    wanted = Wanted("mini-time", dist.get_world_size(), pipeline, schedule, microbatches, virtual, batch_dims)
     kind = device_type or device_type_of_job()
     everyone = init_device_mesh(kind, (wanted.devices,), mesh_dim_names=("devices",))
 

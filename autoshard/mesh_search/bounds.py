@@ -37,14 +37,14 @@ class LeastWork:
         cost: prices of the cluster, on any mesh.
 
     Attributes:
-        indivisible: share of the seconds of all forward operators that the longest takes, on one device.
+        shares: of the seconds of all forward operators on one device, what each takes, in their order.
     """
 
     def __init__(self, rules: GraphRules, cost: CostModel) -> None:
         self._cost = cost
         self._kernels: Counter[_Kernel] = Counter()
         self._in_stages: Counter[_Kernel] = Counter()
-        forward = [0.0]
+        forward = []
         for node in rules.operators:
             call, rule = rules.calls[node], rules.rules[node]
             if rule.free or makes_view(call.op) or rules.graph.pin(node) is not None:
@@ -55,7 +55,7 @@ class LeastWork:
                 forward.append(cost.compute(*kernel))
             if call.op not in _SUMS or rules.graph.phase(node) == "forward":
                 self._in_stages[kernel] += 1
-        self.indivisible = max(forward) / (sum(forward) or 1.0)
+        self.shares = tuple(seconds / sum(forward) for seconds in forward) if any(forward) else ()
 
     def seconds(self, shape: Shape, microbatches: Iterable[int] = (1,)) -> float:
         """No step on a mesh of this shape is predicted to take less.

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoshard.errors import AutoshardError, BudgetError, PlanError
+from autoshard.errors import AutoshardError, BudgetError, PlanError, warn_caller
 from autoshard.memory.budget import format_bytes
 from autoshard.mesh_search.bounds import LeastWork, least_bytes
 from autoshard.mesh_search.candidate import Candidate
 from autoshard.mesh_search.estimates import Estimates
+from autoshard.mesh_search.experience import CLOSE, slow_pipeline, slow_within_limit, unpromising
 from autoshard.mesh_search.plans import Plans
 from autoshard.mesh_search.request import Request
-from autoshard.mesh_search.row import Row, nothing_fits
-from autoshard.mesh_search.shapes import joined, shapes, straddling
+from autoshard.mesh_search.row import Free, Row, nothing_fits
+from autoshard.mesh_search.shapes import shapes, straddling
 from autoshard.plan import ShardingPlan
 from autoshard.plan_rows import format_seconds
 
@@ -31,16 +30,9 @@ _log = logging.getLogger("autoshard")
 _NEAR = 1.1
 """A plan made quickly is worth being made well where it is slower than the best by less: effort gains a few percent."""
 
-_FAR = 1.3
-"""A mesh slower than the best by more is not made the best by splitting an axis of it over the same links, or by more
-stages where fewer were faster: the first gains a few percent, as a rule."""
-
 _SIZES = 1.5
 """The fastest of the pipelines that were planned for one number of microbatches is planned for any number where it is
 slower than the best by less; what that gains says which others are."""
-
-_CLOSE = 1.03
-"""A pipeline is planned where it is estimated to be slower than the best by less: estimates are a few percent off."""
 
 _SAME = 1 + 1e-9
 """Times that differ by less are equal: the same sums, rounded in another order."""
@@ -56,9 +48,10 @@ class MeshSearch:
       within the limit at once, since their schedules depend on it, and for one number of microbatches.
       They are estimated first, by a plan of the whole step on the devices of one stage, and planned if those planned
       before fell short of their estimates by so little that they may win.
+    * Pipelines that are as fast as the best, or nearly, are planned with the effort asked for, and for any number.
     * Those that hold too much and are fast are planned within the limit, the first of them at once where no pipeline
-      fits either.
-    * What is as fast as the best, or nearly, is planned with the effort asked for, and pipelines for any number.
+      fits either; where the limit slows the first ones down, others that hold as much are not.
+    * Other meshes that are as fast as the best, or nearly, are planned with the effort asked for.
 
     The time limit and Ctrl-C end it with the best plan met.
 
@@ -94,8 +87,9 @@ class MeshSearch:
         """
         try:
             self._screen()
+            self._refine(pipelines=True)
             self._fit()
-            self._refine()
+            self._refine(pipelines=False)
         except KeyboardInterrupt:
             self.interrupted = True
             if self.best is None:
@@ -113,11 +107,11 @@ class MeshSearch:
     def _listed(self) -> list[Row]:
         """All meshes with their bounds."""
         request = self.request
-        found = shapes(self.devices, request.options.cluster, request.pipeline)
+        found = shapes(self.devices, request.options.cluster, request.pipeline, self.plans.beginning.is_roomy)
         optimizer = request.options.settings.optimizer
         free = self.plans.planner(found[0], replace(request.options, hints=None))  # a hint may not fit this mesh
         work = LeastWork(free.rules, free.cost)
-        self.estimates = Estimates(self.plans, work.indivisible)
+        self.estimates = Estimates(self.plans, work.shares)
         return [
             Row(shape, work.seconds(shape, request.numbers), least_bytes(request.graph, shape, optimizer))
             for shape in found
@@ -126,7 +120,7 @@ class MeshSearch:
     def _screen(self) -> None:
         """Plan all meshes quickly that are not dropped."""
         for row in self._rows:
-            row.verdict = self._dropped(row) or self._unpromising(row) or self._estimated(row) or ""
+            row.verdict = self._dropped(row) or self._not_worth_it(row) or ""
             if row.verdict:
                 continue
             with self._settling(row):
@@ -138,6 +132,7 @@ class MeshSearch:
                     self._take(row, plan)
                     continue
                 row.seconds, row.peak = plan.step_seconds, plan.memory.peak
+                row.free = Free(plan.step_seconds, plan.memory.peak)
             self._have_a_plan(row)
 
     def _have_a_plan(self, row: Row) -> None:
@@ -160,31 +155,30 @@ class MeshSearch:
         """Plan those within the limit that are fast enough without it."""
         for row in sorted(self._too_large(), key=lambda row: row.speed):
             if self.best is not None:
-                row.verdict = self._dropped(row) or ""
-            if not row.verdict and row.speed >= (math.inf if self.best is None else self.best.speed):
-                row.verdict = f"without a memory limit it takes {format_seconds(row.speed)} already"
+                row.verdict = self._dropped(row) or slow_within_limit(row, self._rows, self.best) or ""
             if not row.verdict:
                 with self._settling(row):
                     self._take(row, self.plans.within_limit(row))
 
-    def _refine(self) -> None:
+    def _refine(self, *, pipelines: bool) -> None:
         """Plan with all effort what is the best, or near it; and pipelines of any size, not of one alone."""
         fast = self.request.options.settings.effort == "fast"
         sizes = _SIZES
-        for row in sorted((row for row in self._rows if row.plan is not None), key=lambda row: row.speed):
+        planned = [row for row in self._rows if row.plan is not None and (row.shape.axis is not None) == pipelines]
+        for row in sorted(planned, key=lambda row: row.speed):
             assert self.best is not None
             near = _NEAR if row.settled else sizes
             cannot = row is not self.best and row.least_seconds * _SAME >= self.best.speed
             if cannot or row.speed > near * self.best.speed or (fast and row.settled):
                 continue
-            if self._late():
+            if self._late(row):
                 return
             with self._settling(row):
                 before = row.speed
                 thorough = self.plans.thorough if row.shape.axis is None else self.plans.pipeline
                 self._take(row, thorough(row))
                 if not row.settled:
-                    sizes = min(sizes, _CLOSE * before / row.speed)
+                    sizes = min(sizes, CLOSE * before / row.speed)
 
     def _take(self, row: Row, plan: ShardingPlan | PipelinePlan) -> None:
         """Note a plan that fits, and the best."""
@@ -204,44 +198,23 @@ class MeshSearch:
         reason = straddling(row.shape, self.request.options.cluster)
         if reason is not None:
             return f"refused: {reason}"
-        if row.least_bytes > self._limit:
+        if row.least_bytes > self.request.room(row.shape):
             return f"cannot fit: a device holds at least {format_bytes(row.least_bytes)}"
         if self.best is not None and row.least_seconds * _SAME >= self.best.speed:
             return f"cannot win: a step takes at least {format_seconds(row.least_seconds)}"
-        if self._late():
+        if self._late(row):
             return "not planned: the time limit was reached"
         return None
 
-    def _unpromising(self, row: Row) -> str | None:
-        """Why a mesh is not worth a plan, by what is known of others like it; None where it is."""
-        if self.best is None:
-            return None
-        far = _FAR * self.best.speed
-        for coarser in joined(row.shape, self.request.options.cluster):
-            known = next((other for other in self._rows if other.shape == coarser), None)
-            if known is not None and known.seconds is not None and known.seconds > far:
-                slower = known.seconds / self.best.speed - 1
-                return f"not planned: {coarser}, which has two of its axes joined, is {slower:.0%} slower"
-        shorter = [
-            other for other in self._rows if other.seconds is not None and 1 < other.shape.ranks < row.shape.ranks
-        ]
-        shorter.sort(key=lambda other: (other.shape.ranks, other.speed))
-        if len(shorter) > 1 and max(shorter[-2].speed * _SAME, far) < shorter[-1].speed:
-            slower = shorter[-1].speed / self.best.speed - 1
-            return f"not planned: the shorter pipeline {shorter[-1].shape} is {slower:.0%} slower already"
-        return None
-
-    def _estimated(self, row: Row) -> str | None:
-        """Why a pipeline is not worth a plan, by an estimate; None where it is."""
-        if row.shape.axis is None:
-            return None
-        row.estimate = self.estimates.seconds(row.shape, self.request.numbers_of(row.shape))
-        if self.best is None:  # then it tells how far off estimates are
-            return None
-        short = min((one.speed / one.estimate for one in self._rows if one.plan and one.estimate), default=1.0)
-        if row.estimate * short <= _CLOSE * self.best.speed:
-            return None
-        return f"not planned: it is estimated to take {format_seconds(row.estimate * short)}"
+    def _not_worth_it(self, row: Row) -> str | None:
+        """Why a mesh is not worth a plan, by what is known of others; None where it is."""
+        best, pipeline = self.best, row.shape.axis is not None
+        reason = None if best is None else unpromising(row, self._rows, best, self.request.options.cluster)
+        if reason is None and pipeline:
+            row.estimate = self.estimates.seconds(row.shape, self.request.numbers_of(row.shape))
+        if best is None or not pipeline:  # the first pipeline tells how far off estimates are
+            return reason
+        return reason or slow_pipeline(row, self._rows, best)
 
     @contextlib.contextmanager
     def _settling(self, row: Row) -> Iterator[None]:
@@ -256,19 +229,21 @@ class MeshSearch:
         except AutoshardError as error:
             self._failures.append(error)
             row.verdict = row.verdict if row.plan else f"refused: {error}"
+        row.took = time.monotonic() - start
         if self.request.options.verbose:
             told = "no plan" if row.seconds is None else f"{format_seconds(row.seconds)} per step"
-            _log.info("mesh %s: %s, after %.1f s", row.shape, told, time.monotonic() - start)
+            _log.info("mesh %s: %s, after %.1f s", row.shape, told, row.took)
 
-    def _late(self) -> bool:
-        late = time.monotonic() > self.plans.deadline
+    def _late(self, row: Row) -> bool:
+        """Whether there is too little time for another plan of a mesh: less than its last one took."""
+        late = time.monotonic() + row.took > self.plans.deadline
         if late and not self.notes:
             self._say("the time limit ended the search: this is the best plan met until then.")
         return late
 
     def _say(self, note: str) -> None:
         self.notes.append(f"On {self.devices} devices {note}")
-        warnings.warn(self.notes[-1], stacklevel=5)
+        warn_caller(self.notes[-1])
 
     def _nothing(self) -> AutoshardError:
         """Why no mesh has a plan."""

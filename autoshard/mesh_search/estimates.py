@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from autoshard.errors import AutoshardError
 from autoshard.mesh_search.plans import Plans
@@ -14,23 +16,26 @@ from autoshard.pipelined.places import all_slowest, stage_cluster, stage_mesh, s
 _PARTS = 3
 """Of the work of a microbatch: forward, the gradients of what stages receive, and those of parameters, about alike."""
 
+_HALVINGS = 20
+"""Of what is not known of the longest stage: a millionth of it is left."""
+
 
 class Estimates:
     """Estimates the steps of pipelines by plans of the whole step on the devices of one stage.
 
-    If one stage's devices took T seconds for all work of a step, the devices of all stages together take as long as
-    their speeds say, or as the longest operator says, which one stage runs; and the last stage waits for the forward of
-    the first microbatch in all others. That is what a pipeline takes whose stages are equal as far as they can be,
-    whose messages are free, and whose parameters are gathered once per step: as a rule, less than it takes.
+    If one stage's devices took T seconds for all work of a step, the stage that takes longest takes its share of that,
+    where stages are stretches of the operators in their order and as equal as they can be; and the last stage waits for
+    the forward of the first microbatch in all others. That is what a pipeline takes whose messages are free, and whose
+    parameters are gathered once per step: as a rule, less than it takes.
 
     Args:
         plans: of the same search.
-        indivisible: share of the work that the longest operator is.
+        shares: of the work, what every operator is, in their order.
     """
 
-    def __init__(self, plans: Plans, indivisible: float) -> None:
+    def __init__(self, plans: Plans, shares: Sequence[float]) -> None:
         self._plans = plans
-        self._indivisible = indivisible
+        self._shares = shares
         self._whole: dict[tuple[tuple[int, ...], int], float] = {}
 
     def seconds(self, shape: Shape, numbers: Iterable[int]) -> float:
@@ -39,8 +44,7 @@ class Estimates:
         assert shape.axis is not None
         speeds = [device.speed for device in stage_devices(options.cluster, shape.mesh, shape.axis)]
         least = min((shape.ranks - 1) / (_PARTS * number) for number in numbers)
-        busiest = max(1 / sum(speeds), self._indivisible / max(speeds))
-        return self._of_whole_step(shape) * busiest * (1 + least)
+        return self._of_whole_step(shape) * longest_stage(self._shares, speeds) * (1 + least)
 
     def _of_whole_step(self, shape: Shape) -> float:
         """Seconds of the whole step on the devices of one stage, however much they would hold."""
@@ -57,3 +61,26 @@ class Estimates:
             except AutoshardError:
                 self._whole[key] = 0.0
         return self._whole[key]
+
+
+def longest_stage(shares: Sequence[float], speeds: Sequence[float]) -> float:
+    """Of all work on a device of speed 1, the part of its time that the stage takes which takes longest, at least.
+
+    Args:
+        shares: of the work, what every operator is, in their order; stages are stretches of it.
+        speeds: of the devices of every stage.
+    """
+    ends = np.cumsum([0.0, *shares])
+
+    def enough(limit: float) -> bool:
+        done = 0
+        for speed in speeds:
+            done = int(np.searchsorted(ends, ends[done] + limit * speed, side="right")) - 1
+        return done == len(shares)
+
+    low = 1 / sum(speeds)
+    high = low + max(shares, default=0.0) / min(speeds)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoshard.errors import BudgetError, PipelineError
+from autoshard.mesh_search.beginning import Beginning
 from autoshard.mesh_search.bounds import tightened
 from autoshard.mesh_search.request import Request
 from autoshard.mesh_search.row import Row
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 _PROVED = 1e-4
 """Relative gap at which a problem that was solved quickly is not solved again."""
 
-_MICROBATCHES_PER_RANK = 4
-"""Of a pipeline that is planned for one size."""
-
 
 class Plans:
     """Makes plans until a deadline.
@@ -38,12 +35,14 @@ class Plans:
         deadline: `time.monotonic()` seconds.
 
     Attributes:
+        beginning: what to plan first.
         interrupted: whether Ctrl-C cut a plan short, which is then the best one met until then.
     """
 
     def __init__(self, request: Request, deadline: float) -> None:
         self.request = request
         self.deadline = deadline
+        self.beginning = Beginning(request)
         self.interrupted = False
 
     def planner(self, shape: Shape, options: Options, like: Planner | None = None) -> Planner:
@@ -80,16 +79,15 @@ class Plans:
         return self._sharded(self.planner(row.shape, options, like=row.planner), options, quick)
 
     def pipeline_of_one_size(self, row: Row) -> PipelinePlan:
-        """The plan of a pipeline of one size, about four microbatches per rank; of all sizes where that has none."""
+        """The plan of a pipeline of one size; of all sizes where that has none."""
         request, shape = self.request, row.shape
-        wanted = _MICROBATCHES_PER_RANK * shape.ranks
-        number = min(request.numbers_of(shape), key=lambda one: (abs(math.log(one / wanted)), one))
+        number = self.beginning.microbatches(shape)
         virtual = 1 if request.virtual == "auto" else request.virtual
         row.settled = (number, virtual) == (request.microbatches, request.virtual)
         try:
             return self._pipeline(shape, number, virtual, self.options("fast"))
         except (BudgetError, PipelineError):
-            if row.settled:
+            if row.settled or time.monotonic() > self.deadline:
                 raise
         row.settled = True
         return self.pipeline(row, "fast")
@@ -100,6 +98,8 @@ class Plans:
 
     def _pipeline(self, shape: Shape, microbatches: int | str, virtual: int | str, options: Options) -> PipelinePlan:
         request, stopping = self.request, Stopping(self.deadline)
+        if request.own_memory:
+            options = replace(options, settings=replace(options.settings, memory_limit=None))
         plan = request.plan_pipeline(
             request.module,
             shape.mesh,
@@ -109,6 +109,7 @@ class Plans:
             schedule=request.schedule,
             microbatches=microbatches,
             virtual=virtual,
+            begin=self.beginning.microbatches(shape),
             options=options,
             stopping=stopping,
         )

@@ -11,6 +11,7 @@ from torch import nn
 from autoshard.capture.joint import JointGraph
 from autoshard.mesh_search.shapes import Pipeline, Shape
 from autoshard.options import Options
+from autoshard.pipeline.placement import stage_devices
 
 if TYPE_CHECKING:
     from autoshard.pipelined.plan import PipelinePlan
@@ -27,7 +28,9 @@ class Request:
         module, args, kwargs: the model and an example call.
         graph: the captured step.
         capture_seconds: that its capture took.
-        options: of planning, with the bytes that a device may hold as memory limit.
+        options: of planning, with the bytes that every device may hold as memory limit.
+        own_memory: whether that is no more than what the smallest device has: pipelines may give each device of a
+            larger one as much as it has.
         pipeline: where the axis of pipelines lies.
         schedule, microbatches, virtual: of pipelines, as `plan_pipeline` takes them.
         batch: how many samples there are to make microbatches of.
@@ -46,13 +49,21 @@ class Request:
     virtual: int | str
     batch: int
     plan_pipeline: PlanPipeline
+    own_memory: bool = False
 
     @property
     def memory_limit(self) -> int:
-        """Bytes that a device may hold."""
+        """Bytes that every device may hold."""
         limit = self.options.settings.memory_limit
         assert limit is not None, "a search has a limit: at least what a device has"
         return limit
+
+    def room(self, shape: Shape) -> float:
+        """Bytes that a device of a mesh may hold; of a pipeline, on the average of its ranks."""
+        if shape.axis is None or not self.own_memory:
+            return self.memory_limit
+        devices = stage_devices(self.options.cluster, shape.mesh, shape.axis)
+        return sum(device.memory for device in devices) / len(devices)
 
     @property
     def numbers(self) -> list[int]:
@@ -61,6 +72,11 @@ class Request:
         return [number for number in divisors if self.microbatches in ("auto", number)] or divisors
 
     def numbers_of(self, shape: Shape) -> list[int]:
-        """Of these the numbers with a sample in a microbatch for every device of a stage; all where there are none."""
-        large = [number for number in self.numbers if self.batch // number >= shape.devices_per_rank]
+        """Of these the numbers with a sample in a microbatch for every device of a stage; all where there are none.
+
+        In a stage of several hosts, the devices of a host may share one.
+        """
+        host = self.options.cluster.devices_per_host
+        least = shape.devices_per_rank // host if shape.devices_per_rank > host else shape.devices_per_rank
+        large = [number for number in self.numbers if self.batch // number >= least]
         return large or self.numbers

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from autoshard.pipelined.plan import PipelinePlan
 
 
+@dataclass(frozen=True, slots=True)
+class Free:
+    """What a plan does that was made without a limit on memory, and holds too much: seconds, and bytes."""
+
+    seconds: float
+    peak: int
+
+
 @dataclass(slots=True)
 class Row:
     """What is known of one mesh so far.
@@ -25,11 +33,13 @@ class Row:
     Attributes:
         shape, least_seconds, least_bytes, verdict: as of a `Candidate`.
         seconds, peak: of the fastest plan known, be it one that holds too much.
+        free: the latter, where there is one.
         plan: the fastest that fits.
         planner: that made a plan without a limit on memory: what it has worked out serves others on the same mesh.
         needs: the smallest peak found, where none fits.
         settled: whether more effort is all that could make the plan better.
         estimate: seconds that a pipeline was estimated to take before it was planned.
+        took: seconds in which its last plan was made.
     """
 
     shape: Shape
@@ -40,9 +50,11 @@ class Row:
     plan: ShardingPlan | PipelinePlan | None = None
     verdict: str = ""
     planner: Planner | None = None
+    free: Free | None = None
     needs: int | None = None
     settled: bool = True
     estimate: float | None = None
+    took: float = 0.0
 
     @property
     def speed(self) -> float:

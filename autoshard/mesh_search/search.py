@@ -23,6 +23,7 @@ from autoshard.mesh_search.request import Request
 from autoshard.mesh_search.result import Option, SearchResult
 from autoshard.mesh_search.shapes import Pipeline
 from autoshard.options import Hints, Options, check_options
+from autoshard.pipeline.microbatch import samples
 from autoshard.pipelined.captured import Call, Captured
 from autoshard.pipelined.planning import plan_pipeline
 
@@ -45,6 +46,7 @@ def search(
     schedule: str = "auto",
     microbatches: int | str = "auto",
     virtual: int | str = "auto",
+    batch_dims: Mapping[str, int | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     recompute: str = "auto",
     effort: str = "full",
@@ -66,7 +68,8 @@ def search(
         option: `"mini-time"`: the shortest step on these devices; `"mini-parallelism"`: the fewest devices that the
             model fits on, of the numbers that divide `devices`, and the shortest step on so many; `"profiling"`: the
             shortest step for each of these numbers (TensorOpt 4.1).
-        memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach; by default what a device has.
+        memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach; by default what the smallest
+            device has, and in a pipeline each as much as it has.
         hints: as for `autoshard.plan`; axes other than `"pp"` are called `"x"`, `"y"` and `"z"`, the last one over the
             nearest neighbours. A mesh that a hint does not fit is left out.
         pipeline: whether meshes with a pipeline are looked at. True or `"outer"`: its axis is the outermost one, stages
@@ -75,6 +78,7 @@ def search(
         schedule: of pipelines: `"auto"`, or the name of one.
         microbatches: of a step of a pipeline: `"auto"`, or a number that divides the batch.
         virtual: stages per rank of a pipeline: `"auto"`, or a number.
+        batch_dims: which dims of inputs are split into microbatches, as for `autoshard.plan`.
         time_limit: seconds that the search may take, capture aside. When they are over, the best plan found until then
             is returned with a note and a warning.
         verbose: log how the search goes (logger `autoshard`, level INFO).
@@ -112,7 +116,7 @@ def search(
         work_limit=work_limit,
         verbose=verbose,
     )
-    wanted = Wanted(option, devices, pipeline, schedule, microbatches, virtual)
+    wanted = Wanted(option, devices, pipeline, schedule, microbatches, virtual, batch_dims)
     return searched(module, args, kwargs, wanted, options, torch.device("cpu"))
 
 
@@ -130,6 +134,7 @@ class Wanted:
     schedule: str = "auto"
     microbatches: int | str = "auto"
     virtual: int | str = "auto"
+    batch_dims: Mapping[str, int | None] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, bool) or not isinstance(self.devices, int) or self.devices < 1:
@@ -162,6 +167,7 @@ def searched(
     start = time.perf_counter()
     graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), device=device, mp_policy=options.mp_policy)
     capture_seconds = time.perf_counter() - start
+    own_memory = options.settings.memory_limit is None
     limit = options.settings.memory_limit or options.cluster.device.memory
     options = replace(options, settings=replace(options.settings, memory_limit=limit))
     request = Request(
@@ -175,8 +181,11 @@ def searched(
         schedule=wanted.schedule,
         microbatches=wanted.microbatches,
         virtual=wanted.virtual,
-        batch=_batch(args, kwargs),
-        plan_pipeline=functools.partial(plan_pipeline, captured=Captured(Call(module, args, kwargs, None), options)),
+        batch=_batch(module, args, kwargs, wanted.batch_dims),
+        plan_pipeline=functools.partial(
+            plan_pipeline, captured=Captured(Call(module, args, kwargs, wanted.batch_dims), options)
+        ),
+        own_memory=own_memory,
     )
     candidates, notes = _over_counts(request, wanted)
     return SearchResult(
@@ -213,7 +222,11 @@ def _over_counts(request: Request, wanted: Wanted) -> tuple[tuple[Candidate, ...
     return tuple(found), tuple(notes)
 
 
-def _batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """How many samples a call has that microbatches can be made of: the length of its first tensor."""
+def _batch(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dims: Mapping[str, int | None] | None
+) -> int:
+    """How many samples a call has that microbatches can be made of: where nothing is said, its first tensor's rows."""
+    if batch_dims is not None:
+        return samples(module, args, kwargs, batch_dims)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)

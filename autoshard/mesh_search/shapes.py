@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,18 +47,22 @@ class Shape:
         return str(self.mesh)
 
 
-def shapes(devices: int, cluster: Cluster, pipeline: Pipeline = "none") -> tuple[Shape, ...]:
+def shapes(
+    devices: int, cluster: Cluster, pipeline: Pipeline = "none", roomy: Callable[[Shape], bool] = lambda shape: True
+) -> tuple[Shape, ...]:
     """All shapes of up to three axes for a number of devices, the most promising first.
 
     Axes next to each other that run over equal links could be swapped without any difference: of such shapes there is
     one, the longer axis first. First come those with one axis inside hosts and one between hosts at most, then those
-    that split these, then those with an axis over both; among them those with fewer pipeline stages.
+    that split these, then those with an axis over both; among them those that leave room, and of these those with fewer
+    pipeline stages.
 
     Args:
         devices: how many there are; any number from 1 up.
         cluster: how many of them share a host.
         pipeline: `"none"`: shapes without a pipeline alone; `"outer"`, `"inner"`: those with one too, outermost or
             innermost.
+        roomy: whether a step on a mesh leaves much of the memory free, as far as that can be told without a plan.
 
     Source: Rhino 3 enumerates mesh configurations and searches a strategy for each.
     """
@@ -68,7 +72,7 @@ def shapes(devices: int, cluster: Cluster, pipeline: Pipeline = "none") -> tuple
             inner = _factorisations(devices // ranks, len(AXES) - 1)
             found += [_shape(sizes, ranks, pipeline) for sizes in inner]
     kept = [shape for shape in found if _is_canonical(shape, cluster)]
-    return tuple(sorted(kept, key=lambda shape: _promise(shape, cluster)))
+    return tuple(sorted(kept, key=lambda shape: _promise(shape, cluster, roomy)))
 
 
 def straddling(shape: Shape, cluster: Cluster) -> str | None:
@@ -135,8 +139,8 @@ def _is_canonical(shape: Shape, cluster: Cluster) -> bool:
     )
 
 
-def _promise(shape: Shape, cluster: Cluster) -> tuple[object, ...]:
+def _promise(shape: Shape, cluster: Cluster, roomy: Callable[[Shape], bool]) -> tuple[object, ...]:
     """Shapes in this order are looked at: what is found early spares work on those that are no better."""
     kinds = [kind for kind, _ in _kinds(shape, cluster) if kind is not None]
     split = len(kinds) - len(set(kinds))
-    return "across" in kinds, split, shape.ranks, tuple(-size for size in shape.mesh.sizes)
+    return "across" in kinds, split, not roomy(shape), shape.ranks, tuple(-size for size in shape.mesh.sizes)

@@ -43,9 +43,10 @@ def materialize_stages(
 ) -> None:
     """Allocate and initialise what this rank's stages have on the meta device, in place.
 
-    A rank holds its parts of its stages' parameters, and at most one whole parameter besides. Parameters of the stages
-    stay the same objects. All ranks of the mesh call this together; initialisers that read what another rank holds
-    get it from there. A parameter that no stage has is drawn too, and held until all is done.
+    A rank holds its parts of its stages' parameters, and one whole parameter at a time besides, as
+    `autoshard.materialize` says. Parameters of the stages stay the same objects. All ranks of the mesh call this
+    together; initialisers that read what another rank holds get it from there. A parameter that no stage has is drawn
+    too, and held until all is done.
 
     Args:
         model: the whole model, on the meta device; it stays there, but for what it shares with stages. What is on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,29 +30,11 @@ class IncompatibleKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load_safetensors(
-    model: nn.Module, paths: Paths, *, strict: bool = True, device: torch.device | str | None = None
+def load_module(
+    model: nn.Module, paths: Paths, *, strict: bool, device: torch.device | str | None, elsewhere: Container[str] = ()
 ) -> IncompatibleKeys:
-    """Fill the parameters and persistent buffers of a parallelised module from safetensors files, in place.
-
-    Every rank reads its own slices, so that no rank ever holds a whole tensor that is sharded, and nothing is
-    communicated. Parameters and buffers on the meta device get their memory on the way.
-
-    Args:
-        model: the module. Tied parameters are filled from any of their names.
-        paths: a file, several, an index (`model.safetensors.index.json`), or a folder with an index or files.
-        strict: whether names that only the module or only the files have are an error; so are buffers on the meta
-            device that are not persistent, which no file holds.
-        device: where what is on the meta device shall be; by default the device type of the mesh.
-
-    Returns:
-        The names that only the module has, and those that only the files have.
-
-    Raises:
-        InputError: safetensors is not installed, a path is no such file, or names or shapes do not match. Nothing is
-            changed then.
-    """
-    files = _names(_files(paths))
+    """Fill a module, as `autoshard.load_safetensors` says; names `elsewhere` are of what other ranks hold."""
+    files = {name: stored for name, stored in _names(_files(paths)).items() if name not in elsewhere}
     targets = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     keys = _compare(targets, files)
     problems = _mismatches(targets, files)

@@ -194,8 +194,7 @@ class GraphRules:
 
     def _places(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
         """The tensors that every operator takes."""
-        taken = {node: map(value_of, operand_nodes(node)) for node in self.operators}
-        return {node: [(value.node, value.index) for value in values] for node, values in taken.items()}
+        return {node: [(value.node, value.index) for value in values] for node, values in self.operands.items()}
 
     def _leaving(self) -> list[tuple[fx.Node, int]]:
         """The tensors that the step hands back."""
@@ -222,7 +221,7 @@ class GraphRules:
         known = {Value(source.node) for source in self.graph.inputs}
         found: dict[fx.Node, tuple[bool, ...]] = {}
         for node in self.operators:
-            found[node] = zeros = tuple(value_of(source) in known for source in operand_nodes(node))
+            found[node] = zeros = tuple(value in known for value in self.operands[node])
             rule = self.rules[node]
             variants = [zero_results(each, range(len(each.factors)), zeros) for each in (rule, *rule.variants)]
             known |= {Value(node, index) for index, kept in enumerate(zip(*variants, strict=True)) if all(kept)}
@@ -234,8 +233,7 @@ class GraphRules:
         found: set[Value] = set()
         waiting = [node for node in self.operators if node.meta.get(REDUCED) == "here"]
         while waiting:
-            for source in operand_nodes(waiting.pop()):
-                value = value_of(source)
+            for value in self.operands[waiting.pop()]:
                 if value.node in self.rules and len(self.uses[value]) == 1 and value not in self.outputs_of:
                     found.add(value)
                     if value.node in self.calls and (self.rules[value.node].free or self.calls[value.node].op is _ADD):
@@ -250,8 +248,8 @@ class GraphRules:
     def uses(self) -> dict[Value, list[Use]]:
         uses: dict[Value, list[Use]] = defaultdict(list)
         for node in self.operators:
-            for operand, source in enumerate(operand_nodes(node)):
-                uses[value_of(source)].append(Use(node, operand))
+            for operand, value in enumerate(self.operands[node]):
+                uses[value].append(Use(node, operand))
         return dict(uses)
 
     @cached_property
@@ -261,6 +259,11 @@ class GraphRules:
             if output.node is not None:
                 outputs[value_of(output.node)].append(output)
         return dict(outputs)
+
+    @cached_property
+    def operands(self) -> dict[fx.Node, tuple[Value, ...]]:
+        """The tensors that every operator takes, in the order of `OpCall.operands`."""
+        return {node: tuple(map(value_of, operand_nodes(node))) for node in self.operators}
 
     def dims(self, rules: Mapping[fx.Node, Rule] | None = None) -> Iterator[list[tuple[fx.Node, tuple[int, ...]]]]:
         """For every dim of every tensor, the descriptions of it by the operators that touch it.

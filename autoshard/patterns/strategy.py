@@ -258,20 +258,26 @@ def _specs(
 
     A dynamic size equals a number, which is not all that it is: nothing is remembered of it.
     """
-    known: dict[tuple[int, int], _Way] = {}
+    known: dict[tuple[int, int], int] = {}  # of an implementation and a choice, the number of what it does
+    numbers: dict[_Way, int] = {}
     tensors: dict[int, tuple[Callable[..., Spec], _Sizes]] = {}
+    made: dict[tuple[int, ...], Spec] = {}
     specs = []
     for choices in strategies:
-        own, chosen = resolved(rule, choices)
-        if id(own) not in tensors:
-            sizes = tuple(tuple(own.factors[factor].size for factor in dim) for dim in dims_of(own))
-            dynamic = any(is_dynamic(size) for dim in sizes for size in dim)
-            tensors[id(own)] = (_spec if dynamic else _spec_once), sizes
+        own, chosen = resolved(rule, choices) if rule.variants else (rule, choices)
         for choice in chosen:
             if (id(own), choice) not in known:
-                known[id(own), choice] = way(own, choice)
-        make, sizes = tensors[id(own)]
-        specs.append(make(sizes, tuple(known[id(own), choice] for choice in chosen), mesh))
+                known[id(own), choice] = numbers.setdefault(way(own, choice), len(numbers))
+        key = (id(own), *[known[id(own), choice] for choice in chosen])
+        if key not in made:
+            if id(own) not in tensors:
+                sizes = tuple(tuple(own.factors[factor].size for factor in dim) for dim in dims_of(own))
+                dynamic = any(is_dynamic(size) for dim in sizes for size in dim)
+                tensors[id(own)] = (_spec if dynamic else _spec_once), sizes
+            make, sizes = tensors[id(own)]
+            ways = list(numbers)
+            made[key] = make(sizes, tuple(ways[number] for number in key[1:]), mesh)
+        specs.append(made[key])
     return specs
 
 

@@ -13,7 +13,7 @@ from autoshard.capture.export import ExportedInput
 from autoshard.capture.flat import mark_flat
 from autoshard.errors import CaptureError
 from autoshard.pipeline.crossing import computed_again, stages_of, values_across
-from autoshard.pipeline.exported import ExportedModule
+from autoshard.pipeline.exported import ExportedModule, is_cast
 
 aten = torch.ops.aten
 
@@ -185,8 +185,14 @@ def _module(
             name = _free_name(module, str(node.target))
             module.add_module(name, exported.forward.graph_module.get_submodule(str(node.target)))
             own[node] = _attribute(graph, node, name)
+    casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    held = {node for node, source in exported.sources.items() if source.kind == "parameter"}
     for node in running:
-        own[node] = graph.node_copy(node, own.__getitem__)
+        if is_cast(node) and node.all_input_nodes[0] in held:  # one serves all operators of a stage
+            key = node.all_input_nodes[0], node.meta["val"].dtype
+            own[node] = casts.get(key) or casts.setdefault(key, graph.node_copy(node, own.__getitem__))
+        else:
+            own[node] = graph.node_copy(node, own.__getitem__)
     if returned is not exported.forward.outputs:
         own.update({node: _packed(graph, node, own[node]) for node in returned})
     graph.output(tuple(own[node] for node in returned))

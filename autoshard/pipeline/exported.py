@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import OpOverload
 from autoshard.capture.effects import Effects
@@ -21,6 +22,9 @@ aten = torch.ops.aten
 
 # What export writes down of a tensor that is cast; on another device than that of the export it would not hold.
 _ASSERTIONS = frozenset({aten._assert_tensor_metadata.default})
+
+# Of a node's meta: where in the model it is, and in which task graph.
+_PLACE = ("nn_module_stack", "custom")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +71,7 @@ def exported(
     *,
     grad: bool = True,
     task_graphs: Mapping[str, TaskGraph] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
 ) -> ExportedModule:
     """Export one call of a module for a pipeline. Real weights are neither touched nor copied.
 
@@ -79,12 +84,14 @@ def exported(
         kwargs: keyword arguments of that call.
         grad: whether gradients will be wanted.
         task_graphs: what hints say of modules, by their paths: it counts more than their defaults.
+        mp_policy: precisions of parameters, inputs and outputs, as casts in the graph. Every operator that reads a
+            parameter has a cast of its own, so that its stage needs no other's.
 
     Raises:
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
         InputError: an argument is of a type that cannot be part of a signature.
     """
-    forward, effects = capture_forward(module, args, kwargs, grad=grad)
+    forward, effects = capture_forward(module, args, kwargs, grad=grad, mp_policy=mp_policy)
     graph = forward.graph_module.graph
     for node in [node for node in graph.nodes if node.target in _ASSERTIONS]:
         graph.erase_node(node)
@@ -94,6 +101,7 @@ def exported(
     together = _together(graph, effects)
     differentiable = {node.name for node in graph.nodes if node in effects.differentiable}
     _part_results(graph, differentiable)
+    _part_casts(forward, differentiable)
     mark_defaults(graph, {**defaults_of(module), **(task_graphs or {})})
     graph.lint()
     forward.graph_module.recompile()
@@ -148,6 +156,27 @@ def _part_results(graph: fx.Graph, differentiable: set[str]) -> None:
             differentiable.update(part.name for part in parts if part.meta["val"].is_floating_point())
         for user in takers:
             user.args, user.kwargs = _with_parts((user.args, user.kwargs), node, parts)
+
+
+def _part_casts(forward: Exported, differentiable: set[str]) -> None:
+    """Let every operator that takes the cast of a parameter take one of its own."""
+    graph = forward.graph_module.graph
+    for node, source in zip(graph.find_nodes(op="placeholder"), forward.inputs, strict=True):
+        if source.kind != "parameter":
+            continue
+        for cast in [user for user in node.users if is_cast(user)]:
+            for user in [user for user in cast.users if user.op != "output"][1:]:
+                with graph.inserting_before(user):
+                    own = graph.node_copy(cast)
+                own.meta = {**cast.meta, **{key: user.meta[key] for key in _PLACE if key in user.meta}}
+                if cast.name in differentiable:
+                    differentiable.add(own.name)
+                user.replace_input_with(cast, own)
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the node is its operand in another dtype."""
+    return node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}
 
 
 def _with_parts(arguments: Any, whole: fx.Node, parts: list[fx.Node]) -> Any:

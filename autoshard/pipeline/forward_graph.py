@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
+from autoshard.capture.layers import elements
 from autoshard.cluster.cost import CostModel
 from autoshard.pipeline.exported import ExportedModule
 from autoshard.pipeline.recomputable import recompute_seconds
@@ -42,6 +43,7 @@ class Call:
     gradient_bytes: int
     recompute_seconds: float | None
     output: bool
+    layer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class _Reader:
                 self._run(node, run)
         saved = self._saved()
         again = recompute_seconds(self.nodes, self._forward_seconds(), self._fixed())
+        layers = self._layers()
         calls = []
         for node in self.nodes:
             call, value = self.costs[node], node.meta.get("val")
@@ -101,9 +104,16 @@ class _Reader:
                     gradient_bytes=size if self.needs[node] else 0,
                     recompute_seconds=again.get(node),
                     output=node in self.exported.forward.outputs,
+                    layer=layers.get(node, ""),
                 )
             )
         return ForwardGraph(tuple(calls), self._at_rest(), tuple(self._together()))
+
+    def _layers(self) -> dict[fx.Node, str]:
+        """The layer that a node belongs to, where it belongs to one."""
+        stacks = {node: node.meta.get("nn_module_stack") or {"": ("",)} for node in self.nodes}
+        found = elements({node: next(reversed(stack.values()))[0] for node, stack in stacks.items()})
+        return {node: name for name, nodes in found.items() for node in nodes}
 
     def _forward_seconds(self) -> dict[fx.Node, float]:
         return {node: cost.forward_seconds for node, cost in self.costs.items()}

@@ -23,6 +23,7 @@ class StageNode:
         saved_bytes: per microbatch, what they make and backward reads.
         at_rest: names of the parameters and buffers that they read.
         members: names of the graph's nodes, in its order.
+        layer: path of the layer that all of them belong to, or `""`.
     """
 
     name: str
@@ -31,6 +32,7 @@ class StageNode:
     saved_bytes: int
     at_rest: tuple[str, ...]
     members: tuple[str, ...]
+    layer: str = ""
 
     @property
     def seconds(self) -> float:
@@ -110,6 +112,15 @@ class StageGraph:
         """
         return _assembled(read(exported, cost), optimizer or optimizer_memory(None, None, foreach=False))
 
+    def together(self, pairs: Sequence[tuple[int, int]]) -> StageGraph:
+        """The graph with the nodes of every pair, by position, in one node.
+
+        Two that are not parted are like two edges there and back: what lies on a cycle of edges is on one stage.
+        """
+        edges = [(value.source, user) for value in self.values for user in value.users]
+        both = [*pairs, *((later, earlier) for earlier, later in pairs)]
+        return self.merged(components(len(self.nodes), [*edges, *both]))
+
     def merged(self, group: Sequence[int]) -> StageGraph:
         """The graph with one node for every group of nodes.
 
@@ -140,6 +151,7 @@ def _joined(nodes: Sequence[StageNode]) -> StageNode:
         saved_bytes=sum(node.saved_bytes for node in nodes),
         at_rest=tuple(dict.fromkeys(name for node in nodes for name in node.at_rest)),
         members=tuple(name for node in nodes for name in node.members),
+        layer=nodes[0].layer if len({node.layer for node in nodes}) == 1 else "",
     )
 
 
@@ -171,10 +183,7 @@ def _ordered(group: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int
 
 
 def _assembled(graph: ForwardGraph, optimizer: OptimizerMemory) -> StageGraph:
-    """The graph as read, with what cannot be parted in one node each.
-
-    Two nodes that cannot be parted are like two edges there and back: what lies on a cycle of edges is on one stage.
-    """
+    """The graph as read, with what cannot be parted in one node each."""
     at_rest = {}
     for tensor in graph.at_rest:
         held = tensor.bytes
@@ -182,7 +191,15 @@ def _assembled(graph: ForwardGraph, optimizer: OptimizerMemory) -> StageGraph:
             held += tensor.bytes + optimizer.state_bytes(tensor.shape, tensor.shape, tensor.itemsize)
         at_rest[tensor.name] = held
     nodes = tuple(
-        StageNode(call.name, call.forward_seconds, call.backward_seconds, call.saved_bytes, call.at_rest, (call.name,))
+        StageNode(
+            call.name,
+            call.forward_seconds,
+            call.backward_seconds,
+            call.saved_bytes,
+            call.at_rest,
+            (call.name,),
+            call.layer,
+        )
         for call in graph.calls
     )
     values = tuple(
@@ -192,7 +209,4 @@ def _assembled(graph: ForwardGraph, optimizer: OptimizerMemory) -> StageGraph:
         for position, call in enumerate(graph.calls)
         if call.users or call.output
     )
-    edges = [(value.source, user) for value in values for user in value.users]
-    back = [(later, earlier) for earlier, later in graph.together]
-    forth = [(earlier, later) for earlier, later in graph.together]
-    return StageGraph(nodes, values, at_rest).merged(components(len(nodes), [*edges, *forth, *back]))
+    return StageGraph(nodes, values, at_rest).together(graph.together)

@@ -123,7 +123,8 @@ class _Order:
         work = self.work[starts.stop] - self.work[starts]
         share = problem.share * problem.devices[stage].speed
         if share:
-            imbalances = np.maximum((work + self.again[stage, starts]) / share - 1, 1 - work / share)
+            under = np.zeros(len(work)) if problem.less else 1 - work / share
+            imbalances = np.maximum((work + self.again[stage, starts]) / share - 1, under)
         else:
             imbalances = np.zeros(len(work))
         if goal == "crossing":

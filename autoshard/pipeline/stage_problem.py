@@ -73,12 +73,14 @@ class StageProblem:
         devices: of every stage.
         in_flight: for every stage, the microbatches whose saved tensors it holds at once.
         tolerance: by how much of its share of the work a stage may differ from it.
+        less: whether a stage may have less than its share by more than that, which counts as no imbalance then.
     """
 
     graph: StageGraph
     devices: tuple[StageDevice, ...]
     in_flight: tuple[int, ...]
     tolerance: float
+    less: bool = False
 
     @property
     def stages(self) -> int:
@@ -167,6 +169,8 @@ class StageProblem:
         if not self.share:
             return 0.0
         over = max(account.seconds) / self.share - 1
+        if self.less:
+            return over
         work = zip(account.seconds, account.again, strict=True)
         return max(over, *(1 - (seconds - again) / self.share for seconds, again in work))
 

@@ -13,8 +13,9 @@ from autoshard.pipeline.stage_graph import StageGraph
 from autoshard.pipeline.stage_order import balance_order, cut_order, is_linear, memory_order
 from autoshard.pipeline.stage_problem import Account, Assignment, StageDevice, StageProblem, as_problem
 from autoshard.pipeline.stage_program import StageProgram
+from autoshard.pipeline.whole_layers import whole_layers
 
-__all__ = ["StageDevice", "Stages", "as_stages", "assign_stages"]
+__all__ = ["StageDevice", "Stages", "as_stages", "assign_layers", "assign_stages"]
 
 Method = Literal["auto", "ilp", "order"]
 
@@ -46,9 +47,11 @@ class Stages:
         bound: no assignment of the merged nodes (see `coarsen`) within the tolerance has a smaller objective; 0 where
             none is known.
         imbalance: by how much of its share of the work, in proportion to speed, the stage that differs most does; what
-            a stage recomputes counts where it has more than its share, not where it has less.
+            a stage recomputes counts where it has more than its share, not where it has less. Of whole layers a stage
+            may have less, which is not counted.
         tolerance: what the imbalance was allowed to be: more than what was asked for where that is not possible.
-        method: `"order"`, by the exact dynamic programme; `"ilp"`; or `"marks"`, where `forward` says what is a stage.
+        method: `"order"`, by the exact dynamic programme; `"layers"`, by the same over whole layers; `"ilp"`; or
+            `"marks"`, where `forward` says what is a stage.
     """
 
     stage_of: Mapping[str, int]
@@ -112,8 +115,7 @@ def assign_stages(
             "be parted: each stage needs one at least. Ask for fewer stages."
         )
     deadline = monotonic() + time_limit
-    grain = _GRAIN * min(tolerance, 1.0) / problem.stages
-    coarse = replace(problem, graph=coarsen(graph, grain))
+    coarse = replace(problem, graph=coarsen(graph, _grain(problem)))
     found = None
     if len(coarse.graph.nodes) >= problem.stages:
         found = _search(coarse, method, deadline)
@@ -127,6 +129,32 @@ def assign_stages(
         found = _search(coarse, method, deadline, known)
     assert found is not None, "the known assignment is within the widened tolerance"
     return as_stages(coarse, found.assignment, found.bound, found.method)
+
+
+def assign_layers(
+    graph: StageGraph,
+    devices: Sequence[StageDevice],
+    in_flight: Sequence[int],
+    *,
+    tolerance: float = 0.1,
+    keeping: bool = True,
+) -> Stages | None:
+    """Stages of whole layers, where they are as good as any (`whole_layers`): far quicker found, and alike.
+
+    Args:
+        graph, devices, in_flight, tolerance: as for `assign_stages`.
+        keeping: whether what microbatches in flight save counts; else it is to be computed again.
+
+    Returns:
+        The assignment; None where the model has not many equal layers, or other stages are better.
+    """
+    problem = as_problem(graph, devices, in_flight, tolerance)
+    found = whole_layers(problem, _grain(problem), keeping=keeping)
+    return None if found is None else as_stages(*found, 0.0, "layers")
+
+
+def _grain(problem: StageProblem) -> float:
+    return _GRAIN * min(problem.tolerance, 1.0) / problem.stages
 
 
 @dataclass(frozen=True, slots=True)

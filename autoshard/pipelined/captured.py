@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import hints as hint_rules
-from autoshard.capture._torch import pytree
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
@@ -20,6 +20,7 @@ from autoshard.pipeline.cut import StageModule
 from autoshard.pipeline.exported import ExportedModule, exported
 from autoshard.pipeline.microbatch import microbatches
 from autoshard.pipeline.stage_graph import StageGraph
+from autoshard.pipelined.captured_alike import nameless_text, same_names, with_names_of
 from autoshard.specs.axes import MeshShape
 
 
@@ -34,34 +35,25 @@ class Call:
 
 
 class StageCaptures:
-    """The captured steps of stages of one model, those of equal stages once."""
+    """The captured steps of stages of one model: of stages that are alike but for names, one is captured.
 
-    def __init__(self) -> None:
-        self._graphs: dict[str, JointGraph] = {}
+    Args:
+        mp_policy: the precisions that the stages have.
+    """
+
+    def __init__(self, mp_policy: MixedPrecisionPolicy | None = None) -> None:
+        self._mp_policy = mp_policy
+        self._known: dict[str, list[tuple[StageModule, JointGraph]]] = {}
 
     def graph(self, stage: StageModule) -> JointGraph:
-        """The step of a stage with one microbatch, or that of an equal stage of another cut."""
-        key = _text(stage.module)
-        if key not in self._graphs:
-            self._graphs[key] = capture(stage.module, *stage.example)
-        return self._graphs[key]
-
-
-def _text(module: fx.GraphModule) -> str:
-    """All that a graph does, with what and in what sizes: stages of one model that have the same text are equal."""
-    lines = []
-    for node in module.graph.nodes:
-        likes = [one for one in pytree.tree_leaves(node.meta.get("val")) if isinstance(one, torch.Tensor)]
-        sizes = [(tuple(one.shape), str(one.dtype), one.requires_grad) for one in likes]
-        lines.append(f"{node.name} = {node.op} {node.target} {node.args} {node.kwargs} {sizes}")
-        if node.op == "get_attr" and isinstance(region := _attribute(module, str(node.target)), fx.GraphModule):
-            lines.append(_text(region))
-    return "\n".join(lines)
-
-
-def _attribute(module: nn.Module, path: str) -> object:
-    owner, _, name = path.rpartition(".")
-    return getattr(module.get_submodule(owner), name)
+        """The step of a stage with one microbatch."""
+        known = self._known.setdefault(nameless_text(stage), [])
+        for other, graph in known:
+            if same_names(other, stage):
+                return graph
+        made = with_names_of(known[0][1], known[0][0], stage) if known else None
+        known.append((stage, made or capture(stage.module, *stage.example, mp_policy=self._mp_policy)))
+        return known[-1][1]
 
 
 class Captured:
@@ -78,7 +70,7 @@ class Captured:
 
     def __init__(self, call: Call, options: Options) -> None:
         self.call = call
-        self.stages = StageCaptures()
+        self.stages = StageCaptures(options.mp_policy)
         self._options = options
         self._exported: dict[int, ExportedModule] = {}
         self._graphs: dict[int, list[tuple[Cluster, StageGraph]]] = {}
@@ -90,7 +82,12 @@ class Captured:
             args, kwargs = microbatches(call.module, call.args, call.kwargs, number, call.batch_dims)[0]
             hinted = hint_rules.task_graphs(self._options.hints, [name for name, _ in call.module.named_modules()])
             self._exported[number] = exported(
-                call.module, args, kwargs, grad=torch.is_grad_enabled(), task_graphs=hinted
+                call.module,
+                args,
+                kwargs,
+                grad=torch.is_grad_enabled(),
+                task_graphs=hinted,
+                mp_policy=self._options.mp_policy,
             )
         return self._exported[number]
 

@@ -62,8 +62,12 @@ class Links:
         """Seconds of a sum of gradients of `bytes` over some of the ranks: an all-reduce round a ring of them."""
         if ranks < 2 or not bytes:
             return 0.0
-        link = self.cost.axis_link(self.axis)
-        return 2 * (ranks - 1) * (link.latency + bytes / ranks / link.bandwidth)
+        latency = self.cost.axis_link(self.axis).latency
+        return 2 * (ranks - 1) * latency + bytes * self.sum_per_byte(ranks)
+
+    def sum_per_byte(self, ranks: int) -> float:
+        """What every byte of such gradients adds to that, in seconds."""
+        return 2 * (ranks - 1) / ranks / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True, eq=False)

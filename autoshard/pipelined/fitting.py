@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoshard.pipeline.costs import StageCosts, rest_bytes
 from autoshard.pipeline.schedules import placement
 from autoshard.pipelined.costs import PlannedStage
 from autoshard.pipelined.stage_plans import Room
+
+_LIMITS = 4
+"""Different limits of stages that are alike, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,7 @@ class Fitted:
         flights: for every stage, how many microbatches are under way in it.
         microbatches: of one step.
         memories: bytes of a device of every pipeline rank.
+        halves: whether backward runs in halves, between which a microbatch may keep more.
     """
 
     planned: Sequence[PlannedStage]
@@ -29,30 +34,33 @@ class Fitted:
     flights: Sequence[int]
     microbatches: int
     memories: Sequence[float]
+    halves: bool = False
 
-    @property
-    def limits(self) -> dict[int, int]:
-        """For every stage of a rank that has too little memory, the limit of its step with one microbatch.
+    def limited(self, rooms: Sequence[Room]) -> list[Room]:
+        """The rooms, with limits for the stages of ranks that have too little memory.
 
-        Stages of a rank share its memory as they need it. Of that goes what further microbatches under way keep, what
-        is received for all of them, and what else a pipeline's step holds beside that of the stage alone.
+        Stages of a rank share its memory as they need it. Of that goes what is received for all microbatches, and what
+        else a pipeline's step holds beside what the stage's plan counts.
         """
         at = placement(len(self.memories), len(self.costs) // len(self.memories))
         received = rest_bytes(at, self.microbatches, [replace(cost, rest_bytes=0) for cost in self.costs])
-        needs = [_need(cost, count) for cost, count in zip(self.costs, self.flights, strict=True)]
-        limits = {}
+        needs = [_need(cost, count, self.halves) for cost, count in zip(self.costs, self.flights, strict=True)]
+        given = list(rooms)
         for stage, rank in enumerate(at):
             need = sum(one for one, where in zip(needs, at, strict=True) if where == rank)
             room = self.memories[rank] - received[rank]
             if need > room:
-                more = needs[stage] - self.planned[stage].plan.memory.peak
-                limits[stage] = math.floor(needs[stage] / need * room) - more
-        return limits
+                further = (self.flights[stage] - rooms[stage].under_way) * self.costs[stage].saved_bytes
+                more = needs[stage] - self.planned[stage].plan.memory.peak - further
+                limit = math.floor(needs[stage] / need * room) - more
+                given[stage] = replace(rooms[stage], limit=limit, under_way=self.flights[stage])
+        return given
 
 
-def _need(cost: StageCosts, flights: int) -> int:
+def _need(cost: StageCosts, flights: int, halves: bool) -> int:
     """Bytes of a stage with some microbatches under way."""
-    return cost.rest_bytes + max(flights * cost.saved_bytes + cost.working_bytes, cost.application_bytes)
+    kept = max(cost.saved_bytes, cost.weight_saved_bytes) if halves else cost.saved_bytes
+    return cost.rest_bytes + max(flights * kept + cost.working_bytes, cost.application_bytes)
 
 
 Rung = Callable[[Fitted, Sequence[Room]], Sequence[Room]]
@@ -62,36 +70,76 @@ Rung = Callable[[Fitted, Sequence[Room]], Sequence[Room]]
 def rungs(recompute: str) -> list[Rung]:
     """Ways to make stages leaner, to be tried in turn where nothing fits.
 
-    A limit; all layers run again; gradients that are reduced with every microbatch where that makes them smaller, so
-    that none is kept whole; and a limit with all that.
+    A limit with room for twice the microbatches under way, which schedules without bubbles have, nothing run again; a
+    limit; all layers run again; gradients that are reduced with every microbatch where that makes them smaller, so that
+    none is kept whole; and a limit with all that.
 
     Args:
         recompute: what the user allows to be run again, as `autoshard.plan` takes it.
+
+    Source: P. Qi et al., "Zero Bubble Pipeline Parallelism", 2.2: with about twice the memory there is no bubble.
     """
 
+    def roomy(fitted: Fitted, rooms: Sequence[Room]) -> Sequence[Room]:
+        twice = [min(2 * count, fitted.microbatches) for count in fitted.flights]
+        return _changed(
+            rooms, replace(fitted, flights=twice, halves=True).limited(rooms), lambda room: room, possible=True
+        )
+
     def limited(fitted: Fitted, rooms: Sequence[Room]) -> Sequence[Room]:
-        limits = fitted.limits
-        return [
-            replace(room, limit=limits[stage], recompute=_allowed(room, recompute))
-            if limits.get(stage, 0) > 0
-            else room
-            for stage, room in enumerate(rooms)
-        ]
+        lean = fitted.limited(rooms)
+        return _changed(rooms, lean, lambda room: replace(room, recompute=_allowed(room, recompute)), possible=True)
 
     def recomputed(fitted: Fitted, rooms: Sequence[Room]) -> Sequence[Room]:
-        limits = fitted.limits
-        return [
-            replace(room, limit=None, recompute="full") if stage in limits else room for stage, room in enumerate(rooms)
-        ]
+        return _changed(rooms, fitted.limited(rooms), lambda room: _unlimited(room, recompute="full"))
 
     def reduced(fitted: Fitted, rooms: Sequence[Room]) -> Sequence[Room]:
-        limits = fitted.limits if fitted.microbatches > 1 else {}
-        return [
-            replace(room, limit=None, reduced="microbatch") if stage in limits else room
-            for stage, room in enumerate(rooms)
-        ]
+        if fitted.microbatches == 1:
+            return rooms
+        return _changed(rooms, fitted.limited(rooms), lambda room: _unlimited(room, reduced="microbatch"))
 
-    return [limited, recomputed, reduced, limited] if recompute == "auto" else [limited, reduced, limited]
+    return [roomy, limited, recomputed, reduced, limited] if recompute == "auto" else [roomy, limited, reduced, limited]
+
+
+def _changed(
+    rooms: Sequence[Room], limited: Sequence[Room], change: Callable[[Room], Room], *, possible: bool = False
+) -> list[Room]:
+    """The rooms, with a change to those of stages that have to be limited; if told, where any limit is left at all."""
+
+    def wanted(room: Room, less: Room) -> bool:
+        return less != room and less.limit is not None and (less.limit > 0 or not possible)
+
+    return [change(less) if wanted(room, less) else room for room, less in zip(rooms, limited, strict=True)]
+
+
+def _unlimited(room: Room, **changes: Any) -> Room:
+    return replace(room, limit=None, under_way=1, **changes)
+
+
+def with_few_limits(rooms: Sequence[Room], texts: Sequence[Hashable]) -> list[Room]:
+    """Rooms in which stages that are alike have no more than a few limits: those that are near have the least of them.
+
+    A pipeline is as fast as its slowest stage, which most often has the least room: what others could do with more of
+    it is of little use, and every other limit takes another plan.
+
+    Args:
+        rooms: of all stages.
+        texts: equal ones of stages that are alike.
+    """
+    given = list(rooms)
+    groups: dict[Hashable, list[int]] = {}
+    for stage, (room, text) in enumerate(zip(rooms, texts, strict=True)):
+        if room.limit is not None:
+            groups.setdefault((text, _unlimited(room)), []).append(stage)
+    for stages in groups.values():
+        stages.sort(key=lambda stage: (rooms[stage].limit or 0) / rooms[stage].under_way)
+        size = math.ceil(len(stages) / _LIMITS)
+        for near in (stages[first : first + size] for first in range(0, len(stages), size)):
+            limit = min(rooms[stage].limit or 0 for stage in near)
+            under_way = max(rooms[stage].under_way for stage in near)
+            for stage in near:
+                given[stage] = replace(rooms[stage], limit=limit, under_way=under_way)
+    return given
 
 
 def _allowed(room: Room, recompute: str) -> str:

@@ -28,17 +28,23 @@ class PipelineOptions:
 
     Attributes:
         axis: name of the mesh axis along which the stages lie.
-        schedule, microbatches, virtual: as for `plan_pipeline`.
+        schedule, microbatches, virtual, batch_dims: as for `plan_pipeline`.
     """
 
     axis: str
     schedule: str = "auto"
     microbatches: int | str = "auto"
     virtual: int | str = "auto"
+    batch_dims: Mapping[str, int | None] | None = None
 
     @staticmethod
     def of(
-        mesh: MeshShape, axis: str | None, schedule: str, microbatches: int | str, virtual: int | str
+        mesh: MeshShape,
+        axis: str | None,
+        schedule: str,
+        microbatches: int | str,
+        virtual: int | str,
+        batch_dims: Mapping[str, int | None] | None,
     ) -> PipelineOptions | None:
         """The options as they are used; None for a mesh without a pipeline.
 
@@ -53,9 +59,10 @@ class PipelineOptions:
                 raise MeshError(
                     f"pipeline_axis={axis!r}: the mesh {mesh} has no such axis. {suggestion(axis, list(mesh.names))}"
                 )
-            return PipelineOptions(axis, schedule, microbatches, virtual)
-        for name, value in (("schedule", schedule), ("microbatches", microbatches), ("virtual", virtual)):
-            if value != "auto":
+            return PipelineOptions(axis, schedule, microbatches, virtual, batch_dims)
+        said = {"schedule": schedule, "microbatches": microbatches, "virtual": virtual, "batch_dims": batch_dims}
+        for name, value in said.items():
+            if value not in ("auto", None):
                 raise PlanError(
                     f"{name}={value!r} is said of a pipeline, and the mesh {mesh} has none: name the axis along which "
                     f"stages lie {PIPELINE_AXIS!r}, or pass pipeline_axis."
@@ -88,6 +95,7 @@ def planned_pipeline(
         microbatches=wanted.microbatches,
         virtual=wanted.virtual,
         options=options,
+        batch_dims=wanted.batch_dims,
     )
 
 
@@ -122,7 +130,16 @@ def parallelize_pipeline(
             f"{f'of the pipeline axis {plan.axis!r}' if isinstance(plan, PipelinePlan) else type(plan).__name__}: make "
             "one for this mesh by autoshard.plan."
         )
-    return pipelined(module, device_mesh, args, kwargs, plan=plan, options=options, compile=compile)
+    return pipelined(
+        module,
+        device_mesh,
+        args,
+        kwargs,
+        plan=plan,
+        options=options,
+        compile=compile,
+        batch_dims=wanted.batch_dims,
+    )
 
 
 def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -11,8 +11,11 @@ from autoshard.pipelined.module import PipelineModule
 def materialize(model: Model, device: torch.device | str | None = None, init: Initializer | None = None) -> Model:
     """Allocate and initialise what a parallelised module has on the meta device, in place.
 
-    Every rank holds its shards, of a `PipelineModule` those of its stages. While that is drawn it holds a few whole
-    tensors besides: twice the largest parameter was measured, and up to two and a half times.
+    Every rank holds its shards, of a `PipelineModule` those of its stages. Beside these it holds, one parameter at a
+    time, the whole tensor that is drawn and the part that is cut from it. What an initialiser comes back to after
+    others, as to the projections of Hugging Face's GPT-2, which are drawn twice, is put together again from the ranks
+    that have it, and is there twice while it is; gloo's threads let go of what they have sent a moment after they say
+    so. A parameter that no stage uses stays whole to the end.
     Parameters stay the same objects. They are initialised by `init`, called for every submodule of the model, children
     first; else by the model's own `init_weights()` (Hugging Face, torchtitan); else by `reset_parameters()` of every
     submodule that has it and holds something on the meta device. The numbers are those that one device draws, from the

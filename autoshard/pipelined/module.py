@@ -18,6 +18,7 @@ from autoshard.parallelizer import RUNTIME
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.materialize import Initializer
 from autoshard.partition.materialize_stages import materialize_stages
+from autoshard.partition.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.pipelined.clipping import clip, total_norm
 from autoshard.pipelined.naming import gather, renew
 from autoshard.pipelined.places import check_pipeline_options, forward_fingerprint
@@ -101,10 +102,22 @@ class PipelineModule(nn.Module):
             state_dict, strict, assign: as for `nn.Module`. Tensors may be whole, the same on every rank; parameters on
                 the meta device are filled with `assign=True`.
         """
-        elsewhere = self._servings.model.state_dict().keys() - self.state_dict().keys()
+        elsewhere = self._elsewhere
         own = {name: value for name, value in state_dict.items() if name not in elsewhere}
         loaded: NamedTuple = super().load_state_dict(own, strict, assign)
         return loaded
+
+    def load_safetensors(
+        self, paths: Paths, strict: bool = True, device: torch.device | str | None = None
+    ) -> IncompatibleKeys:
+        """Fill what the stages of this rank hold from files of the whole model: see `autoshard.load_safetensors`."""
+        device = device or self._servings.device_mesh.device_type
+        return load_module(self, paths, strict=strict, device=device, elsewhere=self._elsewhere)
+
+    @property
+    def _elsewhere(self) -> set[str]:
+        """Names in the model's state of what other ranks hold."""
+        return self._servings.model.state_dict().keys() - self.state_dict().keys()
 
     def materialize(self, device: torch.device | str | None = None, init: Initializer | None = None) -> None:
         """Allocate and initialise what the stages of this rank have on the meta device: see `autoshard.materialize`."""

@@ -89,7 +89,6 @@ def check_pipeline_options(options: Options) -> None:
     """`PlanError` if an option is one that a pipeline can not have."""
     refused = {
         "dynamic": options.dynamic is not None and "the sizes of what stages send each other are fixed",
-        "mp_policy": options.mp_policy is not None and "stages are cut from the graph without its casts",
         "inputs": options.inputs != "global" and "every rank is given the whole batch",
         "output_placements": options.output_placements is not None and "outputs are put together of microbatches",
     }

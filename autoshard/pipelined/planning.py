@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import BudgetError, PlanError
+from autoshard.errors import BudgetError, PlanError, warn_caller
 from autoshard.options import Options
 from autoshard.pipeline.bounds import least_seconds
 from autoshard.pipeline.candidates import Candidate, CostsOf, Search
@@ -30,6 +29,7 @@ from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.sizes import Forward, PlannedSize, Size, SizePlanner
 from autoshard.pipelined.stage_plans import Boundaries
 from autoshard.pipelined.stopping import Stopping
+from autoshard.planner.collector import older_objects_set_aside
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
@@ -51,6 +51,7 @@ def plan_pipeline(
     schedule: str | Sequence[str] = "auto",
     microbatches: int | str = "auto",
     virtual: int | str = "auto",
+    begin: int | None = None,
     options: Options,
     devices: Sequence[StageDevice] | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
@@ -79,6 +80,8 @@ def plan_pipeline(
         schedule: `"auto"` for all, or one name or several (`pipeline.schedules.SCHEDULES`, and `"custom"`).
         microbatches: `"auto"` for all divisors of the batch up to sixteen per rank, or a number.
         virtual: stages per rank: `"auto"` for one to four, or a number.
+        begin: the number of microbatches that is planned first, where there are several; by default about four per
+            rank, of which all devices of a stage can have a part.
         options: as `autoshard.plan` takes them; `memory_limit` is that of a device for the whole step, `time_limit`
             that of the whole search, captures aside. When it is over, what is best of the sizes planned until then is
             the plan, and `table` says so; the first size is planned in any case.
@@ -108,8 +111,9 @@ def plan_pipeline(
     check_axis(shape, axis)
     check_pipeline_options(options)
     captured = captured or Captured(Call(module, args, kwargs, batch_dims), options)
-    planning = _Planning(captured, shape, axis, options, devices, boundaries, stopping or Stopping())
-    return planning.run(schedule, microbatches, virtual)
+    with older_objects_set_aside():
+        planning = _Planning(captured, shape, axis, options, devices, boundaries, stopping or Stopping())
+        return planning.run(schedule, microbatches, virtual, begin)
 
 
 class _Planning:
@@ -156,7 +160,9 @@ class _Planning:
             return [StageDevice(1.0, 1.0, memory)] * self.ranks
         return stage_devices(self.options.cluster, self.mesh, self.axis)
 
-    def run(self, schedule: str | Sequence[str], microbatches: int | str, virtual: int | str) -> PipelinePlan:
+    def run(
+        self, schedule: str | Sequence[str], microbatches: int | str, virtual: int | str, begin: int | None = None
+    ) -> PipelinePlan:
         """The plan; arguments as for `plan_pipeline`."""
         self.names = names_to_try(schedule)
         if self.unequal:
@@ -164,7 +170,7 @@ class _Planning:
         ways = (1,) if self.unequal and virtual == "auto" else virtual_to_try(virtual)
         asked = [Size(m, v) for m in microbatches_to_try(microbatches, self.batch, self.ranks) for v in ways]
         every = [size for size in asked if self._possible(size)]
-        first = self._first(every)
+        first = self._first(every, begin)
         estimates: tuple[Candidate, ...] = ()
         try:
             if virtual == "auto" and first and self.sizes.marks(self.sizes.forward(first[0].microbatches)):
@@ -196,10 +202,9 @@ class _Planning:
         return any(self._seconds(size, one.costs, True) < math.inf for size, one in self.planned.items())
 
     def _warn_of_interruption(self, seconds: float) -> None:
-        warnings.warn(
+        warn_caller(
             f"the search for a pipeline was interrupted after {time.perf_counter() - self.start:.1f} s: this is the "
-            f"best plan met until then, {seconds:.6g} s per step. Plan again for a better one.",
-            stacklevel=4,
+            f"best plan met until then, {seconds:.6g} s per step. Plan again for a better one."
         )
 
     def _possible(self, size: Size) -> bool:
@@ -207,14 +212,14 @@ class _Planning:
         families = [SCHEDULES.get(name) for name in self.names]
         return any(one is None or one.refusal(self.ranks, size.virtual, size.microbatches) is None for one in families)
 
-    def _first(self, every: Sequence[Size]) -> list[Size]:
-        """What to plan first: two sizes of microbatches, of which all devices of a stage can have a part."""
+    def _first(self, every: Sequence[Size], begin: int | None) -> list[Size]:
+        """What to plan first: two sizes of microbatches; if not told, such that all devices of a stage have a part."""
         if not every:
             return []
         way = min(size.virtual for size in every)
         mine = [size for size in every if size.virtual == way]
-        large = [size for size in mine if self.batch // size.microbatches >= self.sizes.mesh.size]
-        wanted = _MICROBATCHES_PER_RANK * self.ranks
+        large = [size for size in mine if begin or self.batch // size.microbatches >= self.sizes.mesh.size]
+        wanted = begin or _MICROBATCHES_PER_RANK * self.ranks
         first = min(large or mine, key=lambda size: (abs(math.log(size.microbatches / wanted)), size.microbatches))
         others = [size for size in (large if len(large) > 1 else mine) if size != first]
         half = first.microbatches / 2

@@ -96,7 +96,7 @@ class Servings:
         plan, number = self.plan, self.plan.schedule.microbatches
         hinted = hint_rules.task_graphs(self._options.hints, [name for name, _ in self.model.named_modules()])
         part = microbatches(self.model, args, kwargs, number, self._batch_dims)[0]
-        graph = exported(self.model, *part, task_graphs=hinted)
+        graph = exported(self.model, *part, task_graphs=hinted, mp_policy=self._options.mp_policy)
         calls = Calls(self.model, graph, number, self._batch_dims)
         calls.check()
         names = {node.name for node in graph.operators}

@@ -22,10 +22,11 @@ from autoshard.pipeline.exported import ExportedModule
 from autoshard.pipeline.regions import marked_stages
 from autoshard.pipeline.schedules import placement
 from autoshard.pipeline.stage_graph import StageGraph
-from autoshard.pipeline.stages import Method, StageDevice, Stages, assign_stages
+from autoshard.pipeline.stages import Method, StageDevice, Stages, assign_layers, assign_stages
 from autoshard.pipelined.captured import Captured
+from autoshard.pipelined.captured_alike import nameless_text
 from autoshard.pipelined.costs import Links, PlannedStage, stage_costs
-from autoshard.pipelined.fitting import Fitted, rungs
+from autoshard.pipelined.fitting import Fitted, rungs, with_few_limits
 from autoshard.pipelined.places import all_slowest, stage_clusters, stage_mesh, stage_options
 from autoshard.pipelined.stage_plans import Boundaries, Pins, Room, StagePlanner
 from autoshard.pipelined.stopping import Stopping
@@ -185,11 +186,15 @@ class SizePlanner:
                 return marked_stages(graph, devices, flights, marks)
             return assign_stages(graph, devices, flights, tolerance=tolerance, method=method)
 
+        whole = None if marks else self._whole_layers(forward.graph, devices, self.in_flight(size))
+        if whole is not None:
+            self.seconds["stages"] += time.perf_counter() - start
+            return [whole]
         found: list[Stages] = []
         try:
             for tolerance in TOLERANCES[-1:] if marks else TOLERANCES:
-                if found and found[-1].tolerance > tolerance:
-                    continue  # there are no stages as equal as that
+                if found and found[-1].tolerance > tolerance / 2:
+                    continue  # there were no stages much more equal than that
                 one = self._assign(forward.graph, self.in_flight(size), functools.partial(assign, tolerance))
                 if all(one.stage_of != other.stage_of for other in found):
                     found.append(one)
@@ -204,6 +209,13 @@ class SizePlanner:
         finally:
             self.seconds["stages"] += time.perf_counter() - start
         return found
+
+    def _whole_layers(self, graph: StageGraph, devices: Sequence[StageDevice], flights: Sequence[int]) -> Stages | None:
+        """Stages that part no layer, as equal as is asked for; what they save may be recomputed."""
+        keeping = assign_layers(graph, devices, flights, tolerance=TOLERANCES[0])
+        if keeping is not None or self.options.settings.recompute == "none":
+            return keeping
+        return assign_layers(graph, devices, flights, tolerance=TOLERANCES[0], keeping=False)
 
     def _assign(
         self, graph: StageGraph, flights: Sequence[int], assign: Callable[[StageGraph, Sequence[int]], Stages]
@@ -257,22 +269,27 @@ class SizePlanner:
         first = "full" if self.options.settings.recompute == "full" else "none"
         at = placement(self.ranks, size.virtual)
         kinds = [self.kinds.index(self.clusters[rank]) for rank in at]
-        rooms: Sequence[Room] = [Room(None, first, kind, size.microbatches) for kind in kinds]
-        last = best = self._planned(planner, size, forward, stages, parts, rooms)
+        rooms = [Room(None, first, kind, size.microbatches) for kind in kinds]
+        free_of_limits = best = self._planned(planner, size, forward, stages, parts, rooms)
         free, least = self.seconds_of(size, best.costs, False), self._merit(size, best.costs)
         memories = [device.memory for device in self.devices]
+        texts = [nameless_text(part) for part in parts]
         for rung in rungs(self.options.settings.recompute):
             late = self.over or (self.left <= 0 and least[0] < math.inf)
             if least[0] <= free * (1 + _WORTH) or late or self.stopping.interrupted:
                 break
-            leaner = rung(Fitted(last.planned, last.costs, self.in_flight(size), size.microbatches, memories), rooms)
+            last = free_of_limits
+            fitted = Fitted(last.planned, last.costs, self.in_flight(size), size.microbatches, memories)
+            leaner = with_few_limits(rung(fitted, rooms), texts)
             if leaner == rooms:
                 continue
             # Where a stage has no plan within its limit, the next rung may still help.
             with contextlib.suppress(BudgetError), self._kept(least[0]):
-                last, rooms = self._planned(planner, size, forward, stages, parts, leaner), leaner
+                last = self._planned(planner, size, forward, stages, parts, leaner)
                 if self._merit(size, last.costs) < least:
                     best, least = last, self._merit(size, last.costs)
+                if all(room.limit is None for room in leaner):
+                    free_of_limits, rooms = last, leaner
         return best
 
     @contextlib.contextmanager
@@ -301,8 +318,8 @@ class SizePlanner:
         rooms: Sequence[Room],
     ) -> PlannedSize:
         planner.time_limit = max(self.left, _LEAST_SECONDS)
-        planned = tuple(planner.plan(parts, rooms))
         at = placement(self.ranks, size.virtual)
+        planned = tuple(planner.plan(parts, rooms, at))
         costs = tuple(
             self._on_device(stage_costs(one, self.links, size.microbatches, at), rank)
             for one, rank in zip(planned, at, strict=True)
@@ -325,7 +342,9 @@ class SizePlanner:
         if self._planner is None:
             options = [stage_options(self.options, kind) for kind in self.kinds]
             hints, captures = self.options.hints, self.captured.stages
-            self._planner = StagePlanner(self.mesh, options, self._pinned(one), hints, self.boundaries, captures)
+            self._planner = StagePlanner(
+                self.mesh, options, self._pinned(one), hints, self.boundaries, captures, self.links
+            )
             self.seconds = self._planner.seconds = {**self._planner.seconds, **self.seconds}
         return self._planner
 

@@ -10,14 +10,18 @@ from typing import Any, Literal
 from torch.distributed.tensor import Placement, Replicate
 
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.layers import Layer
+from autoshard.capture.layers import layers as layers_of
+from autoshard.capture.recompute import recomputed
 from autoshard.options import Hints, Options
 from autoshard.patterns.decisions import Decisions
 from autoshard.pipeline.cut import StageModule
 from autoshard.pipelined.alike import marks_of, nameless, renamed
 from autoshard.pipelined.captured import StageCaptures
-from autoshard.pipelined.costs import PlannedStage
+from autoshard.pipelined.costs import Links, PlannedStage
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
+from autoshard.planner.recompute import recomputing
 from autoshard.planning import planned_with, planner_for, told
 from autoshard.reshard.unreduced import Reduced
 from autoshard.specs.axes import MeshShape
@@ -33,7 +37,8 @@ class Room:
     """What planning a stage is told of its devices, and of what else it shares with the rest of the step.
 
     Attributes:
-        limit: bytes that the stage's step with one microbatch may reach; None for no limit.
+        limit: bytes that the stage's step may reach; None for no limit.
+        under_way: microbatches that are under way then, each of which holds what it saves.
         recompute: what its backward half may run again, as `autoshard.plan` takes it.
         kind: of the devices, by its place among the options of the `StagePlanner`.
         microbatches: over which its gradients are added up.
@@ -45,6 +50,7 @@ class Room:
     kind: int = 0
     microbatches: int = 1
     reduced: Reduced = "step"
+    under_way: int = 1
 
 
 class StagePlanner:
@@ -58,6 +64,7 @@ class StagePlanner:
         boundaries: `"whole"`: what goes from stage to stage is whole on all devices; `"planned"`: it lies as the
             earlier one makes it.
         captures: of stages of the same model that were planned before.
+        links: along the pipeline, over which gradients of tied parameters are added up; free by default.
 
     Attributes:
         seconds: that captures and plans took.
@@ -72,8 +79,10 @@ class StagePlanner:
         hints: Hints | None,
         boundaries: Boundaries,
         captures: StageCaptures | None = None,
+        links: Links | None = None,
     ) -> None:
         self.mesh = mesh
+        self.links = links
         self.options = tuple(options)
         self.time_limit = options[0].settings.time_limit
         self.pinned = pinned
@@ -85,39 +94,50 @@ class StagePlanner:
         self._first: dict[tuple[int, int], Planner] = {}
         self._known: dict[Any, PlannedStage] = {}
 
-    def plan(self, stages: Sequence[StageModule], rooms: Sequence[Room]) -> list[PlannedStage]:
+    def plan(
+        self, stages: Sequence[StageModule], rooms: Sequence[Room], ranks_of: Sequence[int] = ()
+    ) -> list[PlannedStage]:
         """Plan all stages of a cut.
 
         Parameters that several stages hold lie on all of them as the last of these would have them, which most often
-        is the output layer that computes most with it: their gradients are added shard by shard. Where boundaries are
+        is the output layer that computes most with it: their gradients are added shard by shard, which counts there,
+        once per step. Where boundaries are
         planned, what a stage hands on lies as it comes out, and the next one takes it so: whatever it takes to have it
         otherwise is part of the next one's plan, on the links inside a stage (Whale's bridge).
 
         Args:
             stages: in their order.
             rooms: memory of every stage.
+            ranks_of: pipeline ranks of all stages; one each by default.
 
         Raises:
             BudgetError: a stage can't be planned within its room.
             KeyboardInterrupt: Ctrl-C, be there a plan of the stage that is being planned or not.
         """
-        pins = self._settled(stages, rooms)
+        pins = self._settled(stages, rooms, ranks_of or range(len(stages)))
         planned: list[PlannedStage] = []
         for stage in stages:
             taken = [planned[-1].plan.output_placements[name] for name, _ in planned[-1].passed] if planned else []
             planned.append(self._planned(stage, rooms[stage.index], pins, taken))
         return planned
 
-    def _settled(self, stages: Sequence[StageModule], rooms: Sequence[Room]) -> dict[str, tuple[Placement, ...]]:
+    def _settled(
+        self, stages: Sequence[StageModule], rooms: Sequence[Room], ranks_of: Sequence[int]
+    ) -> dict[str, tuple[Placement, ...]]:
         """Placements of the parameters that several stages hold."""
         settled: dict[str, tuple[Placement, ...]] = {}
         for stage in reversed(stages):
             new = [name for name, holders in stage.shared.items() if holders[-1] == stage.index]
             if new:
                 room = rooms[stage.index]
-                alone = self._once(stage, room, settled, self.options[room.kind])
+                ranks = {name: len({ranks_of[holder] for holder in stage.shared[name]}) for name in new}
+                summed = {name: self._seconds_per_byte(count) / room.microbatches for name, count in ranks.items()}
+                alone = self._once(stage, room, settled, self.options[room.kind], summed)
                 settled.update({name: alone.plan.placements[name] for name in new})
         return settled
+
+    def _seconds_per_byte(self, ranks: int) -> float:
+        return 0.0 if self.links is None else self.links.sum_per_byte(ranks)
 
     def _planned(
         self, stage: StageModule, room: Room, pins: Pins, taken: Sequence[tuple[Placement, ...]]
@@ -150,20 +170,24 @@ class StagePlanner:
         pinned = {name: row for name, row in zip(names, [*taken, *whole], strict=True) if name in known}
         return replace(options, inputs="local", input_placements=pinned)
 
-    def _once(self, stage: StageModule, room: Room, pins: Pins, options: Options) -> PlannedStage:
-        """A plan, or that of a stage that is alike and asked the same."""
+    def _once(
+        self, stage: StageModule, room: Room, pins: Pins, options: Options, summed: Mapping[str, float] | None = None
+    ) -> PlannedStage:
+        """A plan, or that of a stage that is alike and asked the same; `summed` as in `Wishes`."""
         graph = self._graph(stage)
         start = time.perf_counter()
         held = {source.name for source in graph.inputs if source.kind == "parameter"}
         pinned = {name: placements for name, placements in {**self.pinned, **pins}.items() if name in held}
         asked = {**pinned, **options.input_placements}
-        places = [str(asked.get(source.name)) for source in graph.inputs]
+        summed = summed or {}
+        places = [(str(asked.get(source.name)), summed.get(source.name)) for source in graph.inputs]
         key = nameless(graph), marks_of(graph), tuple(places), str(options.output_placements), options.inputs, room
         settings = replace(
             options.settings,
             memory_limit=room.limit,
             recompute=room.recompute,
             gradient_steps=room.microbatches,
+            under_way=room.under_way,
             reduced=room.reduced,
             time_limit=self.time_limit,
         )
@@ -171,7 +195,7 @@ class StagePlanner:
         serves = room.kind, settings.runs_per_reduction
         planner = planner_for(stage.module, graph, self.mesh, options, like=self._first.get(serves))
         self._first.setdefault(serves, planner)
-        planner.wishes = replace(planner.wishes, pinned={**planner.wishes.pinned, **pinned})
+        planner.wishes = replace(planner.wishes, pinned={**planner.wishes.pinned, **pinned}, summed=summed)
         one = PlannedStage(stage, graph, planner, self._plan(planner, self._known.get(key), options))
         if planner.interrupted:
             raise KeyboardInterrupt
@@ -181,9 +205,14 @@ class StagePlanner:
 
     def _plan(self, planner: Planner, alike: PlannedStage | None, options: Options) -> ShardingPlan:
         said = replace(options, hints=self.hints)
-        if alike is None or alike.plan.recomputed:
+        if alike is None:
             return planned_with(planner, 0.0, said)
-        decisions = renamed(Decisions.from_data(alike.plan.decisions), alike.graph, planner.graph)
+        made = alike.graph
+        if alike.plan.recomputed:
+            layers = dict(zip(map(_name, layers_of(made)), map(_name, layers_of(planner.graph)), strict=True))
+            made = recomputed(made, alike.plan.recomputed)
+            planner = recomputing(planner, [layers[name] for name in alike.plan.recomputed])
+        decisions = renamed(Decisions.from_data(alike.plan.decisions), made, planner.graph)
         found = planner.found(decisions, alike.plan.cost, alike.plan.lower_bound, alike.plan.method)
         return told(planner.describe(found), planner, 0.0, said)
 
@@ -192,3 +221,7 @@ class StagePlanner:
         graph = self._captures.graph(stage)
         self.seconds["capture"] += time.perf_counter() - start
         return graph
+
+
+def _name(layer: Layer) -> str:
+    return layer.name

@@ -10,7 +10,7 @@ from torch import fx
 
 from autoshard.capture.joint import JointOutput
 from autoshard.patterns.decisions import Flow, phase_of
-from autoshard.patterns.graph import Use, Value, operand_nodes, value_of
+from autoshard.patterns.graph import Use, Value
 from autoshard.patterns.strategy import describe
 from autoshard.plan import Collective, Decision
 from autoshard.planner.options import OptionTables
@@ -127,10 +127,10 @@ class Account:
             yield from self._outputs(Value(source.node), 0)
         for node in self.rules.operators:
             position, phase = self.position[node], self.flow.graph.phase(node)
-            for operand, taken in enumerate(operand_nodes(node)):
+            gradient = self.rules.restores(node)
+            for operand, value in enumerate(self.rules.operands[node]):
                 target = self.flow.wanted(node, operand)
-                gradient = self.rules.restores(node)
-                yield _Want(Use(node, operand), node, value_of(taken), phase, target, position, gradient)
+                yield _Want(Use(node, operand), node, value, phase, target, position, gradient)
             for index in range(len(self.rules.calls[node].results)):
                 yield from self._outputs(Value(node, index), position + 1)
 

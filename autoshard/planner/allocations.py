@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import operator
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -17,16 +18,28 @@ from autoshard.patterns.graph import Value
 from autoshard.planner.skeleton import Skeleton, makes_views, root_of
 
 _AT_REST: dict[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "constant": "buffer"}
+_OF_A_RUN: frozenset[Kind] = frozenset({"saved", "gathered", "communication", "temporary"})
+"""What every run of a step that is under way has its own of, if it holds it from the forward to the backward half."""
 
 
-def allocations(flow: Flow, program: Skeleton, optimizer: OptimizerMemory) -> Iterator[Allocation]:
+def allocations(flow: Flow, program: Skeleton, optimizer: OptimizerMemory, under_way: int = 1) -> Iterator[Allocation]:
     """What one device holds and when, in positions of the program; the last moment is the optimizer's step.
 
     At a moment stands what is held while an operator runs and what belongs to it (reshards of its operands, temporaries
     of its local program), when that is most. What is assumed of the training loop: gradients are set to None before the
     forward; inputs are held to the end of the step, outputs too; the optimizer made its state in an earlier step.
+
+    Args:
+        flow: the graph and the decisions.
+        program: that they stand for.
+        optimizer: what it holds.
+        under_way: runs of the step that are under way at once: what the others save is held until the optimizer's step.
     """
-    yield from _Holdings(flow, program, optimizer).run()
+    holdings = _Holdings(flow, program, optimizer)
+    for one in holdings.run():
+        yield one
+        if under_way > 1 and one.kind in _OF_A_RUN and one.start < holdings.border < one.end:
+            yield replace(one, bytes=(under_way - 1) * one.bytes, start=0, end=holdings.end - 1)
 
 
 class _Holdings:
@@ -38,6 +51,7 @@ class _Holdings:
         self.program = program
         self.optimizer = optimizer
         self.end = len(self.operators) + 1
+        self.border = sum(self.graph.phase(node) == "forward" for node in self.operators)  # where backward begins
         self.order: list[fx.Node] = []  # every call of the step
         self.forward = 0  # how many of them are the forward half's
         self.born: dict[fx.Node, int] = {}  # root -> the call that makes it

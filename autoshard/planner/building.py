@@ -83,7 +83,8 @@ class ProblemBuilder:
                 the last). What options and copies hold is then part of their seconds.
             hiding: what reductions of gradients count; all their seconds by default.
             reuse: of what the backward half may keep copies that the forward half made, or make them again (see
-                `planner.hubs`). Where memory does not count ("none"), keeping is as good, and it can have no prices.
+                `planner.hubs`). Where memory does not count ("none"), keeping is as good: it can have no prices then,
+                and no limit, and nothing is said of what options hold.
         """
         assert prices is None or reuse != "none", "what copies hold is not known where memory does not count"
         built = self._built(free, current, reuse)
@@ -163,6 +164,7 @@ class _Build:
         self.free = free
         self.end = len(self.rules.operators) + 1
         self.reuse = reuse
+        self.memory_counts = reuse != "none"
         self.made = {
             output.name: self.builder.position.get(value_of(output.node).node, 0)
             for output in self.rules.graph.outputs
@@ -194,6 +196,10 @@ class _Build:
         return BuiltProblem(self._problem(), self.variables, self.reductions, self.crossings, rents, self.edge_rents)
 
     def _problem(self) -> Problem:
+        costs = tuple(np.asarray(variable.seconds, dtype=np.float64) for variable in self.variables)
+        components = tuple(map(self.builder.labels, self.variables))
+        if not self.memory_counts:
+            return Problem(costs, tuple(self.edges), components=components)
         nothing: dict[int, np.ndarray] = {}  # equal vectors are one object, so that they are looked at once
 
         def usage(variable: Variable) -> np.ndarray:
@@ -201,14 +207,8 @@ class _Build:
             return nothing.setdefault(size, np.zeros(size)) if variable.usage is None else variable.usage
 
         usages = tuple(map(usage, self.variables))
-        return Problem(
-            costs=tuple(np.asarray(variable.seconds, dtype=np.float64) for variable in self.variables),
-            edges=tuple(self.edges),
-            usages=usages,
-            intervals=tuple(variable.life for variable in self.variables),
-            limit=None,
-            components=tuple(map(self.builder.labels, self.variables)),
-        )
+        lives = tuple(variable.life for variable in self.variables)
+        return Problem(costs, tuple(self.edges), usages, lives, components=components)
 
     def _add(self, variable: Variable) -> int:
         self.variables.append(variable)
@@ -225,7 +225,7 @@ class _Build:
         chosen = self._options(node)
         seconds = tables.seconds(call, rule, chosen, self.rules.zeros[node])
         variable = Variable("operator", node.name, chosen.choices, seconds, chosen.results)
-        if not rule.free:
+        if self.memory_counts and not rule.free:
             variable.usage = self.builder.tables.held(call, chosen)
             variable.life = (self.builder.position[node], self._last_use(node) + 1)
             variable.rents = (Rent(variable.usage, *variable.life),)
@@ -265,15 +265,23 @@ class _Build:
             # Equal otherwise, a parameter stays whole: a shard at rest costs the launch of a gather.
             overhead = self.builder.tables.cost.compute(0.0, 0.0, value.meta.dtype)
             seconds += [overhead * len(spec.shard_axes) for spec in specs]
-            held = self._bytes(value, listed)
-            variable.life, variable.usage = (0, self.end), held
-            if source.name in self.made:
-                state = self._state(value, held)
-                variable.usage = 2.0 * held + state
-                variable.rents = (Rent(held, self.made[source.name], self.end), Rent(held + state, *variable.life))
-            else:
-                variable.rents = (Rent(held, *variable.life),)
+            summed = self.builder.wishes.summed.get(source.name, 0.0)
+            if self.memory_counts or summed:
+                held = self._bytes(value, listed)
+                seconds += held * summed
+                if self.memory_counts:
+                    self._keep(variable, source, value, held)
         return variable
+
+    def _keep(self, variable: Variable, source: JointInput, value: Value, held: np.ndarray) -> None:
+        """Notes what a parameter, its gradient and its optimizer's state hold, for the bytes of every option."""
+        variable.life, variable.usage = (0, self.end), held
+        if source.name in self.made:
+            state = self._state(value, held)
+            variable.usage = 2.0 * held + state
+            variable.rents = (Rent(held, self.made[source.name], self.end), Rent(held + state, *variable.life))
+        else:
+            variable.rents = (Rent(held, *variable.life),)
 
     def _state(self, value: Value, held: np.ndarray) -> np.ndarray:
         """Bytes of the optimizer's state of a parameter, for the bytes of it that a device holds under every option."""
@@ -500,7 +508,7 @@ class _Build:
             if target.gradient:
                 self.reductions[len(self.edges)] = (seconds, target.life[0])
             self.crossings[len(self.edges)] = Crossing(value.meta, source.specs, target.specs, target.gradient)
-            if self.reuse != "none" and target.life[0] < target.life[1]:
+            if self.memory_counts and target.life[0] < target.life[1]:
                 copied = self.builder.edge_tables.copied(value.meta, source.specs, target.specs, self.mesh)
                 self.edge_rents[len(self.edges)] = (Rent(copied, *target.life),)
             self.edges.append(Edge(source.variable, target.variable, costs))

@@ -20,14 +20,15 @@ def older_objects_set_aside() -> Iterator[None]:
     """Objects that are there now are not looked through for cycles until the end; later ones are, if less often.
 
     Where somebody has set objects aside already (`gc.freeze`), the outer one of two of these among them, nothing
-    changes: they alone know when that ends.
+    changes: they alone know when that ends. Nor does it where so few looks are asked for, or none at all: the outer one
+    is told by that, since to count what is set aside takes as long as it is much.
     """
-    if gc.get_freeze_count():
+    young, *older = gc.get_threshold()
+    if not 0 < young < _BETWEEN or gc.get_freeze_count():
         yield
         return
-    young, *older = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(young and max(young, _BETWEEN), *older)  # none at zero
+    gc.set_threshold(_BETWEEN, *older)
     try:
         yield
     finally:

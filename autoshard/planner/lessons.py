@@ -70,10 +70,13 @@ class Lessons:
         """With the exact prices of what an assignment uses, and of what goes the same ways; None if it knew them."""
         lessons: dict[int, list[_Lesson]] = {}  # by table
         seen: set[tuple[int, int, int]] = set()
-        problem = self.built.problem
-        for number, crossing in self.built.crossings.items():
-            edge = problem.edges[number]
-            row, column = assignment[edge.source], assignment[edge.target]
+        edges = self.built.problem.edges
+        used: dict[tuple[int, int, int], int] = {}  # equal layers use the same entries of the same tables
+        for number in self.built.crossings:
+            edge = edges[number]
+            used.setdefault((id(edge.costs), assignment[edge.source], assignment[edge.target]), number)
+        for (_, row, column), number in used.items():
+            edge, crossing = edges[number], self.built.crossings[number]
             source, target = crossing.sources.index[row], crossing.targets.index[column]
             if (id(edge.costs), source, target) in seen:
                 continue

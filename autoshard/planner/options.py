@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,11 +15,11 @@ from autoshard.cluster.flops import flops
 from autoshard.patterns.padding import PLACES, masks
 from autoshard.patterns.rule import Dims, OpCall, Rule, TensorMeta
 from autoshard.patterns.shares import keeps_shares
+from autoshard.patterns.strategies import evenly_split, fitting, is_plain, local_sizes
 from autoshard.patterns.strategy import (
     WHOLE,
     Choices,
     axis_choices,
-    fits,
     local_shape,
     operand_specs,
     result_specs,
@@ -48,6 +47,20 @@ def _times_read(rule: Rule, dims: Dims) -> int:
     return math.prod(
         factor.size for index, factor in enumerate(rule.factors) if factor.sequential and index not in held
     )
+
+
+def _tensors(call: OpCall, rule: Rule) -> Iterator[tuple[Dims, TensorMeta]]:
+    """The tensors that a call reads and makes, each with the factors of its dims."""
+    for dims, meta in (*zip(rule.operands, call.operands, strict=True), *zip(rule.results, call.results, strict=True)):
+        if dims is not None and meta is not None:
+            yield dims, meta
+
+
+def _work(call: OpCall) -> tuple[float, torch.dtype, str]:
+    """The operations of a whole call, the dtype that they are done in, and the operator's name."""
+    results = [meta for meta in call.results if meta is not None]
+    work = flops(call.op, [meta.shape for meta in call.operands], [meta.shape for meta in results], call.args)
+    return work, results[0].dtype if results else torch.float32, call.op.overloadpacket.__name__
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +134,7 @@ class OptionTables:
             per_axis[own] = tuple(one for one in per_axis[own] if keeps_shares(rule, one, self.shared))
         if fixed is not None:
             per_axis = [every if one is None else (one,) for every, one in zip(per_axis, fixed, strict=True)]
-        choices = tuple(choice for choice in itertools.product(*per_axis) if fits(rule, choice, self.mesh))
+        choices = fitting(rule, per_axis, self.mesh)
         if restriction is not None:
             choices = restriction.among(choices)
         mesh = self.mesh
@@ -143,9 +156,37 @@ class OptionTables:
         key = (id(call), id(rule), id(options), zeros)
         if key not in self._seconds:
             self._kept += [call, options]
-            seconds = [self.strategy_seconds(call, rule, choice, zeros) for choice in options.choices]
-            self._seconds[key] = np.array(seconds)
+            self._seconds[key] = self._all_seconds(call, rule, options, zeros)
         return self._seconds[key]
+
+    def _all_seconds(self, call: OpCall, rule: Rule, options: Options, zeros: tuple[bool, ...]) -> np.ndarray:
+        """Where nothing is padded or exchanged, strategies at which a rank does and moves as much are priced once."""
+        table = np.array(options.choices, dtype=np.int64).reshape(-1, self.mesh.ndim)
+        simple = np.zeros(len(table), dtype=np.bool_)
+        seconds = np.zeros(len(table))
+        if is_plain(rule) and not any(factor.exchanges for factor in rule.factors):
+            simple = evenly_split(rule, table, self.mesh)
+            seconds[simple] = self._even_seconds(call, rule, table[simple])
+        for place in np.flatnonzero(~simple):
+            seconds[place] = self.strategy_seconds(call, rule, options.choices[place], zeros)
+        return seconds
+
+    def _even_seconds(self, call: OpCall, rule: Rule, table: np.ndarray) -> np.ndarray:
+        """Seconds that a rank computes under strategies without padding, `[strategies, axes]`, of a plain rule."""
+        if rule.free:
+            return np.zeros(len(table))
+        local = local_sizes(rule, table, self.mesh)
+        moved = np.zeros(len(table), dtype=np.int64)
+        for dims, meta in _tensors(call, rule):
+            held = np.full(len(table), meta.dtype.itemsize * _times_read(rule, dims), dtype=np.int64)
+            for dim, size in zip(dims, meta.shape, strict=True):
+                held *= local[:, list(dim)].prod(axis=1) if dim else int(size)
+            moved += held
+        work, dtype, name = _work(call)
+        shares = np.prod([max(factor.size, 1) for factor in rule.factors] / np.maximum(local, 1), axis=1)
+        loads, places = np.unique(np.column_stack([work / shares, moved]), axis=0, return_inverse=True)
+        prices = [self.cost.compute(done, int(bytes), dtype, name) for done, bytes in loads.tolist()]
+        return np.array(prices)[places.reshape(-1)]
 
     def held(self, call: OpCall, options: Options) -> np.ndarray:
         """Bytes of the results of every strategy."""
@@ -175,17 +216,11 @@ class OptionTables:
         rule, choices = resolved(rule, choices)
         if rule.free:
             return 0.0
-        results = [meta for meta in call.results if meta is not None]
-        work = flops(call.op, [m.shape for m in call.operands], [m.shape for m in results], call.args)
         moved = 0
-        for dims, meta in (
-            *zip(rule.operands, call.operands, strict=True),
-            *zip(rule.results, call.results, strict=True),
-        ):
-            if dims is not None and meta is not None:
-                held = math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
-                moved += held * _times_read(rule, dims)
-        dtype, name = results[0].dtype if results else torch.float32, call.op.overloadpacket.__name__
+        for dims, meta in _tensors(call, rule):
+            held = math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
+            moved += held * _times_read(rule, dims)
+        work, dtype, name = _work(call)
         own = self.cost.compute(work / share(rule, choices, self.mesh), moved, dtype, name)
         return own + self._mask_seconds(call, rule, choices, zeros)
 

@@ -22,7 +22,7 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.memory.footprint import Memory, held
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.patterns.decisions import Decisions, Flow
-from autoshard.patterns.graph import GraphRules, Value, operand_nodes, value_of
+from autoshard.patterns.graph import GraphRules, Value
 from autoshard.patterns.strategy import axis_choices
 from autoshard.plan import ShardingPlan
 from autoshard.planner.account import Account
@@ -74,6 +74,8 @@ class Settings:
             give equal plans, however busy the machine is. None for none.
         gradient_steps: over how many runs of the step gradients of parameters are added up before they are reduced, as
             the microbatches of a pipeline are: a reduction counts so much less.
+        under_way: how many runs of the step are under way at once, each of which holds what it saves for its backward
+            half, as the microbatches of a pipeline do: memory counts them all.
         reduced: where there are several, which gradients are reduced once; those that are reduced with every run, and
             what is decided with them in mind, count in full.
     """
@@ -86,6 +88,7 @@ class Settings:
     effort: str = "full"
     work_limit: int | None = None
     gradient_steps: int = 1
+    under_way: int = 1
     reduced: Reduced = "step"
 
     @property
@@ -287,7 +290,7 @@ class Planner:
 
         def account(program: Skeleton) -> tuple[Memory, np.ndarray]:
             with self.timed("account"):
-                allocated = list(allocations(flow, program, self.settings.optimizer))
+                allocated = list(allocations(flow, program, self.settings.optimizer, self.settings.under_way))
                 return Memory.of(allocated, self.place), held(allocated, len(self.rules.operators) + 1)
 
         self._found.append(
@@ -406,7 +409,7 @@ class Planner:
             with self.timed("problem"):
                 loose = LooseResharder(self.mesh, self.cost.collective, self._gradient_price)
                 built = ProblemBuilder(self.rules, self.tables, loose, wishes).build(frozenset(self._axes))
-                self._lessons = wishes, Lessons(built), Tiling.of(built, self.layers)
+                self._lessons = wishes, Lessons(built), Tiling.of(built, self.layers, free="families")
         _, lessons, tiling = self._lessons
         if not is_large(lessons.built.problem):
             return self._solve_block(ask, frozenset(self._axes), None)
@@ -430,8 +433,8 @@ class Planner:
         makers = {
             (id(rules[maker]), id(rules[node]), operand)
             for node in self.rules.operators
-            for operand, source in enumerate(operand_nodes(node))
-            if (maker := value_of(source).node) in rules
+            for operand, value in enumerate(self.rules.operands[node])
+            if (maker := value.node) in rules
         }
         pairs = sum(counts[maker] * counts[reader] for maker, reader, _ in makers)
         return max(counts.values(), default=0) <= _MOST_STRATEGIES and pairs <= _MOST_PAIRS

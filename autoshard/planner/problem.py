@@ -42,6 +42,8 @@ class Wishes:
         optimizer: what it holds beside a trained parameter and its gradient.
         shared: the mesh axis of which ranks hold shares of their own of the batch, if there is one.
         task_graphs: the mesh axes of every primitive that the graph's nodes are marked with.
+        summed: parameters whose gradients are added up with those of other devices than the mesh's, and the seconds
+            that this counts for every byte that a device holds of them.
     """
 
     pinned: Mapping[str, tuple[Placement | None, ...]] = field(default_factory=dict)
@@ -52,6 +54,7 @@ class Wishes:
     optimizer: OptimizerMemory = field(default_factory=OptimizerMemory)
     shared: SharedAxis | None = None
     task_graphs: Mapping[Primitive, tuple[int, ...]] = field(default_factory=dict)
+    summed: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from autoshard.capture.recompute import Recomputable, recomputable, recomputed
 from autoshard.errors import BudgetError
@@ -52,14 +52,14 @@ def _planned(planner: Planner, unlimited: Found | None) -> ShardingPlan:
     if not layers:
         return planner.plan(unlimited)
     if wanted == "full" or limit is None:
-        return _recomputing(planner, layers).plan()
+        return recomputing(planner, [layer.name for layer in layers]).plan()
     return _Choice(planner, layers, limit).run(unlimited)
 
 
-def _recomputing(planner: Planner, layers: Iterable[Recomputable]) -> Planner:
-    """A planner of the same step in which these layers are run again."""
+def recomputing(planner: Planner, layers: Collection[str]) -> Planner:
+    """A planner of the same step in which these layers are run again; `layers` are their names."""
     start = time.perf_counter()
-    graph = recomputed(planner.graph, [layer.name for layer in layers])
+    graph = recomputed(planner.graph, layers)
     other = Planner(graph, planner.mesh, planner.cluster, planner.wishes, planner.settings, like=planner)
     planner.timings["patterns"] = planner.timings.get("patterns", 0.0) + time.perf_counter() - start
     other.timings = planner.timings
@@ -103,7 +103,7 @@ class _Choice:
     def _recompute(self, unlimited: Found) -> None:
         """Adds the plan that recomputes as few layers as keep the limit, or else all of them."""
         ranked = self._ranked(unlimited)
-        everything = _recomputing(self.planner, ranked)
+        everything = recomputing(self.planner, [layer.name for layer in ranked])
         best = everything.solve(everything.wishes)
         if best.memory.peak > self.limit:
             if not self.plans or everything.fastest(best).step_seconds < self.plans[0].step_seconds:
@@ -116,7 +116,7 @@ class _Choice:
             # Layers free about as much each: where the limit lies between two peaks, so does their number.
             share = (above - self.limit) / max(above - best.memory.peak, 1)
             count = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
-            fewer = _recomputing(self.planner, ranked[:count])
+            fewer = recomputing(self.planner, [layer.name for layer in ranked[:count]])
             found = fewer.solve(fewer.wishes)
             if found.memory.peak <= self.limit:
                 planner, best, high = fewer, found, count

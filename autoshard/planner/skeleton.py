@@ -17,7 +17,7 @@ from torch import fx
 
 from autoshard.capture import outside_modes
 from autoshard.patterns.decisions import Flow, phase_of
-from autoshard.patterns.graph import Value, operand_nodes, value_of
+from autoshard.patterns.graph import Value
 from autoshard.patterns.local import collectives
 from autoshard.patterns.variants import resolved
 from autoshard.planner.recorded import LocalPrograms
@@ -115,10 +115,21 @@ def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int
     return True
 
 
+@functools.cache
+def _name_of(op: Any) -> str:
+    """What the calls of an operator are named after."""
+    return str(getattr(op, "overloadpacket", op).__name__)
+
+
+@functools.cache
+def _returns_views(op: Any) -> bool:
+    schema = getattr(op, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
 def makes_views(node: fx.Node) -> bool:
     """Whether what a call makes lies in the memory of its first operand; a reshape may copy all the same."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+    return _returns_views(node.target)
 
 
 class _Builder:
@@ -197,7 +208,11 @@ class _Builder:
         return self.carried[key]
 
     def _call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
-        node = self.halves[self.phase].graph.call_function(op, args, kwargs)
+        # Given behind, since a new node's arguments are looked through for symbols, which takes longer than all else.
+        node = self.halves[self.phase].graph.create_node("call_function", op, name=_name_of(op))
+        node.args = args
+        if kwargs:
+            node.kwargs = kwargs
         self._tell(node, self.phase, val)
         return node
 
@@ -206,8 +221,8 @@ class _Builder:
     def _operator(self, node: fx.Node) -> None:
         phase = self.flow.graph.phase(node)
         operands = [
-            self._read(value_of(source), phase, self.flow.wanted(node, operand))
-            for operand, source in enumerate(operand_nodes(node))
+            self._read(value, phase, self.flow.wanted(node, operand))
+            for operand, value in enumerate(self.rules.operands[node])
         ]
         self.phase, self.key, self.kind = phase, node.name, "temporary"
         if self.rules.pinned(node, self.flow.mesh) is not None:

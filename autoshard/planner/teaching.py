@@ -94,6 +94,7 @@ class _Course:
         self.search = search
         self.hiding = hiding
         self.order = lessons.built.places
+        self._asked: tuple[Lessons, Problem] | None = None  # at the prices learned last
         self.best = Answer((), float("inf"), -np.inf, "messages", "unknown")
 
     def run(self) -> Answer:
@@ -129,7 +130,9 @@ class _Course:
         return self.best.cost <= bound + part * abs(bound)
 
     def _problem(self) -> Problem:
-        return self.lessons.asked(self.hiding).problem
+        if self._asked is None or self._asked[0].built is not self.lessons.built:
+            self._asked = self.lessons, self.lessons.asked(self.hiding).problem
+        return self._asked[1]
 
     def _near(self) -> tuple[list[IntArray], float]:
         """The options of tied layers that are near the best, by passes over all, and what bounds such layers."""

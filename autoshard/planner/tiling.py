@@ -7,9 +7,9 @@ as often as there are layers; what it costs is exactly what all of them cost und
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -54,20 +54,25 @@ class Tiling:
     follows: tuple[int, ...]
 
     @staticmethod
-    def of(built: BuiltProblem, placed: Mapping[str, tuple[Layer, int]]) -> Tiling | None:
+    def of(
+        built: BuiltProblem, placed: Mapping[str, tuple[Layer, int]], free: Literal["runs", "families"] = "runs"
+    ) -> Tiling | None:
         """The layers of a problem that have the same variables and options; None where too few do.
 
         Args:
             built: the problem.
             placed: as from `layers_of`.
+            free: which layers stay free: the first and the last of every run of layers that follow one another and are
+                alike to the last variable; or those of all layers of a kind, which is less to look through.
         """
         roles = _roles(built, placed)
         members: dict[Layer, dict[Hashable, int]] = defaultdict(dict)
         for variable, (layer, role) in roles.items():
             members[layer].setdefault(role, variable)
         leader = list(range(len(built.variables)))
+        ends = _ends(members)
         for run in _runs(built, members):
-            middle = run[1:-1]
+            middle = run[1:-1] if free == "runs" else [layer for layer in run if layer not in ends]
             for layer in middle[1:]:
                 for role, variable in members[layer].items():
                     leader[variable] = members[middle[0]][role]
@@ -104,6 +109,7 @@ class Tiling:
             if isinstance(edge, BlendedEdge):
                 at_a_price.add(pair)
         sums: dict[tuple[object, ...], Array] = {}
+        blends: dict[tuple[object, ...], Blend] = {}
 
         def cut(array: Any, *leaders: int) -> Any:
             return array if kept is None else array[np.ix_(*(kept[leader] for leader in leaders))]
@@ -117,11 +123,13 @@ class Tiling:
             return sums[key]
 
         def joined(pair: tuple[int, int], counts: Mapping[int, float]) -> AnyEdge:
-            if pair in at_a_price:
-                return BlendedEdge(
-                    *pair, Blend(tuple((times, cut(arrays[one], *pair)) for one, times in counts.items()))
-                )
-            return Edge(*pair, summed(counts, *pair))
+            repeated = kept is None and len(counts) == 1 and 1.0 not in counts.values()
+            if pair not in at_a_price and not repeated:
+                return Edge(*pair, summed(counts, *pair))
+            key = (*counts.items(), *(pair if kept is not None else ()))
+            if key not in blends:
+                blends[key] = Blend(tuple((times, cut(arrays[one], *pair)) for one, times in counts.items()))
+            return BlendedEdge(*pair, blends[key])
 
         def total(leader: int) -> Array:
             return np.asarray(sum((cut(more, leader) for more in own[leader]), start=summed(costs[leader], leader)))
@@ -171,6 +179,14 @@ def _roles(built: BuiltProblem, placed: Mapping[str, tuple[Layer, int]]) -> dict
                     roles[other] = (layer, (role, side, built.variables[other].kind, taken[asked]))
                     grown = True
     return roles
+
+
+def _ends(layers: Iterable[Layer]) -> set[Layer]:
+    """The first and the last layer of every family: what they join is no layer like themselves."""
+    families: dict[int, list[Layer]] = defaultdict(list)
+    for layer in sorted(layers):
+        families[layer[0]].append(layer)
+    return {layer for family in families.values() for layer in (family[0], family[-1])}
 
 
 def _runs(built: BuiltProblem, members: Mapping[Layer, Mapping[Hashable, int]]) -> list[list[Layer]]:

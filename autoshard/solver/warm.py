@@ -312,29 +312,37 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
                 mine[:size] = base[:size]
             part = part_at[edge]
             parts = part_at[edge + 1] - part
-            single = parts == 1 and factor[part] == 1.0
+            times = factor[part]
             theirs[:wide] = np.inf
             if turned[edge]:
                 for t in range(wide):
                     place = t * few
                     row = tables[table[part] + place : table[part] + place + few]
-                    if not single:
+                    lanes[:] = np.inf
+                    if parts == 1:
+                        for start in range(0, few - _LANES + 1, _LANES):
+                            for lane in range(_LANES):
+                                through = mine[start + lane] + times * row[start + lane]
+                                lanes[lane] = through if through < lanes[lane] else lanes[lane]
+                        least = lanes.min()
+                        for s in range(few - few % _LANES, few):
+                            through = mine[s] + times * row[s]
+                            least = through if through < least else least
+                    else:
                         for s in range(few):
-                            blended[s] = factor[part] * row[s]
+                            blended[s] = times * row[s]
                         for other in range(part + 1, part + parts):
                             more = tables[table[other] + place : table[other] + place + few]
                             for s in range(few):
                                 blended[s] += factor[other] * more[s]
-                        row = blended[:few]
-                    lanes[:] = np.inf
-                    for start in range(0, few - _LANES + 1, _LANES):
-                        for lane in range(_LANES):
-                            through = mine[start + lane] + row[start + lane]
-                            lanes[lane] = through if through < lanes[lane] else lanes[lane]
-                    least = lanes.min()
-                    for s in range(few - few % _LANES, few):
-                        through = mine[s] + row[s]
-                        least = through if through < least else least
+                        for start in range(0, few - _LANES + 1, _LANES):
+                            for lane in range(_LANES):
+                                through = mine[start + lane] + blended[start + lane]
+                                lanes[lane] = through if through < lanes[lane] else lanes[lane]
+                        least = lanes.min()
+                        for s in range(few - few % _LANES, few):
+                            through = mine[s] + blended[s]
+                            least = through if through < least else least
                     theirs[t] = least
             else:
                 for s in range(few):
@@ -342,18 +350,18 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
                         continue
                     place = s * wide
                     row = tables[table[part] + place : table[part] + place + wide]
-                    if single:
+                    if parts == 1:
                         for t in range(wide):
-                            through = mine[s] + row[t]
+                            through = mine[s] + times * row[t]
                             theirs[t] = through if through < theirs[t] else theirs[t]
                     elif parts == 2:
                         more = tables[table[part + 1] + place : table[part + 1] + place + wide]
                         for t in range(wide):
-                            through = mine[s] + factor[part] * row[t] + factor[part + 1] * more[t]
+                            through = mine[s] + times * row[t] + factor[part + 1] * more[t]
                             theirs[t] = through if through < theirs[t] else theirs[t]
                     else:
                         for t in range(wide):
-                            blended[t] = mine[s] + factor[part] * row[t]
+                            blended[t] = mine[s] + times * row[t]
                         for other in range(part + 1, part + parts):
                             more = tables[table[other] + place : table[other] + place + wide]
                             for t in range(wide):

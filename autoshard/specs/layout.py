@@ -324,7 +324,7 @@ def local_indices(
     _check_length(spec, mesh)
     if spec.has_blocks:
         padded = padded_indices(shape, spec, mesh, coordinate)
-        return tuple(tuple(index for index in dim if index != PADDING) for dim in padded)
+        return tuple(_as_range([index for index in dim if index != PADDING]) for dim in padded)
     indices: list[range | tuple[int, ...]] = [range(size) for size in shape]
     for placement, size, place in zip(spec, mesh.sizes, coordinate, strict=True):
         if is_shard(placement):
@@ -336,6 +336,13 @@ def local_indices(
                 groups = (_chunk(indices[dim], outer, group) for group in range(outer))
                 indices[dim] = tuple(index for group in groups for index in _chunk(group, size, place))
     return tuple(indices)
+
+
+def _as_range(indices: list[int]) -> range | tuple[int, ...]:
+    """Indices as a range where each follows the one before."""
+    first = indices[0] if indices else 0
+    found = range(first, first + len(indices))
+    return found if indices == list(found) else tuple(indices)
 
 
 PADDING = -1

@@ -80,9 +80,8 @@ def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, sh
         return values[(0,) * mesh.ndim]
     whole = next(iter(values.values())).new_empty(tuple(shape))
     for coordinate, value in values.items():
-        indices = local_indices(shape, spec, mesh, coordinate)
         real = _without_padding(value, shape, spec, mesh, coordinate)
-        whole[_open_grid(indices, value.device)] = real
+        _put(whole, local_indices(shape, spec, mesh, coordinate), real)
     return whole
 
 
@@ -151,6 +150,18 @@ def _reduced(
     for coordinate, value in values.items():
         groups.setdefault((*coordinate[:axis], 0, *coordinate[axis + 1 :]), []).append(value)
     return {coordinate: reduction(group) for coordinate, group in groups.items()}
+
+
+def _put(tensor: Tensor, indices: Sequence[range | tuple[int, ...]], value: Tensor) -> None:
+    """Write `value` to the elements at `indices`: to a view as far as these are ranges, which costs least."""
+    for dim, index in enumerate(indices):
+        if isinstance(index, range):
+            tensor = tensor.narrow(dim, index.start if len(index) else 0, len(index))
+    if all(isinstance(index, range) for index in indices):
+        tensor.copy_(value)
+    else:
+        places = [range(len(index)) if isinstance(index, range) else index for index in indices]
+        tensor[_open_grid(places, value.device)] = value
 
 
 def _open_grid(indices: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """The clusters of the papers: the library's presets of the devices, joined as the papers say.
 
-A device has the figures of its data sheet (`autoshard/cluster/presets`), the same in all rows. A port is one per host:
-its devices share it.
+A device keeps up the same share of the rates of its data sheet (`autoshard/cluster/presets`) in all rows. A port is one
+per host: its devices share it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,16 @@ from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Link
+from autoshard.cluster.shares import paced
 
 PER_HOST = 8
+KEPT = 0.89
+"""What V100s keep up of the rates of their data sheet, as others measured it, in operations and in bytes alike.
+
+Source: 14 of 15.7 TFLOP/s in large products of float32 matrices (github.com/mli/transformers-benchmarks); 750 GiB/s of
+900 GB/s (Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018). P100s are taken to
+keep up as much.
+"""
 _GIGABIT = 1e9 / 8
 
 
@@ -21,18 +29,26 @@ def port(gigabits: float, devices_per_host: int = PER_HOST) -> Link:
     return Link(gigabits * _GIGABIT / devices_per_host, Cluster.preset("v100").between.latency)
 
 
-def hosts_of_v100(name: str, gigabits: float, memory: int | None = None) -> Cluster:
+def kept_up(cluster: Cluster) -> Cluster:
+    """The cluster with the rates that its devices keep up."""
+    stretches = tuple(replace(one, device=paced(one.device, KEPT)) for one in cluster.stretches)
+    return replace(cluster, device=paced(cluster.device, KEPT), stretches=stretches)
+
+
+def hosts_of_v100(name: str, gigabits: float) -> Cluster:
     """Hosts of eight V100s with NVLink and one port."""
-    v100 = Cluster.preset("v100")
-    device = v100.device if memory is None else replace(v100.device, memory=memory)
-    return replace(v100, name=name, device=device, between=port(gigabits))
+    return replace(kept_up(Cluster.preset("v100")), name=name, between=port(gigabits))
 
 
 def mixed(each: int) -> Cluster:
     """A host of so many V100s with 32 GB and one of as many P100s with 16 GB, joined by 50 Gb/s (Whale 5.2)."""
-    return Cluster.parse(
-        f"{each}xV100-32GB + {each}xP100-16GB", devices_per_host=each, between=port(50, devices_per_host=each)
-    )
+    devices = f"{each}xV100-32GB + {each}xP100-16GB"
+    return kept_up(Cluster.parse(devices, devices_per_host=each, between=port(50, devices_per_host=each)))
+
+
+def with_memory(cluster: Cluster, memory: int) -> Cluster:
+    """The cluster with devices of so many bytes."""
+    return replace(cluster, device=replace(cluster.device, memory=memory))
 
 
 def all_like(cluster: Cluster, rank: int) -> Cluster:
@@ -41,8 +57,12 @@ def all_like(cluster: Cluster, rank: int) -> Cluster:
 
 
 WHALE = hosts_of_v100("Whale: V100, 50 Gb/s", 50)
-TENSOROPT = hosts_of_v100("TensorOpt: V100, 100 Gb/s", 100, memory=16 * 2**30)
+HOROVOD = with_memory(hosts_of_v100("TensorOpt: V100, 100 Gb/s", 100), 16 * 2**30)
+TENSOROPT = replace(HOROVOD, contention=1.0)
+"""Nothing is gained by communicating behind compute: a step is the sum of both (TensorOpt 2.1, Equation 3)."""
 RHINO = hosts_of_v100("Rhino, platform M8: V100, 100 Gb/s", 100)
+
+RHINO_SINGLE = replace(kept_up(Cluster.preset("v100s")), name="Rhino, platform S1: V100S, 100 Gb/s")
 
 
 def mesh_of(devices: int) -> Mapping[str, int]:

@@ -15,6 +15,19 @@ SEQUENCE = 1024
 """Tokens of a sequence of the GPT and the mixture of experts, as Alpa's benchmarks of the same sizes have them."""
 
 
+def unfused(module: nn.Module) -> nn.Module:
+    """The module with attention in several operators, as the papers' systems computed it: one came with FlashAttention.
+
+    Dao et al., "FlashAttention" (2022), is younger than these systems; TensorFlow and XLA have no such operator.
+    """
+    for part in module.modules():
+        if hasattr(part, "fused"):
+            part.fused = False
+        if isinstance(part, transformers.PreTrainedModel):
+            part.set_attn_implementation("eager")
+    return module
+
+
 def image_classifier(classes: int, batch: int, depth: float = 1.0) -> Example:
     """ResNet-50 whose norms are taken over every image alone."""
     depths = tuple(layers(depth, blocks) for blocks in (3, 4, 6, 3))
@@ -45,7 +58,7 @@ class LossAlone(nn.Module):
 def bert(batch: int, depth: float = 1.0) -> Example:
     """BERT-Large on sequences of 128 tokens."""
     module, inputs = bert_large(layers(depth, 24), batch)
-    return LossAlone(module), inputs
+    return LossAlone(unfused(module)), inputs
 
 
 def t5(
@@ -66,7 +79,7 @@ def t5(
     with torch.device("meta"):
         module = transformers.T5ForConditionalGeneration(config).train()
         given, wanted = (torch.empty(batch, length, dtype=torch.long) for length in lengths)
-    return LossAlone(module), {"input_ids": given, "labels": wanted}
+    return LossAlone(unfused(module)), {"input_ids": given, "labels": wanted}
 
 
 def t5_large(batch: int, depth: float = 1.0) -> Example:
@@ -123,7 +136,7 @@ def gpt(depth: int, width: int, heads: int, batch: int) -> Example:
         module = GPT(Shape(depth, width, heads, SEQUENCE, 51200))
         tokens = torch.empty(batch, SEQUENCE, dtype=torch.long)
     module.head.weight = module.tokens.weight
-    return module, {"tokens": tokens, "targets": tokens.clone()}
+    return unfused(module), {"tokens": tokens, "targets": tokens.clone()}
 
 
 def mixture(depth: int, width: int, inner: int, experts: int, batch: int) -> Example:
@@ -131,7 +144,7 @@ def mixture(depth: int, width: int, inner: int, experts: int, batch: int) -> Exa
     with torch.device("meta"):
         module = GShard(width, 16, inner, experts, depth, 32000, every=2)
         tokens = torch.empty(batch, SEQUENCE, dtype=torch.long)
-    return module, {"input_ids": tokens, "labels": tokens.clone()}
+    return unfused(module), {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def vgg19_million(batch: int) -> Example:

@@ -1,4 +1,4 @@
-"""Plans of the papers' systems: our own choice, one scheme forced on all axes, pipelines with replicas."""
+"""Plans of the papers' systems: our own choice, Whale's primitives, pipelines with replicas."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from architectures import Example
-from experts import Roles, Scheme, expert_plan, pin_activations
-from torch.distributed.tensor import Replicate
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoshard
@@ -18,8 +16,6 @@ from autoshard.pipeline.simulation import simulate
 from autoshard.pipeline.tasks import task_graph
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.plan import ShardingPlan
-
-_CLASSIFIER = Roles(vocabulary=("classifier",))
 
 
 def free(example: Example, mesh: Mapping[str, int], cluster: Cluster, **options: Any) -> ShardingPlan:
@@ -30,24 +26,19 @@ def free(example: Example, mesh: Mapping[str, int], cluster: Cluster, **options:
     return made
 
 
-def forced(example: Example, batch: int, scheme: str, mesh: Mapping[str, int], cluster: Cluster) -> ShardingPlan:
-    """The plan that follows one scheme on all axes."""
-    return expert_plan(example, batch, _CLASSIFIER, (scheme,) * len(mesh), mesh, {"cluster": cluster})
+def data_parallel(example: Example, mesh: Mapping[str, int], cluster: Cluster) -> ShardingPlan:
+    """The plan in which all operators split the batch and nothing else, so that all gradients are all-reduced."""
+    autoshard.set_default_strategy(example[0], autoshard.replicate())
+    return free(example, mesh, cluster)
 
 
-def pipeline(
-    example: Example, batch: int, mesh: Mapping[str, int], cluster: Cluster, *, microbatches: int, **options: Any
-) -> PipelinePlan:
+def pipeline(example: Example, mesh: Mapping[str, int], cluster: Cluster, **options: Any) -> PipelinePlan:
     """Stages along the axis `"pp"`, one on every rank; over another axis, if there is one, whole replicas of them."""
     module, inputs = example
-    replicas = {name: size for name, size in mesh.items() if name != "pp"}
-    hints = {"*": dict.fromkeys(replicas, Replicate())} if replicas else None
-    samples = batch // microbatches
-    over = [Scheme("DDP", Roles(), size, math.prod(mesh.values()), samples) for size in replicas.values()]
-    if over:
-        pin_activations(module, over)
-    options |= {"microbatches": microbatches, "virtual": 1, "cluster": cluster, "hints": hints}
-    made = autoshard.plan(module, mesh, (), inputs, **options)
+    replicas = tuple(name for name in mesh if name != "pp")
+    if replicas:
+        autoshard.set_default_strategy(module, autoshard.replicate(replicas))
+    made = autoshard.plan(module, mesh, (), inputs, virtual=1, cluster=cluster, **options)
     assert isinstance(made, PipelinePlan), "a mesh with a pipeline axis"
     return made
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from published.clusters import WHALE, mesh_of
 from published.models import bert, image_classifier
 from published.part import Part, Row
-from published.plans import forced, free
+from published.plans import data_parallel, free
 
 
 def _rows(depth: float) -> Iterator[Row]:
@@ -19,8 +19,7 @@ def _rows(depth: float) -> Iterator[Row]:
     for source, (name, build, samples) in models.items():
         alone = free(build(samples, depth), {"gpus": 1}, WHALE).step_seconds
         for devices in (8, 16, 32):
-            batch = samples * devices
-            step = forced(build(batch, depth), batch, "DDP", mesh_of(devices), WHALE).step_seconds
+            step = data_parallel(build(samples * devices, depth), mesh_of(devices), WHALE).step_seconds
             yield Row(source, f"{name}, data parallel speedup, {devices} GPUs", None, devices * alone / step)
 
 

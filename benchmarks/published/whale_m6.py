@@ -20,7 +20,6 @@ def _rows(depth: float) -> Iterator[Row]:
         batch = _SAMPLES * replicas * _MICROBATCHES
         steps[hosts] = pipeline(
             m6_10b(batch, depth),
-            batch,
             {"dp": replicas, "pp": _STAGES},
             WHALE,
             schedule="1F1B",

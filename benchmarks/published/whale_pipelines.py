@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoshard.pipelined.plan import PipelinePlan
-from published.clusters import WHALE
+from published.clusters import PER_HOST, WHALE
 from published.models import bert
 from published.part import Part, Row
 from published.plans import pipeline
@@ -32,11 +32,12 @@ def _rows(depth: float) -> Iterator[Row]:
 
 def _planned(depth: float, stages: int, replicas: int, schedule: str, recompute: str) -> PipelinePlan:
     microbatches = _PER_STAGE * stages
-    mesh = {"pp": stages} if replicas == 1 else {"dp": replicas, "pp": stages}
+    hosts = max(1, replicas * stages // PER_HOST)
+    replicated = {"hosts": hosts, "dp": replicas // hosts}
+    mesh = {name: size for name, size in {**replicated, "pp": stages}.items() if size > 1}
     batch = _SAMPLES * replicas * microbatches
     return pipeline(
         bert(batch, depth),
-        batch,
         mesh,
         WHALE,
         schedule=schedule,
@@ -48,7 +49,8 @@ def _planned(depth: float, stages: int, replicas: int, schedule: str, recompute:
 PART = Part(
     "Whale 5.1.1 and 5.1.2: BERT-Large in a pipeline, alone and in replicas",
     f"{_SAMPLES} sequences of 128 tokens in a microbatch of one replica, {_PER_STAGE} microbatches for every stage "
-    "(the paper does not say), float32, Adam; a replica of the pipeline inside a host, as is Whale's default. "
+    "(the paper does not say), float32, Adam; a replica of the pipeline inside a host, as is Whale's default, "
+    "and gradients all-reduced inside hosts first. "
     "GPipe runs the forward pass again in the backward pass, as its paper has it, and Whale's pipeline does not: "
     "with equal numbers of microbatches both orders are idle equally long. Of Fig. 12, the text says that 2 and 4 "
     "stages do equally well, and 8 worse.",

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -24,6 +25,7 @@ def benchmarks() -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(
             papers=load("papers"),
             part=load("published.part"),
+            clusters=load("published.clusters"),
             models=load("published.models"),
             rhino=load("published.rhino"),
         )
@@ -64,6 +66,32 @@ def test_models_have_the_sizes_of_the_tables(benchmarks: SimpleNamespace) -> Non
     for name, (module, _) in examples.items():
         count = sum(parameter.numel() for parameter in module.parameters())
         assert count == pytest.approx(sizes[name], rel=0.05), name
+
+
+def test_wide_resnets_grow_as_the_table_says(benchmarks: SimpleNamespace) -> None:
+    shapes = {1.3: (320, 2, 6), 2.6: (448, 2, 6), 6.0: (640, 2, 6), 12.0: (320, 12, 23)}
+    for billions, (channels, widen, longest) in shapes.items():
+        module, _ = benchmarks.models.wide(channels, widen, (3, 4, longest, 3), 4)
+        count = sum(parameter.numel() for parameter in module.parameters())
+        assert 0.65 < count / (billions * 1e9) < 0.8, billions
+
+
+def test_attention_is_computed_in_several_operators(benchmarks: SimpleNamespace) -> None:
+    for module, inputs in (benchmarks.models.gpt(1, 64, 2, 1), benchmarks.models.bert(1, 0.01)):
+        graph = torch.export.export(module, (), inputs, strict=False).graph
+        targets = {str(node.target) for node in graph.nodes}
+        assert any("softmax" in target for target in targets)
+        assert not any("scaled_dot_product" in target for target in targets)
+
+
+def test_devices_keep_up_the_same_share_of_their_rates(benchmarks: SimpleNamespace) -> None:
+    clusters = benchmarks.clusters
+    mixed, single = clusters.mixed(8), clusters.WHALE
+    for rank, name in ((0, "v100"), (15, "p100")):
+        sheet = clusters.Cluster.preset(name).device
+        assert mixed.device_of(rank).rate("float32") == pytest.approx(clusters.KEPT * sheet.rate("float32"))
+        assert mixed.device_of(rank).memory_bandwidth == pytest.approx(clusters.KEPT * sheet.memory_bandwidth)
+    assert single.device.rate("float32") == mixed.device_of(0).rate("float32")
 
 
 @pytest.mark.parametrize("key", ["whale-pipelines", "rhino-alone"])

@@ -66,3 +66,17 @@ def test_gradients_end_where_they_are_not_wanted() -> None:
     region, product = _by_operator(exported, "wrap_with_set_grad"), _by_operator(exported, "linear")
     assert region not in effects.differentiable
     assert product in effects.differentiable
+
+
+class _Masked(nn.Module):
+    """A mask of petabytes, made of no input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(1 << 25)
+        return x + (rows[:, None] >= rows).sum()
+
+
+def test_what_depends_on_no_input_takes_no_memory() -> None:
+    exported, effects = _effects(_Masked())
+    assert not effects.changed
+    assert _by_operator(exported, "aten.ge").meta["val"].shape == (1 << 25, 1 << 25)

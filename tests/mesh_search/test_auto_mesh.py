@@ -20,8 +20,6 @@ from tests.options import options as given
 from tests.training import TOLERANCE, fast_links
 from tests.workers import Workers
 
-pytestmark = pytest.mark.xdist_group("gloo")  # one set of processes
-
 
 class Scores(nn.Module):
     """Two layers and a loss, in float64."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -213,6 +215,26 @@ def test_a_pipeline_is_asked_for_as_it_will_be_run(monkeypatch: pytest.MonkeyPat
         assert named["options"].settings.effort == "fast"
 
 
+def test_devices_of_a_pipeline_may_hold_what_they_have_where_nobody_set_a_limit() -> None:
+    limits: list[int | None] = []
+
+    def plan_pipeline(*args: Any, **named: Any) -> Any:
+        limits.append(named["options"].settings.memory_limit)
+        return SimpleNamespace(step_seconds=1e-9, peaks=(1000, 1000))
+
+    unlike = Cluster.parse("2xV100-32GB + 2xP100-16GB")
+    wanted = request(plan_pipeline, pipeline="outer", cluster=unlike)
+    stages = next(one.shape for one in MeshSearch(wanted, 4, FOREVER).candidates() if one.shape.axis is not None)
+    assert wanted.room(stages) == wanted.memory_limit
+    searched(wanted)
+    assert set(limits) == {wanted.memory_limit}
+    limits.clear()
+    wanted = dataclasses.replace(wanted, own_memory=True)
+    assert wanted.room(stages) == 24e9
+    searched(wanted)
+    assert set(limits) == {None}
+
+
 def test_a_pipeline_is_planned_for_one_size_and_where_it_is_near_the_best_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -268,6 +290,29 @@ def test_the_time_limit_ends_it_with_the_best_so_far(monkeypatch: pytest.MonkeyP
     assert verdicts[0] == BEST
     assert verdicts[1:] == ["not planned: the time limit was reached"]
     assert len(search.notes) == 1
+
+
+@pytest.mark.parametrize("left", [5.0, 15.0])
+def test_no_plan_is_begun_that_took_longer_before_than_there_is_time_left(
+    monkeypatch: pytest.MonkeyPatch, left: float
+) -> None:
+    monkeypatch.setattr(Estimates, "seconds", unknown)
+    asked: list[tuple[int, Any]] = []
+    start = time.monotonic()
+
+    def plan_pipeline(module: Any, mesh: MeshShape, *args: Any, **named: Any) -> Any:
+        asked.append((mesh.sizes[0], named["microbatches"]))
+        return SimpleNamespace(step_seconds=1e-9 * mesh.sizes[0], peaks=(1000,) * mesh.sizes[0])
+
+    def ten_seconds_per_pipeline() -> float:
+        return start + 10.0 * len(asked)
+
+    monkeypatch.setattr("autoshard.mesh_search.course.time", SimpleNamespace(monotonic=ten_seconds_per_pipeline))
+    search = MeshSearch(request(plan_pipeline, pipeline="outer", cluster=hosts(4)), 4, start + 10.0 + left)
+    enough = left > 10
+    with contextlib.nullcontext() if enough else pytest.warns(UserWarning, match="the time limit ended the search"):
+        search.run()
+    assert asked == [(2, 8), (2, "auto")][: 1 + enough]
 
 
 def test_there_is_a_plan_within_the_limit_before_other_meshes_take_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

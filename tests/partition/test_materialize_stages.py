@@ -18,8 +18,6 @@ from autoshard.specs import Spec
 from tests.memory_tracker import Tracker
 from tests.workers import Workers
 
-pytestmark = pytest.mark.xdist_group("gloo")  # one set of processes
-
 
 def the_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import InputError
 from autoshard.partition.materialize import materialize_module
-from autoshard.partition.safetensors import load_safetensors
 from autoshard.partition.shards import full, replace_parameters
+from autoshard.pipelined.safetensors import load_safetensors
 from autoshard.specs import Spec
 from tests.partition.meshes import per_rank, simulated
 

@@ -117,7 +117,7 @@ def parallel(make: Make, mesh: Mapping[str, int], steps: int, **options: Any) ->
 def on_device_mesh(make: Make, device_mesh: DeviceMesh, steps: int, **options: Any) -> Trace:
     module, inputs = make()
     with Widened():
-        autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links(), **options)
+        autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links(), effort="fast", **options)
     with doubles():
         return train(module, inputs, steps)
 

@@ -21,7 +21,6 @@ from tests.pipelined.pipelines import assert_equal, model, pipeline_of, plan_by_
 from tests.training import loss_of, outputs_of
 from tests.workers import Workers
 
-pytestmark = pytest.mark.xdist_group("gloo")
 OPTIONS: dict[str, Any] = {"layers": 1, "dropout": 0.25}
 
 

@@ -22,7 +22,7 @@ from tests.pipelined.pipelines import model, pipeline_of, plan_by_hand, resume, 
 from tests.training import fast_links
 from tests.workers import Workers
 
-pytestmark = [pytest.mark.xdist_group("gloo"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 RATE = 1e-2
 OPTIONS: dict[str, Any] = {"layers": 1, "tied": True}
 

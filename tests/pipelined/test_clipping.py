@@ -15,7 +15,6 @@ from autoshard.pipelined.clipping import total_norm
 from autoshard.specs import Spec
 from tests.workers import Workers
 
-pytestmark = pytest.mark.xdist_group("gloo")
 SPECS = {"strided": "S(0,f=2)", "uneven": "S(0)", "replicated": "R", "of one row": "S(0)"}
 """Two pipeline ranks have two of these each."""
 ORDERS = (0.0, 1.0, 2.0, 3.0, math.inf)

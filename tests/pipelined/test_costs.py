@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import Cluster, Link
 from autoshard.pipeline.cut import cut
 from autoshard.pipeline.exported import exported
 from autoshard.pipelined.costs import Links, PlannedStage, stage_costs
@@ -11,7 +13,7 @@ from autoshard.pipelined.places import stage_options
 from autoshard.pipelined.stage_plans import Boundaries, Room, StagePlanner
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.chain import balanced
-from tests.pipelined.making import options, tower
+from tests.pipelined.making import gpt, options, tower
 from tests.training import fast_links
 
 FREE = Room(None, "none")
@@ -156,3 +158,28 @@ def test_modules_are_the_first_and_the_last_with_parameters() -> None:
     assert last.modules[1] == "layers.5.0"
     names = [name for one in (first, last) for name, _ in one.stage.module.named_parameters()]
     assert len(names) == 12
+
+
+def test_tied_parameters_are_sharded_where_it_is_dear_to_add_up_their_gradients() -> None:
+    module, inputs = gpt()
+    graph = exported(module, (), inputs)
+    parts = cut(graph, balanced(graph, 2), 2)
+    cluster, mesh = Cluster.of("cpu"), MeshShape.of({"pp": 2, "x": 2})
+    slow = dataclasses.replace(cluster, inside=Link(bandwidth=1e3, latency=1e-4))
+    placed = []
+    for one in (cluster, slow):
+        way = Links.of(one, mesh, "pp")
+        asked = stage_options(options(), cluster)
+        planner = StagePlanner(MeshShape.of({"x": 2}), [asked], {}, None, "whole", links=way)
+        stages = planner.plan(parts, [Room(None, "none", microbatches=4)] * 2)
+        placed.append({stage.plan.placements["tokens.weight"] for stage in stages})
+    assert placed[0] == {(Replicate(),)}
+    assert len(placed[1]) == 1
+    assert placed[1] != placed[0]
+
+
+def test_a_plan_counts_what_all_microbatches_under_way_hold() -> None:
+    one, three = (planned(2, room=Room(None, "none", microbatches=4, under_way=count), x=2)[0] for count in (1, 3))
+    assert three.plan.decisions == one.plan.decisions
+    saved = stage_costs(one, links(pp=2, x=2), 4).saved_bytes
+    assert three.plan.memory.peak - one.plan.memory.peak == 2 * saved > 0

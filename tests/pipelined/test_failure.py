@@ -29,7 +29,7 @@ from tests.pipelined.pipelines import (
 from tests.training import STEPS
 from tests.workers import Workers
 
-pytestmark = [pytest.mark.xdist_group("gloo"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 LAYERS: dict[str, Any] = {"layers": 1}
 
 

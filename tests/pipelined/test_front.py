@@ -17,8 +17,6 @@ from tests.models.common import seeded
 from tests.training import TOLERANCE, fast_links
 from tests.workers import Workers
 
-pytestmark = pytest.mark.xdist_group("gloo")
-
 MESH = {"pp": 2, "dp": 2}
 IGNORED = -1
 
@@ -66,6 +64,8 @@ def test_what_is_said_of_a_pipeline_that_there_is_not() -> None:
     module, batch = tagger()
     with pytest.raises(PlanError, match="schedule='1F1B' is said of a pipeline, and the mesh x=2 has none"):
         autoshard.plan(module, {"x": 2}, (), batch, schedule="1F1B")
+    with pytest.raises(PlanError, match=r"batch_dims=\{'words': 1\} is said of a pipeline"):
+        autoshard.plan(module, {"x": 2}, (), batch, batch_dims={"words": 1})
     with pytest.raises(
         MeshError, match=r"pipeline_axis='pq': the mesh pp=2, dp=2 has no such axis\. Close ones are pp, dp"
     ):
@@ -83,6 +83,8 @@ def test_bad_input_is_refused() -> None:
         planned(dynamic={"words": {0: "batch"}, "labels": {0: "batch"}})
     with pytest.raises(HintError, match="nowhere"):
         planned(hints={"nowhere.weight": {"dp": Shard(0)}})
+    with pytest.raises(InputError, match="batch_dims names 'nothing', which is no tensor of the call: words, labels"):
+        planned(batch_dims={"nothing": 1})
 
 
 @pytest.fixture(scope="module")

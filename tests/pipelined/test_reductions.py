@@ -17,8 +17,6 @@ from tests.training import Calls
 from tests.widen import doubles
 from tests.workers import Workers
 
-pytestmark = pytest.mark.xdist_group("gloo")
-
 MODEL: dict[str, Any] = {"layers": 1, "tied": True}
 
 

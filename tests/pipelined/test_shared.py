@@ -50,7 +50,6 @@ def test_plans_have_to_agree() -> None:
         check_alike(parts, [plans[1], *plans[1:]])
 
 
-@pytest.mark.xdist_group("gloo")
 def test_pipelines_one_after_the_other_make_groups_that_meet(four: Workers) -> None:
     """The first is shared by some ranks, which have one group more than the others if those make none."""
     assert four.run(started_equal, (0, 3)) == [0, 1, 2, 0]

@@ -21,8 +21,11 @@ def _dropped() -> weakref.ref[_Cycle]:
 @pytest.fixture
 def nothing_set_aside() -> Iterator[None]:
     """As in a user's process: the tests set aside what there is before the first of them."""
+    thresholds = gc.get_threshold()
     gc.unfreeze()
+    gc.set_threshold(700, *thresholds[1:])
     yield
+    gc.set_threshold(*thresholds)
     gc.freeze()
 
 

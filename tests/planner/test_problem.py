@@ -109,14 +109,16 @@ def test_global_inputs_are_whole_and_local_ones_shards_of_the_batch() -> None:
 
 
 def test_memory_of_parameters_counts_gradients_and_optimizer_state() -> None:
-    built = _built("mlp", {"x": 2})
+    planner = planner_of(captured("mlp"), {"x": 2})
+    built = planner.builder.build(frozenset({0}), reuse="inputs")
     (variable,) = (one for one in built.variables if one.key == _node("mlp", "up.weight"))
     assert variable.usage is not None
     whole = 24 * 48 * 4
     held = dict(zip(map(str, variable.options), variable.usage.tolist(), strict=True))
     assert held["R"] == 4 * whole + 4  # parameter, gradient, two moments, and a count of steps
     assert held["S(0)"] == held["S(1)"] == 2 * whole + 4
-    assert variable.life == (0, len(planner_of(captured("mlp"), {"x": 2}).rules.operators) + 1)
+    assert variable.life == (0, len(planner.rules.operators) + 1)
+    assert planner.builder.build(frozenset({0})).problem.usages is None  # where memory does not count
 
 
 def test_what_a_reshard_costs_is_found_on_the_edge() -> None:
@@ -139,7 +141,7 @@ def test_a_parameter_at_rest_holds_its_gradient_and_what_its_optimizer_keeps_in_
     module = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
     graph = capture(module, (), {"input": torch.randn(8, 64, dtype=torch.bfloat16)})
     planner = planner_of(graph, {"x": 2}, optimizer=optimizer_memory(optimizer, None, foreach=True))
-    built = planner.builder.build(frozenset({0}))
+    built = planner.builder.build(frozenset({0}), reuse="inputs")
     (name,) = (source.node.name for source in graph.inputs if source.kind == "parameter")
     (rest,) = (one for one in built.variables if one.key == name)
     assert rest.usage is not None

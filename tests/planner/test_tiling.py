@@ -66,6 +66,12 @@ def test_all_operators_of_repeated_layers_are_placed() -> None:
     assert len(set(per_layer.values())) == 1
 
 
+def test_ends_of_runs_are_tied_where_only_those_of_families_are_free() -> None:
+    tiling = Tiling.of(built(8), stack_planner(8).layers, free="families")
+    assert tiling is not None
+    assert {tiling.follows.count(place) for place in tiling.follows} == {1, 6}
+
+
 def test_only_layers_between_the_first_and_the_last_are_tied() -> None:
     problem, tiling = built(8), tiling_of(8)
     tied = {tiling.leaders[place] for place in tiling.follows if tiling.follows.count(place) > 1}

@@ -13,8 +13,6 @@ from tests.patterns.soundness.sweep import Met, ambiguous, collect, everything, 
 
 aten = torch.ops.aten
 
-pytestmark = pytest.mark.xdist_group("sweep")  # what the samples meet is collected once, by one process
-
 PARTS = 8
 MOST = 2
 """Calls checked of every operator; those that add a strategy are taken first come, first served. docs/coverage.md is
