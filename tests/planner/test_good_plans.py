@@ -134,7 +134,7 @@ dna = functools.partial(planned, architectures.dna_bert, sequence=32768)
 vgg = functools.partial(planned, architectures.vgg19, cluster="v100")
 unet_many = functools.partial(planned, architectures.unet, batch=1024)
 unet_few = functools.partial(planned, architectures.unet, batch=4, size=128)
-resnet_few = functools.partial(planned, architectures.wide_resnet, batch=4)
+resnet_few = functools.partial(planned, architectures.wide_resnet, widen=4, batch=4)
 
 
 @functools.cache
