@@ -63,6 +63,7 @@ from autoshard.planner.problem import Wishes  # noqa: E402
 from autoshard.simulate.events import COMPUTE, replay  # noqa: E402
 from autoshard.simulate.program import operations, sendings  # noqa: E402
 from autoshard.specs.axes import MeshShape  # noqa: E402
+from tests import gloo  # noqa: E402
 from tests.models import resnet18  # noqa: E402
 from tests.random_plans import random_assignment  # noqa: E402
 
@@ -290,7 +291,7 @@ def main() -> None:
     if args.compute:
         compute_alone(args.models, Console(width=130))
         return
-    dist.init_process_group("gloo")
+    dist.init_process_group(gloo.register())
     sizes = MESHES.get(dist.get_world_size(), {"x": dist.get_world_size()})
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     console = Console(width=130, quiet=dist.get_rank() > 0)

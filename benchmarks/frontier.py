@@ -116,9 +116,8 @@ def problem_of(module: nn.Module, inputs: dict[str, Tensor]) -> Problem:
     graph = capture(module, (), inputs, grad=True)
     mesh = MeshShape.of({"x": DEVICES})
     planner = Planner(graph, mesh, Cluster.of("v100"), Wishes(), Settings())
-    return (
-        ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes).build(frozenset({0})).problem
-    )
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes)
+    return builder.build(frozenset({0}), reuse="inputs").problem
 
 
 def tracked(problem: Problem, options: dict[str, Any]) -> tuple[float, CostFrontier]:

@@ -15,6 +15,7 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,16 +53,19 @@ def measure(mesh: str, effort: str, method: str, args: argparse.Namespace) -> di
     """Plan once in this process."""
     with torch.device("meta"):
         tokens = torch.empty(args.batch, args.sequence, dtype=torch.long)
-    plan = autoshard.plan(
-        llama(args.layers, args.model),
-        MESHES[mesh],
-        example_kwargs={"input_ids": tokens, "labels": tokens},
-        cluster="h100",
-        memory_limit=args.memory,
-        method=method,
-        time_limit=args.time_limit,
-        effort=effort,
-    )
+    try:
+        plan = autoshard.plan(
+            llama(args.layers, args.model),
+            MESHES[mesh],
+            example_kwargs={"input_ids": tokens, "labels": tokens},
+            cluster="h100",
+            memory_limit=args.memory,
+            method=method,
+            time_limit=args.time_limit,
+            effort=effort,
+        )
+    except autoshard.BudgetError as error:
+        return {"least_bytes": error.peak}
     if args.save:
         plan.save(f"{args.save}-{mesh}-{effort}-{method}.json")
     return {
@@ -83,19 +87,27 @@ def in_own_process(mesh: str, effort: str, method: str, arguments: list[str]) ->
 
 
 def table(results: dict[str, dict[str, Any]]) -> Table:
-    phases = list(dict.fromkeys(phase for result in results.values() for phase in result["timings"]))
+    plans = [one for one in results.values() if "timings" in one]
+    phases = dict.fromkeys(phase for plan in plans for phase in plan["timings"])
     result = Table("", *results)
+
+    def row(name: str, cell: Callable[[dict[str, Any]], str]) -> None:
+        result.add_row(name, *(cell(one) if one in plans else "" for one in results.values()))
+
     for phase in phases:
-        result.add_row(f"{phase}, s", *(f"{r['timings'].get(phase, 0.0):.1f}" for r in results.values()))
+        row(f"{phase}, s", lambda one, phase=phase: f"{one['timings'].get(phase, 0.0):.1f}")
     result.add_section()
-    result.add_row("after capture / capture", *(f"{ratio(r['timings']):.2f}" for r in results.values()))
-    result.add_row("found by", *(r["found_by"] for r in results.values()))
-    result.add_row("predicted step, s", *(f"{r['step']:.4f}" for r in results.values()))
-    result.add_row("cost, s per step", *(f"{r['cost']:.4f}" for r in results.values()))
-    result.add_row("lower bound", *(f"{r['lower_bound']:.4f}" for r in results.values()))
-    result.add_row("gap", *(f"{r['gap']:.2%}" for r in results.values()))
-    result.add_row("plan's peak per device, GiB", *(f"{r['peak_device_bytes'] / 2**30:.1f}" for r in results.values()))
-    result.add_row("planner's own peak, GiB", *(f"{r['resident_bytes'] / 2**30:.2f}" for r in results.values()))
+    row("after capture / capture", lambda one: f"{ratio(one['timings']):.2f}")
+    row("found by", lambda one: one["found_by"])
+    row("predicted step, s", lambda one: f"{one['step']:.4f}")
+    row("cost, s per step", lambda one: f"{one['cost']:.4f}")
+    row("lower bound", lambda one: f"{one['lower_bound']:.4f}")
+    row("gap", lambda one: f"{one['gap']:.2%}")
+    row("plan's peak per device, GiB", lambda one: f"{one['peak_device_bytes'] / 2**30:.1f}")
+    row("planner's own peak, GiB", lambda one: f"{one['resident_bytes'] / 2**30:.2f}")
+    if len(plans) < len(results):
+        least = (one.get("least_bytes") for one in results.values())
+        result.add_row("does not fit: least peak, GiB", *("" if one is None else f"{one / 2**30:.1f}" for one in least))
     return result
 
 

@@ -23,6 +23,32 @@ HEAD = """\
 autoshard is written for Python 3.11 and later, and torch 2.11 to 2.13; its tests run on the versions in
 `constraints.txt`, on CPU devices over gloo.
 
+## All-gathers over gloo may end a process
+
+Torch 2.13.0 gives every group of gloo two threads, which both write the name of what they did last into one string,
+without a lock. Names of more than 15 letters live on the heap, and that of the all-gather that functional collectives
+and `DTensor` run has 19: where two of them end at once, the string is freed twice, and the process dies of a signal
+there or somewhat later (`segfault`, `double free`, `malloc(): corrupted`). Eight all-gathers in flight, again and
+again, do it within seconds, without autoshard; training does it rarely. NCCL is not concerned. A backend whose groups
+have one thread is safe:
+
+```python
+import torch.distributed as dist
+
+
+def one_thread(store, rank, size, timeout):
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout, options._threads = timeout, 1
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+dist.Backend.register_backend("gloo_one_thread", one_thread, devices=["cpu"])
+dist.init_process_group("gloo_one_thread")
+```
+
+## Names that torch does not promise to keep
+
 Some of what autoshard stands on has no public name in torch yet. Each room keeps such names in one module, `_torch.py`,
 so that a new release of torch is met in these places alone. A name that a supported release lacks is guarded there,
 with an error that says which release has it. The list below is written by `python docs/compatibility.py`.

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import gloo
+
 PRELOADED = ["tests.training", "transformers.models.gpt2.modeling_gpt2"]
 """Seconds of imports, once for all processes of all tests."""
 
@@ -115,7 +117,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     gc.freeze()  # what is imported by now stays, as in tests/conftest.py
     gc.set_threshold(10_000)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group(gloo.register(), f"file://{store}", rank=rank, world_size=size)
     while True:
         try:
             function, args = connection.recv()

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from autoshard.cluster.collective_samples import KINDS, awaited, compute_before, group, in_turn, started
 from autoshard.cluster.curve import Curve
 from autoshard.cluster.measured import INTENSITY, Grouping
-from autoshard.cluster.operator_samples import Call, Rotation, Sample, samples
+from autoshard.cluster.operator_samples import Call, Sample, samples
+from autoshard.cluster.rotation import Rotation
 from autoshard.cluster.stopwatch import Stopwatch
 
 _SMALLEST = 8  # power of two of the bytes of the smallest collective
@@ -49,23 +51,25 @@ class Bench:
 
     def _timed(self, sample: Sample) -> _Timed:
         """A sample's calls and their seconds; none where the device has no such operator in this dtype."""
-        calls: list[Rotation] = []
+        calls: list[Call] = []
+        rotations: list[Rotation] = []
         roughly: list[float] = []
         for size in sample.sizes:
-            call = _made(sample, size)
-            [missing] = self.watch.agreed([call is None])
-            if call is None or missing:  # on any process: all stop at the same size
+            made = _made(sample, size)
+            [missing] = self.watch.agreed([made is None])
+            if made is None or missing:  # on any process: all stop at the same size
                 break
-            calls.append(call)
-            roughly.append(self.watch.once(calls[-1]))
+            calls.append(made[0])
+            rotations.append(made[1])
+            roughly.append(self.watch.once(rotations[-1]))
             if roughly[-1] > self.watch.patience:
                 break
-        return _Timed(sample, calls, self.watch.medians(calls, roughly))
+        return _Timed(sample, calls, rotations, self.watch.medians(rotations, roughly))
 
     def _extra_in_company(self, timed: Sequence[_Timed]) -> float:
         """Seconds that a call takes longer with calls of all other families before it; of calls that do little."""
         little = [one for one in timed if one.sample.amounts_are != INTENSITY]
-        smallest = [one.calls[0] for one in little]
+        smallest = [one.rotations[0] for one in little]
         alone = sum(one.seconds[0] for one in little)
 
         def tour() -> None:
@@ -79,7 +83,8 @@ class Bench:
         """The curves of all collectives in one grouping, up to `largest` bytes, under the keys of `Measured`.
 
         A collective is timed behind a stretch of compute, whose own time is taken off: in a step, too, devices arrive
-        at it one after the other, and processes that share a processor have to be called back to it.
+        at it one after the other, and processes that share a processor have to be called back to it. Like operators,
+        collectives take turns with others of data of their own.
         """
         self.said(f"collectives in groups of {grouping.size}, {grouping.stride} ranks apart")
         compute = compute_before(self.watch.device)
@@ -90,7 +95,8 @@ class Bench:
                 works: list[Callable[[], object]] = [compute]
                 roughly = [computing]
                 for size in sizes:
-                    works.append(in_turn(compute, awaited(started(kind, size, ours, self.watch.device))))
+                    make = functools.partial(_awaited, kind, size, ours, self.watch.device)
+                    works.append(in_turn(compute, Rotation(make, size * (1 + grouping.size))))
                     roughly.append(self.watch.once(works[-1]))
                     if roughly[-1] > self.watch.patience:
                         break
@@ -125,23 +131,29 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """Calls of a sample, and the seconds of each."""
+    """Calls of a sample, each with the copies of it that were timed, and its seconds."""
 
     sample: Sample
-    calls: list[Rotation]
+    calls: list[Call]
+    rotations: list[Rotation]
     seconds: list[float]
 
     def pairs(self) -> Iterator[tuple[Call, float]]:
         """The calls, and the seconds of each."""
-        return ((call.first, seconds) for call, seconds in zip(self.calls, self.seconds, strict=True))
+        return zip(self.calls, self.seconds, strict=True)
 
 
-def _made(sample: Sample, size: int) -> Rotation | None:
-    """Calls of a size; None where the operator refuses them, or they do not fit the memory."""
+def _made(sample: Sample, size: int) -> tuple[Call, Rotation] | None:
+    """A call of a size, and copies of it; None where the operator refuses them, or they do not fit the memory."""
     try:
-        return Rotation(functools.partial(sample.make, size))
+        call = sample.make(size)
+        return call, Rotation(functools.partial(sample.make, size), call.amounts()[1])
     except RuntimeError:
         return None
+
+
+def _awaited(kind: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], torch.Tensor]:
+    return awaited(started(kind, size, group, device))
 
 
 def _point(call: Call, seconds: float, amounts_are: str) -> tuple[float, float]:

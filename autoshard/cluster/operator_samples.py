@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +16,6 @@ aten = torch.ops.aten
 
 _COLUMNS = 256  # elements of a row that norms and softmax reduce
 _POOL = ([3, 3], [2, 2], [1, 1])  # window, step and padding that image models pool by
-_COPIES = 8  # of the operands of a call
-_HELD = 2**26  # bytes that these may take together
 _NARROW = 512  # the other two sizes of a product whose third is small
 
 
@@ -45,20 +41,6 @@ class Call:
         operands, results = list(_tensors(self.args)), list(_tensors(self()))
         work = flops(self.op, [one.shape for one in operands], [one.shape for one in results], self.args)
         return work, sum(one.numel() * one.element_size() for one in (*operands, *results))
-
-
-class Rotation:
-    """Copies of a call in turn, whose last results are kept: as in a step, hardly an operand is in a cache."""
-
-    def __init__(self, make: Callable[[], Call]) -> None:
-        self.first = make()
-        _, bytes = self.first.amounts()
-        copies = max(1, min(_COPIES, int(_HELD // bytes)))
-        self._calls = itertools.cycle([self.first, *(make() for _ in range(copies - 1))])
-        self._kept: deque[Any] = deque(maxlen=copies)
-
-    def __call__(self) -> None:
-        self._kept.append(next(self._calls)())
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

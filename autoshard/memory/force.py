@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_LITTLE = 1e-2
+
 
 def by_size(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Names from the largest size to the smallest, equal sizes in the order of their names."""
     return tuple(sorted(sizes, key=lambda name: (-sizes[name], name)))
+
+
+def that_count(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes without the smallest ones, which together are less than a hundredth: to shard them frees little."""
+    left, kept = _LITTLE * sum(sizes.values()), dict(sizes)
+    for name in reversed(by_size(sizes)):
+        left -= sizes[name]
+        if left < 0:
+            break
+        del kept[name]
+    return kept
 
 
 def largest(sizes: Mapping[str, int], share: float) -> frozenset[str]:

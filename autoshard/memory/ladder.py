@@ -17,6 +17,7 @@ def first_that_fits(
     measure: Measure[Plan],
     limit: int,
     alike: float = 0.0,
+    begin: int | None = None,
 ) -> Plan:
     """The fastest plan within a limit among those on a ladder, of which few are made.
 
@@ -34,10 +35,12 @@ def first_that_fits(
         measure: seconds and bytes of a plan.
         limit: bytes that a plan may hold.
         alike: part of a plan's seconds by which two may differ and no plan between them is looked for.
+        begin: the rung that is looked at first: one that is good, so that worse ones near it are left out; by default
+            the middle.
     """
     low, high, left, right = fastest, leanest, 0, rungs + 1
     while right - left > 1 and measure(high)[0] > (1.0 + alike) * measure(low)[0]:
-        middle = (left + right) // 2
+        middle = (left + right) // 2 if begin is None or not left < begin < right else begin
         plan = make(middle)
         seconds, held = measure(plan)
         if seconds < measure(low)[0] or held >= measure(low)[1]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import fx
 
 from autoshard.patterns.graph import GraphRules, Value
+from autoshard.patterns.worklist import Worklist
 
 _Description = tuple[fx.Node, tuple[int, ...]]
 """An operator that touches a dim of a tensor, and the factors that it takes the dim for, major to minor."""
@@ -52,12 +53,10 @@ class _Followed:
         self.steps: dict[tuple[fx.Node, int], int] = {}  # of a factor, how many of its steps, the outermost, are meant
 
     def found(self) -> dict[fx.Node, frozenset[int]]:
-        waiting = dict.fromkeys(position for start in self._marked() for position in self.touching[start])
-        while waiting:
-            position = next(iter(waiting))
-            del waiting[position]
+        waiting = Worklist(position for start in self._marked() for position in self.touching[start])
+        for position in waiting:
             for changed in self._settle(self.dims[position]):
-                waiting.update(dict.fromkeys(self.touching[changed]))
+                waiting.add(self.touching[changed])
         factors: dict[fx.Node, set[int]] = defaultdict(set)
         for node, factor in self.steps:
             factors[node].add(factor)

@@ -27,6 +27,7 @@ from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Factor, OpCall, Rule, TensorMeta, refine
 from autoshard.patterns.units.merged_dims import with_merged_dims
 from autoshard.patterns.units.routed_rows import with_routed_rows
+from autoshard.patterns.worklist import Worklist
 from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, is_placeable
@@ -366,12 +367,10 @@ class _Cuts:
                     self.touching[node, factor].append(position)
 
     def solve(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
-        pending = dict.fromkeys(range(len(self.links)))
-        while pending:
-            position = next(iter(pending))
-            del pending[position]
+        pending = Worklist(range(len(self.links)))
+        for position in pending:
             for changed in self._settle(self.links[position]):
-                pending.update(dict.fromkeys(self.touching[changed]))
+                pending.add(self.touching[changed])
         return self.chains
 
     def _settle(self, link: list[tuple[fx.Node, tuple[int, ...]]]) -> list[tuple[fx.Node, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -258,27 +259,43 @@ def _specs(
 
     A dynamic size equals a number, which is not all that it is: nothing is remembered of it.
     """
-    known: dict[tuple[int, int], int] = {}  # of an implementation and a choice, the number of what it does
-    numbers: dict[_Way, int] = {}
-    tensors: dict[int, tuple[Callable[..., Spec], _Sizes]] = {}
-    made: dict[tuple[int, ...], Spec] = {}
+    numbers: dict[_Way, int] = {}  # of what a choice does
+    implementations: dict[int, _Implementation] = {}
     specs = []
     for choices in strategies:
         own, chosen = resolved(rule, choices) if rule.variants else (rule, choices)
+        one = implementations.get(id(own))
+        if one is None:
+            sizes = tuple(tuple(own.factors[factor].size for factor in dim) for dim in dims_of(own))
+            dynamic = any(is_dynamic(size) for dim in sizes for size in dim)
+            one = implementations[id(own)] = _Implementation(sizes, _spec if dynamic else _spec_once)
         for choice in chosen:
-            if (id(own), choice) not in known:
-                known[id(own), choice] = numbers.setdefault(way(own, choice), len(numbers))
-        key = (id(own), *[known[id(own), choice] for choice in chosen])
-        if key not in made:
-            if id(own) not in tensors:
-                sizes = tuple(tuple(own.factors[factor].size for factor in dim) for dim in dims_of(own))
-                dynamic = any(is_dynamic(size) for dim in sizes for size in dim)
-                tensors[id(own)] = (_spec if dynamic else _spec_once), sizes
-            make, sizes = tensors[id(own)]
+            if choice not in one.known:
+                one.known[choice] = numbers.setdefault(way(own, choice), len(numbers))
+        key = tuple(map(one.known.__getitem__, chosen))
+        spec = one.made.get(key)
+        if spec is None:
             ways = list(numbers)
-            made[key] = make(sizes, tuple(ways[number] for number in key[1:]), mesh)
-        specs.append(made[key])
+            spec = one.made[key] = one.make(one.sizes, tuple(ways[number] for number in key), mesh)
+        specs.append(spec)
     return specs
+
+
+@dataclass(frozen=True, slots=True)
+class _Implementation:
+    """Of one implementation, what is worked out of one tensor.
+
+    Attributes:
+        sizes: of its factors.
+        make: makes a spec.
+        known: what every choice does, by its number.
+        made: the specs, by what their choices do.
+    """
+
+    sizes: _Sizes
+    make: Callable[..., Spec]
+    known: dict[int, int] = field(default_factory=dict)
+    made: dict[tuple[int, ...], Spec] = field(default_factory=dict)
 
 
 def _spec(sizes: _Sizes, ways: tuple[_Way, ...], mesh: MeshShape) -> Spec:

@@ -26,7 +26,7 @@ class Fitted:
         flights: for every stage, how many microbatches are under way in it.
         microbatches: of one step.
         memories: bytes of a device of every pipeline rank.
-        halves: whether backward runs in halves, between which a microbatch may keep more.
+        halves: the part of what a microbatch may keep more between the halves of backward that there is to be room for.
     """
 
     planned: Sequence[PlannedStage]
@@ -34,7 +34,7 @@ class Fitted:
     flights: Sequence[int]
     microbatches: int
     memories: Sequence[float]
-    halves: bool = False
+    halves: float = 0.0
 
     def limited(self, rooms: Sequence[Room]) -> list[Room]:
         """The rooms, with limits for the stages of ranks that have too little memory.
@@ -57,9 +57,9 @@ class Fitted:
         return given
 
 
-def _need(cost: StageCosts, flights: int, halves: bool) -> int:
+def _need(cost: StageCosts, flights: int, halves: float) -> int:
     """Bytes of a stage with some microbatches under way."""
-    kept = max(cost.saved_bytes, cost.weight_saved_bytes) if halves else cost.saved_bytes
+    kept = cost.saved_bytes + math.ceil(halves * max(cost.weight_saved_bytes - cost.saved_bytes, 0))
     return cost.rest_bytes + max(flights * kept + cost.working_bytes, cost.application_bytes)
 
 
@@ -70,9 +70,10 @@ Rung = Callable[[Fitted, Sequence[Room]], Sequence[Room]]
 def rungs(recompute: str) -> list[Rung]:
     """Ways to make stages leaner, to be tried in turn where nothing fits.
 
-    A limit with room for twice the microbatches under way, which schedules without bubbles have, nothing run again; a
-    limit; all layers run again; gradients that are reduced with every microbatch where that makes them smaller, so that
-    none is kept whole; and a limit with all that.
+    A limit with room for twice the microbatches under way, which schedules without bubbles have, nothing run again, or
+    for as many more as can be; lower limits, with part or all of what these may keep between the halves of backward;
+    a limit; all layers run again; gradients that are reduced with every microbatch where that makes them smaller, so
+    that none is kept whole; and a limit with all that.
 
     Args:
         recompute: what the user allows to be run again, as `autoshard.plan` takes it.
@@ -80,11 +81,13 @@ def rungs(recompute: str) -> list[Rung]:
     Source: P. Qi et al., "Zero Bubble Pipeline Parallelism", 2.2: with about twice the memory there is no bubble.
     """
 
-    def roomy(fitted: Fitted, rooms: Sequence[Room]) -> Sequence[Room]:
-        twice = [min(2 * count, fitted.microbatches) for count in fitted.flights]
-        return _changed(
-            rooms, replace(fitted, flights=twice, halves=True).limited(rooms), lambda room: room, possible=True
-        )
+    def roomy(halves: float) -> Rung:
+        def rung(fitted: Fitted, rooms: Sequence[Room]) -> Sequence[Room]:
+            twice = [min(2 * count, fitted.microbatches) for count in fitted.flights]
+            lean = replace(fitted, flights=twice, halves=halves).limited(rooms)
+            return _changed(rooms, lean, lambda room: replace(room, or_leanest=True), possible=True)
+
+        return rung
 
     def limited(fitted: Fitted, rooms: Sequence[Room]) -> Sequence[Room]:
         lean = fitted.limited(rooms)
@@ -98,7 +101,8 @@ def rungs(recompute: str) -> list[Rung]:
             return rooms
         return _changed(rooms, fitted.limited(rooms), lambda room: _unlimited(room, reduced="microbatch"))
 
-    return [roomy, limited, recomputed, reduced, limited] if recompute == "auto" else [roomy, limited, reduced, limited]
+    first = [roomy(0.0), roomy(0.5), roomy(1.0), limited]
+    return [*first, recomputed, reduced, limited] if recompute == "auto" else [*first, reduced, limited]
 
 
 def _changed(

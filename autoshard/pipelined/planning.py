@@ -258,7 +258,8 @@ class _Planning:
             each = [estimated(one, forward.graph, totals, 1.0, self.sizes.links) for one in found]
             steps = [self._seconds(size, costs, False) for costs in each] if len(found) > 1 else [0.0]
             stages = found[steps.index(min(steps))]
-            self.planned[size] = self.sizes.plan(size, stages)
+            known = min((self._seconds(one, made.costs, True) for one, made in self.planned.items()), default=math.inf)
+            self.planned[size] = self.sizes.plan(size, stages, known)
         except BudgetError as error:
             self.refused[size] = error
         except PlanError as error:

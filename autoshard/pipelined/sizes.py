@@ -255,8 +255,13 @@ class SizePlanner:
             counts.append(max(1, min(number, rounds * ranks + min(max(left - turn * ranks, 0), ranks))))
         return counts
 
-    def plan(self, size: Size, stages: Stages) -> PlannedSize:
+    def plan(self, size: Size, stages: Stages, known: float = math.inf) -> PlannedSize:
         """Cut and plan the stages of a size; leaner where memory costs seconds, or nothing fits otherwise.
+
+        Args:
+            size: microbatches and stages per rank.
+            stages: the assignment.
+            known: seconds of a step of another size: where memory without end makes none shorter, no leaner stages do.
 
         Raises:
             BudgetError: no plan of some stage was found at all.
@@ -276,7 +281,7 @@ class SizePlanner:
         texts = [nameless_text(part) for part in parts]
         for rung in rungs(self.options.settings.recompute):
             late = self.over or (self.left <= 0 and least[0] < math.inf)
-            if least[0] <= free * (1 + _WORTH) or late or self.stopping.interrupted:
+            if least[0] <= free * (1 + _WORTH) or free >= known or late or self.stopping.interrupted:
                 break
             last = free_of_limits
             fitted = Fitted(last.planned, last.costs, self.in_flight(size), size.microbatches, memories)

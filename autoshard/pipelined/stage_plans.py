@@ -13,6 +13,7 @@ from autoshard.capture.joint import JointGraph
 from autoshard.capture.layers import Layer
 from autoshard.capture.layers import layers as layers_of
 from autoshard.capture.recompute import recomputed
+from autoshard.errors import BudgetError
 from autoshard.options import Hints, Options
 from autoshard.patterns.decisions import Decisions
 from autoshard.pipeline.cut import StageModule
@@ -43,6 +44,7 @@ class Room:
         kind: of the devices, by its place among the options of the `StagePlanner`.
         microbatches: over which its gradients are added up.
         reduced: which of these are reduced once.
+        or_leanest: whether the leanest plan found will do where none keeps the limit.
     """
 
     limit: int | None
@@ -51,6 +53,7 @@ class Room:
     microbatches: int = 1
     reduced: Reduced = "step"
     under_way: int = 1
+    or_leanest: bool = False
 
 
 class StagePlanner:
@@ -93,6 +96,8 @@ class StagePlanner:
         # What one works out for operators and reshards serves others: of the same devices, that price reductions so.
         self._first: dict[tuple[int, int], Planner] = {}
         self._known: dict[Any, PlannedStage] = {}
+        self._earlier: dict[Any, Planner] = {}  # those that planned a stage with another limit, or none
+        self._leanest: dict[Room, int] = {}  # smallest peaks found in rooms that were too small
 
     def plan(
         self, stages: Sequence[StageModule], rooms: Sequence[Room], ranks_of: Sequence[int] = ()
@@ -173,7 +178,21 @@ class StagePlanner:
     def _once(
         self, stage: StageModule, room: Room, pins: Pins, options: Options, summed: Mapping[str, float] | None = None
     ) -> PlannedStage:
-        """A plan, or that of a stage that is alike and asked the same; `summed` as in `Wishes`."""
+        """A plan within the room, or the leanest there is where that will do; `summed` as in `Wishes`."""
+        if room in self._leanest:
+            room = replace(room, limit=self._leanest[room])
+        try:
+            return self._within(stage, room, pins, options, summed)
+        except BudgetError as error:
+            if not room.or_leanest or error.peak is None:
+                raise
+            self._leanest[room] = error.peak
+            return self._within(stage, replace(room, limit=error.peak), pins, options, summed)
+
+    def _within(
+        self, stage: StageModule, room: Room, pins: Pins, options: Options, summed: Mapping[str, float] | None
+    ) -> PlannedStage:
+        """A plan, or that of a stage that is alike and asked the same."""
         graph = self._graph(stage)
         start = time.perf_counter()
         held = {source.name for source in graph.inputs if source.kind == "parameter"}
@@ -196,6 +215,11 @@ class StagePlanner:
         planner = planner_for(stage.module, graph, self.mesh, options, like=self._first.get(serves))
         self._first.setdefault(serves, planner)
         planner.wishes = replace(planner.wishes, pinned={**planner.wishes.pinned, **pinned}, summed=summed)
+        free = *key[:-1], replace(room, limit=None, or_leanest=False)
+        earlier = self._earlier.get(free)
+        if earlier is not None and earlier.graph is graph:
+            planner.rungs, planner.unlimited = earlier.rungs, earlier.unlimited
+        self._earlier.setdefault(free, planner)
         one = PlannedStage(stage, graph, planner, self._plan(planner, self._known.get(key), options))
         if planner.interrupted:
             raise KeyboardInterrupt
@@ -206,7 +230,8 @@ class StagePlanner:
     def _plan(self, planner: Planner, alike: PlannedStage | None, options: Options) -> ShardingPlan:
         said = replace(options, hints=self.hints)
         if alike is None:
-            return planned_with(planner, 0.0, said)
+            # Where a limit is too low, others are tried: nobody asks what would help.
+            return planned_with(planner, 0.0, said, planner.unlimited, explained=options.settings.memory_limit is None)
         made = alike.graph
         if alike.plan.recomputed:
             layers = dict(zip(map(_name, layers_of(made)), map(_name, layers_of(planner.graph)), strict=True))

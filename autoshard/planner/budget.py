@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement
 
 from autoshard.capture.joint import JointGraph
 from autoshard.errors import BudgetError
-from autoshard.memory.force import largest
+from autoshard.memory.force import largest, that_count
 from autoshard.memory.ladder import first_that_fits
 from autoshard.memory.prices import DEAR, memory_prices, peak_weights
 from autoshard.patterns.graph import Value
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ROUNDS = 6  # plans made where memory alone has a price, at most
 _GAINED = 0.01  # part of the peak by which such a plan must be leaner than those before for another to be made
-_ALIKE = 0.005  # part of a step's time by which two plans may differ and none between them is looked for
+_ALIKE = 0.002  # part of a step's time by which two plans may differ and none between them is looked for
 _CHEAP = 1e-3  # the same where memory hardly counts
 _FORCED = 10  # rungs on which ever more parameters are forced to be sharded
 _PRICED = 20  # rungs on which memory has ever higher prices
@@ -53,7 +53,7 @@ class BudgetSearch:
         self.limit = limit
         self.cheapest = cheapest
         self.fastest = fastest
-        self.sizes = forceable(planner.graph, planner.wishes)
+        self.sizes = that_count(forceable(planner.graph, planner.wishes))
         # The others are for problems without a limit: too wide, or too slow, where everything is forced.
         self.method = "alternate" if planner.settings.method == "alternate" else "auto"
         self.everything = replace(planner.wishes, forced=frozenset(self.sizes))
@@ -75,7 +75,8 @@ class BudgetSearch:
             return leanest if self._late() else self._rung(rung, weights)
 
         rungs = 1 + _FORCED + _PRICED
-        found = first_that_fits(self.fastest, leanest, rungs, make, self._measure, self.limit, _ALIKE)
+        all_forced = 1 + _FORCED  # solved well, while plans at low prices next to it may be slower and hold more
+        found = first_that_fits(self.fastest, leanest, rungs, make, self._measure, self.limit, _ALIKE, all_forced)
         rows = self._by_rows() if self.planner.settings.method == "ilp" else None
         return found if rows is None or rows.cost > found.cost else rows
 
@@ -104,7 +105,7 @@ class BudgetSearch:
             return self.cheapest
         if rung <= 1 + _FORCED:
             forced = largest(self.sizes, (rung - 1) / _FORCED)
-            found = self.planner.solve(replace(self.planner.wishes, forced=forced), method=self.method)
+            found = self._once(forced, replace(self.planner.wishes, forced=forced))
             return replace(found, method=f"{found.method}, the {len(forced)} largest parameters forced to be sharded")
         assert weights is not None, "memory has a price at some moments"
         share = (rung - 1 - _FORCED) / (_PRICED + 1)
@@ -136,8 +137,15 @@ class BudgetSearch:
     def _priced(self, weights: np.ndarray, strength: float) -> Found:
         """The cheapest plan with all parameters forced where memory has a price at some moments."""
         prices = memory_prices(weights, strength, self.cheapest.cost, self.cheapest.memory.peak)
-        found = self.planner.solve(self.everything, method=self.method, prices=prices)
+        found = self._once(prices.tobytes(), self.everything, prices)
         return replace(found, method=f"{found.method}, all parameters forced to be sharded, memory priced")
+
+    def _once(self, key: Hashable, wishes: Wishes, prices: np.ndarray | None = None) -> Found:
+        """What solves a problem of the ladder, which no limit has a part in."""
+        rungs = self.planner.rungs
+        if key not in rungs:
+            rungs[key] = self.planner.solve(wishes, method=self.method, prices=prices)
+        return rungs[key]
 
     def _by_rows(self) -> Found | None:
         """Rows of memory in the problem (Rhino 4.2): the fastest plan found within the limit; None if there is none.

@@ -75,14 +75,21 @@ class HiddenReductions:
         """The fastest plan found; of equally fast ones, the one that costs least."""
         if self.first.found.exposed > _WORTH * self.first.step:
             self._explore()
-        fastest = min(point.step for point in self.points)
+        fastest = min(point.step for point in self._promising)
         found = min(
-            (point.found for point in self.points if point.step <= (1 + _TIE) * fastest), key=lambda one: one.cost
+            (point.found for point in self._promising if point.step <= (1 + _TIE) * fastest), key=lambda one: one.cost
         )
         if found is self.first.found:
             return found
         # No plan costs less than the bound of the problem in which everything counts.
         return replace(found, lower_bound=self.first.found.lower_bound, method=f"{found.method}, reductions hidden")
+
+    @property
+    def _promising(self) -> list[_Point]:
+        """The points but those that take longer than the first with all their reductions hidden: to know a step takes a
+        program."""
+        contention, most = self._contention, self.first.step
+        return [point for point in self.points if point is self.first or point.value(contention) < most]
 
     def _explore(self) -> None:
         """Adds the corners between the first plan and the one that is cheapest where all is hidden, a few at most."""
@@ -97,7 +104,7 @@ class HiddenReductions:
         stretches = [(self.first, last)]
         while stretches:
             left, right = stretches.pop(0)
-            if min(point.step for point in self.points) <= (1 + _WORTH) * last.value(contention):
+            if min(point.step for point in self._promising) <= (1 + _WORTH) * last.value(contention):
                 return  # as fast as a plan would be that hides all its reductions
             if right.hidden <= left.hidden or left.shown <= right.shown:
                 continue

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -109,6 +109,11 @@ class Planner:
         progress: told how the search goes.
         like: the planner of another graph on the same mesh and cluster: what it has worked out for equal operators and
             tensors is not worked out again.
+
+    Attributes:
+        unlimited: what was found without the memory limit, once that was looked for.
+        rungs: plans that were made on the way to one within a limit, by what was asked of them: they do not depend on
+            the limit, and serve a planner of the same with another one.
     """
 
     def __init__(
@@ -124,7 +129,8 @@ class Planner:
         self.timings: dict[str, float] = {}
         self._lessons: tuple[Wishes, Lessons, Tiling | None] | None = None  # of the problem of all of many axes
         self._running: set[str] = set()  # phases that are being timed
-        self.unlimited: Found | None = None  # what was found without the memory limit
+        self.unlimited: Found | None = None
+        self.rungs: dict[Hashable, Found] = {}
         self._fastest: Found | None = None  # of those without a limit, once they were looked for
         self.graph = graph
         self.mesh = mesh

@@ -40,6 +40,9 @@ _GOOD = 1e-4
 _PRICED = 2e-2
 """The same where memory has a price: what the limit is kept by is chosen among plans at many prices."""
 
+_HOPELESS = 2e-2
+"""Relative gap of a proposal that the solver would not close in the time that a proposal is worth."""
+
 CLOSE = 5e-3
 """Relative gap at which a plan of tied layers stands; where it is larger, every layer is looked at by itself."""
 
@@ -133,6 +136,8 @@ def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answ
         start = stitched.assignment or None
     if best.interrupted or best.gap <= search.close or (search.fast and best.assignment):
         return best
+    if search.proposal and best.assignment and best.gap > _HOPELESS:
+        return best
     if tiling is not None:
         if start is None or search.proposal:
             best = better(best, _tied(problem, tiling, search, start))
@@ -155,10 +160,13 @@ def by_messages(problem: Problem, order: list[float], tiling: Tiling | None, sea
     if tiling is None:
         relaxed, interrupted = passes(folded, ITERATIONS, search)
         return answer_of(relaxed, interrupted)
-    messages = Messages(problem, order)
     tied, interrupted = passes(folded, ITERATIONS, search)
     assignment = tiling.spread(tied.assignment) if tied.assignment else ()
     cost = problem.cost(assignment) if assignment else float("inf")
+    if search.proposal:  # tied layers are good enough, and so is what bounds them
+        bound = min(tied.bound, cost)
+        return Answer(assignment, cost, bound, "messages, layers tied", "feasible", interrupted)
+    messages = Messages(problem, order)
     messages.start_from(*tiling.messages(problem, folded.along, folded.against))
     if interrupted:
         return Answer(assignment, cost, -np.inf, "messages", "feasible", True)
@@ -182,6 +190,9 @@ def passes(
     """Iterations, until the bound is as close to a known cost as is asked for, and whether somebody stopped them."""
     told = search.told
     best = messages.run(1, upper=upper, close=close, deadline=search.deadline)
+    known = min(upper, best.cost)
+    if known - best.bound <= close * abs(known):
+        return best, False
     try:
         best = messages.run(
             iterations,

@@ -42,6 +42,9 @@ _LESSONS = 40
 _LEARNED = 1e-4
 """Relative distance of the best answer to what bounds it at which no more is learned."""
 
+_SEEN = 2e-3
+"""The same of the first look, at prices that are not exact yet: what is learned next changes them by more."""
+
 _PROPOSED = 2e-2
 """The same of a proposal: a few passes do not bound it well."""
 
@@ -140,7 +143,8 @@ class _Course:
         if self.lessons.messages is not None:
             messages.start_from(*self.lessons.messages)
         known, looked = self.best.cost, ITERATIONS if self.hiding is None else _GLANCE
-        relaxed, interrupted = passes(messages, looked, self.search, known, _LEARNED)
+        close = _LEARNED if np.isfinite(known) else _SEEN
+        relaxed, interrupted = passes(messages, looked, self.search, known, close)
         near = messages.near(_NEAR * abs(relaxed.bound) * self._repeated())
         self.lessons = self.lessons.looked(1.0 if self.hiding is None else self.hiding.price, near, messages)
         if self.tiling is None and self.hiding is None:

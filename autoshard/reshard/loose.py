@@ -246,8 +246,9 @@ class LooseResharder:
                 parts.append((source, target, seconds))
         nothing = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
         source, target, seconds = map(np.concatenate, zip(nothing, *parts, strict=True))
+        order = np.argsort(source, kind="stable")  # moves from one state together: what it is reached in stays at hand
         places = tuple({token: place for place, token in enumerate(one)} for one in numbers)
-        return _Graph(number, places, source, target, seconds)
+        return _Graph(number, places, source[order], target[order], seconds[order])
 
     def _numbered(self, tokens: tuple[tuple[Token, ...], ...]) -> NDArray[np.int64]:
         """Numbers of the states: all combinations in which no two axes shard overlapping pieces of a dim."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoshard.cluster.measured import BYTES, FLOPS, INTENSITY
-from autoshard.cluster.operator_samples import Call, Rotation, Sample, samples
+from autoshard.cluster.operator_samples import Sample, samples
 from autoshard.cluster.operators import family
 
 SAMPLES = samples(torch.float32, torch.device("cpu"))
@@ -32,22 +32,6 @@ def test_a_copy_is_made_by_the_sample_of_copies() -> None:
     call = next(sample for sample in SAMPLES if sample.family == "copy").make(4096)
     assert not call.args[0].is_contiguous()
     assert call().is_contiguous()
-
-
-def test_calls_take_turns_with_copies_of_their_operands() -> None:
-    made: list[Call] = []
-
-    def make() -> Call:
-        made.append(SAMPLES[0].make(4))
-        return made[-1]
-
-    rotation = Rotation(make)
-    assert rotation.first is made[0]
-    assert len({call.args[0].data_ptr() for call in made}) == len(made) > 1
-    before = [call.args[0].clone() for call in made]
-    for _ in range(2 * len(made)):
-        rotation()
-    assert all(torch.equal(call.args[0], kept) for call, kept in zip(made, before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -12,17 +12,19 @@ PLANS = st.lists(st.tuples(st.integers(10, 30).map(float), st.integers(100, 200)
 FASTEST, LEANEST = (10.0, 210), (40.0, 90)
 
 
-def _first(plans: list[Plan], limit: int, tried: list[int], alike: float = 0.0) -> Plan:
+def _first(plans: list[Plan], limit: int, tried: list[int], alike: float = 0.0, begin: int | None = None) -> Plan:
     def make(rung: int) -> Plan:
         tried.append(rung)
         return plans[rung - 1]
 
-    return first_that_fits(FASTEST, LEANEST, len(plans), make, lambda plan: plan, limit, alike)
+    return first_that_fits(FASTEST, LEANEST, len(plans), make, lambda plan: plan, limit, alike, begin)
 
 
-@given(PLANS, st.sampled_from([0.0, 0.1, 1.0]))
-def test_smaller_limits_never_give_faster_plans_nor_plans_that_hold_more(plans: list[Plan], alike: float) -> None:
-    found = [_first(plans, limit, [], alike) for limit in range(90, 210)]
+@given(PLANS, st.sampled_from([0.0, 0.1, 1.0]), st.none() | st.integers(1, 20))
+def test_smaller_limits_never_give_faster_plans_nor_plans_that_hold_more(
+    plans: list[Plan], alike: float, begin: int | None
+) -> None:
+    found = [_first(plans, limit, [], alike, begin) for limit in range(90, 210)]
     assert all(held <= limit for limit, (_, held) in zip(range(90, 210), found, strict=True))
     for (slower, less), (faster, more) in itertools.pairwise(found):
         assert slower >= faster
@@ -54,3 +56,10 @@ def test_between_plans_that_are_about_as_fast_none_is_made(plans: list[Plan], li
     tried: list[int] = []
     assert _first(plans, limit, tried, 3.0) == LEANEST
     assert not tried
+
+
+def test_what_is_no_better_than_the_rung_to_begin_with_is_left_out() -> None:
+    plans = [(12.0, 190), (13.0, 150), (14.0, 151), (15.0, 130)]
+    assert _first(plans, 155, [], begin=3) == (14.0, 151)
+    assert _first(plans, 155, [], begin=2) == (13.0, 150)
+    assert _first(plans, 140, [], begin=2) == (15.0, 130)

@@ -25,7 +25,7 @@ def test_stages_make_room_for_twice_the_microbatches_before_anything_is_run_agai
     flights = (2, 1)
     once = [need(cost, count) for cost, count in zip(costs, flights, strict=True)]
     twice = [need(cost, 2 * count) for cost, count in zip(costs, flights, strict=True)]
-    roomy, limited, *_ = rungs("auto")
+    loose, between, roomy, limited, *_ = rungs("auto")
 
     def fitted(needs: list[int]) -> Fitted:
         memories = [one + more for one, more in zip(needs, received, strict=True)]
@@ -39,7 +39,11 @@ def test_stages_make_room_for_twice_the_microbatches_before_anything_is_run_agai
         assert one.under_way == count
         # The plan counts what every microbatch saves; what is there beside that has no room in its limit.
         beside = twice[place] - stages[place].plan.memory.peak - (count - 1) * cost.saved_bytes
-        assert one == dataclasses.replace(FREE, limit=once[place] - beside, under_way=count)
+        assert one == dataclasses.replace(FREE, limit=once[place] - beside, under_way=count, or_leanest=True)
+    limits = [[room.limit for room in rung(fitted(once), rooms)] for rung in (loose, between, roomy)]
+    for room, half, all_ in zip(*limits, strict=True):
+        assert all_ is not None, "what is kept between the halves of backward has room there"
+        assert room is None or half is None or room >= half >= all_
 
 
 def test_stages_that_are_alike_share_the_least_of_near_limits() -> None:

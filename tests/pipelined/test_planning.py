@@ -219,11 +219,11 @@ def test_an_interruption_hands_back_the_best_plan_met(monkeypatch: pytest.Monkey
     plan_size = SizePlanner.plan
     met: list[Size] = []
 
-    def second_is_interrupted(self: SizePlanner, size: Size, stages: Any) -> Any:
+    def second_is_interrupted(self: SizePlanner, size: Size, *args: Any) -> Any:
         met.append(size)
         if len(met) == 2:
             raise KeyboardInterrupt
-        return plan_size(self, size, stages)
+        return plan_size(self, size, *args)
 
     monkeypatch.setattr(SizePlanner, "plan", second_is_interrupted)
     stopping = Stopping()

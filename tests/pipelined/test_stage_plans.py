@@ -1,0 +1,64 @@
+"""Stages planned within limits, one after another."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from autoshard.errors import BudgetError
+from autoshard.pipeline.cut import cut
+from autoshard.pipeline.exported import exported
+from autoshard.pipelined.places import stage_options
+from autoshard.pipelined.stage_plans import Room, StagePlanner
+from autoshard.planner.planner import Planner
+from autoshard.specs.axes import MeshShape
+from tests.pipeline.chain import balanced
+from tests.pipelined.making import options, tower
+from tests.training import fast_links
+
+TOO_LITTLE = Room(1000, "none")
+
+
+@pytest.fixture
+def stages() -> list[Any]:
+    module, inputs = tower()
+    graph = exported(module, (), inputs)
+    return cut(graph, balanced(graph, 2), 2)
+
+
+@pytest.fixture
+def planner() -> StagePlanner:
+    asked = stage_options(options(), fast_links())
+    return StagePlanner(MeshShape.of({"x": 2}), [asked], {}, None, "whole")
+
+
+def test_where_no_plan_keeps_a_limit_the_leanest_will_do_if_told(stages: list[Any], planner: StagePlanner) -> None:
+    with pytest.raises(BudgetError) as refused:
+        planner.plan(stages, [TOO_LITTLE] * 2)
+    leanest = planner.plan(stages, [dataclasses.replace(TOO_LITTLE, or_leanest=True)] * 2)
+    assert leanest[0].plan.memory.peak == refused.value.peak
+    assert leanest[0].plan.memory.peak < planner.plan(stages, [Room(None, "none")] * 2)[0].plan.memory.peak
+
+
+def test_what_was_found_for_one_limit_serves_another(
+    stages: list[Any], planner: StagePlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved: list[int] = []
+    solve = Planner.solve
+
+    def counted(self: Planner, *args: Any, **kwargs: Any) -> Any:
+        solved.append(1)
+        return solve(self, *args, **kwargs)
+
+    monkeypatch.setattr(Planner, "solve", counted)
+    [first, _] = planner.plan(stages, [Room(None, "none")] * 2)
+    [leanest, _] = planner.plan(stages, [dataclasses.replace(TOO_LITTLE, or_leanest=True)] * 2)
+    before = len(solved)
+    room = Room((first.plan.memory.peak + leanest.plan.memory.peak) // 2, "none")
+    again = planner.plan(stages, [room] * 2)[0].plan
+    served = len(solved) - before
+    alone = StagePlanner(planner.mesh, planner.options, {}, None, "whole").plan(stages, [room] * 2)[0].plan
+    assert again.decisions == alone.decisions
+    assert served < len(solved) - before - served
