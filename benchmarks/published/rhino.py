@@ -124,8 +124,7 @@ GPT_PART = Part(
     f"{_SHARED} Batch 64; one GPU alone is left out, since it would have to accumulate gradients.",
     _full(GPTS, 64, {"lowest": 0.54, "highest": 0.759}),
     "The lowest: the paper's range is over 1 to 16 GPUs, and does not say whose share is the lowest. One GPU, which "
-    "cannot hold the batch at once, is not among ours. On 2 and 4 GPUs the plans that the search found, quickly, are "
-    "slower than the plain pipelines of Fig. 8 below.",
+    "cannot hold the batch at once, is not among ours.",
 )
 MIXTURE_PART = Part(
     "Rhino Table 2 and Fig. 7: mixtures of experts, all strategies",
