@@ -34,6 +34,9 @@ _SIZES = 1.5
 """The fastest of the pipelines that were planned for one number of microbatches is planned for any number where it is
 slower than the best by less; what that gains says which others are."""
 
+_ALIKE = 1.01
+"""Plans that differ by less may change places within a memory limit."""
+
 _SAME = 1 + 1e-9
 """Times that differ by less are equal: the same sums, rounded in another order."""
 
@@ -152,8 +155,15 @@ class MeshSearch:
         return [row for row in self._rows if row.planner and row.plan is None and row.needs is None]
 
     def _fit(self) -> None:
-        """Plan those within the limit that are fast enough without it."""
-        for row in sorted(self._too_large(), key=lambda row: row.speed):
+        """Plan those within the limit that are fast enough without it.
+
+        The fastest without it are first; of those that are as good as equal, the one with the fewest axes, which takes
+        the least time.
+        """
+        rows = self._too_large()
+        fastest = min((row.speed for row in rows), default=0.0)
+        rows.sort(key=lambda row: (max(row.speed, _ALIKE * fastest), row.shape.mesh.ndim))
+        for row in rows:
             if self.best is not None:
                 row.verdict = self._dropped(row) or slow_within_limit(row, self._rows, self.best) or ""
             if not row.verdict:
@@ -188,6 +198,7 @@ class MeshSearch:
         for other in self._rows:
             if other.plan is not None and other.speed > _NEAR * self.best.speed:
                 other.planner = None  # it is large, and of no use any more
+                other.sizes.clear()
         if self.plans.interrupted:
             raise KeyboardInterrupt
 

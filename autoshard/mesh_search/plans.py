@@ -85,7 +85,7 @@ class Plans:
         virtual = 1 if request.virtual == "auto" else request.virtual
         row.settled = (number, virtual) == (request.microbatches, request.virtual)
         try:
-            return self._pipeline(shape, number, virtual, self.options("fast"))
+            return self._pipeline(row, number, virtual, self.options("fast"))
         except (BudgetError, PipelineError):
             if row.settled or time.monotonic() > self.deadline:
                 raise
@@ -94,10 +94,10 @@ class Plans:
 
     def pipeline(self, row: Row, effort: str | None = None) -> PipelinePlan:
         """The plan of a pipeline of any size that is asked for."""
-        return self._pipeline(row.shape, self.request.microbatches, self.request.virtual, self.options(effort))
+        return self._pipeline(row, self.request.microbatches, self.request.virtual, self.options(effort))
 
-    def _pipeline(self, shape: Shape, microbatches: int | str, virtual: int | str, options: Options) -> PipelinePlan:
-        request, stopping = self.request, Stopping(self.deadline)
+    def _pipeline(self, row: Row, microbatches: int | str, virtual: int | str, options: Options) -> PipelinePlan:
+        request, shape, stopping = self.request, row.shape, Stopping(self.deadline)
         if request.own_memory:
             options = replace(options, settings=replace(options.settings, memory_limit=None))
         plan = request.plan_pipeline(
@@ -111,6 +111,7 @@ class Plans:
             virtual=virtual,
             begin=self.beginning.microbatches(shape),
             options=options,
+            known=row.sizes.setdefault(options.settings.effort, {}),
             stopping=stopping,
         )
         self.interrupted = self.interrupted or stopping.interrupted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autoshard.errors import BudgetError
@@ -16,6 +16,7 @@ from autoshard.planner.planner import Planner
 
 if TYPE_CHECKING:
     from autoshard.pipelined.plan import PipelinePlan
+    from autoshard.pipelined.sizes import PlannedSize, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Row:
         free: the latter, where there is one.
         plan: the fastest that fits.
         planner: that made a plan without a limit on memory: what it has worked out serves others on the same mesh.
+        sizes: those of a pipeline that were planned, by the effort with which they were.
         needs: the smallest peak found, where none fits.
         settled: whether more effort is all that could make the plan better.
         estimate: seconds that a pipeline was estimated to take before it was planned.
@@ -50,6 +52,7 @@ class Row:
     plan: ShardingPlan | PipelinePlan | None = None
     verdict: str = ""
     planner: Planner | None = None
+    sizes: dict[str, dict[Size, PlannedSize]] = field(default_factory=dict)
     free: Free | None = None
     needs: int | None = None
     settled: bool = True

@@ -172,13 +172,18 @@ class GraphRules:
         Raises:
             HintError: the placements do not fit the tensor or the mesh.
         """
-        placements = self.graph.pin(node)
-        if placements is None:
+        if node not in self._pins:
             return None
         key = (node, mesh)
         if key not in self._pinned:
-            self._pinned[key] = pinned_spec(placements, Value(node).meta.shape, mesh, self.graph.module_path(node))
+            where = self.graph.module_path(node)
+            self._pinned[key] = pinned_spec(self._pins[node], Value(node).meta.shape, mesh, where)
         return self._pinned[key]
+
+    @cached_property
+    def _pins(self) -> dict[fx.Node, tuple[Placement, ...]]:
+        pins = ((node, self.graph.pin(node)) for node in self.operators)
+        return {node: placements for node, placements in pins if placements is not None}
 
     def repeats_draw(self, node: fx.Node) -> fx.Node | None:
         """The operator of the forward half that draws numbers and that an operator runs again, if it does."""
@@ -367,7 +372,7 @@ class _Cuts:
                     self.touching[node, factor].append(position)
 
     def solve(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
-        pending = Worklist(range(len(self.links)))
+        pending = Worklist(place for place, link in enumerate(self.links) if any(len(dims) > 1 for _, dims in link))
         for position in pending:
             for changed in self._settle(self.links[position]):
                 pending.add(self.touching[changed])
@@ -381,7 +386,7 @@ class _Cuts:
             for factor in factors:
                 loop = rule.factors[factor]
                 inside = [point // left for point in points if left < point < left * loop.size and point % left == 0]
-                if loop.shardable and not loop.contiguous and self._add(node, factor, loop.size, inside):
+                if inside and loop.shardable and not loop.contiguous and self._add(node, factor, loop.size, inside):
                     changed.append((node, factor))
                 left *= loop.size
         return changed
@@ -400,8 +405,9 @@ class _Cuts:
         chain = self.chains[node].get(factor, ())
         grown = list(chain)
         for point in points:
-            fits = size % point == 0 and all(max(point, other) % min(point, other) == 0 for other in grown)
-            if point not in grown and fits and len(grown) < _LONGEST_CHAIN:
+            if point in grown or size % point or len(grown) >= _LONGEST_CHAIN:
+                continue
+            if all(max(point, other) % min(point, other) == 0 for other in grown):
                 grown.append(point)
         if len(grown) == len(chain):
             return False

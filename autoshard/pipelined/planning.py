@@ -26,7 +26,7 @@ from autoshard.pipelined.captured import Call, Captured
 from autoshard.pipelined.estimates import Totals, estimated, totals_at
 from autoshard.pipelined.places import check_axis, check_pipeline_options, forward_fingerprint
 from autoshard.pipelined.plan import PipelinePlan
-from autoshard.pipelined.sizes import Forward, PlannedSize, Size, SizePlanner
+from autoshard.pipelined.sizes import WORTH, Forward, PlannedSize, Size, SizePlanner
 from autoshard.pipelined.stage_plans import Boundaries
 from autoshard.pipelined.stopping import Stopping
 from autoshard.planner.collector import older_objects_set_aside
@@ -57,6 +57,7 @@ def plan_pipeline(
     batch_dims: Mapping[str, int | None] | None = None,
     boundaries: Boundaries = "planned",
     captured: Captured | None = None,
+    known: dict[Size, PlannedSize] | None = None,
     stopping: Stopping | None = None,
 ) -> PipelinePlan:
     """Decide how a model runs as a pipeline, and change nothing.
@@ -94,6 +95,7 @@ def plan_pipeline(
             next stage takes it so (Whale's bridge). `input_placements` and `output_placements` of the stages' plans
             then say how.
         captured: what was captured of this call before, for other meshes; what is captured now goes there too.
+        known: sizes that were planned before, of the same call, mesh and options; those planned now go there too.
         stopping: when else the search ends before its end.
 
     Returns:
@@ -112,7 +114,8 @@ def plan_pipeline(
     check_pipeline_options(options)
     captured = captured or Captured(Call(module, args, kwargs, batch_dims), options)
     with older_objects_set_aside():
-        planning = _Planning(captured, shape, axis, options, devices, boundaries, stopping or Stopping())
+        sizes = {} if known is None else known
+        planning = _Planning(captured, shape, axis, options, devices, boundaries, sizes, stopping or Stopping())
         return planning.run(schedule, microbatches, virtual, begin)
 
 
@@ -127,6 +130,7 @@ class _Planning:
         options: Options,
         devices: Sequence[StageDevice] | None,
         boundaries: Boundaries,
+        known: dict[Size, PlannedSize],
         stopping: Stopping,
     ) -> None:
         self.start = time.perf_counter()
@@ -150,7 +154,7 @@ class _Planning:
         self.unequal = any((one.speed, one.memory) != (given[0].speed, given[0].memory) for one in given)
         self.sizes = SizePlanner(captured, mesh, axis, options, self.devices, boundaries, self._seconds, stopping)
         self.names: list[str] = []
-        self.planned: dict[Size, PlannedSize] = {}
+        self.planned = known
         self.refused: dict[Size, PlanError | BudgetError] = {}
         self._assigned: dict[int, tuple[Forward, int, list[Stages]] | None] = {}
 
@@ -173,11 +177,13 @@ class _Planning:
         first = self._first(every, begin)
         estimates: tuple[Candidate, ...] = ()
         try:
-            if virtual == "auto" and first and self.sizes.marks(self.sizes.forward(first[0].microbatches)):
+            if virtual == "auto" and first and self.sizes.marks(self.sizes.forward(first.microbatches)):
                 every = [size for size in every if size.virtual == 1]  # a stage per rank: devices of its own
-            for size in first:
-                if not self._late():
-                    self._plan(size)
+            if first is not None and first not in self.planned:
+                self._plan(first)
+            second = None if first is None else self._second(first, every, begin)
+            if second is not None and second not in self.planned and not self._late():
+                self._plan(second)
             estimates = self._follow_estimates(every) if len(every) > 1 else ()
         except KeyboardInterrupt:
             self.stopping.interrupted = True
@@ -212,19 +218,28 @@ class _Planning:
         families = [SCHEDULES.get(name) for name in self.names]
         return any(one is None or one.refusal(self.ranks, size.virtual, size.microbatches) is None for one in families)
 
-    def _first(self, every: Sequence[Size], begin: int | None) -> list[Size]:
-        """What to plan first: two sizes of microbatches; if not told, such that all devices of a stage have a part."""
-        if not every:
-            return []
-        way = min(size.virtual for size in every)
+    def _first(self, every: Sequence[Size], begin: int | None) -> Size | None:
+        """What to plan first; if not told, such that all devices of a stage have a part of a microbatch."""
+        return self._nearest(self._shared(every, begin), begin or _MICROBATCHES_PER_RANK * self.ranks)
+
+    def _second(self, first: Size, every: Sequence[Size], begin: int | None) -> Size | None:
+        """What to plan next: half as many microbatches, or twice as many where those of the first hold too much."""
+        planned = self.planned.get(first)
+        roomy = planned is not None and self._seconds(first, planned.costs, True) <= (1 + WORTH) * planned.free_seconds
+        shared, mine = self._shared(every, begin), [size for size in every if size.virtual == first.virtual]
+        others = [size for size in (shared if len(shared) > 1 else mine) if size != first]
+        smaller = [size for size in others if (size.microbatches < first.microbatches) == roomy]
+        return self._nearest(smaller or others, first.microbatches / 2 if roomy else first.microbatches * 2)
+
+    def _shared(self, every: Sequence[Size], begin: int | None) -> list[Size]:
+        """Sizes with the fewest stages whose microbatches all devices of a stage have a part of, if not told."""
+        way = min((size.virtual for size in every), default=1)
         mine = [size for size in every if size.virtual == way]
-        large = [size for size in mine if begin or self.batch // size.microbatches >= self.sizes.mesh.size]
-        wanted = begin or _MICROBATCHES_PER_RANK * self.ranks
-        first = min(large or mine, key=lambda size: (abs(math.log(size.microbatches / wanted)), size.microbatches))
-        others = [size for size in (large if len(large) > 1 else mine) if size != first]
-        half = first.microbatches / 2
-        second = min(others, key=lambda size: (abs(math.log(size.microbatches / half)), size), default=None)
-        return [first] if second is None else [first, second]
+        return [size for size in mine if begin or self.batch // size.microbatches >= self.sizes.mesh.size] or mine
+
+    def _nearest(self, sizes: Sequence[Size], wanted: float) -> Size | None:
+        """The size whose number of microbatches is nearest to one, of equally near ones the smaller."""
+        return min(sizes, key=lambda size: (abs(math.log(size.microbatches / wanted)), size), default=None)
 
     def _follow_estimates(self, every: Sequence[Size]) -> tuple[Candidate, ...]:
         """Plan what is best by what is known, until that is planned; what is said of sizes that are not planned."""

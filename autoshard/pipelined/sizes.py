@@ -35,7 +35,7 @@ from autoshard.specs.axes import MeshShape
 TOLERANCES = (0.02, 0.1)
 """How unequal stages may be: where less crosses the boundaries of less equal ones, either may be faster."""
 
-_WORTH = 0.01
+WORTH = 0.01
 """Stages are planned for less memory where that may make the step shorter by more than this share."""
 
 _LEAST_SECONDS = 1.0
@@ -74,6 +74,7 @@ class PlannedSize:
         stages: how it was.
         planned: the stages with their plans.
         costs: of these.
+        free_seconds: of a step of stages that are planned without a limit on memory, if they are others.
     """
 
     size: Size
@@ -81,6 +82,7 @@ class PlannedSize:
     stages: Stages
     planned: tuple[PlannedStage, ...]
     costs: tuple[StageCosts, ...]
+    free_seconds: float = 0.0
 
 
 class SizePlanner:
@@ -281,7 +283,7 @@ class SizePlanner:
         texts = [nameless_text(part) for part in parts]
         for rung in rungs(self.options.settings.recompute):
             late = self.over or (self.left <= 0 and least[0] < math.inf)
-            if least[0] <= free * (1 + _WORTH) or free >= known or late or self.stopping.interrupted:
+            if least[0] <= free * (1 + WORTH) or free >= known or late or self.stopping.interrupted:
                 break
             last = free_of_limits
             fitted = Fitted(last.planned, last.costs, self.in_flight(size), size.microbatches, memories)
@@ -295,7 +297,7 @@ class SizePlanner:
                     best, least = last, self._merit(size, last.costs)
                 if all(room.limit is None for room in leaner):
                     free_of_limits, rooms = last, leaner
-        return best
+        return replace(best, free_seconds=free)
 
     @contextlib.contextmanager
     def _kept(self, seconds: float) -> Iterator[None]:

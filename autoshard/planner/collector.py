@@ -14,6 +14,9 @@ _BETWEEN = 10_000
 """Objects that are made, and not yet gone, from one look through the youngest to the next, at least: planning keeps
 most of what it makes."""
 
+_LOOKS = 400
+"""Looks through the youngest from one look through those that have survived one to the next, at least."""
+
 
 @contextlib.contextmanager
 def older_objects_set_aside() -> Iterator[None]:
@@ -23,14 +26,14 @@ def older_objects_set_aside() -> Iterator[None]:
     changes: they alone know when that ends. Nor does it where so few looks are asked for, or none at all: the outer one
     is told by that, since to count what is set aside takes as long as it is much.
     """
-    young, *older = gc.get_threshold()
+    young, middle, old = gc.get_threshold()
     if not 0 < young < _BETWEEN or gc.get_freeze_count():
         yield
         return
     gc.freeze()
-    gc.set_threshold(_BETWEEN, *older)
+    gc.set_threshold(_BETWEEN, max(middle, _LOOKS), old)
     try:
         yield
     finally:
-        gc.set_threshold(young, *older)
+        gc.set_threshold(young, middle, old)
         gc.unfreeze()

@@ -55,8 +55,7 @@ class HiddenReductions:
     hidden second counts less than others, at some price between the cluster's `contention`, where all of it is hidden,
     and 1. Those plans are the corners of a convex curve that trades what is shown for what is hidden. They are found
     as in parametric optimisation: between two corners lies a third if, at the price at which both cost the same,
-    another plan costs less. It is looked for if that may be by a thousandth of the step. Where there is one corner
-    only, the plan that is cheapest where hidden seconds are free is looked at too. The timeline then chooses.
+    another plan costs less. It is looked for if that may be by a thousandth of the step. The timeline then chooses.
 
     Args:
         planner: solves problems.
@@ -95,11 +94,7 @@ class HiddenReductions:
         """Adds the corners between the first plan and the one that is cheapest where all is hidden, a few at most."""
         contention = self._contention
         last = self._solved(contention)
-        if last is None:
-            return
-        if last.found.decisions == self.first.found.decisions:
-            # What is hidden depends on where groups of gradients end: a plan that reduces more may hide it better.
-            self._solved(0.0)
+        if last is None or last.found.decisions == self.first.found.decisions:
             return
         stretches = [(self.first, last)]
         while stretches:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,26 +22,23 @@ from autoshard.memory.footprint import Memory, held
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph import GraphRules, Value
-from autoshard.patterns.strategy import axis_choices
 from autoshard.plan import ShardingPlan
 from autoshard.planner.account import Account
 from autoshard.planner.allocations import allocations
+from autoshard.planner.asked import Ask, Solved
 from autoshard.planner.budget import BudgetSearch
 from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.found import Found, Run
 from autoshard.planner.hidden import HiddenReductions
-from autoshard.planner.hubs import Reuse
-from autoshard.planner.lessons import Lessons
+from autoshard.planner.many_axes import ManyAxes
 from autoshard.planner.options import OptionTables
 from autoshard.planner.problem import BuiltProblem, Hiding, Wishes
 from autoshard.planner.progress import Progress
 from autoshard.planner.recorded import LocalPrograms
 from autoshard.planner.schedule import OperatorPrices, reductions, timeline
 from autoshard.planner.skeleton import Skeleton, skeleton
-from autoshard.planner.solving import CLOSE, Answer, Search, answered, is_large
-from autoshard.planner.teaching import taught
+from autoshard.planner.solving import Answer, Search, answered, is_large
 from autoshard.planner.tiling import Layer, Tiling, layers_of
-from autoshard.reshard.loose import LooseResharder
 from autoshard.reshard.path import Resharder
 from autoshard.reshard.unreduced import Reduced
 from autoshard.solver.eliminate import WidthError
@@ -52,9 +48,7 @@ from autoshard.version import __version__
 RECOMPUTE = ("auto", "none", "full")
 METHODS = ("auto", "eliminate", "alternate", "ilp", "force")
 EFFORTS = ("fast", "full")
-_MOST_STRATEGIES = 3000  # of one operator, all axes together, that a bound may list
-_MOST_PAIRS = 100_000_000  # of strategies in tables of edges that are not alike, 8 bytes each, all axes together
-_ROUNDS = 4  # passes over the axes, and over the pairs of axes, of a mesh with three or more
+_ACCOUNTS = 3  # that are kept: the plan that is handed back is most often one of the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +121,6 @@ class Planner:
         like: Planner | None = None,
     ) -> None:
         self.timings: dict[str, float] = {}
-        self._lessons: tuple[Wishes, Lessons, Tiling | None] | None = None  # of the problem of all of many axes
         self._running: set[str] = set()  # phases that are being timed
         self.unlimited: Found | None = None
         self.rungs: dict[Hashable, Found] = {}
@@ -143,13 +136,13 @@ class Planner:
         self._asked: dict[int, ProblemBuilder] = {}  # of wishes, which they keep alive, by identity
         self._tilings: dict[int, tuple[BuiltProblem, Tiling | None]] = {}  # of problems at no prices, the same way
         self._found: list[Found] = []  # every plan that was looked at
-        self._account: Account | None = None  # of the decisions looked at last
+        self._accounts: deque[Account] = deque(maxlen=_ACCOUNTS)  # of the decisions looked at last
         self.interrupted = False  # whether somebody stopped the search, and got the best plan met until then
         self.best: Found | None = None  # the cheapest plan met that keeps the limit
         self._like = like
         if like is None:
             self.cost = CostModel(cluster, mesh)
-            self.resharder = Resharder(mesh, self.cost.collective, self._gradient_price)
+            self.resharder = Resharder(mesh, self.cost.collective, self.gradient_price)
             self.programs = LocalPrograms(graph, mesh)
             self.tables = OptionTables(self.cost, wishes.shared)
             self.prices = OperatorPrices(self.tables)
@@ -161,7 +154,7 @@ class Planner:
             if like is not None:
                 self.rules.share(like.rules)
 
-    def _gradient_price(self, kind: str, bytes: int, axis: int) -> float:
+    def gradient_price(self, kind: str, bytes: int, axis: int) -> float:
         """What a collective counts by which a gradient goes to its optimizer."""
         return self.cost.gradient_collective(kind, bytes, axis) / self.settings.runs_per_reduction
 
@@ -253,12 +246,12 @@ class Planner:
         """
         builder = self._asked.setdefault(id(wishes), self.builder.wishing(wishes))
         wanted = method or ("auto" if self.settings.method == "force" else self.settings.method)
-        ask = _Ask(builder, wanted, limit, prices, hiding, work or self.settings.work_limit)
-        if len(self._axes) <= 2:
-            solved = self._solve_block(ask, frozenset(self._axes), None)
+        ask = Ask(builder, wanted, limit, prices, hiding, work or self.settings.work_limit)
+        if len(self.axes) <= 2:
+            solved = self.solve_block(ask, frozenset(self.axes), None)
             bound = solved.lower_bound
         else:
-            solved = self._solve_many_axes(ask)
+            solved = self._many_axes.solve(ask)
             bound = min(solved.lower_bound if np.isfinite(solved.lower_bound) else self._bound, solved.cost)
         found = self.found(solved.decisions, solved.cost, bound, solved.method)
         self._meet(found)
@@ -311,7 +304,7 @@ class Planner:
         node = self.rules.operators[moment]
         return self.graph.phase(node), self.graph.module_path(node), str(self.rules.calls[node].op)
 
-    def _solve_block(self, ask: _Ask, free: frozenset[int], current: Decisions | None) -> _Solved:
+    def solve_block(self, ask: Ask, free: frozenset[int], current: Decisions | None) -> Solved:
         with self.timed("problem"):
             built = ask.builder.build(free, current, ask.prices, ask.hiding, ask.reuse)
             if ask.limit is not None:
@@ -319,7 +312,7 @@ class Planner:
             tied = ask.method == "auto" and ask.limit is None and is_large(built.problem)
             tiling = self._tiling(built) if tied else None
         with self.timed("solve"):
-            answer = self._answered(ask, built, tiling, proof=len(free) == len(self._axes))
+            answer = self._answered(ask, built, tiling, proof=len(free) == len(self.axes))
         if not answer.assignment:
             kind = PlanError if ask.limit is None else BudgetError
             raise kind(
@@ -331,7 +324,7 @@ class Planner:
             with self.timed("problem"):
                 cost = ask.builder.build(free, current, reuse=ask.reuse).problem.cost(answer.assignment)
         decisions = built.decode(answer.assignment)
-        return _Solved(decisions, answer.cost, cost, answer.lower_bound, answer.method, answer.interrupted)
+        return Solved(decisions, answer.cost, cost, answer.lower_bound, answer.method, answer.interrupted)
 
     def _tiling(self, built: BuiltProblem) -> Tiling | None:
         """Which variables of a problem repeat others; prices change nothing about that."""
@@ -340,7 +333,7 @@ class Planner:
             self._tilings[id(plain)] = plain, Tiling.of(plain, self.layers)
         return self._tilings[id(plain)][1]
 
-    def _answered(self, ask: _Ask, built: BuiltProblem, tiling: Tiling | None, *, proof: bool) -> Answer:
+    def _answered(self, ask: Ask, built: BuiltProblem, tiling: Tiling | None, *, proof: bool) -> Answer:
         """What the solver says; `proof`: whether a bound is a bound of all, and worth an effort."""
         plain = ask.prices is None and ask.hiding is None
         search = Search(
@@ -351,7 +344,7 @@ class Planner:
             fast=self.settings.effort == "fast",
             proposal=ask.hiding is not None,
             work_limit=ask.work,
-            report=self._report,
+            report=self.report,
         )
         try:
             return answered(built, tiling, search)
@@ -361,7 +354,7 @@ class Planner:
                 "which eliminates where that is possible and searches where it is not."
             ) from error
 
-    def _report(self, phase: str, cost: float, bound: float) -> None:
+    def report(self, phase: str, cost: float, bound: float) -> None:
         if self.progress is not None:
             self.progress(Progress(phase, cost, bound, time.monotonic() - self.start))
 
@@ -375,100 +368,16 @@ class Planner:
     @cached_property
     def layers(self) -> dict[str, tuple[Layer, int]]:
         """Layer and place there of every operator in a repeated layer."""
-        return layers_of(self.graph)
+        return layers_of(self.rules)
 
     @property
-    def _axes(self) -> list[int]:
+    def axes(self) -> list[int]:
         """The mesh axes that there is something to decide for."""
         return [axis for axis, size in enumerate(self.mesh.sizes) if size > 1]
 
-    def _solve_many_axes(self, ask: _Ask) -> _Solved:
-        """Three axes and more: all at once where that is possible, or else some while the others stay, in turn."""
-        solved = self._solve_taught(ask)
-        # Other prices of what is hidden only propose plans, which the timeline judges: they need no proof.
-        enough = self.settings.effort == "fast" or ask.hiding is not None
-        if solved is not None and (enough or solved.gap <= CLOSE or solved.interrupted):
-            return solved
-        start = solved or self.best
-        try:
-            in_turn = self._solve_in_turn(ask, self._axes, None if start is None else start.decisions)
-        except (PlanError, BudgetError):
-            if start is None:
-                raise
-            in_turn = self._solve_in_turn(ask, self._axes, None)  # what others wished for may be forbidden here
-        if solved is None:
-            return replace(in_turn, lower_bound=-math.inf)
-        better = in_turn if in_turn.value < solved.value else replace(solved, interrupted=in_turn.interrupted)
-        return replace(better, lower_bound=solved.lower_bound)
-
-    def _solve_taught(self, ask: _Ask) -> _Solved | None:
-        """All axes at once, at prices that no path is below until the exact ones are learned where they count.
-
-        Small problems have exact prices at once. None where memory counts, whose prices are of more than reshards,
-        where strategies are too many, and where nothing is found.
-        """
-        open_ = ask.prices is None and ask.limit is None and ask.method == "auto"
-        if not open_ or not self._listable:
-            return None
-        wishes = ask.builder.wishes
-        if self._lessons is None or self._lessons[0] is not wishes:
-            with self.timed("problem"):
-                loose = LooseResharder(self.mesh, self.cost.collective, self._gradient_price)
-                built = ProblemBuilder(self.rules, self.tables, loose, wishes).build(frozenset(self._axes))
-                self._lessons = wishes, Lessons(built), Tiling.of(built, self.layers, free="families")
-        _, lessons, tiling = self._lessons
-        if not is_large(lessons.built.problem):
-            return self._solve_block(ask, frozenset(self._axes), None)
-        search = Search("auto", self.deadline, proof=ask.hiding is None, work_limit=ask.work, report=self._report)
-        with self.timed("solve"):
-            answer, lessons = taught(lessons, self.resharder, tiling, search, ask.hiding)
-            self._lessons = wishes, lessons, tiling
-        if not answer.assignment:
-            return None
-        decisions, cost = lessons.built.decode(answer.assignment), lessons.built.problem.cost(answer.assignment)
-        return _Solved(decisions, answer.cost, cost, answer.lower_bound, answer.method, answer.interrupted)
-
     @cached_property
-    def _listable(self) -> bool:
-        """Whether the strategies of all axes together are few, and their pairs along edges, equal ones once."""
-        rules = self.rules.rules
-        distinct = {id(rule): rule for rule in rules.values()}
-        counts = {
-            key: math.prod(len(axis_choices(rule, size)) for size in self.mesh.sizes) for key, rule in distinct.items()
-        }
-        makers = {
-            (id(rules[maker]), id(rules[node]), operand)
-            for node in self.rules.operators
-            for operand, value in enumerate(self.rules.operands[node])
-            if (maker := value.node) in rules
-        }
-        pairs = sum(counts[maker] * counts[reader] for maker, reader, _ in makers)
-        return max(counts.values(), default=0) <= _MOST_STRATEGIES and pairs <= _MOST_PAIRS
-
-    def _solve_in_turn(self, ask: _Ask, axes: list[int], start: Decisions | None) -> _Solved:
-        """Three axes and more: some are open while the others stay, until nothing improves.
-
-        Without a start, one axis after the other, each solved exactly, is quick and near; then two at a time mend what
-        only two axes can change together.
-        """
-        order = sorted(axes, key=lambda axis: -self.mesh.sizes[axis])
-        widths = (1, 2) if start is None else (2,)
-        best: _Solved | None = None
-        for width in widths:
-            blocks = [frozenset(block) for block in itertools.combinations(order, width)]
-            idle = 0
-            rounds = 1 if self.settings.effort == "fast" else _ROUNDS
-            for block in itertools.islice(itertools.cycle(blocks), rounds * len(blocks)):
-                if best is not None and (idle == len(blocks) or best.interrupted or time.monotonic() > self.deadline):
-                    break
-                better = self._solve_block(ask, block, start if best is None else best.decisions)
-                idle += 1
-                if best is None or better.value < best.value * (1 - 1e-9):
-                    best, idle = better, 1
-                elif better.interrupted:
-                    best = replace(best, interrupted=True)
-        assert best is not None
-        return best
+    def _many_axes(self) -> ManyAxes:
+        return ManyAxes(self)
 
     @property
     def _bound(self) -> float:
@@ -488,14 +397,13 @@ class Planner:
 
     def account(self, decisions: Decisions) -> Account:
         """The step that some decisions stand for."""
-        if self._account is None or self._account.flow.decisions is not decisions:
-            with self.timed("account"):
-                self._account = self._walked(decisions)
-        return self._account
-
-    def _walked(self, decisions: Decisions) -> Account:
-        flow = Flow(self.rules, decisions, self.mesh)
-        return Account(flow, self.tables, self.resharder)
+        for known in self._accounts:
+            if known.flow.decisions is decisions:
+                return known
+        with self.timed("account"):
+            flow = Flow(self.rules, decisions, self.mesh)
+            self._accounts.append(Account(flow, self.tables, self.resharder))
+        return self._accounts[-1]
 
     def describe(self, found: Found) -> ShardingPlan:
         """The plan that was found, with what it does and holds."""
@@ -546,38 +454,3 @@ class Planner:
             if outermost:
                 self._running.remove(phase)
                 self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - start
-
-
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """What is to be solved: whose problem, how, what is asked of memory, and the solver's work on one problem."""
-
-    builder: ProblemBuilder
-    method: str
-    limit: float | None
-    prices: np.ndarray | None
-    hiding: Hiding | None
-    work: int | None
-
-    @property
-    def reuse(self) -> Reuse:
-        """Of what copies the plan may choose to make anew in the backward half."""
-        if self.prices is not None:
-            return "all"
-        return "none" if self.limit is None else "inputs"
-
-
-@dataclass(frozen=True, slots=True)
-class _Solved:
-    """Decisions, what the solver minimised (`value`, by the prices asked for), and their cost in seconds."""
-
-    decisions: Decisions
-    value: float
-    cost: float
-    lower_bound: float
-    method: str
-    interrupted: bool = False
-
-    @property
-    def gap(self) -> float:
-        return (self.value - self.lower_bound) / max(abs(self.value), 1e-300)

@@ -230,13 +230,15 @@ class BuiltProblem:
 
 
 def _places(built: BuiltProblem) -> list[float]:
+    variables = built.variables
+    place = {number: float(number) for number, variable in enumerate(variables) if variable.kind == "operator"}
     sources: dict[int, list[int]] = defaultdict(list)
     targets: dict[int, list[int]] = defaultdict(list)
     for edge in built.problem.edges:
-        sources[edge.target].append(edge.source)
-        targets[edge.source].append(edge.target)
-    variables = built.variables
-    place = {number: float(number) for number, variable in enumerate(variables) if variable.kind == "operator"}
+        if edge.target not in place:
+            sources[edge.target].append(edge.source)
+        if edge.source not in place:
+            targets[edge.source].append(edge.target)
     for kind in ("hub", "rest", "output"):
         for number, variable in enumerate(variables):
             if variable.kind == kind:

@@ -31,7 +31,7 @@ MENDING = 40
 _MENDING_PRICED = 11
 """The same where memory has a price: what more of them find is no better, and bounds are not wanted."""
 
-_PROVED = 1e-6
+_PROVED = 1e-5
 """Relative gap at which nothing is left to look for: prices are not known better."""
 
 _GOOD = 1e-4
@@ -170,7 +170,8 @@ def by_messages(problem: Problem, order: list[float], tiling: Tiling | None, sea
     messages.start_from(*tiling.messages(problem, folded.along, folded.against))
     if interrupted:
         return Answer(assignment, cost, -np.inf, "messages", "feasible", True)
-    relaxed, interrupted = passes(messages, _MENDING_PRICED if search.priced else MENDING, search, cost)
+    mending = _MENDING_PRICED if search.priced else MENDING
+    relaxed, interrupted = passes(messages, mending, search, cost, search.close)
     own = Answer(assignment, cost, relaxed.bound, "messages, layers tied", "feasible", interrupted)
     return better(own, answer_of(relaxed, interrupted))
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autoshard.capture.joint import JointGraph
-from autoshard.capture.repeats import repeats
+from autoshard.capture.repeats import repeated_modules
+from autoshard.patterns.graph import GraphRules
 from autoshard.planner.problem import BuiltProblem, Variable
 from autoshard.solver import Edge, Problem
 from autoshard.solver.blend import Blend, BlendedEdge
@@ -27,13 +27,14 @@ Layer = tuple[int, int]
 """A family of layers, and which of them."""
 
 
-def layers_of(graph: JointGraph) -> dict[str, tuple[Layer, int]]:
+def layers_of(rules: GraphRules) -> dict[str, tuple[Layer, int]]:
     """Name of every operator in a repeated layer -> the layer, and its place there.
 
     Of modules inside one another the outermost count.
     """
     placed: dict[str, tuple[Layer, int]] = {}
-    for family, module in enumerate(repeats(graph).modules):
+    work = {node: (id(rules.calls[node]), rules.graph.phase(node)) for node in rules.operators}  # equal calls are one
+    for family, module in enumerate(repeated_modules(rules.graph, work)):
         if len(module.paths) < _FEWEST or any(node.name in placed for nodes in module.nodes for node in nodes):
             continue
         for number, nodes in enumerate(module.nodes):

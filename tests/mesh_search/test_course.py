@@ -22,6 +22,7 @@ from autoshard.mesh_search.candidate import BEST, Candidate
 from autoshard.mesh_search.course import MeshSearch
 from autoshard.mesh_search.estimates import Estimates
 from autoshard.mesh_search.request import Request
+from autoshard.mesh_search.shapes import Shape
 from autoshard.pipelined.stopping import Stopping
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
@@ -166,6 +167,30 @@ def test_what_holds_too_much_is_planned_within_the_limit() -> None:
     assert all(one.peak is None or one.peak <= limit for one in found.values())
 
 
+def test_of_equally_fast_meshes_the_one_with_fewest_axes_is_fitted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, _ = searched(request())
+    fitted: list[int] = []
+    rows = [
+        row
+        for axes, seconds in ((3, 1.0), (2, 1.001), (1, 1.002), (1, 1.2))
+        for row in [dataclasses.replace(search._rows[0], shape=_with_axes(axes), seconds=seconds)]
+    ]
+
+    def within_limit(row: Any) -> Any:
+        fitted.append(row.shape.mesh.ndim)
+        raise BudgetError("too much", 2**31)
+
+    monkeypatch.setattr(search, "_too_large", lambda: rows)
+    monkeypatch.setattr(search.plans, "within_limit", within_limit)
+    search.best = None
+    search._fit()
+    assert fitted == [1, 2, 3, 1]
+
+
+def _with_axes(count: int) -> Shape:
+    return Shape(MeshShape.of(dict.fromkeys("xyz"[:count], 2)))
+
+
 def test_where_nothing_fits_the_smallest_peak_is_named_and_enough() -> None:
     peak = smallest_peak()
     enough, _ = searched(request(memory_limit=peak))
@@ -243,14 +268,18 @@ def test_a_pipeline_is_planned_for_one_size_and_where_it_is_near_the_best_for_al
     assert free.best is not None
     fast = 0.999 * (free.best.seconds or 0.0)
     asked: list[tuple[int, Any, Any]] = []
+    known: dict[int, list[int]] = {2: [], 4: []}
 
     def plan_pipeline(module: Any, mesh: MeshShape, *args: Any, **named: Any) -> Any:
         ranks = mesh.sizes[0]
         asked.append((ranks, named["microbatches"], named["virtual"]))
+        known[ranks].append(len(named["known"]))
+        named["known"][named["microbatches"]] = "a size"
         return SimpleNamespace(step_seconds=fast if ranks == 2 else 2 * fast, peaks=(1000,) * ranks)
 
     search, _ = searched(request(plan_pipeline, pipeline="outer"))
     assert asked == [(2, 8, 1), (4, 16, 1), (2, "auto", "auto")]
+    assert known == {2: [0, 1], 4: [0]}
     assert search.best is not None
     assert search.best.shape.ranks == 2
 

@@ -28,7 +28,7 @@ from autoshard.pipelined.costs import Links, stage_costs
 from autoshard.pipelined.places import all_slowest, forward_fingerprint, stage_cluster, stage_options
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.planning import plan_pipeline
-from autoshard.pipelined.sizes import Size, SizePlanner
+from autoshard.pipelined.sizes import PlannedSize, Size, SizePlanner
 from autoshard.pipelined.stage_plans import Boundaries, Room, StagePlanner
 from autoshard.pipelined.stopping import Stopping
 from autoshard.planner.planner import Planner
@@ -43,8 +43,8 @@ from tests.widen import Widened, doubles
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
 
 
-def planned(mesh: dict[str, int], **asked: Any) -> PipelinePlan:
-    module, inputs = tower()
+def planned(mesh: dict[str, int], batch: int = 16, **asked: Any) -> PipelinePlan:
+    module, inputs = tower(batch)
     said = {"axis": "pp", "options": options(), "microbatches": 4, "virtual": 1, **asked}
     return plan_pipeline(module, mesh, (), inputs, **said)
 
@@ -213,6 +213,42 @@ def test_the_time_limit_ends_the_search_with_what_is_planned() -> None:
     assert any(line.verdict.startswith("estimated, not planned in the time limit: ") for line in plan.table)
     with pytest.raises(BudgetError, match="do not fit"):
         planned({"pp": 2, "x": 2}, options=options(memory_limit=max(plan.peaks) // 2), stopping=Stopping(deadline=0.0))
+
+
+def test_what_is_planned_next_has_smaller_microbatches_where_the_first_hold_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan_size = SizePlanner.plan
+    met: list[Size] = []
+
+    def watched(self: SizePlanner, size: Size, *args: Any) -> Any:
+        met.append(size)
+        return plan_size(self, size, *args)
+
+    monkeypatch.setattr(SizePlanner, "plan", watched)
+    planned({"pp": 2}, 512, microbatches="auto", begin=4)
+    assert met[:2] == [Size(4, 1), Size(2, 1)]
+    held = max(planned({"pp": 2}, 512, microbatches=4).peaks)
+    met.clear()
+    planned({"pp": 2}, 512, microbatches="auto", begin=4, options=options(memory_limit=held // 2))
+    assert met[:2] == [Size(4, 1), Size(8, 1)]
+
+
+def test_a_size_that_was_planned_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[Size, PlannedSize] = {}
+    first = planned({"pp": 2, "x": 2}, known=known)
+    assert set(known) == {Size(4, 1)}
+    plan_size = SizePlanner.plan
+
+    def another(self: SizePlanner, size: Size, *args: Any) -> Any:
+        assert size != Size(4, 1)
+        return plan_size(self, size, *args)
+
+    monkeypatch.setattr(SizePlanner, "plan", another)
+    assert planned({"pp": 2, "x": 2}, known=known).stages == first.stages
+    plan = planned({"pp": 2, "x": 2}, microbatches="auto", begin=4, known=known)
+    assert plan.step_seconds <= first.step_seconds
+    assert len(known) > 1
 
 
 def test_an_interruption_hands_back_the_best_plan_met(monkeypatch: pytest.MonkeyPatch) -> None:

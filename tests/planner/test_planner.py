@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -390,24 +390,6 @@ def test_a_plan_file_is_the_plan() -> None:
     assert ShardingPlan.from_json(plan.to_json()) == plan
     assert plan.mesh == MeshShape.of({"x": 2, "y": 2})
     assert {Spec(placements).partial_axes for placements in plan.placements.values()} == {()}
-
-
-def _never_all_of(axes: int, solve: Callable[..., Any]) -> Callable[..., Any]:
-    def some(planner: Planner, ask: object, free: frozenset[int], current: object) -> object:
-        assert len(free) < axes
-        return solve(planner, ask, free, current)
-
-    return some
-
-
-def test_three_axes_are_planned_in_turn_where_the_tables_would_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = {"a": 2, "b": 2, "c": 2}
-    together = plan_of(captured("mlp"), mesh)
-    monkeypatch.setattr("autoshard.planner.planner._MOST_PAIRS", 1)
-    monkeypatch.setattr(Planner, "_solve_block", _never_all_of(3, Planner._solve_block))
-    in_turn = plan_of(captured("mlp"), mesh)
-    assert in_turn.lower_bound <= together.cost * (1 + 1e-9)
-    assert in_turn.cost >= together.lower_bound * (1 - 1e-9)
 
 
 def test_gradients_that_are_added_up_over_several_steps_weigh_less() -> None:

@@ -90,7 +90,7 @@ def test_an_interrupted_search_hands_back_the_best_plan_met() -> None:
     planner = _planner()
     plain = planner.solve(planner.wishes)
     interrupted = _planner()
-    solve = interrupted._solve_block
+    solve = interrupted.solve_block
     calls = []
 
     def stopping(*arguments: object) -> object:
@@ -99,7 +99,7 @@ def test_an_interrupted_search_hands_back_the_best_plan_met() -> None:
         calls.append(arguments)
         return solve(*arguments)  # type: ignore[arg-type]
 
-    interrupted._solve_block = stopping  # type: ignore[method-assign, assignment]
+    interrupted.solve_block = stopping  # type: ignore[method-assign, assignment]
     with pytest.warns(UserWarning, match="the search was interrupted after .* best plan met"):
         plan = interrupted.plan()
     assert isinstance(plan, ShardingPlan)
@@ -139,7 +139,7 @@ def test_an_interruption_before_there_is_a_plan_goes_on() -> None:
     def stopped(*arguments: object) -> object:
         raise KeyboardInterrupt
 
-    planner._solve_block = stopped  # type: ignore[method-assign, assignment]
+    planner.solve_block = stopped  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
         planner.plan()
 

@@ -60,7 +60,7 @@ def tiling_of(depth: int) -> Tiling:
 
 
 def test_all_operators_of_repeated_layers_are_placed() -> None:
-    placed = layers_of(stack_planner(8).graph)
+    placed = layers_of(stack_planner(8).rules)
     assert {layer[1] for layer, _ in placed.values()} == set(range(8))
     per_layer = {number: sum(layer[1] == number for layer, _ in placed.values()) for number in range(8)}
     assert len(set(per_layer.values())) == 1
