@@ -64,7 +64,7 @@ class Bench:
             roughly.append(self.watch.once(rotations[-1]))
             if roughly[-1] > self.watch.patience:
                 break
-        return _Timed(sample, calls, rotations, self.watch.medians(rotations, roughly))
+        return _Timed(sample, calls, rotations, self.watch.means(rotations, roughly))
 
     def _extra_in_company(self, timed: Sequence[_Timed]) -> float:
         """Seconds that a call takes longer with calls of all other families before it; of calls that do little."""
@@ -76,7 +76,7 @@ class Bench:
             for call in smallest:
                 call()
 
-        [together] = self.watch.medians([tour], [alone])
+        [together] = self.watch.means([tour], [alone])
         return max(0.0, together - alone) / len(little)
 
     def collectives(self, grouping: Grouping, largest: int) -> Iterator[tuple[tuple[str, Grouping], Curve]]:
@@ -100,7 +100,7 @@ class Bench:
                     roughly.append(self.watch.once(works[-1]))
                     if roughly[-1] > self.watch.patience:
                         break
-                own, *both = self.watch.medians(works, roughly)
+                own, *both = self.watch.means(works, roughly)
                 seconds = [max(one - own, _LEAST * one) for one in both]
                 yield (kind, grouping), Curve.through(sizes[: len(seconds)], seconds)
 
@@ -116,7 +116,7 @@ class Bench:
         with group(grouping) as ours:
             start = started("all_reduce", _BESIDE, ours, watch.device)
             sending = awaited(start)
-            alone, one = watch.medians([sending, compute], [watch.once(sending), watch.once(compute)])
+            alone, one = watch.means([sending, compute], [watch.once(sending), watch.once(compute)])
             times = max(1, round(alone / one))
             computing = in_turn(*[compute] * times)
 
@@ -125,7 +125,7 @@ class Bench:
                 computing()
                 awaited(lambda: pending)()
 
-            sent, computed, together = watch.medians([sending, computing, both], [alone, alone, 2 * alone])
+            sent, computed, together = watch.means([sending, computing, both], [alone, alone, 2 * alone])
         return max(0.0, (together - max(sent, computed)) / min(sent, computed))
 
 

@@ -31,7 +31,7 @@ def calibrate(
     name: str = "measured",
     largest: int | str = "64MiB",
     dtypes: Sequence[torch.dtype] = DTYPES,
-    repeats: int = 5,
+    repeats: int = 9,
     patience: float = 0.03,
     progress: Callable[[str], None] | None = None,
 ) -> Cluster:
@@ -47,7 +47,7 @@ def calibrate(
         largest: bytes per rank of the largest collective, such as `"64MiB"`.
         dtypes: in which operators are measured; those that the device cannot compute in are left out. float32 is
             always measured, and of the others in `DTYPES` the rate of matrix products.
-        repeats: timings of everything, of which the median counts.
+        repeats: timings of everything, of which the mean counts.
         patience: seconds of a call from which on larger ones are not tried.
         progress: is told what is about to be measured, on the first rank.
 

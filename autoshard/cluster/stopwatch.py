@@ -13,6 +13,9 @@ import torch.distributed as dist
 _WINDOW = 1e-2
 """Seconds that one timing lasts at least: several turns of processes that share a processor, as a step has them."""
 
+_DISTURBED = 3.0
+"""Times the median that a timing lasts at least which counts no more than that: something else ran then."""
+
 _TRIES = 3  # calls of which the shortest says how long one takes, roughly
 
 
@@ -22,7 +25,7 @@ class Stopwatch:
 
     Attributes:
         device: that the work runs on.
-        repeats: timings of which the median counts.
+        repeats: timings of which the mean counts.
         patience: seconds of one call from which on larger ones are not tried.
         clock: seconds since some moment; those of the wall by default.
     """
@@ -43,11 +46,12 @@ class Stopwatch:
         dist.barrier()
         return self.agreed([min(self._timed(work, 1) for _ in range(_TRIES))])[0]
 
-    def medians(self, works: Sequence[Callable[[], object]], calls: Sequence[float]) -> list[float]:
+    def means(self, works: Sequence[Callable[[], object]], calls: Sequence[float]) -> list[float]:
         """Seconds of one call of each piece of work; the same numbers on all processes.
 
-        All are timed in turn, again and again: a disturbance of the machine falls on a few timings of each, which the
-        median leaves out, and not on all timings of one.
+        All are timed in turn, again and again: a disturbance of the machine falls on a few timings of each, and not on
+        all timings of one. What processes take that share a processor depends on whose turn it is, twofold and more; of
+        that the mean counts, since it is means that add up to the time of a step.
 
         Args:
             works: what every process runs at the same time.
@@ -59,7 +63,7 @@ class Stopwatch:
             dist.barrier()
             for work, count, own in zip(works, counts, timings, strict=True):
                 own.append(self._timed(work, count) / count)
-        return self.agreed([statistics.median(own) for own in timings])
+        return self.agreed([_mean(own) for own in timings])
 
     def _timed(self, work: Callable[[], object], calls: int) -> float:
         self._synchronize()
@@ -72,3 +76,9 @@ class Stopwatch:
     def _synchronize(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
+
+
+def _mean(timings: Sequence[float]) -> float:
+    """The mean, in which what was disturbed counts as little as it can."""
+    most = _DISTURBED * statistics.median(timings)
+    return statistics.mean(min(one, most) for one in timings)

@@ -1,0 +1,43 @@
+"""What counts of many timings of the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autoshard.cluster.stopwatch import Stopwatch
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def watch(seconds: Sequence[float]) -> Stopwatch:
+    """A stopwatch by whose clock one timing after another takes so long."""
+    moments = [0.0]
+    for one in seconds:
+        moments += [moments[-1], moments[-1] + one]
+    clock = iter(moments[1:])
+    return Stopwatch(torch.device("cpu"), len(seconds), patience=1.0, clock=lambda: next(clock))
+
+
+def work() -> None:
+    """Takes no time by a clock that is made up."""
+
+
+def test_what_takes_now_this_long_and_now_that_counts_as_its_mean(alone: None) -> None:
+    assert watch([1.0, 3.0, 1.0, 3.0, 3.0]).means([work], [1.0]) == [pytest.approx(2.2)]
+
+
+def test_a_disturbance_counts_as_three_times_the_median_at_most(alone: None) -> None:
+    assert watch([1.0, 1.0, 100.0, 1.0]).means([work], [1.0]) == [pytest.approx(1.5)]
+
+
+def test_short_work_is_timed_as_many_calls_at_once(alone: None) -> None:
+    assert watch([0.02, 0.02]).means([work], [0.001]) == [pytest.approx(0.002)]
