@@ -14,7 +14,7 @@ _WINDOW = 1e-2
 """Seconds that one timing lasts at least: several turns of processes that share a processor, as a step has them."""
 
 _DISTURBED = 3.0
-"""Times the median that a timing lasts at least which counts no more than that: something else ran then."""
+"""Medians that a timing counts as at most: where one lasted longer, something else ran."""
 
 _TRIES = 3  # calls of which the shortest says how long one takes, roughly
 

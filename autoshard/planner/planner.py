@@ -305,6 +305,11 @@ class Planner:
         return self.graph.phase(node), self.graph.module_path(node), str(self.rules.calls[node].op)
 
     def solve_block(self, ask: Ask, free: frozenset[int], current: Decisions | None) -> Solved:
+        """The best that is found with the mesh axes in `free` open, while all else stays as in `current`.
+
+        Raises:
+            PlanError, BudgetError: as `solve`.
+        """
         with self.timed("problem"):
             built = ask.builder.build(free, current, ask.prices, ask.hiding, ask.reuse)
             if ask.limit is not None:
@@ -355,6 +360,7 @@ class Planner:
             ) from error
 
     def report(self, phase: str, cost: float, bound: float) -> None:
+        """Tells whoever follows the search what it does, the least cost known, and the bound, in seconds."""
         if self.progress is not None:
             self.progress(Progress(phase, cost, bound, time.monotonic() - self.start))
 
