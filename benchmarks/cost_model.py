@@ -9,7 +9,7 @@ step is the forward and backward half of the local program that `parallelize` wo
 every model
 
 * step: error of the predicted step (`planner.schedule`, which replays the program's own calls);
-* noise: difference between the lower quartiles of even and of odd rounds: what no prediction can be better than;
+* noise: difference between the means of even and of odd rounds: what no prediction can be better than;
 * shape: a machine that is slower or faster now than when it was calibrated shifts all plans alike. This is the mean
   error of the step when every prediction of a model is multiplied by one number, the median of measured over
   predicted, and this number;
@@ -17,8 +17,8 @@ every model
   compute, whose time is taken off;
 * rank: Spearman's correlation of predictions and of the odd rounds with the even rounds.
 
-What is measured is the lower quartile of all rounds: other work on the machine only adds. Errors are
-relative, mean and worst.
+What is measured is the mean of all rounds, in which none counts as more than three medians, as calibration has it.
+Errors are relative, mean and worst.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from autoshard.cluster.calibrate import calibrate  # noqa: E402
 from autoshard.cluster.cluster import Cluster  # noqa: E402
 from autoshard.cluster.collective_samples import awaited, compute_before, in_turn, started  # noqa: E402
 from autoshard.cluster.measured import Measured  # noqa: E402
-from autoshard.cluster.stopwatch import Stopwatch  # noqa: E402
+from autoshard.cluster.stopwatch import Stopwatch, mean  # noqa: E402
 from autoshard.partition.localize import Localizer  # noqa: E402
 from autoshard.partition.split import split  # noqa: E402
 from autoshard.partition.step import Program, Ranks  # noqa: E402
@@ -207,7 +207,7 @@ def compute_alone(names: Sequence[str], console: Console) -> None:
             start = time.thread_time()
             one.step()
             one.steps.append(time.thread_time() - start)
-        step = quiet(one.steps[1:])
+        step = mean(one.steps[1:])
         table.add_row(name, f"{1e3 * step:.1f}", f"{1e3 * one.predicted:.1f}", f"{one.predicted / step:.2f}")
     console.print(table)
     dist.destroy_process_group()
@@ -252,15 +252,10 @@ def shape(predicted: Sequence[float], measured: Sequence[float]) -> str:
     return f"{errors([factor * one for one in predicted], measured)[0]:.0%} ×{factor:.2f}"
 
 
-def quiet(seconds: Sequence[float]) -> float:
-    """Lower quartile of what was measured."""
-    return float(np.quantile(seconds, 0.25))
-
-
 def row(name: str, found: Sequence[Run]) -> list[str]:
-    steps = [quiet(one.steps) for one in found]
-    even, odd = [quiet(one.steps[::2]) for one in found], [quiet(one.steps[1::2]) for one in found]
-    sendings = [(one.sent, quiet(one.sendings)) for one in found if one.collectives]
+    steps = [mean(one.steps) for one in found]
+    even, odd = [mean(one.steps[::2]) for one in found], [mean(one.steps[1::2]) for one in found]
+    sendings = [(one.sent, mean(one.sendings)) for one in found if one.collectives]
     predicted = [one.predicted for one in found]
     pairs = [errors(predicted, steps), errors(odd, even)]
     ranks = [spearman(predicted, steps), spearman(odd, even)]

@@ -42,16 +42,17 @@ class Bench:
         name = str(dtype).removeprefix("torch.")
         self.said(f"{'operators' if everything else 'matrix products'} in {name}")
         timed = [self._timed(sample) for sample in samples(dtype, self.watch.device)[: None if everything else 1]]
-        timed = [one for one in timed if one.calls]
+        timed = [one for one in timed if one.seconds]
         extra = self._extra_in_company(timed)
         for one in timed:
-            more = 0.0 if one.sample.family == "view" else extra
-            points = dict(_point(call, seconds + more, one.sample.amounts_are) for call, seconds in one.pairs())
-            yield (one.sample.family, name, one.sample.amounts_are), Curve.through(points, points.values())
+            yield (
+                (one.sample.family, name, one.sample.amounts_are),
+                one.curve(0.0 if one.sample.family == "view" else extra),
+            )
 
     def _timed(self, sample: Sample) -> _Timed:
         """A sample's calls and their seconds; none where the device has no such operator in this dtype."""
-        calls: list[Call] = []
+        amounts: list[tuple[float, float]] = []
         rotations: list[Rotation] = []
         roughly: list[float] = []
         for size in sample.sizes:
@@ -59,24 +60,19 @@ class Bench:
             [missing] = self.watch.agreed([made is None])
             if made is None or missing:  # on any process: all stop at the same size
                 break
-            calls.append(made[0])
+            amounts.append(made[0].amounts())
             rotations.append(made[1])
             roughly.append(self.watch.once(rotations[-1]))
             if roughly[-1] > self.watch.patience:
                 break
-        return _Timed(sample, calls, rotations, self.watch.means(rotations, roughly))
+        # Of what the others hold nothing is kept: memory that is short is slow.
+        return _Timed(sample, rotations[:1], amounts, self.watch.means(rotations, roughly))
 
     def _extra_in_company(self, timed: Sequence[_Timed]) -> float:
         """Seconds that a call takes longer with calls of all other families before it; of calls that do little."""
         little = [one for one in timed if one.sample.amounts_are != INTENSITY]
-        smallest = [one.rotations[0] for one in little]
         alone = sum(one.seconds[0] for one in little)
-
-        def tour() -> None:
-            for call in smallest:
-                call()
-
-        [together] = self.watch.means([tour], [alone])
+        [together] = self.watch.means([in_turn(*[call for one in little for call in one.smallest])], [alone])
         return max(0.0, together - alone) / len(little)
 
     def collectives(self, grouping: Grouping, largest: int) -> Iterator[tuple[tuple[str, Grouping], Curve]]:
@@ -131,16 +127,27 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """Calls of a sample, each with the copies of it that were timed, and its seconds."""
+    """A sample that was timed.
+
+    Attributes:
+        sample: what it is of.
+        smallest: its smallest call, if it has any.
+        amounts: of its calls, each with its operations and bytes.
+        seconds: of these.
+    """
 
     sample: Sample
-    calls: list[Call]
-    rotations: list[Rotation]
+    smallest: list[Rotation]
+    amounts: list[tuple[float, float]]
     seconds: list[float]
 
-    def pairs(self) -> Iterator[tuple[Call, float]]:
-        """The calls, and the seconds of each."""
-        return zip(self.calls, self.seconds, strict=True)
+    def curve(self, extra: float) -> Curve:
+        """Its seconds, with some more for each call."""
+        unit = self.sample.amounts_are
+        points = dict(
+            _point(*amounts, seconds + extra, unit) for amounts, seconds in zip(self.amounts, self.seconds, strict=True)
+        )
+        return Curve.through(points, points.values())
 
 
 def _made(sample: Sample, size: int) -> tuple[Call, Rotation] | None:
@@ -156,10 +163,9 @@ def _awaited(kind: str, size: int, group: dist.ProcessGroup, device: torch.devic
     return awaited(started(kind, size, group, device))
 
 
-def _point(call: Call, seconds: float, amounts_are: str) -> tuple[float, float]:
+def _point(flops: float, bytes: float, seconds: float, unit: str) -> tuple[float, float]:
     """What a call does, in the unit of its curve, and the seconds of that."""
-    flops, bytes = call.amounts()
-    match amounts_are:
+    match unit:
         case "flops":
             return flops, seconds
         case "bytes":

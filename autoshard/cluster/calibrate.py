@@ -31,7 +31,7 @@ def calibrate(
     name: str = "measured",
     largest: int | str = "64MiB",
     dtypes: Sequence[torch.dtype] = DTYPES,
-    repeats: int = 9,
+    repeats: int = 5,
     patience: float = 0.03,
     progress: Callable[[str], None] | None = None,
 ) -> Cluster:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-_WINDOW = 1e-2
-"""Seconds that one timing lasts at least: several turns of processes that share a processor, as a step has them."""
+_WINDOW = 5e-2
+"""Seconds that one timing lasts at least: many turns of processes that share a processor, as a step has them."""
 
 _DISTURBED = 3.0
 """Medians that a timing counts as at most: where one lasted longer, something else ran."""
@@ -50,20 +50,24 @@ class Stopwatch:
         """Seconds of one call of each piece of work; the same numbers on all processes.
 
         All are timed in turn, again and again: a disturbance of the machine falls on a few timings of each, and not on
-        all timings of one. What processes take that share a processor depends on whose turn it is, twofold and more; of
-        that the mean counts, since it is means that add up to the time of a step.
+        all timings of one. A timing begins when all processes are there, and ends when the last is done, as what is
+        between two collectives of a step does: of processes that share a processor, the first to be done wait. What
+        such processes take depends on whose turn it is; of that the mean counts, since it is means that add up to the
+        time of a step.
 
         Args:
             works: what every process runs at the same time.
             calls: seconds of a call, roughly; the same on all processes, which then make equally many.
         """
         counts = [max(1, round(_WINDOW / seconds)) for seconds in calls]
-        timings: list[list[float]] = [[] for _ in works]
-        for _ in range(self.repeats):
-            dist.barrier()
-            for work, count, own in zip(works, counts, timings, strict=True):
-                own.append(self._timed(work, count) / count)
-        return self.agreed([_mean(own) for own in timings])
+        timings = torch.zeros(len(works), self.repeats, dtype=torch.float64)
+        for turn in range(self.repeats):
+            for place, (work, count) in enumerate(zip(works, counts, strict=True)):
+                dist.barrier()
+                timings[place, turn] = self._timed(work, count) / count
+        timings = timings.to(self.device)
+        dist.all_reduce(timings, dist.ReduceOp.MAX)
+        return [mean(own) for own in timings.tolist()]
 
     def _timed(self, work: Callable[[], object], calls: int) -> float:
         self._synchronize()
@@ -78,7 +82,7 @@ class Stopwatch:
             torch.accelerator.synchronize()
 
 
-def _mean(timings: Sequence[float]) -> float:
-    """The mean, in which what was disturbed counts as little as it can."""
+def mean(timings: Sequence[float]) -> float:
+    """The mean of timings, of which none counts as more than three medians."""
     most = _DISTURBED * statistics.median(timings)
     return statistics.mean(min(one, most) for one in timings)

@@ -247,7 +247,7 @@ class MeshSearch:
 
     def _late(self, row: Row) -> bool:
         """Whether there is too little time for another plan of a mesh: less than its last one took."""
-        late = time.monotonic() + row.took > self.plans.deadline
+        late = time.monotonic() + row.next_takes(self.request.options.settings.effort) > self.plans.deadline
         if late and not self.notes:
             self._say("the time limit ended the search: this is the best plan met until then.")
         return late

@@ -64,6 +64,10 @@ class Row:
         """Seconds of the step, infinite where no plan is known."""
         return math.inf if self.seconds is None else self.seconds
 
+    def next_takes(self, effort: str) -> float:
+        """Seconds until another plan is there, at least: the last one's, or those of another size of a pipeline."""
+        return max((one.took for one in self.sizes.get(effort, {}).values()), default=self.took)
+
     def take(self, plan: ShardingPlan | PipelinePlan) -> None:
         """Note a plan, unless the one that there is is faster."""
         if self.plan is None or plan.step_seconds < self.speed:

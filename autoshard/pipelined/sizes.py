@@ -75,6 +75,7 @@ class PlannedSize:
         planned: the stages with their plans.
         costs: of these.
         free_seconds: of a step of stages that are planned without a limit on memory, if they are others.
+        took: seconds in which the stages were captured and planned for the first time, before any leaner ones.
     """
 
     size: Size
@@ -83,6 +84,7 @@ class PlannedSize:
     planned: tuple[PlannedStage, ...]
     costs: tuple[StageCosts, ...]
     free_seconds: float = 0.0
+    took: float = 0.0
 
 
 class SizePlanner:
@@ -268,16 +270,18 @@ class SizePlanner:
         Raises:
             BudgetError: no plan of some stage was found at all.
         """
-        forward = self.forward(size.microbatches)
         start = time.perf_counter()
+        forward = self.forward(size.microbatches)
+        cutting = time.perf_counter()
         parts = cut(forward.exported, stages.stage_of, len(stages.seconds), stages.recomputed)
-        self.seconds["stages"] += time.perf_counter() - start
+        self.seconds["stages"] += time.perf_counter() - cutting
         planner = self._stage_planner(forward.exported)
         first = "full" if self.options.settings.recompute == "full" else "none"
         at = placement(self.ranks, size.virtual)
         kinds = [self.kinds.index(self.clusters[rank]) for rank in at]
         rooms = [Room(None, first, kind, size.microbatches) for kind in kinds]
         free_of_limits = best = self._planned(planner, size, forward, stages, parts, rooms)
+        took = time.perf_counter() - start
         free, least = self.seconds_of(size, best.costs, False), self._merit(size, best.costs)
         memories = [device.memory for device in self.devices]
         texts = [nameless_text(part) for part in parts]
@@ -297,7 +301,7 @@ class SizePlanner:
                     best, least = last, self._merit(size, last.costs)
                 if all(room.limit is None for room in leaner):
                     free_of_limits, rooms = last, leaner
-        return replace(best, free_seconds=free)
+        return replace(best, free_seconds=free, took=took)
 
     @contextlib.contextmanager
     def _kept(self, seconds: float) -> Iterator[None]:

@@ -51,17 +51,25 @@ def continue_late(graph: fx.Graph) -> None:
 
 
 def _chains(graph: fx.Graph, output: fx.Node) -> list[list[fx.Node]]:
-    """The collectives that are started for nothing but outputs, each with those that go on with its result."""
+    """The collectives that are started for nothing but outputs, each with those that go on with its result.
+
+    They are in the order in which the first of each is started; of several that go on with one result, one follows the
+    other.
+    """
     handed = {output}
     for node in reversed(graph.nodes):
         if node.users and handed.issuperset(node.users) and (node.target in _STARTS or _awaits(node)):
             handed.add(node)
-    chains: dict[fx.Node, list[fx.Node]] = {}
+    chains: list[list[fx.Node]] = []
+    chain_of: dict[fx.Node | None, list[fx.Node]] = {}
     for node in graph.nodes:
         if node in handed and node.target in _STARTS:
-            before = _started(node.args[0])
-            chains[node] = [*(chains.pop(before, []) if before is not None else []), node]
-    return list(chains.values())
+            chain = chain_of.get(_started(node.args[0]))
+            if chain is None:
+                chains.append(chain := [])
+            chain.append(node)
+            chain_of[node] = chain
+    return chains
 
 
 def await_late(graph: fx.Graph) -> None:

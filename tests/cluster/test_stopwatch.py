@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.cluster.stopwatch import Stopwatch
+from tests.workers import Workers
 
 
 @pytest.fixture
@@ -40,4 +41,15 @@ def test_a_disturbance_counts_as_three_times_the_median_at_most(alone: None) -> 
 
 
 def test_short_work_is_timed_as_many_calls_at_once(alone: None) -> None:
-    assert watch([0.02, 0.02]).means([work], [0.001]) == [pytest.approx(0.002)]
+    assert watch([0.1, 0.1]).means([work], [0.001]) == [pytest.approx(0.002)]
+
+
+def counts_the_last() -> None:
+    mine = [[1.0, 5.0], [2.0, 3.0]][dist.get_rank()]
+    assert watch(mine).means([work], [1.0]) == [pytest.approx(3.5)]
+
+
+@pytest.mark.slow
+def test_a_timing_ends_when_the_last_process_is_done() -> None:
+    with Workers(2) as workers:
+        workers.run(counts_the_last)

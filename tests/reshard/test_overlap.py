@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx
 
 from autoshard.partition.split import split
@@ -102,6 +104,24 @@ def test_a_stage_of_a_gradient_goes_on_where_the_next_gradient_is_reduced() -> N
         *("reduce2", "gather1"),
         "gather2",
     ]
+
+
+@given(st.data())
+def test_stages_stay_behind_those_that_they_go_on_with(data: st.DataObject) -> None:
+    """Whatever the order in which gradients are reduced, and however many stages go on with one."""
+    graph = fx.Graph()
+    x, made = graph.placeholder("x"), list[fx.Node]()
+    for number in range(data.draw(st.integers(2, 10))):
+        source = data.draw(st.sampled_from([x, x, *made[-4:]]))
+        if source is x:
+            source = _call(graph, aten.neg.default, x, name=f"work{number}")
+        start = _call(graph, SCATTER, source, 2, "g", name=f"scatter{number}")
+        made.append(_call(graph, WAIT, start, name=f"wait{number}"))
+    reduced = [wait for wait in made if not wait.users or data.draw(st.booleans())]
+    graph.output(reduced)
+    continue_late(graph)
+    await_late(graph)
+    graph.lint()
 
 
 def test_stages_of_what_is_used_at_once_stay() -> None:
