@@ -274,7 +274,7 @@ def test_a_pipeline_is_planned_for_one_size_and_where_it_is_near_the_best_for_al
         ranks = mesh.sizes[0]
         asked.append((ranks, named["microbatches"], named["virtual"]))
         known[ranks].append(len(named["known"]))
-        named["known"][named["microbatches"]] = "a size"
+        named["known"][named["microbatches"]] = SimpleNamespace(took=0.0)
         return SimpleNamespace(step_seconds=fast if ranks == 2 else 2 * fast, peaks=(1000,) * ranks)
 
     search, _ = searched(request(plan_pipeline, pipeline="outer"))
