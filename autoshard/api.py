@@ -19,7 +19,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.errors import PlanError
 from autoshard.frontier import Frontier
 from autoshard.mesh_search.auto_mesh import auto_mesh, device_type_of_job
-from autoshard.options import Hints, Placements, Shares, check_options
+from autoshard.options import Hints, Placements, Shares, check_options, check_shared_size
 from autoshard.parallelizer import RUNTIME, Parallelizer
 from autoshard.pipelined.front import PipelineOptions, parallelize_pipeline, planned_pipeline
 from autoshard.pipelined.plan import PipelinePlan
@@ -99,6 +99,8 @@ def plan(
             that of the rank that is done last; memory is that of equal shares. `"auto"`: where the cluster has devices
             of several kinds and `dynamic` names the batch of global inputs, shares in proportion to speed, as far as
             memory allows, if they make the step shorter (`plan.shares` says which); else equal ones. None: equal ones.
+            In a pipeline they are of every microbatch, on an axis besides the pipeline's, and need no `dynamic`; memory
+            is that of the device with the least room for its share.
         mp_policy: precisions, as `fully_shard(module, mp_policy=...)` understands them: parameters stay in their own
             dtype, and are cast to `param_dtype` before they are gathered; the inputs of `forward` are cast too
             (`cast_forward_inputs`), its outputs to `output_dtype`; gradients are reduced in `reduce_dtype`, or the
@@ -164,6 +166,7 @@ def plan(
     )
     if pipeline is not None:
         return planned_pipeline(module, shape, args, kwargs, pipeline, options)
+    check_shared_size(options)
     start = time.perf_counter()
     graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), dynamic=dynamic, mp_policy=options.mp_policy)
     seconds = time.perf_counter() - start
@@ -353,6 +356,7 @@ def parallelize(
         pipeline = PipelineOptions.of(MeshShape.of(mesh), pipeline_axis, schedule, microbatches, virtual, batch_dims)
     if pipeline is not None:
         return parallelize_pipeline(module, mesh, args, kwargs, pipeline, options, compile=compile, plan=plan)
+    check_shared_size(options)
     if plan is not None:
         check_plan(plan, module, MeshShape.of(mesh))
         assert isinstance(plan, ShardingPlan)

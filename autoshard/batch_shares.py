@@ -42,7 +42,7 @@ def settled(options: Options, mesh: MeshShape, given: Mapping[str, Sequence[int]
     axis = mesh.index(name)
     if len(counts) != mesh.sizes[axis]:
         raise PlanError(f"axis {name!r} has {mesh.sizes[axis]} ranks and {len(counts)} shares: give one to each.")
-    device = as_equal(_devices(options.cluster, mesh, axis), counts)
+    device = as_equal(devices_along(options.cluster, mesh, axis), counts)
     return replace(
         options, shares={name: tuple(counts)}, cluster=replace(options.cluster.first(mesh.size), device=device)
     )
@@ -75,15 +75,15 @@ def plan_shares(
         return planned_in_shares(planner, capture_seconds, own), planner
 
     equal, planner = planned({})
-    axis = _unlike_axis(options.cluster, mesh)
+    axis = unlike_axis(options.cluster, mesh)
     batch = None if graph.dynamic is None else batch_of(graph)
     if axis is None or batch is None or options.inputs == "local" or options.output_placements is not None:
         return equal
     assert graph.dynamic is not None
     total = int(graph.dynamic.example[batch])
     limit = options.settings.memory_limit
-    devices = _devices(options.cluster, mesh, axis)
-    speeds = _speeds(planner, equal, devices)
+    devices = devices_along(options.cluster, mesh, axis)
+    speeds = speeds_of(planner, equal, devices)
     workers = [Worker(speeds[one], min(one.memory, limit or one.memory)) for one in devices]
     counts = shares(total, [replace(one, memory=float("inf")) for one in workers], lambda _: 0)
     try:
@@ -97,14 +97,14 @@ def plan_shares(
                 room = min(one.memory - memory_of(count) for one, count in zip(workers, counts, strict=True))
                 uneven = replace(uneven, device_memory=int(uneven.memory.peak + room))
                 if uneven.step_seconds < equal.step_seconds:
-                    _make_program(planner, uneven)
+                    check_program(planner, uneven)
                     return uneven
     except (BudgetError, PlanError):
         pass  # there is no room for other shares, or an operator needs equal ones
     return equal
 
 
-def _make_program(planner: Planner, plan: ShardingPlan) -> None:
+def check_program(planner: Planner, plan: ShardingPlan) -> None:
     """`PlanError` if some operator can't have shares of its own as the plan has it; groups are not needed for that."""
     Localizer(flow_of(planner, plan), planner.resharder, planner.mesh.names, shared=planner.wishes.shared).run()
 
@@ -122,14 +122,16 @@ def planned_in_shares(planner: Planner, capture_seconds: float, options: Options
         return plan  # with equal devices, the rank with the largest share is what the planner's prices are for
     ((name, counts),) = options.shares.items()
     most: dict[Device, int] = {}
-    for device, count in zip(_devices(options.cluster, planner.mesh, planner.mesh.index(name)), counts, strict=True):
+    for device, count in zip(
+        devices_along(options.cluster, planner.mesh, planner.mesh.index(name)), counts, strict=True
+    ):
         most[device] = max(most.get(device, 0), count)
     equal = sum(counts) / len(counts)
     runs = [_run_on(planner, plan, paced(device, equal / count)) for device, count in most.items()]
     return replace(plan, step_seconds=max(run.step_seconds for run in runs))
 
 
-def _speeds(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -> dict[Device, float]:
+def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -> dict[Device, float]:
     """Of every kind of device, by the seconds in which it would compute what each device has to by a plan.
 
     Whale compares devices by their rate in single precision; what waits for memory differs less, halves more.
@@ -146,15 +148,15 @@ def _run_on(planner: Planner, plan: ShardingPlan, device: Device) -> Found:
     return own.found(flow.decisions, plan.cost, plan.lower_bound, plan.method)
 
 
-def _unlike_axis(cluster: Cluster, mesh: MeshShape) -> int | None:
+def unlike_axis(cluster: Cluster, mesh: MeshShape) -> int | None:
     """The first mesh axis whose ranks do not all have the same devices; None where there is none."""
     if cluster.is_uniform:
         return None
-    unlike = (axis for axis in range(mesh.ndim) if len(set(_devices(cluster, mesh, axis))) > 1)
+    unlike = (axis for axis in range(mesh.ndim) if len(set(devices_along(cluster, mesh, axis))) > 1)
     return next(unlike, None)
 
 
-def _devices(cluster: Cluster, mesh: MeshShape, axis: int) -> list[Device]:
+def devices_along(cluster: Cluster, mesh: MeshShape, axis: int) -> list[Device]:
     """For every rank along an axis what all devices there keep: groups over other axes go at their slowest's pace."""
     members: list[list[int]] = [[] for _ in range(mesh.sizes[axis])]
     for rank, coordinate in enumerate(mesh.coordinates()):

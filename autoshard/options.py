@@ -90,7 +90,7 @@ def check_options(
         dynamic=dynamic,
         mp_policy=check_policy(mp_policy),
         verbose=verbose,
-        shares=_check_shares(shares, dynamic, output_placements),
+        shares=_check_shares(shares, output_placements),
         settings=Settings(
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
             optimizer=optimizer_memory(optimizer, optimizer_bytes_per_element, foreach),
@@ -103,14 +103,21 @@ def check_options(
     )
 
 
+def check_shared_size(options: Options) -> None:
+    """`PlanError` where there are shares of no size; a pipeline knows which size its microbatches are of."""
+    if isinstance(options.shares, Mapping) and not options.dynamic:
+        raise PlanError(
+            "shares are of a dynamic size: say which dims of the inputs are the batch, such as "
+            'dynamic={"x": {0: "batch"}}.'
+        )
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise PlanError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}.")
 
 
-def _check_shares(
-    shares: Shares | str | None, dynamic: Dynamic | None, output_placements: Placements
-) -> Shares | Literal["auto"] | None:
+def _check_shares(shares: Shares | str | None, output_placements: Placements) -> Shares | Literal["auto"] | None:
     if shares is None or shares == "auto":
         return shares  # type: ignore[return-value]
     if not isinstance(shares, Mapping) or len(shares) != 1:
@@ -122,11 +129,6 @@ def _check_shares(
     whole = isinstance(given, Sequence) and all(isinstance(share, int) and share > 0 for share in given)
     if not whole:
         raise PlanError(f"shares of axis {axis!r} are {given!r}: every rank takes a whole number above zero.")
-    if not dynamic:
-        raise PlanError(
-            "shares are of a dynamic size: say which dims of the inputs are the batch, such as "
-            'dynamic={"x": {0: "batch"}}.'
-        )
     if output_placements is not None:
         raise PlanError("with shares, outputs come back whole: no DTensor lies in shares. Leave output_placements out.")
     return {axis: tuple(given)}

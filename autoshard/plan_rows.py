@@ -82,7 +82,7 @@ def summary(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
     lines = (
         ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}"),
         ("predicted step", f"{format_seconds(plan.step_seconds)}{_communication(plan)}"),
-        ("shares", _shares_text(plan)),
+        ("shares", f"{shares_text(plan)}; memory is that of equal shares" if plan.shares else ""),
         ("memory per device", memory_text(plan)),
         ("peak", peak_text(plan.memory)),
         ("search", f"{plan.method or 'none'}, {_proof(plan)}"),
@@ -93,15 +93,15 @@ def summary(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
     return tuple((label, value) for label, value in lines if value)
 
 
-def _shares_text(plan: ShardingPlan) -> str:
-    """`"39 of the batch on 8 ranks of dp, 25 on 8; memory is that of equal shares"`; empty for equal shares."""
+def shares_text(plan: ShardingPlan) -> str:
+    """`"39 of 64 rows on 8 of dp, 25 on 8"`; empty for equal shares."""
     told = []
     for axis, taken in plan.shares.items():
         runs = [(share, len(list(run))) for share, run in itertools.groupby(taken)]
         (first, ranks), *others = runs
         told.append(f"{first} of {sum(taken)} rows on {ranks} of {axis}")
         told += [f"{share} on {count}" for share, count in others]
-    return f"{', '.join(told)}; memory is that of equal shares" if told else ""
+    return ", ".join(told)
 
 
 def memory_parts(memory: Memory) -> dict[str, int]:

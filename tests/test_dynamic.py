@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -229,3 +230,35 @@ def test_costs_are_those_of_the_example() -> None:
     fixed = autoshard.plan(module, {"dp": 2}, (), inputs)
     dynamic = autoshard.plan(module, {"dp": 2}, (), inputs, dynamic=ROWS)
     assert dynamic.memory.peak == pytest.approx(fixed.memory.peak, rel=0.2)
+
+
+class TwoInputs(nn.Module):
+    """Sums of two products, whose weights are split so that the gradients of both inputs are summed over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.first(x).tanh() * self.second(y).tanh()).sum()
+
+
+def test_gradients_of_inputs_of_other_sizes_are_summed_one_by_one() -> None:
+    with Widened():
+        alone = TwoInputs().double()
+        module = copy.deepcopy(alone)
+        inputs = {name: torch.randn(12, 6, dtype=torch.float64, requires_grad=True) for name in ("x", "y")}
+    hints = {name: Shard(0) for name in ("first.weight", "second.weight")}
+    rows = {name: {0: "batch"} for name in inputs}
+    with simulated(tp=2) as device_mesh:
+        autoshard.parallelize(module, device_mesh, (), inputs, dynamic=rows, hints=hints, cluster=fast_links())
+        for batch in (12, 5):
+            mine, others = (
+                {name: tensor[:batch].detach().clone().requires_grad_() for name, tensor in inputs.items()}
+                for _ in range(2)
+            )
+            module(**mine).backward()
+            alone(**others).backward()
+            for name, tensor in mine.items():
+                for held in held_by_ranks(tensor.grad):
+                    torch.testing.assert_close(held, others[name].grad, rtol=TOLERANCE, atol=0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,11 +14,19 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.device import Link
 from autoshard.errors import InputError, MeshError, PlanError
 from tests.models.common import seeded
-from tests.training import OF_ONE_LAYER, TOLERANCE, Widened, build, compare, doubles, fast_links, train
+from tests.training import (
+    OF_ONE_LAYER,
+    TOLERANCE,
+    Widened,
+    build,
+    compare,
+    doubles,
+    fast_links,
+    train,
+    unlike_devices,
+)
 from tests.workers import Workers
 
 Inputs = dict[str, torch.Tensor]
@@ -69,14 +76,6 @@ class Rows(TorchDispatchMode):
         if func is torch.ops.aten.gelu.default:
             self.rows.add(args[0].shape[0])
         return func(*args, **(kwargs or {}))
-
-
-def unlike_devices() -> Cluster:
-    """A V100 and a P100 on which all that counts is what they compute."""
-    data = json.loads(Cluster.parse("1xV100 + 1xP100", between=Link(1e16, 1e-15)).to_json())
-    for stretch in data["stretches"]:
-        stretch["device"] |= {"kernel_overhead": 1e-15, "memory_bandwidth": 1e18}
-    return Cluster.from_json(json.dumps(data))
 
 
 def first_rows(inputs: Mapping[str, torch.Tensor], count: int) -> Inputs:

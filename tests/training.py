@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import re
 import warnings
 from collections import Counter
@@ -94,6 +95,14 @@ def fast_links() -> Cluster:
     link = Link(bandwidth=1e12, latency=1e-9)
     device = dataclasses.replace(cluster.device, kernel_overhead=1e-9)
     return dataclasses.replace(cluster, inside=link, between=link, device=device)
+
+
+def unlike_devices(devices: str = "1xV100 + 1xP100") -> Cluster:
+    """Devices of which all that counts is what they compute."""
+    data = json.loads(Cluster.parse(devices, between=Link(1e16, 1e-15)).to_json())
+    for stretch in data["stretches"]:
+        stretch["device"] |= {"kernel_overhead": 1e-15, "memory_bandwidth": 1e18}
+    return Cluster.from_json(json.dumps(data))
 
 
 def outputs_of(result: Any) -> dict[str, torch.Tensor]:

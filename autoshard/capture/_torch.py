@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo.exc import UserError  # what torch.export says of dynamic sizes that it cannot have
+from torch._dynamo.source import ConstantSource  # where a symbolic size comes from
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,  # an output that is a gradient, and of which input
     InputMutationAOTOutput,  # an output that is the new value of a mutated input
@@ -29,6 +30,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import traceback  # what is said of the operators that are traced, and whether nodes keep it
 from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,  # that a size stays a symbol
     ShapeEnv,  # names sizes that depend on data, in errors, and holds what is known of dynamic ones
     free_unbacked_symbols,  # the sizes in a value that depend on data
 )
@@ -70,6 +72,7 @@ __all__ = [
     "symbolic",
     "symbolic_conditions",
     "symbolic_hint",
+    "symbolic_integer",
     "trace_joint",
     "tracing_annotations",
     "version_of",
@@ -122,6 +125,22 @@ def storage_of(tensor: torch.Tensor) -> int:
 def version_of(tensor: torch.Tensor) -> int:
     """How often the numbers of a tensor were changed in place."""
     return tensor._version  # by autograd, views included
+
+
+def symbolic_integer(
+    env: ShapeEnv, value: int, number: int, *, small: bool = False
+) -> tuple[int | torch.SymInt, sympy.Symbol]:
+    """A symbolic integer that is `value` where it has to be a number, and its symbol.
+
+    Args:
+        env: what knows all of them.
+        value: of the integer.
+        number: how many were made in that environment before.
+        small: whether it may be 0 or 1 elsewhere, or is one here.
+    """
+    source = ConstantSource(f"size_{number}")
+    own = env.create_symbol(value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=small)
+    return env.create_symintnode(own, hint=value, source=source), own
 
 
 def symbolic_hint(value: torch.SymInt) -> int:

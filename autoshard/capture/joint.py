@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,8 +22,10 @@ from autoshard.capture.effects import Effects, effects_of
 from autoshard.capture.export import Exported, export_forward
 from autoshard.capture.failure import capture_error
 from autoshard.capture.flat import flat_forward, is_flat
+from autoshard.capture.flat_symbols import with_symbols, without_sizes
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import LoweredModule
+from autoshard.capture.symbols import with_sizes
 from autoshard.capture.task_graphs import defaults_of, keeping_marks, marking
 from autoshard.capture.twin import fake_like, fake_twin
 from autoshard.errors import AutoshardError, CaptureError
@@ -88,12 +91,13 @@ def capture_forward(
     *,
     grad: bool = True,
     device: torch.device | None = None,
+    dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> tuple[Exported, Effects]:
     """The forward graph that `capture` differentiates, and what its nodes do.
 
     Args:
-        module, args, kwargs, grad, device, mp_policy: as for `capture`.
+        module, args, kwargs, grad, device, dynamic, mp_policy: as for `capture`.
 
     Returns:
         The graph, as export gives it, with the operators of autoshard in it; and which of its values have a gradient,
@@ -107,8 +111,23 @@ def capture_forward(
         mode = fake_mode()
         twin = fake_twin(module, mode, device, None)
         signature_of(twin, args, kwargs, grad)  # refuses what no call can be known by
-        exported = _export(twin, args, kwargs, mode, device, None, mp_policy)
+        exported = _export(twin, args, kwargs, mode, device, dynamic, mp_policy)
+        if exported.dynamic:
+            exported = _with_sizes(exported)
         return exported, effects_of(exported, mode)
+
+
+def _with_sizes(exported: Exported) -> Exported:
+    """The graph with `Size`s in place of torch's symbols, and inputs of the example's shapes."""
+    nodes = exported.graph_module.graph.find_nodes(op="placeholder")
+    items = list(zip(exported.inputs, nodes, strict=True))
+    named = [(item.name, node) for item, node in items if item.kind == "input"]
+    with_sizes(exported.graph_module.graph, named, exported.dynamic)
+    inputs = tuple(
+        replace(item, fake=node.meta["val"].requires_grad_(item.fake.requires_grad)) if node.meta.get("sizes") else item
+        for item, node in items
+    )
+    return replace(exported, inputs=inputs)
 
 
 def _export(
@@ -124,8 +143,9 @@ def _export(
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda leaf: fake_like(leaf, mode, device), (real_args, dict(real_kwargs))
     )
-    if is_flat(twin) and not dynamic:
+    if is_flat(twin):
         exported = flat_forward(twin, args, kwargs)
+        exported = with_symbols(exported, mode) if dynamic else without_sizes(exported)
     elif mp_policy is None:
         exported = export_forward(twin, args, kwargs, mode, device, dynamic)
     else:

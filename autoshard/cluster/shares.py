@@ -84,6 +84,11 @@ def shares(total: int, workers: Sequence[Worker], memory_of: Callable[[int], flo
     return tuple(nearest)
 
 
+def divided(total: int, proportions: Sequence[int]) -> tuple[int, ...]:
+    """`total` elements in whole numbers, in these proportions."""
+    return shares(total, [Worker(share) for share in proportions], lambda _: 0)
+
+
 def paced(device: Device, pace: float) -> Device:
     """The device with rates so many times as high: one whose share is half of an equal one is done in half the time."""
     return replace(

@@ -93,6 +93,7 @@ class MeshSearch:
             self._refine(pipelines=True)
             self._fit()
             self._refine(pipelines=False)
+            self._share()
         except KeyboardInterrupt:
             self.interrupted = True
             if self.best is None:
@@ -189,6 +190,14 @@ class MeshSearch:
                 self._take(row, thorough(row))
                 if not row.settled:
                     sizes = min(sizes, CLOSE * before / row.speed)
+
+    def _share(self) -> None:
+        """Where devices are unlike inside the stages of the best pipeline, plan it with shares of microbatches too."""
+        row = self.best
+        if row is None or row.shape.axis is None or self.request.options.cluster.is_uniform or self._late(row):
+            return
+        with self._settling(row):
+            self._take(row, self.plans.in_shares(row))
 
     def _take(self, row: Row, plan: ShardingPlan | PipelinePlan) -> None:
         """Note a plan that fits, and the best."""

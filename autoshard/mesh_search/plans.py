@@ -96,6 +96,15 @@ class Plans:
         """The plan of a pipeline of any size that is asked for."""
         return self._pipeline(row, self.request.microbatches, self.request.virtual, self.options(effort))
 
+    def in_shares(self, row: Row) -> PipelinePlan:
+        """The plan of a pipeline, or a faster one of the same size in which unlike devices take shares of their own."""
+        assert row.plan is not None
+        assert not isinstance(row.plan, ShardingPlan)
+        number, virtual = row.plan.microbatches, row.plan.virtual
+        known = [effort for effort, sizes in row.sizes.items() if (number, virtual) in sizes]
+        options = replace(self.options(known[-1] if known else "fast"), shares="auto")
+        return self._pipeline(row, number, virtual, options)
+
     def _pipeline(self, row: Row, microbatches: int | str, virtual: int | str, options: Options) -> PipelinePlan:
         request, shape, stopping = self.request, row.shape, Stopping(self.deadline)
         if request.own_memory:
@@ -127,7 +136,7 @@ class Plans:
             memory_limit=settings.memory_limit if limited else None,
             time_limit=min(settings.time_limit, left / 2),
         )
-        return replace(self.request.options, settings=changed)
+        return replace(self.request.options, settings=changed, shares=None)
 
     def _sharded(self, planner: Planner, options: Options, unlimited: Found | None = None) -> ShardingPlan:
         if unlimited is not None and options.settings.recompute == "full":

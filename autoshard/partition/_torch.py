@@ -13,7 +13,6 @@ from torch import Tensor, fx
 
 # Symbolic sizes of fake tensors.
 from torch._dispatch.python import enable_python_dispatcher  # kernels that know symbolic sizes come first
-from torch._dynamo.source import ConstantSource
 
 # Torch's partitioners of a joint graph into forward and backward: the plain one keeps every operator in its half,
 # the other recomputes cheap operators, which pays where the halves are compiled.
@@ -30,10 +29,12 @@ from torch.distributed.tensor import DTensor, Placement
 
 # How a DTensor lies: what its public constructors work out anew at every call, at six times the price.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # Makes a graph that takes its arguments as a list and lets go of each after its last use.
 from torch.fx.graph import _BoxedCodeGen
+
+from autoshard.capture._torch import symbolic_integer
 
 
 class SymbolicNumbers:
@@ -53,9 +54,7 @@ class SymbolicNumbers:
 
     def new(self, value: int, number: int) -> tuple[int | torch.SymInt, sympy.Symbol]:
         """A symbolic integer that is `value` where it has to be a number, the `number`-th, and its symbol."""
-        source = ConstantSource(f"size_{number}")
-        own = self.env.create_symbol(value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True)
-        return self.env.create_symintnode(own, hint=value, source=source), own
+        return symbolic_integer(self.env, value, number, small=True)
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -67,6 +67,7 @@ class GraphEmitter:
         self._finish(node, val)
         if self._symbolic is not None:
             self._symbolic.run(node, op, args, kwargs)
+            node.meta["dynamic"] = self._symbolic.knows(node)
         if isinstance(val, (tuple, list)):
             return tuple(self._item(node, index, item) for index, item in enumerate(val))
         return node
@@ -86,6 +87,7 @@ class GraphEmitter:
         self._finish(item, val)
         if self._symbolic is not None:
             self._symbolic.item(item, node, index)
+            item.meta["dynamic"] = self._symbolic.knows(item)
         return item
 
     def _finish(self, node: fx.Node, val: Any) -> None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.calls import call_layout, signature_of
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
 from autoshard.capture.joint import JointGraph, JointInput
-from autoshard.cluster.shares import Worker, shares
+from autoshard.cluster.shares import divided
 from autoshard.errors import InputError
 from autoshard.partition.lengths import check_blocks, local_shares, whole_shapes
 from autoshard.partition.localize import Border
@@ -51,6 +51,10 @@ class Runtime:
             whether the sizes that may be dynamic are to be.
         inputs: `"global"`: every rank passes whole tensors; `"local"`: its own shards.
         dynamic: for inputs by name, the dims whose sizes calls may change, as `autoshard.plan` takes them.
+
+    Attributes:
+        only_call: where the module is a part of another one, which calls it in one way alone, that call with tensors of
+            global shapes: nobody has to find out what local inputs are shards of, and outputs are local tensors.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Runtime:
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
         self.uneven_inputs = False
         self.shares: tuple[int, tuple[int, ...]] | None = None  # a mesh axis, and what its ranks take of the batch
+        self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._prepare = prepare
         self._served: dict[Hashable, Served] = {}
 
@@ -100,7 +105,9 @@ class Runtime:
         grad = torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs)
         counts = None
         whole_args, whole_kwargs = args, kwargs
-        if self.inputs == "local":
+        if self.only_call is not None:
+            whole_args, whole_kwargs = self.only_call
+        elif self.inputs == "local":
             (whole_args, whole_kwargs), counts = self._whole((args, kwargs))
         served, sizes = self.serve(whole_args, whole_kwargs, grad)
         return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
@@ -121,7 +128,7 @@ class Runtime:
             return sizes
         assert self.shares is not None
         if counts is None:
-            counts = shares(sizes[shared.whole], [Worker(share) for share in self.shares[1]], lambda _: 0)
+            counts = divided(sizes[shared.whole], self.shares[1])
             if min(counts) < 1:
                 raise InputError(
                     f"a batch of {sum(counts)} leaves a rank without a row in the shares {list(self.shares[1])}: pass "
@@ -208,7 +215,7 @@ class Runtime:
 
     def _output(self, local: torch.Tensor, border: Border) -> torch.Tensor:
         """An output as the user gets it: plain where it is whole, a DTensor where it was left sharded."""
-        if border.spec.is_replicated and not self.planned_outputs:
+        if self.only_call is not None or (border.spec.is_replicated and not self.planned_outputs):
             return local
         stride = torch.empty(border.shape, device="meta").stride()
         return DTensor.from_local(

@@ -69,9 +69,8 @@ def split(step: LocalStep, compile: bool, in_parts: bool = False, reduced: Reduc
         step: the program.
         compile: hand both halves to inductor, unless the data decides how many rows a rank holds; cheap operators are
             then recomputed in the backward half, unless the plan itself says what is done again.
-        in_parts: whether gradients of parameters may be wanted later than those of inputs; sizes are fixed then.
-        reduced: if gradients of parameters are added up over several runs before they are reduced, which ones; sizes
-            are fixed then.
+        in_parts: whether gradients of parameters may be wanted later than those of inputs.
+        reduced: if gradients of parameters are added up over several runs before they are reduced, which ones.
     """
     joint = step.graph_module
     compile = compile and not _is_sized_by_data(joint)
@@ -86,10 +85,12 @@ def split(step: LocalStep, compile: bool, in_parts: bool = False, reduced: Reduc
     unreduced = None
     if reduced is not None and backward is not None:
         unreduced = take_reductions(backward.graph, _gradients_of(step, "parameter"), reduced)
+    # What is made of the backward half takes the same numbers as it.
+    taken = take_sizes(backward.graph) if backward is not None and (in_parts or unreduced is not None) else ()
     parts = part(backward, _gradients_of(step, "input")) if in_parts and backward is not None else None
     reduction = None
     if unreduced is not None and backward is not None:
-        reduction = _reduction(unreduced, backward if parts is None else parts[1], compile)
+        reduction = _reduction(unreduced, backward if parts is None else parts[1], compile, dynamic=bool(taken))
     backwards = [half for half in (backward, *(one.graph for one in parts or ())) if half is not None]
     # What the forward half reduces is not joined: who keeps the loss would keep the buffer of all its neighbours.
     forward.graph.eliminate_dead_code(is_impure_node=is_border)
@@ -99,7 +100,8 @@ def split(step: LocalStep, compile: bool, in_parts: bool = False, reduced: Reduc
         schedule(half.graph)
         if compile:
             lower_shifts(half.graph)
-    sizes = [take_sizes(half.graph) for half in (forward, backward) if half is not None]
+    forward_sizes = take_sizes(forward.graph)
+    backward_sizes = () if backward is None else (*taken, *take_sizes(backward.graph))
     for half in (forward, *backwards):
         half.graph.lint()
         half.recompile()
@@ -109,16 +111,16 @@ def split(step: LocalStep, compile: bool, in_parts: bool = False, reduced: Reduc
         for half in backwards:
             take_list(half)
     else:
-        forward = compile_graph(forward, dynamic=any(sizes))
-        backward = None if backward is None else compile_graph(backward, dynamic=any(sizes))
+        dynamic = bool(forward_sizes or backward_sizes)
+        forward = compile_graph(forward, dynamic=dynamic)
+        backward = None if backward is None else compile_graph(backward, dynamic=dynamic)
         if parts is not None:
-            first, second = (replace(one, graph=compile_graph(one.graph, dynamic=False)) for one in parts)
+            first, second = (replace(one, graph=compile_graph(one.graph, dynamic=dynamic)) for one in parts)
             parts = first, second
-    forward_sizes, backward_sizes = (*sizes, ())[:2]
     return Halves(forward, backward, saved, draws, forward_sizes, backward_sizes, parts, reduction)
 
 
-def _reduction(unreduced: Unreduced, ends: fx.GraphModule | Part, compile: bool) -> Reduction:
+def _reduction(unreduced: Unreduced, ends: fx.GraphModule | Part, compile: bool, dynamic: bool) -> Reduction:
     """How what is left of gradients is done where the backward half, or its second part, runs last."""
     whole = ends.graph if isinstance(ends, Part) else ends
     makes = ends.makes if isinstance(ends, Part) else tuple(range(len(whole.graph.output_node().args[0])))  # type: ignore[arg-type]
@@ -128,7 +130,7 @@ def _reduction(unreduced: Unreduced, ends: fx.GraphModule | Part, compile: bool)
         lower_shifts(graph.graph)
         graph.recompile()
         takes = tuple(range(len(graph.graph.find_nodes(op="placeholder"))))
-        return Reduction(unreduced.places, Part(compile_graph(graph, dynamic=False), takes, makes), None)
+        return Reduction(unreduced.places, Part(compile_graph(graph, dynamic=dynamic), takes, makes), None)
     last, end = (replace(one, makes=tuple(makes[place] for place in one.makes)) for one in part_at_ends(graph, own))
     for half in (last, end):
         take_list(half.graph)

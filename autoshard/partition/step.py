@@ -141,7 +141,7 @@ class Program:
         return _called(self.halves.backward, self.arguments(saved, tangents, sizes))
 
     def backward_of_inputs(
-        self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None]
+        self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
     ) -> tuple[dict[int, torch.Tensor], list[Any]]:
         """Local gradients of inputs, by their place among the step's gradient outputs; and what makes the others of.
 
@@ -149,7 +149,7 @@ class Program:
         """
         assert self.halves.parts is not None
         first, second = self.halves.parts
-        arguments = self.arguments(saved, tangents, {})
+        arguments = self.arguments(saved, tangents, sizes)
         kept = [arguments[place] for place in second.takes]
         taken = [arguments[place] for place in first.takes]
         arguments.clear()
@@ -232,7 +232,7 @@ class _Run(torch.autograd.Function):
             if program.later is None:
                 made = parameters.backward(saved, tangents, ctx.sizes)
             else:
-                made, others = program.backward_of_inputs(saved, tangents)
+                made, others = program.backward_of_inputs(saved, tangents, ctx.sizes)
                 program.later.append(lambda: parameters.rest(others))
             results = {names[place]: gradient for place, gradient in made.items()}
         primals = [border for border in program.step.inputs if border.kind != "tangent"]

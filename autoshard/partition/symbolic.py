@@ -80,6 +80,10 @@ class SymbolicShapes:
         if source in self._tensors:
             self._keep(node, self._tensors[source][index])
 
+    def knows(self, node: fx.Node) -> bool:
+        """Whether some size of a node's tensor is dynamic."""
+        return node in self._tensors
+
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Local shape of a node's tensor."""
         if node not in self._tensors:

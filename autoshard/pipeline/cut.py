@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import fx, nn
 
@@ -14,6 +15,7 @@ from autoshard.capture.flat import mark_flat
 from autoshard.errors import CaptureError
 from autoshard.pipeline.crossing import computed_again, stages_of, values_across
 from autoshard.pipeline.exported import ExportedModule, is_cast
+from autoshard.size import Size
 
 aten = torch.ops.aten
 
@@ -27,10 +29,17 @@ class Value:
         like: a contiguous tensor on the meta device of its shape and dtype, that requires a gradient if its gradient
             is to be handed back. A tensor without dims goes as one of one element: captured by itself, a stage that
             returns a scalar would take it for its loss.
+        sizes: its shape with `Size`s, if it has any.
     """
 
     name: str
     like: torch.Tensor
+    sizes: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, with dynamic sizes."""
+        return self.sizes or tuple(self.like.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +76,17 @@ class StageModule:
     def example(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Arguments and keyword arguments of a call of `module`, on the meta device, to plan it with."""
         return tuple(value.like for value in self.received), dict(self.inputs.values())
+
+    @property
+    def dynamic(self) -> dict[str, dict[int, sympy.Expr]]:
+        """For what `module` takes, by the names that it has there, the dims that are dynamic sizes."""
+        found: dict[str, dict[int, sympy.Expr]] = {}
+        for node in self.module.graph.find_nodes(op="placeholder"):
+            (shape,) = node.meta.get("sizes") or [()]
+            dims = {dim: size.expr for dim, size in enumerate(shape) if isinstance(size, Size)}
+            if dims:
+                found[str(node.target)] = dims
+        return found
 
 
 def cut(
@@ -132,7 +152,9 @@ def cut(
 def _values(exported: ExportedModule, nodes: Sequence[fx.Node]) -> tuple[Value, ...]:
     likes = (_like(node.meta["val"], node.name in exported.differentiable) for node in nodes)
     return tuple(
-        Value(node.name, like if like.ndim else _like(like.new_empty(1), like.requires_grad))
+        Value(
+            node.name, like if like.ndim else _like(like.new_empty(1), like.requires_grad), *node.meta.get("sizes", ())
+        )
         for node, like in zip(nodes, likes, strict=True)
     )
 

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import OpOverload
+from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.effects import Effects
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.joint import capture_forward
@@ -72,6 +73,7 @@ def exported(
     grad: bool = True,
     task_graphs: Mapping[str, TaskGraph] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    dynamic: Dynamic | None = None,
 ) -> ExportedModule:
     """Export one call of a module for a pipeline. Real weights are neither touched nor copied.
 
@@ -86,12 +88,14 @@ def exported(
         task_graphs: what hints say of modules, by their paths: it counts more than their defaults.
         mp_policy: precisions of parameters, inputs and outputs, as casts in the graph. Every operator that reads a
             parameter has a cast of its own, so that its stage needs no other's.
+        dynamic: dims of inputs that are dynamic sizes, as `capture` takes them: the graph's arguments are `Size`s then
+            where they depend on these, and `meta["sizes"]` holds such shapes.
 
     Raises:
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
         InputError: an argument is of a type that cannot be part of a signature.
     """
-    forward, effects = capture_forward(module, args, kwargs, grad=grad, mp_policy=mp_policy)
+    forward, effects = capture_forward(module, args, kwargs, grad=grad, dynamic=dynamic, mp_policy=mp_policy)
     graph = forward.graph_module.graph
     for node in [node for node in graph.nodes if node.target in _ASSERTIONS]:
         graph.erase_node(node)

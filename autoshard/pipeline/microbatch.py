@@ -12,6 +12,9 @@ from autoshard.capture._torch import pytree
 from autoshard.capture.calls import call_layout
 from autoshard.errors import InputError
 
+BATCH = "batch"
+"""Name of the number of samples in a microbatch, where it is a dynamic size."""
+
 
 def microbatches(
     module: nn.Module,
@@ -65,6 +68,21 @@ def samples(
     names = call_layout(module, structure, leaves).leaves
     tensors = _tensors(names, leaves)
     return _samples(tensors, _batch_dims(tensors, batch_dims or {}), 1)
+
+
+def batch_sizes(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch_dims: Mapping[str, int | None] | None = None,
+) -> dict[str, dict[int, str]]:
+    """For every tensor with samples, the dim that counts them, under one name, as `capture` takes dynamic sizes.
+
+    Arguments and errors are those of `microbatches`.
+    """
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    tensors = _tensors(call_layout(module, structure, leaves).leaves, leaves)
+    return {name: {dim: BATCH} for name, dim in _batch_dims(tensors, batch_dims or {}).items()}
 
 
 def _tensors(names: Sequence[Any], leaves: Sequence[Any]) -> dict[str, torch.Tensor]:

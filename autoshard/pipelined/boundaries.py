@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Replicate
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.calls import call_layout
+from autoshard.cluster.shares import divided
 from autoshard.errors import PlanError
-from autoshard.pipeline.cut import StageModule
+from autoshard.pipeline.cut import StageModule, Value
+from autoshard.pipeline.microbatch import BATCH
 from autoshard.plan import ShardingPlan
+from autoshard.size import Size, symbol
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import is_even, local_shape
-from autoshard.specs.spec import Spec
+from autoshard.specs.layout import dim_of, is_even, local_shape
+from autoshard.specs.shared_axis import SharedAxis
+from autoshard.specs.spec import Spec, is_shard
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -28,11 +32,13 @@ class Boundaries:
     Args:
         plans: of all stages.
         mesh: of one stage.
+        coordinate: of this rank on that mesh, where ranks take shares of their own.
     """
 
-    def __init__(self, plans: Sequence[ShardingPlan], mesh: MeshShape) -> None:
+    def __init__(self, plans: Sequence[ShardingPlan], mesh: MeshShape, coordinate: Sequence[int] = ()) -> None:
         self._plans = plans
         self._mesh = mesh
+        self._coordinate = coordinate
 
     def messages(self, stage: StageModule) -> tuple[Tensors, Tensors]:
         """What a rank receives for a stage, and what the stage returns there: tensors on the meta device.
@@ -41,21 +47,17 @@ class Boundaries:
             PlanError: two stages disagree on how what the one gives the other lies, or ranks would not have equally
                 much of it.
         """
-        received, _ = stage.example
         taken, given = self._taken(stage), self._given(stage.index, len(stage.passed))
         if stage.index:
-            sent = self._given(stage.index - 1, len(received))
+            sent = self._given(stage.index - 1, len(stage.received))
             for value, one, other in zip(stage.received, sent, taken, strict=True):
                 if one != other:
                     raise PlanError(
                         f"stage {stage.index - 1} leaves {value.name} as {Spec.of(*one)}, and stage {stage.index} "
                         f"takes it as {Spec.of(*other)}: plan them so that they agree."
                     )
-        names = [value.name for value in stage.received]
-        returned = stage.returned
-        if stage.passed:
-            returned = self._local([value.name for value in stage.passed], returned, given)
-        return self._local(names, received, taken), returned
+        returned = self._local(stage.index, stage.passed, given) if stage.passed else stage.returned
+        return self._local(stage.index, stage.received, taken), returned
 
     def _takes_shards(self, index: int) -> bool:
         return self._plans[index].options.get("inputs") == "local"
@@ -75,21 +77,57 @@ class Boundaries:
         whole = Spec.replicated(self._mesh.ndim).placements
         return [placements.get(f"output[{place}]", whole) for place in range(count)]
 
-    def _local(
-        self, names: Sequence[str], likes: Sequence[torch.Tensor], placements: Sequence[tuple[Placement, ...]]
-    ) -> Tensors:
-        return tuple(self._part(*one) for one in zip(names, likes, placements, strict=True))
+    def _local(self, index: int, values: Sequence[Value], placements: Sequence[tuple[Placement, ...]]) -> Tensors:
+        return tuple(self._part(index, *one) for one in zip(values, placements, strict=True))
 
-    def _part(self, name: str, like: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
-        spec = Spec.of(*placements)
-        if not is_even(tuple(like.shape), spec, self._mesh):
+    def _part(self, index: int, value: Value, placements: tuple[Placement, ...]) -> torch.Tensor:
+        """What this rank has of a value that a stage takes or gives."""
+        spec, like, (shared, proportions) = Spec.of(*placements), value.like, self._shares(index)
+        if not parts_are_equal(value.shape, spec, self._mesh, shared):
             raise PlanError(
-                f"{name} goes from stage to stage as {spec} on the mesh {self._mesh}, which does not part "
+                f"{value.name} goes from stage to stage as {spec} on the mesh {self._mesh}, which does not part "
                 f"{list(like.shape)} evenly: messages have one size on all ranks. Choose a number of samples that the "
                 f"mesh divides, or plan whole boundaries."
             )
-        shape = local_shape(tuple(like.shape), spec, self._mesh)
+        shape = list(local_shape(tuple(like.shape), spec, self._mesh))
+        dim = None if shared is None else dim_in_shares(value.shape, spec, shared)
+        if dim is not None and shared is not None:
+            size = value.shape[dim]
+            assert isinstance(size, Size)
+            samples = size.sizes[shared.whole]
+            shape[dim] = int(size) // samples * divided(samples, proportions)[self._coordinate[shared.axis]]
         return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=like.requires_grad)
+
+    def _shares(self, index: int) -> tuple[SharedAxis | None, tuple[int, ...]]:
+        """The axis whose ranks take shares of their own in a stage, if there is one, and their proportions."""
+        for axis, proportions in self._plans[index].shares.items():
+            return SharedAxis(self._mesh.index(axis), len(proportions), symbol(BATCH)), proportions
+        return None, ()
+
+
+def dim_in_shares(shape: Sequence[int], spec: Spec, shared: SharedAxis) -> int | None:
+    """The dim of a value that lies in shares of the samples on their axis; None where it does not."""
+    placement = spec.placements[shared.axis]
+    dim = dim_of(placement, len(shape)) if is_shard(placement) else None
+    return dim if dim is not None and shared.is_of_whole(shape[dim]) else None
+
+
+def parts_are_equal(shape: Sequence[int], spec: Spec, mesh: MeshShape, shared: SharedAxis | None) -> bool:
+    """Whether every rank has as much of a value as all others, or as its share of the samples.
+
+    Args:
+        shape: of the value, with dynamic sizes.
+        spec: how it lies.
+        mesh: of a stage.
+        shared: the axis whose ranks take shares of their own, if there is one.
+    """
+    dim = None if shared is None else dim_in_shares(shape, spec, shared)
+    if dim is not None and shared is not None:
+        rest = [Replicate() if axis == shared.axis else one for axis, one in enumerate(spec.placements)]
+        if any(is_shard(one) and dim_of(one, len(shape)) == dim for one in rest):
+            return False
+        spec = Spec.of(*rest)
+    return is_even(tuple(map(int, shape)), spec, mesh)
 
 
 def names_of(stage: StageModule) -> list[str]:

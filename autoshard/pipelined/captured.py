@@ -18,7 +18,7 @@ from autoshard.cluster.cost import CostModel
 from autoshard.options import Options
 from autoshard.pipeline.cut import StageModule
 from autoshard.pipeline.exported import ExportedModule, exported
-from autoshard.pipeline.microbatch import microbatches
+from autoshard.pipeline.microbatch import batch_sizes, microbatches
 from autoshard.pipeline.stage_graph import StageGraph
 from autoshard.pipelined.captured_alike import nameless_text, same_names, with_names_of
 from autoshard.specs.axes import MeshShape
@@ -43,17 +43,21 @@ class StageCaptures:
 
     def __init__(self, mp_policy: MixedPrecisionPolicy | None = None) -> None:
         self._mp_policy = mp_policy
-        self._known: dict[str, list[tuple[StageModule, JointGraph]]] = {}
+        self._known: dict[tuple[str, bool], list[tuple[StageModule, JointGraph]]] = {}
 
-    def graph(self, stage: StageModule) -> JointGraph:
-        """The step of a stage with one microbatch."""
-        known = self._known.setdefault(nameless_text(stage), [])
+    def graph(self, stage: StageModule, dynamic: bool = False) -> JointGraph:
+        """The step of a stage with one microbatch; whatever size of the stage may be dynamic is so only if told."""
+        known = self._known.setdefault((nameless_text(stage), dynamic), [])
         for other, graph in known:
             if same_names(other, stage):
                 return graph
         made = with_names_of(known[0][1], known[0][0], stage) if known else None
-        known.append((stage, made or capture(stage.module, *stage.example, mp_policy=self._mp_policy)))
+        known.append((stage, made or self._captured(stage, dynamic)))
         return known[-1][1]
+
+    def _captured(self, stage: StageModule, dynamic: bool) -> JointGraph:
+        sizes = stage.dynamic if dynamic else None
+        return capture(stage.module, *stage.example, dynamic=sizes, mp_policy=self._mp_policy)
 
 
 class Captured:
@@ -62,24 +66,35 @@ class Captured:
     Args:
         call: what is planned.
         options: as the user gave them.
+        dynamic: whether the number of samples in a microbatch is a dynamic size of the graphs.
 
     Attributes:
         call: as given.
         stages: the captured steps.
     """
 
-    def __init__(self, call: Call, options: Options) -> None:
+    def __init__(self, call: Call, options: Options, dynamic: bool = False) -> None:
         self.call = call
+        self._dynamic = dynamic
         self.stages = StageCaptures(options.mp_policy)
         self._options = options
         self._exported: dict[int, ExportedModule] = {}
         self._graphs: dict[int, list[tuple[Cluster, StageGraph]]] = {}
+        self._in_shares: Captured | None = None
+
+    @property
+    def in_shares(self) -> Captured:
+        """The same call with a dynamic size for the samples of a microbatch, which ranks can take shares of."""
+        if self._in_shares is None:
+            self._in_shares = Captured(self.call, self._options, dynamic=True)
+        return self._in_shares
 
     def exported(self, number: int) -> ExportedModule:
         """The forward graph of one of so many microbatches."""
         if number not in self._exported:
             call = self.call
             args, kwargs = microbatches(call.module, call.args, call.kwargs, number, call.batch_dims)[0]
+            sizes = batch_sizes(call.module, args, kwargs, call.batch_dims) if self._dynamic else None
             hinted = hint_rules.task_graphs(self._options.hints, [name for name, _ in call.module.named_modules()])
             self._exported[number] = exported(
                 call.module,
@@ -88,6 +103,7 @@ class Captured:
                 grad=torch.is_grad_enabled(),
                 task_graphs=hinted,
                 mp_policy=self._options.mp_policy,
+                dynamic=sizes,
             )
         return self._exported[number]
 

@@ -10,11 +10,13 @@ from torch import fx
 
 from autoshard.capture._torch import pytree
 from autoshard.capture.calls import Constant
+from autoshard.capture.dynamic import DynamicSizes
 from autoshard.capture.export import named_tensors
 from autoshard.capture.fingerprint import fingerprint
 from autoshard.capture.graph import JointGraph
 from autoshard.capture.recompute import copied
 from autoshard.pipeline.cut import StageModule
+from autoshard.size import is_dynamic
 
 
 def nameless_text(stage: StageModule) -> str:
@@ -35,7 +37,12 @@ def nameless_text(stage: StageModule) -> str:
             target = str(node.target)
             called = place[names.first[target]] if target in names.first else _region_text(module, target)
         arguments = fx.node.map_arg((node.args, node.kwargs), number.__getitem__)
-        lines.append(f"{node.op} {called} {arguments} {_sizes(node.meta.get('val'))} {node.meta.get('custom')}")
+        dynamic = [
+            one.expr for one in pytree.tree_leaves((node.args, node.kwargs, node.meta.get("sizes"))) if is_dynamic(one)
+        ]
+        lines.append(
+            f"{node.op} {called} {arguments} {_sizes(node.meta.get('val'))} {dynamic} {node.meta.get('custom')}"
+        )
     return "\n".join(lines)
 
 
@@ -88,8 +95,13 @@ def with_names_of(graph: JointGraph, made: StageModule, wanted: StageModule) -> 
         outputs=outputs,
         aliases=dict(named_tensors(wanted.module).aliases),
         call=replace(graph.call, leaves=tuple(_named(leaf, names) for leaf in graph.call.leaves)),
+        dynamic=None if graph.dynamic is None else _dynamic(graph.dynamic, names),
         fingerprint=fingerprint(inputs, outputs, copy.graph),
     )
+
+
+def _dynamic(sizes: DynamicSizes, names: Mapping[str, str]) -> DynamicSizes:
+    return replace(sizes, dims={names.get(name, name): dims for name, dims in sizes.dims.items()})
 
 
 def _named(leaf: str | Constant, names: Mapping[str, str]) -> str | Constant:

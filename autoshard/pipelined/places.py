@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
+from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.fingerprint import fingerprint
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.measured import Grouping
@@ -98,7 +99,11 @@ def check_pipeline_options(options: Options) -> None:
 
 
 def stage_options(
-    options: Options, cluster: Cluster, plan: ShardingPlan | None = None, names: Collection[str] = ()
+    options: Options,
+    cluster: Cluster,
+    plan: ShardingPlan | None = None,
+    names: Collection[str] = (),
+    dynamic: Dynamic | None = None,
 ) -> Options:
     """The options that one stage is planned with, and run with.
 
@@ -107,6 +112,7 @@ def stage_options(
         cluster: as the stage's ranks see it (`stage_clusters`).
         plan: of the stage, once there is one: what it says of inputs and outputs holds.
         names: of what the stage takes in the calls that it is to run, which may be less than it was planned for.
+        dynamic: the dims of these that are dynamic sizes, where its ranks take shares of their own.
     """
     free: dict[str, object] = {
         "hints": None,
@@ -118,6 +124,8 @@ def stage_options(
     mine = replace(options, cluster=cluster, **free)  # type: ignore[arg-type]
     if plan is None:
         return mine
+    if plan.shares:
+        mine = replace(mine, shares=plan.shares, dynamic=dynamic)
     if plan.options.get("inputs") == "local":
         known = {name: row for name, row in plan.input_placements.items() if name in names}
         mine = replace(mine, inputs="local", input_placements=known)

@@ -98,6 +98,11 @@ class PipelinePlan:
         """Stages per pipeline rank."""
         return self.schedule.virtual
 
+    @property
+    def in_shares(self) -> bool:
+        """Whether the ranks of some stage take shares of their own of every microbatch."""
+        return any(stage.shares for stage in self.stages)
+
     def reduced_at(self, stage: int) -> Reduced:
         """When a stage reduces gradients that are smaller then."""
         return self.reduced[stage] if self.reduced else "step"

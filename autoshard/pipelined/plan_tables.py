@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autoshard import plan_text
 from autoshard.memory.budget import format_bytes
-from autoshard.plan_rows import format_seconds
+from autoshard.plan_rows import format_seconds, shares_text
 
 if TYPE_CHECKING:
     from autoshard.pipelined.plan import PipelinePlan
@@ -35,6 +35,7 @@ def summary_table(plan: PipelinePlan) -> Table:
         ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}, pipeline axis {plan.axis}"),
         ("schedule", schedule_text(plan)),
         ("gradients", _gradients_text(plan)),
+        *(("shares", text) for text in _shares_texts(plan)),
         ("predicted step", step_text(plan)),
         ("memory per device", _memory_text(plan)),
     ]
@@ -68,6 +69,14 @@ def _gradients_text(plan: PipelinePlan) -> str:
     stages = [str(stage) for stage in range(plan.schedule.stages) if plan.reduced_at(stage) == "microbatch"]
     often = f"; with every microbatch those that are smaller then, of stages {', '.join(stages)}" if stages else ""
     return f"added up over the microbatches, reduced once per step{often}"
+
+
+def _shares_texts(plan: PipelinePlan) -> list[str]:
+    """For all stages whose ranks take the same shares of a microbatch, what these are; none where all are equal."""
+    stages: dict[str, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        stages.setdefault(shares_text(stage), []).append(index)
+    return [f"stages {', '.join(map(str, held))}: {text}" for text, held in stages.items() if text]
 
 
 def _memory_text(plan: PipelinePlan) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import BudgetError, PlanError, warn_caller
+from autoshard.errors import BudgetError, CaptureError, InputError, PlanError, warn_caller
 from autoshard.options import Options
 from autoshard.pipeline.bounds import least_seconds
 from autoshard.pipeline.candidates import Candidate, CostsOf, Search
@@ -26,6 +26,7 @@ from autoshard.pipelined.captured import Call, Captured
 from autoshard.pipelined.estimates import Totals, estimated, totals_at
 from autoshard.pipelined.places import check_axis, check_pipeline_options, forward_fingerprint
 from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipelined.rank_shares import RankShares, check_programs, in_proportion, leave_none_out
 from autoshard.pipelined.sizes import WORTH, Forward, PlannedSize, Size, SizePlanner
 from autoshard.pipelined.stage_plans import Boundaries
 from autoshard.pipelined.stopping import Stopping
@@ -66,7 +67,8 @@ def plan_pipeline(
     stages (Rhino 5.1), at two tolerances of their balance, of which simulation takes the better; every stage is planned
     as any module is, on the mesh of its ranks; and all schedules are simulated with what its program then costs and
     holds. A size for which nothing fits is planned again with limits of memory and with recomputation, as far as the
-    options allow it.
+    options allow it. Where devices are unlike inside a stage, the best size is planned once more, with shares of every
+    microbatch in proportion to their speed, and the faster plan is taken (`shares="auto"`).
 
     That much is exact, by the prices of the cluster, and is done for at most three sizes. The others are judged by
     estimates: totals of the planned stages on a line in the size of the microbatch, shared out as the graph is. What
@@ -113,10 +115,31 @@ def plan_pipeline(
     check_axis(shape, axis)
     check_pipeline_options(options)
     captured = captured or Captured(Call(module, args, kwargs, batch_dims), options)
+    stopping = stopping or Stopping()
+
+    def planning(shares: Sequence[RankShares], sizes: dict[Size, PlannedSize]) -> _Planning:
+        own = captured.in_shares if any(shares) else captured
+        return _Planning(own, shape, axis, options, devices, boundaries, sizes, stopping, shares)
+
     with older_objects_set_aside():
-        sizes = {} if known is None else known
-        planning = _Planning(captured, shape, axis, options, devices, boundaries, sizes, stopping or Stopping())
-        return planning.run(schedule, microbatches, virtual, begin)
+        asked = options.shares if isinstance(options.shares, Mapping) else {}
+        given: RankShares = {name: tuple(counts) for name, counts in asked.items()}
+        first = planning([given] * shape.sizes[shape.index(axis)], {} if known is None or given else known)
+        plan = first.run(schedule, microbatches, virtual, begin)
+        uneven = first.in_proportion(plan) if options.shares == "auto" else []
+        if not any(uneven):
+            return plan
+        try:
+            other = planning(uneven, {}).run(schedule, plan.microbatches, plan.virtual)
+        except (BudgetError, CaptureError, InputError, PlanError):
+            return plan  # there is no room for other shares, or an operator needs equal ones
+        except KeyboardInterrupt:
+            first.warn_of_interruption(plan.step_seconds)
+            return plan
+        if not other.fits or other.step_seconds >= plan.step_seconds:
+            return plan
+        table = (replace(line, verdict=f"equal shares of the batch: {line.verdict}") for line in plan.table)
+        return replace(other, table=(*other.table, *table))
 
 
 class _Planning:
@@ -132,6 +155,7 @@ class _Planning:
         boundaries: Boundaries,
         known: dict[Size, PlannedSize],
         stopping: Stopping,
+        shares: Sequence[RankShares],
     ) -> None:
         self.start = time.perf_counter()
         self.stopping = stopping
@@ -152,7 +176,10 @@ class _Planning:
         self.devices = [replace(one, memory=min(one.memory, limit)) for one in given]
         self.rooms = tuple(int(min(one.memory, _ENDLESS)) for one in self.devices)
         self.unequal = any((one.speed, one.memory) != (given[0].speed, given[0].memory) for one in given)
-        self.sizes = SizePlanner(captured, mesh, axis, options, self.devices, boundaries, self._seconds, stopping)
+        self.shares = tuple(shares)
+        self.sizes = SizePlanner(
+            captured, mesh, axis, options, self.devices, boundaries, self._seconds, stopping, self.shares
+        )
         self.names: list[str] = []
         self.planned = known
         self.refused: dict[Size, PlanError | BudgetError] = {}
@@ -174,6 +201,7 @@ class _Planning:
         ways = (1,) if self.unequal and virtual == "auto" else virtual_to_try(virtual)
         asked = [Size(m, v) for m in microbatches_to_try(microbatches, self.batch, self.ranks) for v in ways]
         every = [size for size in asked if self._possible(size)]
+        self._check_shares(asked, every)
         first = self._first(every, begin)
         estimates: tuple[Candidate, ...] = ()
         try:
@@ -193,7 +221,9 @@ class _Planning:
         if search.best is None:
             raise self._nothing(search)
         if self.stopping.interrupted:
-            self._warn_of_interruption(search.best.seconds)
+            self.warn_of_interruption(search.best.seconds)
+        if any(self.shares):
+            check_programs(self.planned[_size(search.best)].planned)
         return self._described(search.best, (*search.table(), *estimates))
 
     def _late(self) -> bool:
@@ -207,16 +237,48 @@ class _Planning:
             return True
         return any(self._seconds(size, one.costs, True) < math.inf for size, one in self.planned.items())
 
-    def _warn_of_interruption(self, seconds: float) -> None:
+    def in_proportion(self, plan: PipelinePlan) -> list[RankShares]:
+        """For every pipeline rank, shares of a microbatch in proportion to the speed of its devices.
+
+        Args:
+            plan: made by this, with equal shares.
+
+        Returns:
+            The shares; none where there is no more time to plan with them.
+        """
+        if self.stopping.interrupted or self.sizes.left <= 0:
+            return []
+        planned = self.planned[Size(plan.microbatches, plan.virtual)].planned
+        kinds = [self.sizes.kinds.index(cluster) for cluster in self.sizes.clusters]
+        found: dict[int, RankShares] = {}
+        for kind, one in zip(kinds, planned, strict=False):  # the first stage of every rank
+            if kind not in found:
+                samples = self.batch // plan.microbatches
+                found[kind] = in_proportion(one, self.sizes.kinds[kind], self.sizes.mesh, samples)
+        return [found[kind] for kind in kinds]
+
+    def warn_of_interruption(self, seconds: float) -> None:
         warn_caller(
             f"the search for a pipeline was interrupted after {time.perf_counter() - self.start:.1f} s: this is the "
             f"best plan met until then, {seconds:.6g} s per step. Plan again for a better one."
         )
 
     def _possible(self, size: Size) -> bool:
-        """Whether some schedule that is asked for has such a size."""
+        """Whether some schedule that is asked for has such a size, and every device something of a microbatch."""
+        if any(not leave_none_out(given, self.batch // size.microbatches) for given in self.shares):
+            return False
         families = [SCHEDULES.get(name) for name in self.names]
         return any(one is None or one.refusal(self.ranks, size.virtual, size.microbatches) is None for one in families)
+
+    def _check_shares(self, asked: Sequence[Size], possible: Sequence[Size]) -> None:
+        """`PlanError` where a microbatch of any size that is asked for is too small for the shares."""
+        if any(self.shares) and asked and not possible:
+            number = min(size.microbatches for size in asked)
+            raise PlanError(
+                f"microbatches of {self.batch // number} samples, {number} of a batch of {self.batch}, can't be taken "
+                f"in shares {dict(self.shares[0])}: every rank takes one sample at least. Ask for fewer microbatches, "
+                "or pass a larger batch."
+            )
 
     def _first(self, every: Sequence[Size], begin: int | None) -> Size | None:
         """What to plan first; if not told, such that all devices of a stage have a part of a microbatch."""

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 
 from autoshard.errors import AutoshardError, PipelineError
 from autoshard.partition.gradient_sums import GradientSums
@@ -59,8 +58,7 @@ class StageCall(nn.Module):
     def forward(self, *received: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = {keyword: inputs[name] for keyword, name in self.keywords.items()}
         results = self.module(*received, **own)
-        local = (result.to_local() if isinstance(result, DTensor) else result for result in results)
-        return tuple(result.contiguous() for result in local)  # as it has to be to be sent
+        return tuple(result.contiguous() for result in results)  # as it has to be to be sent
 
 
 class PipelineRuntime:

@@ -20,7 +20,7 @@ from autoshard.parallelizer import Parallelizer
 from autoshard.partition.agree import together
 from autoshard.pipeline.cut import StageModule, cut
 from autoshard.pipeline.exported import exported
-from autoshard.pipeline.microbatch import microbatches
+from autoshard.pipeline.microbatch import batch_sizes, microbatches
 from autoshard.pipelined.boundaries import Boundaries, names_of
 from autoshard.pipelined.calls import Calls
 from autoshard.pipelined.naming import Entry, entries, renew
@@ -78,7 +78,7 @@ class Servings:
         self.group = device_mesh.get_group(plan.axis)
         self.device_mesh = device_mesh
         self._mesh = _stage_mesh(device_mesh, plan)
-        self._boundaries = Boundaries(plan.stages, MeshShape.of(self._mesh))
+        self._boundaries = Boundaries(plan.stages, MeshShape.of(self._mesh), self._mesh.get_coordinate() or [])
         self._options = options
         self._cluster = stage_clusters(options.cluster, plan.mesh, plan.axis)[self.rank]
         self._compile = compile
@@ -96,7 +96,8 @@ class Servings:
         plan, number = self.plan, self.plan.schedule.microbatches
         hinted = hint_rules.task_graphs(self._options.hints, [name for name, _ in self.model.named_modules()])
         part = microbatches(self.model, args, kwargs, number, self._batch_dims)[0]
-        graph = exported(self.model, *part, task_graphs=hinted, mp_policy=self._options.mp_policy)
+        sizes = batch_sizes(self.model, *part, self._batch_dims) if plan.in_shares else None
+        graph = exported(self.model, *part, task_graphs=hinted, mp_policy=self._options.mp_policy, dynamic=sizes)
         calls = Calls(self.model, graph, number, self._batch_dims)
         calls.check()
         names = {node.name for node in graph.operators}
@@ -123,13 +124,17 @@ class Servings:
         def each() -> None:
             for stage in self.held(serving.stages):
                 plan = self.plan.stages[stage.index]
-                self._parallelizer(serving, stage, plan).start(*stage.example)
+                parallelizer = self._parallelizer(serving, stage, plan)
+                parallelizer.start(*stage.example)
+                parallelizer.runtime.only_call = stage.example
 
         together(self.device_mesh, each)
 
     def _parallelizer(self, serving: Serving, stage: StageModule, plan: ShardingPlan | None) -> Parallelizer:
         runtime, index = serving.runtime, stage.index
-        options = stage_options(self._options, self._cluster, self.plan.stages[index], names_of(stage))
+        options = stage_options(
+            self._options, self._cluster, self.plan.stages[index], names_of(stage), stage.dynamic or None
+        )
         steps, reduced = self.plan.microbatches, self.plan.reduced_at(index)
         options = replace(options, settings=replace(options.settings, gradient_steps=steps, reduced=reduced))
         return Parallelizer(
@@ -167,6 +172,7 @@ class Servings:
                     stage.example if grad else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, stage.example)
                 )
                 parallelizer.start(*example)
+                parallelizer.runtime.only_call = example
 
         together(self.device_mesh, each)
         return replace(serving, stages=self.held(serving.stages), entries=found)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autoshard import hints as hint_rules
+from autoshard.batch_shares import settled
 from autoshard.capture.task_graphs import counted
 from autoshard.errors import BudgetError, HintError
 from autoshard.memory.budget import format_bytes
@@ -28,6 +29,7 @@ from autoshard.pipelined.captured_alike import nameless_text
 from autoshard.pipelined.costs import Links, PlannedStage, stage_costs
 from autoshard.pipelined.fitting import Fitted, rungs, with_few_limits
 from autoshard.pipelined.places import all_slowest, stage_clusters, stage_mesh, stage_options
+from autoshard.pipelined.rank_shares import RankShares, held_part, with_shares
 from autoshard.pipelined.stage_plans import Boundaries, Pins, Room, StagePlanner
 from autoshard.pipelined.stopping import Stopping
 from autoshard.specs.axes import MeshShape
@@ -100,6 +102,7 @@ class SizePlanner:
         boundaries: how what goes from stage to stage lies (`StagePlanner`).
         seconds_of: the fastest schedule of a size with such stages, of those that fit or of all; infinite if none is.
         stopping: when the search ends before its end.
+        shares: what the devices of every pipeline rank take of a microbatch; equal shares by default.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class SizePlanner:
         boundaries: Boundaries,
         seconds_of: Callable[[Size, Sequence[StageCosts], bool], float],
         stopping: Stopping,
+        shares: Sequence[RankShares] = (),
     ) -> None:
         self.start = time.monotonic()
         self.captured = captured
@@ -124,8 +128,20 @@ class SizePlanner:
         self.seconds_of = seconds_of
         self.stopping = stopping
         self.cluster = all_slowest(options.cluster, mesh.size)
-        self.clusters = stage_clusters(options.cluster, mesh, axis)
-        self.kinds = [one for place, one in enumerate(self.clusters) if one not in self.clusters[:place]]
+        clusters = stage_clusters(options.cluster, mesh, axis)
+        self.shares = tuple(shares) or ({},) * self.ranks
+        limit = options.settings.memory_limit or math.inf
+        self.parts = [
+            held_part(given, cluster, self.mesh, limit) for given, cluster in zip(self.shares, clusters, strict=True)
+        ]
+        each = [
+            settled(stage_options(options, cluster), self.mesh, given)
+            for given, cluster in zip(self.shares, clusters, strict=True)
+        ]
+        self.clusters = tuple(one.cluster for one in each)
+        first = [place for place, one in enumerate(self.clusters) if one not in self.clusters[:place]]
+        self.kinds = [self.clusters[place] for place in first]
+        self.options_of_kinds = [each[place] for place in first]
         self.seconds: dict[str, float] = {"capture": 0.0, "stages": 0.0}
         self._planner: StagePlanner | None = None
 
@@ -339,6 +355,7 @@ class SizePlanner:
 
     def _on_device(self, costs: StageCosts, rank: int) -> StageCosts:
         """Costs at the speed of a rank's devices, where that is not in them: a cluster of equal devices knows none."""
+        costs = with_shares(costs, self.shares[rank], self.parts[rank])
         if not self.options.cluster.is_uniform:
             return costs
         speed = self.devices[rank].speed
@@ -351,10 +368,9 @@ class SizePlanner:
 
     def _stage_planner(self, one: ExportedModule) -> StagePlanner:
         if self._planner is None:
-            options = [stage_options(self.options, kind) for kind in self.kinds]
             hints, captures = self.options.hints, self.captured.stages
             self._planner = StagePlanner(
-                self.mesh, options, self._pinned(one), hints, self.boundaries, captures, self.links
+                self.mesh, self.options_of_kinds, self._pinned(one), hints, self.boundaries, captures, self.links
             )
             self.seconds = self._planner.seconds = {**self._planner.seconds, **self.seconds}
         return self._planner

@@ -18,6 +18,7 @@ from autoshard.options import Hints, Options
 from autoshard.patterns.decisions import Decisions
 from autoshard.pipeline.cut import StageModule
 from autoshard.pipelined.alike import marks_of, nameless, renamed
+from autoshard.pipelined.boundaries import parts_are_equal
 from autoshard.pipelined.captured import StageCaptures
 from autoshard.pipelined.costs import Links, PlannedStage
 from autoshard.plan import ShardingPlan
@@ -26,7 +27,6 @@ from autoshard.planner.recompute import recomputing
 from autoshard.planning import planned_with, planner_for, told
 from autoshard.reshard.unreduced import Reduced
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import is_even
 from autoshard.specs.spec import Spec
 
 Boundaries = Literal["whole", "planned"]
@@ -121,9 +121,15 @@ class StagePlanner:
         """
         pins = self._settled(stages, rooms, ranks_of or range(len(stages)))
         planned: list[PlannedStage] = []
+        shares = [self.options[room.kind].shares for room in rooms]
+        taken = None
         for stage in stages:
-            taken = [planned[-1].plan.output_placements[name] for name, _ in planned[-1].passed] if planned else []
-            planned.append(self._planned(stage, rooms[stage.index], pins, taken))
+            here = stage.index
+            # What lies in other shares than the next stage has is whole where it crosses.
+            leaves = self.parted and bool(stage.passed) and shares[here] == shares[here + 1]
+            one = self._planned(stage, rooms[here], pins, taken, leaves)
+            planned.append(one)
+            taken = [one.plan.output_placements[name] for name, _ in one.passed] if leaves else None
         return planned
 
     def _settled(
@@ -145,20 +151,28 @@ class StagePlanner:
         return 0.0 if self.links is None else self.links.sum_per_byte(ranks)
 
     def _planned(
-        self, stage: StageModule, room: Room, pins: Pins, taken: Sequence[tuple[Placement, ...]]
+        self,
+        stage: StageModule,
+        room: Room,
+        pins: Pins,
+        taken: Sequence[tuple[Placement, ...]] | None,
+        leaves: bool,
     ) -> PlannedStage:
-        """The plan of a stage that receives tensors as they are `taken`."""
+        """The plan of a stage that receives tensors as they are `taken`, or whole; others it `leaves` as they come."""
         options = self.options[room.kind]
-        if not self.parted:
+        if taken is not None:
+            options = self._receiving(stage, taken, options)
+        if not leaves:
             return self._once(stage, room, pins, options)
-        options = self._receiving(stage, taken, options)
-        if stage.passed:
-            options = replace(options, output_placements="planned")
+        options = replace(options, output_placements="planned")
         one = self._once(stage, room, pins, options)
         placed = {name: one.plan.output_placements[name] for name, _ in one.passed}
-        # Messages have one size: what devices would hold unequal parts of is whole.
-        shapes = {name: tuple(like.shape) for name, like in one.passed}
-        uneven = [name for name, row in placed.items() if not is_even(shapes[name], Spec.of(*row), self.mesh)]
+        # Messages have one size, or hold a rank's share of the samples: what would lie in other unequal parts is whole.
+        shared = one.planner.wishes.shared
+        shapes = {name: value.shape for (name, _), value in zip(one.passed, stage.passed, strict=True)}
+        uneven = [
+            name for name, row in placed.items() if not parts_are_equal(shapes[name], Spec.of(*row), self.mesh, shared)
+        ]
         if uneven:
             whole = dict.fromkeys(uneven, (Replicate(),) * self.mesh.ndim)
             one = self._once(stage, room, pins, replace(options, output_placements={**placed, **whole}))
@@ -166,9 +180,7 @@ class StagePlanner:
 
     def _receiving(self, stage: StageModule, taken: Sequence[tuple[Placement, ...]], options: Options) -> Options:
         """The options of a stage that receives tensors so; the model's inputs are whole everywhere."""
-        if not stage.received:
-            return options
-        graph = self._graph(stage)
+        graph = self._graph(stage, options)
         names = [leaf for leaf in graph.call.leaves if isinstance(leaf, str)]
         known = {source.name for source in graph.inputs if source.kind == "input"}
         whole = [(Replicate(),) * self.mesh.ndim] * (len(names) - len(taken))
@@ -193,7 +205,7 @@ class StagePlanner:
         self, stage: StageModule, room: Room, pins: Pins, options: Options, summed: Mapping[str, float] | None
     ) -> PlannedStage:
         """A plan, or that of a stage that is alike and asked the same."""
-        graph = self._graph(stage)
+        graph = self._graph(stage, options)
         start = time.perf_counter()
         held = {source.name for source in graph.inputs if source.kind == "parameter"}
         pinned = {name: placements for name, placements in {**self.pinned, **pins}.items() if name in held}
@@ -241,9 +253,9 @@ class StagePlanner:
         found = planner.found(decisions, alike.plan.cost, alike.plan.lower_bound, alike.plan.method)
         return told(planner.describe(found), planner, 0.0, said)
 
-    def _graph(self, stage: StageModule) -> JointGraph:
+    def _graph(self, stage: StageModule, options: Options) -> JointGraph:
         start = time.perf_counter()
-        graph = self._captures.graph(stage)
+        graph = self._captures.graph(stage, dynamic=options.shares is not None)
         self.seconds["capture"] += time.perf_counter() - start
         return graph
 

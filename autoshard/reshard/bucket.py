@@ -108,7 +108,8 @@ def _reduction(node: fx.Node) -> _Reduction | None:
     gathers = [arguments for op, arguments in found if op is _ALL_GATHER]
     if not found or (gathers and gathers[0] not in [one[1:] for op, one in found if op is _REDUCE_SCATTER]):
         return None
-    return _Reduction(source, node, found)
+    # What has another size on other ranks is not laid side by side.
+    return None if source.meta.get("dynamic") else _Reduction(source, node, found)
 
 
 def _continues(start: fx.Node, behind: Sequence[tuple[Any, tuple[Any, ...]]]) -> bool:

@@ -245,7 +245,7 @@ def test_devices_of_a_pipeline_may_hold_what_they_have_where_nobody_set_a_limit(
 
     def plan_pipeline(*args: Any, **named: Any) -> Any:
         limits.append(named["options"].settings.memory_limit)
-        return SimpleNamespace(step_seconds=1e-9, peaks=(1000, 1000))
+        return SimpleNamespace(step_seconds=1e-9, peaks=(1000, 1000), microbatches=8, virtual=1)
 
     unlike = Cluster.parse("2xV100-32GB + 2xP100-16GB")
     wanted = request(plan_pipeline, pipeline="outer", cluster=unlike)
@@ -258,6 +258,23 @@ def test_devices_of_a_pipeline_may_hold_what_they_have_where_nobody_set_a_limit(
     assert wanted.room(stages) == 24e9
     searched(wanted)
     assert set(limits) == {None}
+
+
+def test_unlike_devices_take_shares_in_the_best_pipeline_once_it_is_known() -> None:
+    asked: list[tuple[Any, Any, Any]] = []
+
+    def plan_pipeline(*args: Any, **named: Any) -> Any:
+        asked.append((named["options"].shares, named["microbatches"], named["virtual"]))
+        seconds = 1e-9 if asked[-1][0] is None else 0.9e-9
+        return SimpleNamespace(step_seconds=seconds, peaks=(1000, 1000), microbatches=8, virtual=1)
+
+    wanted = request(plan_pipeline, pipeline="outer", cluster=Cluster.parse("2xV100-32GB + 2xP100-16GB"))
+    wanted = dataclasses.replace(wanted, options=dataclasses.replace(wanted.options, shares="auto"))
+    search, _ = searched(wanted)
+    assert {shares for shares, *_ in asked[:-1]} == {None}
+    assert asked[-1] == ("auto", 8, 1)
+    assert search.best is not None
+    assert search.best.seconds == 0.9e-9
 
 
 def test_a_pipeline_is_planned_for_one_size_and_where_it_is_near_the_best_for_all(

@@ -1,0 +1,140 @@
+"""Dynamic sizes of flat modules: what `symbols.with_sizes` took out of a graph is put in again, to be traced."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autoshard.capture._torch import FakeTensorMode, symbolic_integer
+from autoshard.capture.export import Exported
+from autoshard.errors import CaptureError
+from autoshard.size import Ratio, Size, plain
+
+
+def with_symbols(exported: Exported, mode: FakeTensorMode) -> Exported:
+    """The forward graph of a flat module with inputs of torch's symbolic sizes, and arguments computed from these.
+
+    Args:
+        exported: as `flat_forward` gives it: `meta["sizes"]` of placeholders and `Size`s among arguments say what is
+            dynamic. Changed.
+        mode: of its fake tensors.
+
+    Raises:
+        CaptureError: an argument can't be computed from the sizes of inputs.
+    """
+    graph = exported.graph_module.graph
+    symbols: dict[sympy.Symbol, torch.SymInt | int] = {}
+    inputs, dynamic, roots = [], {}, {}
+    placeholders = graph.find_nodes(op="placeholder")
+    for node, item in zip(placeholders, exported.inputs, strict=True):
+        (shape,) = node.meta.get("sizes") or [()]
+        dims = {dim: size for dim, size in enumerate(shape) if isinstance(size, Size)}
+        if dims:
+            for size in dims.values():
+                _add_symbols(size, symbols, mode)
+            sizes = [_computed(size.expr, symbols) if isinstance(size, Size) else size for size in shape]
+            with mode:
+                fake = torch.empty(sizes, dtype=item.fake.dtype, device=item.fake.device)
+            item = replace(item, fake=fake.requires_grad_(item.fake.requires_grad))
+            dynamic[item.name] = {dim: str(*size.expr.free_symbols) for dim, size in dims.items()}
+            roots.update({(node, dim): size.expr for dim, size in dims.items()})
+        inputs.append(item)
+    _put_in(graph, _Numbers(graph, placeholders[-1], roots).of)
+    exported.graph_module.recompile()
+    return replace(exported, inputs=tuple(inputs), dynamic=dynamic)
+
+
+def without_sizes(exported: Exported) -> Exported:
+    """The forward graph of a flat module with the example's sizes, and no dynamic ones; changed in place."""
+    _put_in(exported.graph_module.graph, plain)
+    return exported
+
+
+def _add_symbols(size: Size, symbols: dict[sympy.Symbol, torch.SymInt | int], mode: FakeTensorMode) -> None:
+    env = mode.shape_env
+    assert env is not None
+    for name in size.expr.free_symbols:
+        if name not in symbols:
+            symbols[name], _ = symbolic_integer(env, size.sizes[name], len(symbols))
+
+
+class _Numbers:
+    """Nodes for expressions in the sizes of inputs, each made once.
+
+    Args:
+        graph: where they are made.
+        last: behind which node.
+        roots: dims of placeholders, and what they are.
+    """
+
+    def __init__(self, graph: fx.Graph, last: fx.Node, roots: dict[tuple[fx.Node, int], sympy.Expr]) -> None:
+        self._graph = graph
+        self._last = last
+        self._known: dict[sympy.Expr, Any] = {}
+        self._symbols: dict[sympy.Symbol, Any] = {}
+        # The plainest first: a symbol alone needs nothing but to be read.
+        for (node, dim), expr in sorted(roots.items(), key=lambda item: sympy.count_ops(item[1])):
+            (own,) = expr.free_symbols
+            if own not in self._symbols:
+                read = self._call(torch.ops.aten.sym_size.int, node, dim)
+                rest, factor = int(expr.subs(own, 0)), int(expr.coeff(own, 1))
+                less = self._call(operator.sub, read, rest) if rest else read
+                self._symbols[own] = self._call(operator.floordiv, less, factor) if factor != 1 else less
+
+    def of(self, number: Any) -> Any:
+        """A number of the graph; whatever else as it is."""
+        if not isinstance(number, (Size, Ratio)):
+            return number
+        key = number.expr
+        if key not in self._known:
+            above, below = sympy.together(key).as_numer_denom() if isinstance(number, Ratio) else (key, sympy.S.One)
+            made = _computed(above, self._symbols, self._call)
+            divisor = _computed(below, self._symbols, self._call)
+            self._known[key] = made if below == 1 else self._call(operator.truediv, made, divisor)
+        return self._known[key]
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if not any(isinstance(argument, fx.Node) for argument in arguments):
+            return function(*arguments)
+        with self._graph.inserting_after(self._last):
+            self._last = self._graph.call_function(function, arguments)
+        return self._last
+
+
+def _put_in(graph: fx.Graph, number: Callable[[Any], Any]) -> None:
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), number)
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def _computed(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable[..., Any] = _call) -> Any:
+    """An integer expression, computed of what stands for its symbols."""
+    if expr.is_Integer:
+        return int(expr)
+    if expr.is_Symbol:
+        return symbols[expr]
+    parts = [*expr.args]
+    if isinstance(expr, (sympy.floor, sympy.ceiling)):
+        above, below = sympy.together(parts[0]).as_numer_denom()
+        sign = 1 if isinstance(expr, sympy.floor) else -1  # what is rounded up is rounded down below zero
+        quotient = call(operator.floordiv, _computed(sign * above, symbols, call), _computed(below, symbols, call))
+        return quotient if sign == 1 else call(operator.neg, quotient)
+    function = operator.add if expr.is_Add else operator.mul if expr.is_Mul else None
+    if isinstance(expr, sympy.Mod):
+        function = operator.mod
+    if expr.is_Pow and parts[1].is_Integer and parts[1] > 0:
+        function, parts = operator.mul, [parts[0]] * int(parts[1])
+    if function is None or not all(part.is_integer for part in parts):
+        raise CaptureError(f"{expr}, on which an operator depends, can't be computed from sizes of what a stage takes.")
+    return reduce(lambda one, other: call(function, one, other), (_computed(part, symbols, call) for part in parts))
