@@ -116,7 +116,8 @@ def plan(
         verbose: log how the search goes (logger `autoshard`, level INFO). Otherwise a line on standard error shows it
             where that is a terminal.
         pipeline_axis: name of the mesh axis along which pipeline stages lie; by default `"pp"`, if there is such an
-            axis. The example is then a call with a whole batch, and what a pipeline can not have (`dynamic`,
+            axis. Each place on it is a pipeline rank, unless task graphs in `forward` ask for devices that add up to it
+            (docs/hints.md). The example is then a call with a whole batch, and what a pipeline can not have (`dynamic`,
             local inputs, `output_placements`) is refused.
         schedule: of a pipeline: `"auto"`, the one with the shortest predicted step of all that fit; or a name, such as
             `"1F1B"` (`autoshard.pipeline.schedules.SCHEDULES`), or `"custom"` for an order of our own.

@@ -10,8 +10,9 @@ import numpy as np
 from autoshard.errors import AutoshardError
 from autoshard.mesh_search.plans import Plans
 from autoshard.mesh_search.shapes import Shape
+from autoshard.pipeline.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.placement import stage_devices
-from autoshard.pipelined.places import all_slowest, stage_cluster, stage_mesh, stage_options
+from autoshard.pipelined.places import all_slowest, stage_cluster, stage_options
 
 _PARTS = 3
 """Of the work of a microbatch: forward, the gradients of what stages receive, and those of parameters, about alike."""
@@ -42,14 +43,14 @@ class Estimates:
         """What a step takes, with the best of some numbers of microbatches; 0 where that can't be said."""
         options = self._plans.request.options
         assert shape.axis is not None
-        speeds = [device.speed for device in stage_devices(options.cluster, shape.mesh, shape.axis)]
+        speeds = [device.speed for device in stage_devices(options.cluster, PipelineMesh.of(shape.mesh, shape.axis))]
         least = min((shape.ranks - 1) / (_PARTS * number) for number in numbers)
         return self._of_whole_step(shape) * longest_stage(self._shares, speeds) * (1 + least)
 
     def _of_whole_step(self, shape: Shape) -> float:
         """Seconds of the whole step on the devices of one stage, however much they would hold."""
         assert shape.axis is not None
-        mesh = stage_mesh(shape.mesh, shape.axis)
+        mesh = PipelineMesh.of(shape.mesh, shape.axis).stage(0)
         slowest = all_slowest(self._plans.request.options.cluster, shape.mesh.size)
         cluster = stage_cluster(slowest, shape.mesh, shape.axis)
         key = mesh.sizes, cluster.devices_per_host

@@ -11,6 +11,7 @@ from torch import nn
 from autoshard.capture.joint import JointGraph
 from autoshard.mesh_search.shapes import Pipeline, Shape
 from autoshard.options import Options
+from autoshard.pipeline.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.placement import stage_devices
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Request:
         """Bytes that a device of a mesh may hold; of a pipeline, on the average of its ranks."""
         if shape.axis is None or not self.own_memory:
             return self.memory_limit
-        devices = stage_devices(self.options.cluster, shape.mesh, shape.axis)
+        devices = stage_devices(self.options.cluster, PipelineMesh.of(shape.mesh, shape.axis))
         return sum(device.memory for device in devices) / len(devices)
 
     @property

@@ -10,8 +10,8 @@ import torch
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import PipelineError
+from autoshard.pipeline.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.stage_problem import StageDevice
-from autoshard.specs.axes import MeshShape
 
 Together = Literal["auto", "model", "stage"]
 
@@ -73,19 +73,9 @@ def _parted(ranks: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...
     return tuple(tuple(ranks[start : start + count]) for start, count in zip(starts, counts, strict=True))
 
 
-def stage_ranks(mesh: MeshShape, axis: str) -> tuple[tuple[int, ...], ...]:
-    """For every coordinate on the pipeline axis, the ranks of a mesh, in row-major order, that have it."""
-    position = mesh.index(axis)
-    ranks: list[list[int]] = [[] for _ in range(mesh.sizes[position])]
-    for rank, coordinate in enumerate(mesh.coordinates()):
-        ranks[coordinate[position]].append(rank)
-    return tuple(map(tuple, ranks))
-
-
 def stage_devices(
     cluster: Cluster,
-    mesh: MeshShape,
-    axis: str,
+    mesh: PipelineMesh,
     *,
     ranks: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
@@ -94,8 +84,7 @@ def stage_devices(
 
     Args:
         cluster: the devices.
-        mesh: all axes, the pipeline's among them.
-        axis: the pipeline's, whose coordinates are stages.
+        mesh: of the pipeline, whose ranks are stages.
         ranks: the cluster's rank at every place of the mesh, in row-major order; by default, they are equal.
         dtype: of the operations by which speeds are compared.
 
@@ -105,13 +94,13 @@ def stage_devices(
         link over which it sends to the next stage.
 
     Raises:
-        MeshError: the mesh has no such axis, or the cluster fewer devices.
+        MeshError: the cluster has fewer devices.
 
     Source: Whale 3.3.2: work in proportion to speed, under the memory of every device.
     """
-    places = range(mesh.size) if ranks is None else ranks
+    places = range(mesh.whole.size) if ranks is None else ranks
     reference = cluster.slowest(places).peak(dtype)
-    stages = [[places[rank] for rank in group] for group in stage_ranks(mesh, axis)]
+    stages = [[places[member] for member in mesh.members(rank)] for rank in range(mesh.ranks)]
     devices = []
     for stage, members in enumerate(stages):
         following = stages[stage + 1] if stage + 1 < len(stages) else []

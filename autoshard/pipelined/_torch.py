@@ -6,12 +6,65 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 # Runs a list of actions, messages among them, on the stages of a rank.
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-__all__ = ["ActionsRuntime"]
+try:
+    from torch.distributed.pipelining._utils import InferenceMode  # whether sizes are known before a step (2.13)
+except ImportError:
+    InferenceMode = None  # type: ignore[assignment, misc]
+
+__all__ = ["ActionsRuntime", "Stage"]
+
+
+class Stage(PipelineStage):
+    """Torch's stage, which may send what it makes to several processes of the stage before or behind, or to none.
+
+    Args:
+        args, kwargs: of torch's stage, whose group holds those that this process receives from.
+        line: the group for messages, in which all are.
+        sends: to whom, in global ranks, messages to the stage before (-1) and behind (1) go; as in torch where it is
+            empty.
+    """
+
+    def __init__(self, *args: Any, line: dist.ProcessGroup, sends: Mapping[int, Sequence[int]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._line = line
+        self._sends = sends
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._on_line(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._on_line(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._on_line(super().get_fwd_send_ops(fwd_chunk_id), self._sends.get(1))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._on_line(super().get_bwd_send_ops(bwd_chunk_id), self._sends.get(-1))
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Messages before the first step, in which torch takes neighbours for pairs; up to torch 2.12."""
+        return [] if self._sends else super()._get_init_p2p_neighbors_ops()  # type: ignore[no-any-return]
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether every process sends to the one that it receives from."""
+        return not self._sends
+
+    def _on_line(self, ops: list[dist.P2POp], peers: Sequence[int] | None = None) -> list[dist.P2POp]:
+        """The messages in the group of all, to `peers`, or else to whom torch has them go."""
+        if not self._sends:
+            return ops
+        return [
+            dist.P2POp(one.op, one.tensor, peer, self._line)
+            for one in ops
+            for peer in ((one.peer,) if peers is None else peers)
+        ]
 
 
 class ActionsRuntime(_PipelineScheduleRuntime):
@@ -43,6 +96,14 @@ class ActionsRuntime(_PipelineScheduleRuntime):
         self.stage_index_to_group_rank = dict(enumerate(placement))
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+
+    def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        """Agree with neighbours that all sizes are known, from torch 2.13 on; it takes them for pairs there."""
+        if all(stage.is_paired for stage in stages):
+            super()._warmup_p2p(stages, has_backward, p2p_done)
+            return
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
 
     def _split_inputs(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None

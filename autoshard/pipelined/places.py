@@ -14,12 +14,9 @@ from autoshard.cluster.measured import Grouping
 from autoshard.errors import MeshError, PlanError
 from autoshard.options import Options
 from autoshard.pipeline.exported import ExportedModule
-from autoshard.pipeline.placement import stage_ranks
+from autoshard.pipeline.pipeline_mesh import PipelineMesh
 from autoshard.plan import ShardingPlan
-from autoshard.specs.axes import MeshAxis, MeshShape
-
-ALONE = MeshAxis("device", 1)
-"""The axis of a stage's mesh where the pipeline's is the only one."""
+from autoshard.specs.axes import MeshShape
 
 
 def check_axis(mesh: MeshShape, axis: str) -> None:
@@ -33,11 +30,6 @@ def check_axis(mesh: MeshShape, axis: str) -> None:
             f"pipeline axis {axis} of the mesh {mesh} has one rank, which is no pipeline: leave the axis out, or give "
             "it two ranks or more."
         )
-
-
-def stage_mesh(mesh: MeshShape, axis: str) -> MeshShape:
-    """The mesh of one stage: the axes besides the pipeline's, or one of a single device where there are none."""
-    return MeshShape(tuple(one for one in mesh.axes if one.name != axis) or (ALONE,))
 
 
 def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
@@ -73,12 +65,12 @@ def all_slowest(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster.first(devices), stretches=())
 
 
-def stage_clusters(cluster: Cluster, mesh: MeshShape, axis: str) -> tuple[Cluster, ...]:
+def stage_clusters(cluster: Cluster, mesh: PipelineMesh) -> tuple[Cluster, ...]:
     """For every rank of a pipeline, the cluster as the devices there see it: of their kind, with their memory."""
-    if not cluster.stretches:
-        return (stage_cluster(cluster, mesh, axis),) * mesh.sizes[mesh.index(axis)]
-    whole = cluster.first(mesh.size)
-    return tuple(whole.of_ranks(ranks) for ranks in stage_ranks(mesh, axis))
+    if not cluster.stretches and max(mesh.devices) == 1:
+        return (stage_cluster(cluster, mesh.whole, mesh.axis),) * mesh.ranks
+    whole = cluster.first(mesh.whole.size)
+    return tuple(whole.of_ranks(mesh.members(rank)) for rank in range(mesh.ranks))
 
 
 def forward_fingerprint(exported: ExportedModule) -> str:

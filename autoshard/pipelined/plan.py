@@ -12,6 +12,7 @@ from autoshard.errors import PlanError
 from autoshard.pipeline.actions import Schedule
 from autoshard.pipeline.candidates import Candidate
 from autoshard.pipeline.costs import StageCosts
+from autoshard.pipeline.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.simulation import Simulation, simulate
 from autoshard.pipeline.tasks import task_graph
 from autoshard.pipelined import plan_data, plan_tables
@@ -35,7 +36,7 @@ class PipelinePlan:
         recomputed: values by the name of their node, and the stages that make them once more instead of receiving them.
         schedule: the order on every pipeline rank; with it the rank of every stage, the number of microbatches, and
             that of stages per rank.
-        stages: how every stage is sharded, on the mesh that its ranks make up (`places.stage_mesh`).
+        stages: how every stage is sharded, on the mesh that its ranks make up (`layout.stage`).
         reduced: of every stage, when gradients are reduced that are smaller then, such as those of parameters that are
             sharded over data-parallel ranks: `"step"`, once, or `"microbatch"`, every time; all once where it is empty.
             Other gradients are added up over the microbatches, and reduced once.
@@ -51,6 +52,7 @@ class PipelinePlan:
         fingerprint: of one microbatch's forward graph.
         timings: phase of planning -> seconds that it took.
         versions: `"autoshard"` and `"torch"` -> version that made it.
+        devices: for every pipeline rank, how many devices along the axis are its own; empty where each has one.
     """
 
     mesh: MeshShape
@@ -72,9 +74,16 @@ class PipelinePlan:
     fingerprint: str = ""
     timings: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        ranks = self.mesh.sizes[self.mesh.index(self.axis)]
+        places = self.mesh.sizes[self.mesh.index(self.axis)]
+        if self.devices and sum(self.devices) != places:
+            raise PlanError(
+                f"pipeline ranks have {' + '.join(map(str, self.devices))} of the devices along axis {self.axis} of "
+                f"the mesh {self.mesh}, which has {places}: each device is one rank's."
+            )
+        ranks = self.layout.ranks
         if self.schedule.ranks != ranks:
             raise PlanError(
                 f"the schedule is for {self.schedule.ranks} ranks, and pipeline axis {self.axis} of the mesh "
@@ -87,6 +96,11 @@ class PipelinePlan:
                     f"the schedule has {self.schedule.stages} stages, and there are {what} of {count}: one each is "
                     "needed."
                 )
+
+    @property
+    def layout(self) -> PipelineMesh:
+        """Which devices every pipeline rank has."""
+        return PipelineMesh.of(self.mesh, self.axis, self.devices)
 
     @property
     def microbatches(self) -> int:

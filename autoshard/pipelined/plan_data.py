@@ -51,6 +51,7 @@ _SCHEMA = record(
     fingerprint=TEXT,
     timings=table(NUMBER),
     versions=table(TEXT),
+    devices=list_of(_SIZE),
 )
 
 
@@ -89,6 +90,7 @@ def to_data(plan: PipelinePlan) -> dict[str, Any]:
         "fingerprint": plan.fingerprint,
         "timings": dict(plan.timings),
         "versions": dict(plan.versions),
+        "devices": list(plan.devices),
     }
 
 
@@ -110,5 +112,6 @@ def fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "costs": tuple(StageCosts(**cost) for cost in data["costs"]),
         "peaks": tuple(data["peaks"]),
         "capacities": tuple(data["capacities"]),
+        "devices": tuple(data["devices"]),
         "table": tuple(Candidate(**line) for line in data["table"]),
     }

@@ -32,7 +32,7 @@ def summary_table(plan: PipelinePlan) -> Table:
     """The lines at the head of a plan."""
     on = f" on cluster {plan.cluster}" if plan.cluster else ""
     lines = [
-        ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}, pipeline axis {plan.axis}"),
+        ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}, pipeline axis {plan.axis}{_ranks_text(plan)}"),
         ("schedule", schedule_text(plan)),
         ("gradients", _gradients_text(plan)),
         *(("shares", text) for text in _shares_texts(plan)),
@@ -48,6 +48,10 @@ def summary_table(plan: PipelinePlan) -> Table:
     for label, value in lines:
         table.add_row(Text(label), Text(value))
     return table
+
+
+def _ranks_text(plan: PipelinePlan) -> str:
+    return f", ranks of {', '.join(map(str, plan.devices))} devices" if plan.devices else ""
 
 
 def schedule_text(plan: PipelinePlan) -> str:

@@ -18,6 +18,7 @@ from autoshard.pipeline.candidates import Candidate, CostsOf, Search
 from autoshard.pipeline.choose import microbatches_to_try, names_to_try, virtual_to_try
 from autoshard.pipeline.costs import StageCosts
 from autoshard.pipeline.microbatch import samples
+from autoshard.pipeline.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.placement import stage_devices
 from autoshard.pipeline.schedules import SCHEDULES, placement
 from autoshard.pipeline.simulation import Simulation
@@ -117,20 +118,25 @@ def plan_pipeline(
     captured = captured or Captured(Call(module, args, kwargs, batch_dims), options)
     stopping = stopping or Stopping()
 
-    def planning(shares: Sequence[RankShares], sizes: dict[Size, PlannedSize]) -> _Planning:
+    def planning(layout: PipelineMesh, shares: Sequence[RankShares], sizes: dict[Size, PlannedSize]) -> _Planning:
         own = captured.in_shares if any(shares) else captured
-        return _Planning(own, shape, axis, options, devices, boundaries, sizes, stopping, shares)
+        return _Planning(own, layout, options, devices, boundaries, sizes, stopping, shares)
 
     with older_objects_set_aside():
         asked = options.shares if isinstance(options.shares, Mapping) else {}
         given: RankShares = {name: tuple(counts) for name, counts in asked.items()}
-        first = planning([given] * shape.sizes[shape.index(axis)], {} if known is None or given else known)
+        layout = PipelineMesh.of(shape, axis)
+        first = planning(layout, [given] * layout.ranks, {} if known is None or given else known)
+        marked = first.marked_devices(schedule, microbatches, virtual, begin)
+        if marked:
+            layout = PipelineMesh.of(shape, axis, marked)
+            first = planning(layout, [given] * layout.ranks, {})
         plan = first.run(schedule, microbatches, virtual, begin)
         uneven = first.in_proportion(plan) if options.shares == "auto" else []
         if not any(uneven):
             return plan
         try:
-            other = planning(uneven, {}).run(schedule, plan.microbatches, plan.virtual)
+            other = planning(layout, uneven, {}).run(schedule, plan.microbatches, plan.virtual)
         except (BudgetError, CaptureError, InputError, PlanError):
             return plan  # there is no room for other shares, or an operator needs equal ones
         except KeyboardInterrupt:
@@ -148,8 +154,7 @@ class _Planning:
     def __init__(
         self,
         captured: Captured,
-        mesh: MeshShape,
-        axis: str,
+        mesh: PipelineMesh,
         options: Options,
         devices: Sequence[StageDevice] | None,
         boundaries: Boundaries,
@@ -161,16 +166,15 @@ class _Planning:
         self.stopping = stopping
         call = captured.call
         self.mesh = mesh
-        self.axis = axis
         self.options = options
-        self.ranks = mesh.sizes[mesh.index(axis)]
+        self.ranks = mesh.ranks
         self.batch = samples(call.module, call.args, call.kwargs, call.batch_dims)
         memory = options.settings.memory_limit or options.cluster.device.memory
         given = list(self._devices(memory) if devices is None else devices)
         if len(given) != self.ranks:
             raise PlanError(
-                f"{len(given)} devices for pipeline axis {axis} of the mesh {mesh}, which has {self.ranks} ranks: give "
-                "one for every rank."
+                f"{len(given)} devices for pipeline axis {mesh.axis} of the mesh {mesh.whole}, which has {self.ranks} "
+                "ranks: give one for every rank."
             )
         limit = options.settings.memory_limit or _ENDLESS
         self.devices = [replace(one, memory=min(one.memory, limit)) for one in given]
@@ -178,7 +182,7 @@ class _Planning:
         self.unequal = any((one.speed, one.memory) != (given[0].speed, given[0].memory) for one in given)
         self.shares = tuple(shares)
         self.sizes = SizePlanner(
-            captured, mesh, axis, options, self.devices, boundaries, self._seconds, stopping, self.shares
+            captured, mesh, options, self.devices, boundaries, self._seconds, stopping, self.shares
         )
         self.names: list[str] = []
         self.planned = known
@@ -189,17 +193,13 @@ class _Planning:
         """Those of the cluster; `memory` is that of a device where all are equal."""
         if self.options.cluster.is_uniform:
             return [StageDevice(1.0, 1.0, memory)] * self.ranks
-        return stage_devices(self.options.cluster, self.mesh, self.axis)
+        return stage_devices(self.options.cluster, self.mesh)
 
     def run(
         self, schedule: str | Sequence[str], microbatches: int | str, virtual: int | str, begin: int | None = None
     ) -> PipelinePlan:
         """The plan; arguments as for `plan_pipeline`."""
-        self.names = names_to_try(schedule)
-        if self.unequal:
-            self.names = [name for name in self.names if name not in SCHEDULES or not SCHEDULES[name].turns]
-        ways = (1,) if self.unequal and virtual == "auto" else virtual_to_try(virtual)
-        asked = [Size(m, v) for m in microbatches_to_try(microbatches, self.batch, self.ranks) for v in ways]
+        asked = self._asked(schedule, microbatches, virtual)
         every = [size for size in asked if self._possible(size)]
         self._check_shares(asked, every)
         first = self._first(every, begin)
@@ -226,6 +226,29 @@ class _Planning:
             check_programs(self.planned[_size(search.best)].planned)
         return self._described(search.best, (*search.table(), *estimates))
 
+    def _asked(self, schedule: str | Sequence[str], microbatches: int | str, virtual: int | str) -> list[Size]:
+        """The sizes that are asked for; notes the schedules that are."""
+        self.names = names_to_try(schedule)
+        if self.unequal:
+            self.names = [name for name in self.names if name not in SCHEDULES or not SCHEDULES[name].turns]
+        ways = (1,) if self.unequal and virtual == "auto" else virtual_to_try(virtual)
+        return [Size(m, v) for m in microbatches_to_try(microbatches, self.batch, self.ranks) for v in ways]
+
+    def marked_devices(
+        self, schedule: str | Sequence[str], microbatches: int | str, virtual: int | str, begin: int | None
+    ) -> tuple[int, ...]:
+        """The numbers of devices that task graphs in `forward` ask for, where they share out the pipeline's axis so.
+
+        Arguments are those of `run`. None, where every task graph that is marked has a place on the axis to itself, or
+        their numbers are of devices inside of stages.
+
+        Source: Whale 3.2.1: devices are taken one after another, as many as each task graph asks for.
+        """
+        asked = self._asked(schedule, microbatches, virtual)
+        first = self._first([size for size in asked if self._possible(size)], begin) or next(iter(asked), None)
+        counts = () if first is None else self.sizes.counts(self.sizes.forward(first.microbatches))
+        return counts if 1 < len(counts) < self.ranks == sum(counts) else ()
+
     def _late(self) -> bool:
         """Whether the search ends with what there is.
 
@@ -249,13 +272,13 @@ class _Planning:
         if self.stopping.interrupted or self.sizes.left <= 0:
             return []
         planned = self.planned[Size(plan.microbatches, plan.virtual)].planned
-        kinds = [self.sizes.kinds.index(cluster) for cluster in self.sizes.clusters]
         found: dict[int, RankShares] = {}
-        for kind, one in zip(kinds, planned, strict=False):  # the first stage of every rank
+        for kind, one in zip(self.sizes.kind_of, planned, strict=False):  # the first stage of every rank
             if kind not in found:
+                where = self.sizes.kinds[kind]
                 samples = self.batch // plan.microbatches
-                found[kind] = in_proportion(one, self.sizes.kinds[kind], self.sizes.mesh, samples)
-        return [found[kind] for kind in kinds]
+                found[kind] = in_proportion(one, where.options.cluster, where.mesh, samples)
+        return [found[kind] for kind in self.sizes.kind_of]
 
     def warn_of_interruption(self, seconds: float) -> None:
         warn_caller(
@@ -296,8 +319,9 @@ class _Planning:
     def _shared(self, every: Sequence[Size], begin: int | None) -> list[Size]:
         """Sizes with the fewest stages whose microbatches all devices of a stage have a part of, if not told."""
         way = min((size.virtual for size in every), default=1)
+        most = max(shape.size for shape in self.sizes.meshes)
         mine = [size for size in every if size.virtual == way]
-        return [size for size in mine if begin or self.batch // size.microbatches >= self.sizes.mesh.size] or mine
+        return [size for size in mine if begin or self.batch // size.microbatches >= most] or mine
 
     def _nearest(self, sizes: Sequence[Size], wanted: float) -> Size | None:
         """The size whose number of microbatches is nearest to one, of equally near ones the smaller."""
@@ -399,7 +423,7 @@ class _Planning:
             if size.virtual == min(one.virtual for one in self.planned):
                 crossing = sum(planned.stages.forward_bytes)
                 known[self.batch // size.microbatches] = Totals.of(planned.costs, speeds * size.virtual, crossing)
-        return totals_at(count, known) if known else Totals.alone(forward.graph, self.sizes.mesh.size)
+        return totals_at(count, known) if known else Totals.alone(forward.graph, self.mesh.whole.size // self.ranks)
 
     def _nothing(self, search: Search) -> Exception:
         """Why there is no plan: what needs least of what was planned, or why nothing could be."""
@@ -410,8 +434,9 @@ class _Planning:
     def _described(self, best: Simulation, table: tuple[Candidate, ...]) -> PipelinePlan:
         chosen, schedule = self.planned[_size(best)], best.graph.schedule
         return PipelinePlan(
-            mesh=self.mesh,
-            axis=self.axis,
+            mesh=self.mesh.whole,
+            axis=self.mesh.axis,
+            devices=self.mesh.devices if max(self.mesh.devices) > 1 else (),
             stage_of=dict(chosen.stages.stage_of),
             recomputed=dict(chosen.stages.recomputed),
             schedule=schedule,

@@ -9,16 +9,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
 from autoshard.errors import AutoshardError, PipelineError
 from autoshard.partition.gradient_sums import GradientSums
 from autoshard.pipeline.actions import Action, Kind, Schedule
 from autoshard.pipeline.cut import StageModule
 from autoshard.pipeline.messages import rows
-from autoshard.pipelined._torch import ActionsRuntime
+from autoshard.pipelined._torch import ActionsRuntime, Stage
 from autoshard.pipelined.boundaries import Tensors
 from autoshard.pipelined.counting import Count, shares
+from autoshard.pipelined.station import Station
 
 _FORWARD = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
 
@@ -70,7 +70,7 @@ class PipelineRuntime:
     Args:
         stages: those of this rank, with what each receives and returns here, on the meta device.
         schedule: the orders of all ranks.
-        group: the process group along the pipeline axis.
+        station: this process's place in the pipeline.
         device: where the stages run.
         loss: which output of the model is differentiated; None where there is none.
 
@@ -90,14 +90,15 @@ class PipelineRuntime:
         self,
         stages: Sequence[tuple[StageModule, tuple[Tensors, Tensors]]],
         schedule: Schedule,
-        group: dist.ProcessGroup,
+        station: Station,
         device: torch.device,
         loss: Loss | None,
     ) -> None:
         self.schedule = schedule
         self.loss = loss
         self._calls = [(stage.index, StageCall(stage), messages) for stage, messages in stages]
-        self._group = group
+        self._station = station
+        self._group = station.group
         self._device = device
         self._orders = rows(schedule)
         self.later: dict[int, list[Callable[[], None]]] = (
@@ -169,7 +170,7 @@ class PipelineRuntime:
     def _made(self, orders: Sequence[Sequence[Action]]) -> ActionsRuntime:
         """Torch's runtime of these orders; its stages have buffers of their own for what they receive."""
         stages = [
-            PipelineStage(
+            Stage(
                 call,
                 index,
                 self.schedule.stages,
@@ -178,6 +179,8 @@ class PipelineRuntime:
                 output_args=returned,
                 group=self._group,
                 dw_builder=partial(_left, self.later[index]) if index in self.later else None,
+                line=self._station.line,
+                sends=self._station.sends,
             )
             for index, call, (received, returned) in self._calls
         ]
@@ -195,7 +198,8 @@ class PipelineRuntime:
         total = torch.zeros((), dtype=loss.dtype, device=self._device)
         for share in shares:
             total += share.detach()
-        dist.broadcast(total, group=self._group, group_src=self.schedule.placement[-1])
+        source = self._station.starts[self.schedule.placement[-1]]
+        dist.broadcast(total, group=self._station.line, group_src=source)
         return total
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,6 +26,7 @@ from autoshard.pipelined.naming import Entry, entries, renew
 from autoshard.pipelined.places import stage_clusters, stage_options
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.runtime import PipelineRuntime
+from autoshard.pipelined.station import station
 from autoshard.plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 
@@ -74,13 +74,14 @@ class Servings:
     ) -> None:
         self.model = model
         self.plan = plan
-        self.rank = device_mesh.get_local_rank(plan.axis)
-        self.group = device_mesh.get_group(plan.axis)
+        self._station = station(device_mesh, plan.layout)
+        self.rank = self._station.rank
+        self.group = self._station.group
         self.device_mesh = device_mesh
-        self._mesh = _stage_mesh(device_mesh, plan)
+        self._mesh = self._station.mesh
         self._boundaries = Boundaries(plan.stages, MeshShape.of(self._mesh), self._mesh.get_coordinate() or [])
         self._options = options
-        self._cluster = stage_clusters(options.cluster, plan.mesh, plan.axis)[self.rank]
+        self._cluster = stage_clusters(options.cluster, plan.layout)[self.rank]
         self._compile = compile
         self._batch_dims = batch_dims
         everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -112,7 +113,7 @@ class Servings:
         stages = tuple(cut(graph, stage_of, plan.schedule.stages, again))
         device = torch.device(self.device_mesh.device_type)
         held = [(stage, self._boundaries.messages(stage)) for stage in self.held(stages)]
-        return Serving(calls, stages, PipelineRuntime(held, plan.schedule, self.group, device, calls.loss()))
+        return Serving(calls, stages, PipelineRuntime(held, plan.schedule, self._station, device, calls.loss()))
 
     def held(self, stages: tuple[StageModule, ...]) -> tuple[StageModule, ...]:
         """Those of this rank."""
@@ -181,13 +182,3 @@ class Servings:
         """Where what the stages of this rank hold is in `whole`."""
         constants = serving.calls.constants
         return tuple(entry for stage in self.held(serving.stages) for entry in entries(stage.module, whole, constants))
-
-
-def _stage_mesh(device_mesh: DeviceMesh, plan: PipelinePlan) -> DeviceMesh:
-    """The mesh of a stage: the axes besides the pipeline's at this rank's place on that, or this rank alone."""
-    others = tuple(name for name in plan.mesh.names if name != plan.axis)
-    if others:
-        return device_mesh[others]
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    names = plan.stages[0].mesh.names
-    return DeviceMesh.from_group(alone, device_mesh.device_type, mesh_dim_names=names)

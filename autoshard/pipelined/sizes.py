@@ -20,6 +20,7 @@ from autoshard.pipeline.bounds import least_bytes
 from autoshard.pipeline.costs import StageCosts
 from autoshard.pipeline.cut import StageModule, cut
 from autoshard.pipeline.exported import ExportedModule
+from autoshard.pipeline.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.regions import marked_stages
 from autoshard.pipeline.schedules import placement
 from autoshard.pipeline.stage_graph import StageGraph
@@ -28,9 +29,9 @@ from autoshard.pipelined.captured import Captured
 from autoshard.pipelined.captured_alike import nameless_text
 from autoshard.pipelined.costs import Links, PlannedStage, stage_costs
 from autoshard.pipelined.fitting import Fitted, rungs, with_few_limits
-from autoshard.pipelined.places import all_slowest, stage_clusters, stage_mesh, stage_options
+from autoshard.pipelined.places import all_slowest, stage_clusters, stage_options
 from autoshard.pipelined.rank_shares import RankShares, held_part, with_shares
-from autoshard.pipelined.stage_plans import Boundaries, Pins, Room, StagePlanner
+from autoshard.pipelined.stage_plans import Boundaries, Kind, Pins, Room, StagePlanner
 from autoshard.pipelined.stopping import Stopping
 from autoshard.specs.axes import MeshShape
 
@@ -94,8 +95,7 @@ class SizePlanner:
 
     Args:
         captured: of the call that is planned.
-        mesh: all axes.
-        axis: name of the pipeline's.
+        mesh: all axes, and what of them every pipeline rank has.
         options: as the user gave them.
         devices: of every pipeline rank: memory in bytes; and speed in times of the cluster's device, which counts where
             that has one kind.
@@ -108,8 +108,7 @@ class SizePlanner:
     def __init__(
         self,
         captured: Captured,
-        mesh: MeshShape,
-        axis: str,
+        mesh: PipelineMesh,
         options: Options,
         devices: Sequence[StageDevice],
         boundaries: Boundaries,
@@ -119,29 +118,26 @@ class SizePlanner:
     ) -> None:
         self.start = time.monotonic()
         self.captured = captured
-        self.mesh = stage_mesh(mesh, axis)
-        self.ranks = mesh.sizes[mesh.index(axis)]
+        self.mesh = mesh
+        self.ranks = mesh.ranks
+        self.meshes = tuple(mesh.stage(rank) for rank in range(mesh.ranks))
         self.devices = tuple(devices)
-        self.links = Links.of(options.cluster, mesh, axis)
+        self.links = Links.of(options.cluster, mesh.whole, mesh.axis)
         self.options = options
         self.boundaries = boundaries
         self.seconds_of = seconds_of
         self.stopping = stopping
-        self.cluster = all_slowest(options.cluster, mesh.size)
-        clusters = stage_clusters(options.cluster, mesh, axis)
+        self.cluster = all_slowest(options.cluster, mesh.whole.size)
+        clusters = stage_clusters(options.cluster, mesh)
         self.shares = tuple(shares) or ({},) * self.ranks
         limit = options.settings.memory_limit or math.inf
-        self.parts = [
-            held_part(given, cluster, self.mesh, limit) for given, cluster in zip(self.shares, clusters, strict=True)
-        ]
+        of_ranks = list(zip(self.shares, clusters, self.meshes, strict=True))
+        self.parts = [held_part(given, cluster, shape, limit) for given, cluster, shape in of_ranks]
         each = [
-            settled(stage_options(options, cluster), self.mesh, given)
-            for given, cluster in zip(self.shares, clusters, strict=True)
+            Kind(settled(stage_options(options, cluster), shape, given), shape) for given, cluster, shape in of_ranks
         ]
-        self.clusters = tuple(one.cluster for one in each)
-        first = [place for place, one in enumerate(self.clusters) if one not in self.clusters[:place]]
-        self.kinds = [self.clusters[place] for place in first]
-        self.options_of_kinds = [each[place] for place in first]
+        self.kinds = [one for place, one in enumerate(each) if one not in each[:place]]
+        self.kind_of = [self.kinds.index(one) for one in each]
         self.seconds: dict[str, float] = {"capture": 0.0, "stages": 0.0}
         self._planner: StagePlanner | None = None
 
@@ -166,11 +162,16 @@ class SizePlanner:
         return forward
 
     def _speeds(self, number: int, graph: StageGraph) -> tuple[float, ...]:
-        """As given; or, where the cluster tells kinds of device apart, by what the operators take on each."""
+        """As given; or, where the cluster tells kinds of device apart, by what the operators take on each.
+
+        A rank with more devices than another is so many times as fast.
+        """
+        many = [shape.size / min(other.size for other in self.meshes) for shape in self.meshes]
         if self.options.cluster.is_uniform or not graph.seconds:
-            return tuple(device.speed for device in self.devices)
-        seconds = [self.captured.graph(number, replace(kind, stretches=())).seconds for kind in self.kinds]
-        return tuple(graph.seconds / seconds[self.kinds.index(cluster)] for cluster in self.clusters)
+            return tuple(device.speed * count for device, count in zip(self.devices, many, strict=True))
+        clusters = [replace(kind.options.cluster, stretches=()) for kind in self.kinds]
+        seconds = [self.captured.graph(number, cluster).seconds for cluster in clusters]
+        return tuple(graph.seconds / seconds[kind] * count for kind, count in zip(self.kind_of, many, strict=True))
 
     def marks(self, forward: Forward) -> dict[str, int]:
         """The stages of operators in contexts of `forward` with devices of their own, where several follow another."""
@@ -179,6 +180,11 @@ class SizePlanner:
         if len(order) < 2:
             return {}
         return {name: order.index(int(one.place)) for name, one in counted_in.items()}
+
+    def counts(self, forward: Forward) -> tuple[int, ...]:
+        """How many devices the contexts of `forward` that ask for numbers of them want, in order."""
+        found = {int(one.place): one.primitive.devices for one in counted(forward.exported.graph).values()}
+        return tuple(devices for _, devices in sorted(found.items()) if isinstance(devices, int))
 
     def assigned(self, size: Size, forward: Forward, method: Method = "auto") -> list[Stages]:
         """The stages of a size, for every tolerance; equal ones once; as they are marked, where they are.
@@ -195,9 +201,10 @@ class SizePlanner:
         """
         start = time.perf_counter()
         at = placement(self.ranks, size.virtual)
-        share = self.mesh.size / size.virtual  # of a rank's memory, with nothing held twice
+        held = [shape.size / size.virtual for shape in self.meshes]  # of a device's memory, with nothing held twice
         devices = [
-            StageDevice(self.links.bandwidth, forward.speeds[rank], self.devices[rank].memory * share) for rank in at
+            StageDevice(self.links.bandwidth, forward.speeds[rank], self.devices[rank].memory * held[rank])
+            for rank in at
         ]
         marks = self._checked(self.marks(forward), forward, len(at))
 
@@ -220,10 +227,11 @@ class SizePlanner:
                     found.append(one)
         except BudgetError as error:
             memories = ", ".join(dict.fromkeys(format_bytes(device.memory) for device in self.devices))
-            peak = None if error.peak is None else math.ceil(error.peak / share)
+            peak = None if error.peak is None else math.ceil(error.peak / max(held))
+            counts = " or ".join(dict.fromkeys(str(shape.size) for shape in self.meshes))
             raise BudgetError(
-                f"{len(at)} pipeline stages do not fit in {memories} per device, even if the {self.mesh.size} devices "
-                f"of each rank hold nothing twice; of what they hold together: {error}",
+                f"{len(at)} pipeline stages do not fit in {memories} per device, even if the {counts} devices of each "
+                f"rank hold nothing twice; of what they hold together: {error}",
                 peak,
             ) from error
         finally:
@@ -257,8 +265,9 @@ class SizePlanner:
             raise HintError(
                 f"forward marks {marked} task graphs with numbers of devices ({', '.join(primitives)}), each of which "
                 f"is a pipeline stage on devices of its own, and the pipeline has {stages} stages: {self.ranks} ranks "
-                f"with {per_rank} each. Mark as many as there are stages, or change the mesh or virtual; of what is to "
-                'be parallelised inside of stages, name mesh axes, as in autoshard.split("tp").'
+                f"with {per_rank} each. Mark as many as there are stages, let the numbers add up to the "
+                f"{sum(self.mesh.devices)} devices along the pipeline's axis, or change the mesh or virtual; of what "
+                'is to be parallelised inside of stages, name mesh axes, as in autoshard.split("tp").'
             )
         return marks
 
@@ -294,8 +303,7 @@ class SizePlanner:
         planner = self._stage_planner(forward.exported)
         first = "full" if self.options.settings.recompute == "full" else "none"
         at = placement(self.ranks, size.virtual)
-        kinds = [self.kinds.index(self.clusters[rank]) for rank in at]
-        rooms = [Room(None, first, kind, size.microbatches) for kind in kinds]
+        rooms = [Room(None, first, self.kind_of[rank], size.microbatches) for rank in at]
         free_of_limits = best = self._planned(planner, size, forward, stages, parts, rooms)
         took = time.perf_counter() - start
         free, least = self.seconds_of(size, best.costs, False), self._merit(size, best.costs)
@@ -355,7 +363,7 @@ class SizePlanner:
 
     def _on_device(self, costs: StageCosts, rank: int) -> StageCosts:
         """Costs at the speed of a rank's devices, where that is not in them: a cluster of equal devices knows none."""
-        costs = with_shares(costs, self.shares[rank], self.parts[rank])
+        costs = with_shares(self._sent(costs, rank), self.shares[rank], self.parts[rank])
         if not self.options.cluster.is_uniform:
             return costs
         speed = self.devices[rank].speed
@@ -366,18 +374,26 @@ class SizePlanner:
             weight_backward_seconds=costs.weight_backward_seconds / speed,
         )
 
+    def _sent(self, costs: StageCosts, rank: int) -> StageCosts:
+        """Costs with messages to as many devices as each of a rank's has to send to on the ranks before and after."""
+        before, own, behind = ([0, *self.mesh.devices, 0][rank + step] for step in range(3))
+        return replace(
+            costs,
+            forward_send_seconds=costs.forward_send_seconds * max(math.ceil(behind / own), 1),
+            backward_send_seconds=costs.backward_send_seconds * max(math.ceil(before / own), 1),
+        )
+
     def _stage_planner(self, one: ExportedModule) -> StagePlanner:
         if self._planner is None:
             hints, captures = self.options.hints, self.captured.stages
-            self._planner = StagePlanner(
-                self.mesh, self.options_of_kinds, self._pinned(one), hints, self.boundaries, captures, self.links
-            )
+            pinned = [self._pinned(one, kind.mesh) for kind in self.kinds]
+            self._planner = StagePlanner(self.kinds, pinned, hints, self.boundaries, captures, self.links)
             self.seconds = self._planner.seconds = {**self._planner.seconds, **self.seconds}
         return self._planner
 
-    def _pinned(self, one: ExportedModule) -> Pins:
+    def _pinned(self, one: ExportedModule, mesh: MeshShape) -> Pins:
         """What the user's hints pin, in the model as a whole: in a single stage most would match nothing."""
         module = self.captured.call.module
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         names = [name for name, _ in module.named_modules()]
-        return hint_rules.resolve(self.options.hints, shapes, one.forward.aliases, names, self.mesh)
+        return hint_rules.resolve(self.options.hints, shapes, one.forward.aliases, names, mesh)

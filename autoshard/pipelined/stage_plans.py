@@ -13,7 +13,7 @@ from autoshard.capture.joint import JointGraph
 from autoshard.capture.layers import Layer
 from autoshard.capture.layers import layers as layers_of
 from autoshard.capture.recompute import recomputed
-from autoshard.errors import BudgetError
+from autoshard.errors import BudgetError, PlanError
 from autoshard.options import Hints, Options
 from autoshard.patterns.decisions import Decisions
 from autoshard.pipeline.cut import StageModule
@@ -56,13 +56,25 @@ class Room:
     or_leanest: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a stage may run on, and how it is planned there.
+
+    Attributes:
+        options: their cluster is that of its ranks, and they have no hints of their own.
+        mesh: of one stage.
+    """
+
+    options: Options
+    mesh: MeshShape
+
+
 class StagePlanner:
     """Plans stages, equal ones once.
 
     Args:
-        mesh: of one stage.
-        options: of a stage on every kind of device: its cluster is that of its ranks, and it has no hints of its own.
-        pinned: placements of parameters by their first names, as hints pin them.
+        kinds: of devices that there are.
+        pinned: for each of them placements of parameters by their first names, as hints pin them.
         hints: of the user, as the plans of stages tell them.
         boundaries: `"whole"`: what goes from stage to stage is whole on all devices; `"planned"`: it lies as the
             earlier one makes it.
@@ -76,21 +88,19 @@ class StagePlanner:
 
     def __init__(
         self,
-        mesh: MeshShape,
-        options: Sequence[Options],
-        pinned: Pins,
+        kinds: Sequence[Kind],
+        pinned: Sequence[Pins],
         hints: Hints | None,
         boundaries: Boundaries,
         captures: StageCaptures | None = None,
         links: Links | None = None,
     ) -> None:
-        self.mesh = mesh
         self.links = links
-        self.options = tuple(options)
-        self.time_limit = options[0].settings.time_limit
-        self.pinned = pinned
+        self.kinds = tuple(kinds)
+        self.time_limit = kinds[0].options.settings.time_limit
+        self.pinned = tuple(pinned)
         self.hints = hints
-        self.parted = boundaries == "planned" and mesh.size > 1
+        self.parted = boundaries == "planned"
         self.seconds: dict[str, float] = {"capture": 0.0, "plan": 0.0}
         self._captures = captures or StageCaptures()
         # What one works out for operators and reshards serves others: of the same devices, that price reductions so.
@@ -121,12 +131,12 @@ class StagePlanner:
         """
         pins = self._settled(stages, rooms, ranks_of or range(len(stages)))
         planned: list[PlannedStage] = []
-        shares = [self.options[room.kind].shares for room in rooms]
+        kinds = [self.kinds[room.kind] for room in rooms]
         taken = None
         for stage in stages:
             here = stage.index
-            # What lies in other shares than the next stage has is whole where it crosses.
-            leaves = self.parted and bool(stage.passed) and shares[here] == shares[here + 1]
+            # What lies in other shares than the next stage has, or on another mesh, is whole where it crosses.
+            leaves = self.parted and bool(stage.passed) and _lie_alike(kinds[here], kinds[here + 1])
             one = self._planned(stage, rooms[here], pins, taken, leaves)
             planned.append(one)
             taken = [one.plan.output_placements[name] for name, _ in one.passed] if leaves else None
@@ -141,11 +151,23 @@ class StagePlanner:
             new = [name for name, holders in stage.shared.items() if holders[-1] == stage.index]
             if new:
                 room = rooms[stage.index]
+                self._check_alike(stage, rooms)
                 ranks = {name: len({ranks_of[holder] for holder in stage.shared[name]}) for name in new}
                 summed = {name: self._seconds_per_byte(count) / room.microbatches for name, count in ranks.items()}
-                alone = self._once(stage, room, settled, self.options[room.kind], summed)
+                alone = self._once(stage, room, settled, self.kinds[room.kind].options, summed)
                 settled.update({name: alone.plan.placements[name] for name in new})
         return settled
+
+    def _check_alike(self, stage: StageModule, rooms: Sequence[Room]) -> None:
+        """`PlanError` where stages share parameters, and do not lie on meshes of the same shape."""
+        for name, holders in stage.shared.items():
+            meshes = [self.kinds[rooms[holder].kind].mesh for holder in holders]
+            if len(set(meshes)) > 1:
+                raise PlanError(
+                    f"parameter {name} is tied: stages {', '.join(map(str, holders))} hold it, which have the meshes "
+                    f"{', '.join(map(str, meshes))}. What stages share has to lie alike on all: let them ask for "
+                    "equally many devices."
+                )
 
     def _seconds_per_byte(self, ranks: int) -> float:
         return 0.0 if self.links is None else self.links.sum_per_byte(ranks)
@@ -159,9 +181,9 @@ class StagePlanner:
         leaves: bool,
     ) -> PlannedStage:
         """The plan of a stage that receives tensors as they are `taken`, or whole; others it `leaves` as they come."""
-        options = self.options[room.kind]
+        options, mesh = self.kinds[room.kind].options, self.kinds[room.kind].mesh
         if taken is not None:
-            options = self._receiving(stage, taken, options)
+            options = self._receiving(stage, taken, options, mesh)
         if not leaves:
             return self._once(stage, room, pins, options)
         options = replace(options, output_placements="planned")
@@ -171,19 +193,21 @@ class StagePlanner:
         shared = one.planner.wishes.shared
         shapes = {name: value.shape for (name, _), value in zip(one.passed, stage.passed, strict=True)}
         uneven = [
-            name for name, row in placed.items() if not parts_are_equal(shapes[name], Spec.of(*row), self.mesh, shared)
+            name for name, row in placed.items() if not parts_are_equal(shapes[name], Spec.of(*row), mesh, shared)
         ]
         if uneven:
-            whole = dict.fromkeys(uneven, (Replicate(),) * self.mesh.ndim)
+            whole = dict.fromkeys(uneven, (Replicate(),) * mesh.ndim)
             one = self._once(stage, room, pins, replace(options, output_placements={**placed, **whole}))
         return one
 
-    def _receiving(self, stage: StageModule, taken: Sequence[tuple[Placement, ...]], options: Options) -> Options:
+    def _receiving(
+        self, stage: StageModule, taken: Sequence[tuple[Placement, ...]], options: Options, mesh: MeshShape
+    ) -> Options:
         """The options of a stage that receives tensors so; the model's inputs are whole everywhere."""
         graph = self._graph(stage, options)
         names = [leaf for leaf in graph.call.leaves if isinstance(leaf, str)]
         known = {source.name for source in graph.inputs if source.kind == "input"}
-        whole = [(Replicate(),) * self.mesh.ndim] * (len(names) - len(taken))
+        whole = [(Replicate(),) * mesh.ndim] * (len(names) - len(taken))
         pinned = {name: row for name, row in zip(names, [*taken, *whole], strict=True) if name in known}
         return replace(options, inputs="local", input_placements=pinned)
 
@@ -208,7 +232,8 @@ class StagePlanner:
         graph = self._graph(stage, options)
         start = time.perf_counter()
         held = {source.name for source in graph.inputs if source.kind == "parameter"}
-        pinned = {name: placements for name, placements in {**self.pinned, **pins}.items() if name in held}
+        known = {**self.pinned[room.kind], **pins}
+        pinned = {name: placements for name, placements in known.items() if name in held}
         asked = {**pinned, **options.input_placements}
         summed = summed or {}
         places = [(str(asked.get(source.name)), summed.get(source.name)) for source in graph.inputs]
@@ -224,7 +249,7 @@ class StagePlanner:
         )
         options = replace(options, settings=settings)
         serves = room.kind, settings.runs_per_reduction
-        planner = planner_for(stage.module, graph, self.mesh, options, like=self._first.get(serves))
+        planner = planner_for(stage.module, graph, self.kinds[room.kind].mesh, options, like=self._first.get(serves))
         self._first.setdefault(serves, planner)
         planner.wishes = replace(planner.wishes, pinned={**planner.wishes.pinned, **pinned}, summed=summed)
         free = *key[:-1], replace(room, limit=None, or_leanest=False)
@@ -258,6 +283,11 @@ class StagePlanner:
         graph = self._captures.graph(stage, dynamic=options.shares is not None)
         self.seconds["capture"] += time.perf_counter() - start
         return graph
+
+
+def _lie_alike(one: Kind, other: Kind) -> bool:
+    """Whether what stages of one kind leave in parts can be taken so by those of the other."""
+    return one.mesh.size > 1 and (one.mesh, one.options.shares) == (other.mesh, other.options.shares)
 
 
 def _name(layer: Layer) -> str:

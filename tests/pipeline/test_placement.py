@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autoshard.cluster import Cluster
 from autoshard.errors import MeshError, PipelineError
-from autoshard.pipeline.placement import by_memory, place_stages, stage_devices, stage_ranks
+from autoshard.pipeline.pipeline_mesh import PipelineMesh
+from autoshard.pipeline.placement import by_memory, place_stages, stage_devices
 from autoshard.pipeline.stages import assign_stages
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.random_graphs import chain
@@ -74,32 +75,30 @@ def test_equal_memories_keep_their_order() -> None:
     assert by_memory(MIXED, [0, 4, 1, 5]) == (4, 5, 0, 1)
 
 
-def test_the_ranks_of_a_stage_have_its_coordinate() -> None:
-    assert stage_ranks(MeshShape.of({"dp": 2, "pp": 2, "tp": 2}), "pp") == ((0, 1, 4, 5), (2, 3, 6, 7))
+def pipeline(**mesh: int) -> PipelineMesh:
+    return PipelineMesh.of(MeshShape.of(mesh), "pp")
 
 
 def test_stages_have_the_figures_of_their_slowest_device() -> None:
     v100, p100 = Cluster.preset("v100"), Cluster.preset("p100")
-    mesh = MeshShape.of({"pp": 4, "dp": 2})
+    mesh = pipeline(pp=4, dp=2)
     ranks = [rank for stage in place_stages(MIXED, 8, [1] * 4) for (rank,) in stage]
-    devices = stage_devices(MIXED, mesh, "pp", ranks=ranks)
+    devices = stage_devices(MIXED, mesh, ranks=ranks)
     assert [device.memory for device in devices] == [32e9, 32e9, 16e9, 16e9]
     faster = v100.device.peak_flops["float32"] / p100.device.peak_flops["float32"]
     assert [device.speed for device in devices] == pytest.approx([faster, faster, 1.0, 1.0])
     inside, network = (v100.inside.bandwidth, p100.inside.bandwidth), v100.between.bandwidth
     assert [device.bandwidth for device in devices] == [inside[0], network, inside[1], math.inf]
-    half = stage_devices(MIXED, mesh, "pp", ranks=ranks, dtype=torch.float16)
+    half = stage_devices(MIXED, mesh, ranks=ranks, dtype=torch.float16)
     assert half[0].speed == pytest.approx(125 / 21.2)
 
 
 def test_a_stage_across_kinds_is_as_its_slowest_device() -> None:
-    devices = stage_devices(MIXED, MeshShape.of({"dp": 4, "pp": 2}), "pp")
+    devices = stage_devices(MIXED, pipeline(dp=4, pp=2))
     assert [(device.memory, device.speed) for device in devices] == [(16e9, 1.0)] * 2
 
 
 def test_a_faster_first_stage_gets_its_part_of_the_work() -> None:
     """V100s do 15.7 where P100s do 10.6 TFLOP/s: three fifths of 25 equal nodes."""
-    stages = assign_stages(
-        chain([1.0] * 25, [8] * 24), stage_devices(MIXED, MeshShape.of({"pp": 2}), "pp", ranks=(4, 0)), [2, 1]
-    )
+    stages = assign_stages(chain([1.0] * 25, [8] * 24), stage_devices(MIXED, pipeline(pp=2), ranks=(4, 0)), [2, 1])
     assert list(stages.stage_of.values()).count(0) == 15

@@ -10,7 +10,7 @@ from autoshard.pipeline.cut import cut
 from autoshard.pipeline.exported import exported
 from autoshard.pipelined.costs import Links, PlannedStage, stage_costs
 from autoshard.pipelined.places import stage_options
-from autoshard.pipelined.stage_plans import Boundaries, Room, StagePlanner
+from autoshard.pipelined.stage_plans import Boundaries, Kind, Room, StagePlanner
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.chain import balanced
 from tests.pipelined.making import gpt, options, tower
@@ -33,7 +33,7 @@ def planned(
     parts = cut(graph, balanced(graph, stages), stages)
     asked = stage_options(options(), fast_links())
     pins = {} if everywhere is None else {name: (everywhere,) for name, _ in module.named_parameters()}
-    return StagePlanner(MeshShape.of(mesh), [asked], pins, None, boundaries).plan(parts, [room] * stages)
+    return StagePlanner([Kind(asked, MeshShape.of(mesh))], [pins], None, boundaries).plan(parts, [room] * stages)
 
 
 def links(**mesh: int) -> Links:
@@ -129,7 +129,7 @@ def test_stages_that_are_alike_are_planned_once_and_cost_the_same() -> None:
     module, inputs = tower()
     graph = exported(module, (), inputs)
     stage_of = {node.name: min(place // 2, 5) for place, node in enumerate(graph.operators)}
-    planner = StagePlanner(MeshShape.of({"x": 2}), [stage_options(options(), fast_links())], {}, None, "whole")
+    planner = StagePlanner([Kind(stage_options(options(), fast_links()), MeshShape.of({"x": 2}))], [{}], None, "whole")
     stages = planner.plan(cut(graph, stage_of, 6), [FREE] * 6)
     costs = [stage_costs(one, links(pp=6, x=2), 4) for one in stages]
     assert costs[1] == costs[2] == costs[3] == costs[4]
@@ -170,7 +170,7 @@ def test_tied_parameters_are_sharded_where_it_is_dear_to_add_up_their_gradients(
     for one in (cluster, slow):
         way = Links.of(one, mesh, "pp")
         asked = stage_options(options(), cluster)
-        planner = StagePlanner(MeshShape.of({"x": 2}), [asked], {}, None, "whole", links=way)
+        planner = StagePlanner([Kind(asked, MeshShape.of({"x": 2}))], [{}], None, "whole", links=way)
         stages = planner.plan(parts, [Room(None, "none", microbatches=4)] * 2)
         placed.append({stage.plan.placements["tokens.weight"] for stage in stages})
     assert placed[0] == {(Replicate(),)}

@@ -13,6 +13,7 @@ from autoshard.cluster.cost import CostModel
 from autoshard.mesh_search.bounds import LeastWork
 from autoshard.mesh_search.shapes import Shape
 from autoshard.patterns.graph import GraphRules
+from autoshard.pipeline.pipeline_mesh import PipelineMesh
 from autoshard.pipelined.places import stage_clusters
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.specs.axes import MeshShape
@@ -34,13 +35,15 @@ class Deep(nn.Module):
 
 def test_every_rank_of_a_pipeline_sees_its_own_devices() -> None:
     mixed = Cluster.parse("2xV100 + 2xP100")
-    assert [one.name for one in stage_clusters(mixed, MESH, "pp")] == ["2xV100", "2xP100"]
-    across = stage_clusters(mixed, MeshShape.of({"x": 2, "pp": 2}), "pp")
+    assert [one.name for one in stage_clusters(mixed, PipelineMesh.of(MESH, "pp"))] == ["2xV100", "2xP100"]
+    across = stage_clusters(mixed, PipelineMesh.of(MeshShape.of({"x": 2, "pp": 2}), "pp"))
     assert [one.name for one in across] == ["1xV100 + 1xP100"] * 2
     assert across[0].device == mixed.device
     hosts = Cluster.parse("16xV100")
-    apart = stage_clusters(hosts, MeshShape.of({"dp": 8, "pp": 2}), "pp")
+    apart = stage_clusters(hosts, PipelineMesh.of(MeshShape.of({"dp": 8, "pp": 2}), "pp"))
     assert [apart[1].host_of(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+    unequal = stage_clusters(Cluster.parse("8xV100"), PipelineMesh.of(MeshShape.of({"pp": 4}), "pp", (1, 3)))
+    assert [one.count for one in unequal] == [1, 3]
 
 
 def test_stages_are_planned_for_the_devices_that_they_run_on() -> None:

@@ -17,6 +17,7 @@ from autoshard.partition.shards import whole
 from autoshard.pipeline.cut import cut
 from autoshard.pipeline.exported import exported
 from autoshard.pipeline.microbatch import microbatches
+from autoshard.pipeline.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.placement import stage_devices
 from autoshard.pipeline.schedules import schedule
 from autoshard.pipeline.simulation import simulate
@@ -29,7 +30,7 @@ from autoshard.pipelined.places import all_slowest, forward_fingerprint, stage_c
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.planning import plan_pipeline
 from autoshard.pipelined.sizes import PlannedSize, Size, SizePlanner
-from autoshard.pipelined.stage_plans import Boundaries, Room, StagePlanner
+from autoshard.pipelined.stage_plans import Boundaries, Kind, Room, StagePlanner
 from autoshard.pipelined.stopping import Stopping
 from autoshard.planner.planner import Planner
 from autoshard.specs.axes import MeshShape
@@ -309,7 +310,8 @@ def test_no_hand_made_cut_in_layers_is_faster_with_one_forward_one_backward() ->
     plan = planned({"pp": 2, "x": 2})
     part = microbatches(module, (), inputs, 4)[0][1]
     graph = exported(module, (), part)
-    planner = StagePlanner(MeshShape.of({"x": 2}), [stage_options(options(), fast_links())], {}, None, "planned")
+    kind = Kind(stage_options(options(), fast_links()), MeshShape.of({"x": 2}))
+    planner = StagePlanner([kind], [{}], None, "planned")
     links = Links.of(fast_links(), plan.mesh, "pp")
     for layers in (2, 3, 4):
         stage_of = {node.name: int(place >= 2 * layers) for place, node in enumerate(graph.operators)}
@@ -337,5 +339,5 @@ def test_stages_of_unlike_devices_are_priced_at_speed_one() -> None:
     slowest = cluster.slowest(range(4)).peak(torch.float32)
     seen = CostModel(stage_cluster(all_slowest(cluster, 4), mesh, "pp"), MeshShape.of({"x": 2})).cluster
     assert seen.device.peak(torch.float32) == slowest == cluster.device_of(3).peak(torch.float32)
-    speeds = [device.speed for device in stage_devices(cluster, mesh, "pp")]
+    speeds = [device.speed for device in stage_devices(cluster, PipelineMesh.of(mesh, "pp"))]
     assert [speed * slowest for speed in speeds] == [cluster.device_of(rank).peak(torch.float32) for rank in (0, 2)]

@@ -11,7 +11,7 @@ from autoshard.errors import BudgetError
 from autoshard.pipeline.cut import cut
 from autoshard.pipeline.exported import exported
 from autoshard.pipelined.places import stage_options
-from autoshard.pipelined.stage_plans import Room, StagePlanner
+from autoshard.pipelined.stage_plans import Kind, Room, StagePlanner
 from autoshard.planner.planner import Planner
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.chain import balanced
@@ -31,7 +31,7 @@ def stages() -> list[Any]:
 @pytest.fixture
 def planner() -> StagePlanner:
     asked = stage_options(options(), fast_links())
-    return StagePlanner(MeshShape.of({"x": 2}), [asked], {}, None, "whole")
+    return StagePlanner([Kind(asked, MeshShape.of({"x": 2}))], [{}], None, "whole")
 
 
 def test_where_no_plan_keeps_a_limit_the_leanest_will_do_if_told(stages: list[Any], planner: StagePlanner) -> None:
@@ -59,6 +59,6 @@ def test_what_was_found_for_one_limit_serves_another(
     room = Room((first.plan.memory.peak + leanest.plan.memory.peak) // 2, "none")
     again = planner.plan(stages, [room] * 2)[0].plan
     served = len(solved) - before
-    alone = StagePlanner(planner.mesh, planner.options, {}, None, "whole").plan(stages, [room] * 2)[0].plan
+    alone = StagePlanner(planner.kinds, planner.pinned, None, "whole").plan(stages, [room] * 2)[0].plan
     assert again.decisions == alone.decisions
     assert served < len(solved) - before - served
