@@ -28,6 +28,7 @@ from autoshard.pipeline.costs import StageCosts
 from autoshard.pipeline.cut import cut
 from autoshard.pipeline.exported import exported
 from autoshard.pipeline.microbatch import microbatches
+from autoshard.pipeline.pipeline_mesh import PipelineMesh
 from autoshard.pipelined.module import PipelineModule, pipelined
 from autoshard.pipelined.places import forward_fingerprint
 from autoshard.pipelined.plan import PipelinePlan
@@ -67,7 +68,7 @@ def plan_by_hand(
     Tied parameters lie as on their first stage. Where `shards` cross, a stage takes what it receives as it comes out.
     """
     shape = MeshShape.of(mesh)
-    rest = {name: size for name, size in mesh.items() if name != "pp"} or {"x": 1}
+    rest = {one.name: one.size for one in PipelineMesh.of(shape, "pp").stage(0).axes}
     with Widened():
         graph = exported(module, *microbatches(module, (), inputs, order.microbatches)[0])
         stage_of = {node.name: stage(node.name) for node in graph.operators} if stage else balanced(graph, order.stages)
