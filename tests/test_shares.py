@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard.errors import InputError, MeshError, PlanError
@@ -19,6 +18,7 @@ from tests.models.common import seeded
 from tests.training import (
     OF_ONE_LAYER,
     TOLERANCE,
+    Rows,
     Widened,
     build,
     compare,
@@ -63,19 +63,6 @@ def scores() -> tuple[nn.Module, Inputs]:
 
 def mlp() -> tuple[nn.Module, Inputs]:
     return build("mlp")
-
-
-class Rows(TorchDispatchMode):
-    """While active, notes how many rows this rank activates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten.gelu.default:
-            self.rows.add(args[0].shape[0])
-        return func(*args, **(kwargs or {}))
 
 
 def first_rows(inputs: Mapping[str, torch.Tensor], count: int) -> Inputs:

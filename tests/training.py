@@ -89,6 +89,19 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Rows(TorchDispatchMode):
+    """While active, notes how many rows this rank activates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.gelu.default:
+            self.rows.add(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
 def fast_links() -> Cluster:
     """CPUs with links so fast that the planner shards even the tiny models of the tests."""
     cluster = Cluster.preset("cpu")

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard.cluster.cluster import Cluster
@@ -19,7 +18,7 @@ from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.rank_shares import held_part, leave_none_out, with_shares
 from autoshard.specs.axes import MeshShape
 from tests.pipelined.pipelines import assert_equal, model, pipeline_of, trained, trained_alone
-from tests.training import fast_links, loss_of, outputs_of, unlike_devices
+from tests.training import Rows, fast_links, loss_of, outputs_of, unlike_devices
 from tests.widen import Widened, doubles
 from tests.workers import Workers
 
@@ -43,19 +42,6 @@ def on_ranks(name: str, options: dict[str, Any], plan: PipelinePlan) -> dict[str
     """What training finds on this process."""
     module, inputs = model(name, **options)
     return trained(pipeline_of(module, inputs, PipelinePlan.from_json(plan.to_json())), inputs)
-
-
-class Rows(TorchDispatchMode):
-    """While active, notes how many rows this rank activates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten.gelu.default:
-            self.rows.add(args[0].shape[0])
-        return func(*args, **(kwargs or {}))
 
 
 def in_other_calls(plan: PipelinePlan) -> tuple[torch.Tensor, torch.Tensor, set[int]]:
