@@ -121,9 +121,9 @@ class Flow:
         if pinned is not None:
             return pinned
         rule, choices = self.rules.rules[value.node], self.decisions.choices[value.node.name]
-        key = (id(rule), choices, value.index, True)
+        key = (id(rule), choices, value.result, True)
         if key not in self._specs:
-            self._specs[key] = result_spec(rule, choices, self.mesh, value.index)
+            self._specs[key] = result_spec(rule, choices, self.mesh, value.result)
         return self._specs[key]
 
     def wanted(self, node: fx.Node, operand: int) -> Spec:

@@ -7,9 +7,9 @@ import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -38,25 +38,23 @@ _LONGEST_CHAIN = 6
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """One tensor of the graph: a result of a node, or a placeholder."""
 
     node: fx.Node
-    index: int = 0
+    result: int = 0
 
     @property
     def name(self) -> str:
-        return self.node.name if self.index == 0 else f"{self.node.name}:{self.index}"
+        return self.node.name if self.result == 0 else f"{self.node.name}:{self.result}"
 
     @property
     def meta(self) -> TensorMeta:
         """Global shape and dtype."""
-        return tensor_meta(self.node, self.index)
+        return tensor_meta(self.node, self.result)
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One operand of one operator."""
 
     node: fx.Node
@@ -200,11 +198,11 @@ class GraphRules:
 
     def _places(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
         """The tensors that every operator takes."""
-        return {node: [(value.node, value.index) for value in values] for node, values in self.operands.items()}
+        return {node: [(value.node, value.result) for value in values] for node, values in self.operands.items()}
 
     def _leaving(self) -> list[tuple[fx.Node, int]]:
         """The tensors that the step hands back."""
-        return [(value.node, value.index) for value in self.outputs_of]
+        return [(value.node, value.result) for value in self.outputs_of]
 
     def _plain_rule(self, node: fx.Node) -> Rule:
         call = self.calls[node]
@@ -287,12 +285,13 @@ class GraphRules:
             if output.kind == "gradient" and output.node is not None:
                 gradients[inputs[output.name]].append(value_of(output.node))
         for value in self.values():
-            described = [(value.node, rules[value.node].results[value.index])]
+            described = [(value.node, rules[value.node].results[value.result])]
             described += [(use.node, rules[use.node].operands[use.operand]) for use in self.uses.get(value, ())]
             for gradient in gradients.get(value.node, ()):
-                described.append((gradient.node, rules[gradient.node].results[gradient.index]))
-            for dim in range(len(value.meta.shape)):
-                yield [(node, dims[dim]) for node, dims in described if dims is not None and dims[dim]]
+                described.append((gradient.node, rules[gradient.node].results[gradient.result]))
+            known = [(node, dims) for node, dims in described if dims is not None]
+            for dim in range(max((len(dims) for _, dims in known), default=0)):
+                yield [(node, dims[dim]) for node, dims in known if dims[dim]]
 
     def values(self) -> Iterator[Value]:
         """Every tensor of the graph: placeholders, then results in order."""
@@ -379,8 +378,11 @@ class _Cuts:
         return self.chains
 
     def _settle(self, link: list[tuple[fx.Node, tuple[int, ...]]]) -> list[tuple[fx.Node, int]]:
-        points = sorted({point for node, factors in link for point in self._points(node, factors)})
-        changed = []
+        found: set[int] = set()
+        for node, factors in link:
+            if len(factors) > 1 or node in self.chains:
+                found.update(self._points(node, factors))
+        points, changed = sorted(found), []
         for node, factors in link if points else ():
             rule, left = self.rules[node], 1
             for factor in factors:
@@ -393,16 +395,16 @@ class _Cuts:
 
     def _points(self, node: fx.Node, factors: tuple[int, ...]) -> Iterator[int]:
         """Products of outer parts at which this description cuts the dim."""
-        left = 1
+        left, chains = 1, self.chains.get(node, {})
         for factor in factors:
             if left > 1:
                 yield left
-            for cut in self.chains[node].get(factor, ()):
+            for cut in chains.get(factor, ()):
                 yield left * cut
             left *= self.rules[node].factors[factor].size
 
     def _add(self, node: fx.Node, factor: int, size: int, points: list[int]) -> bool:
-        chain = self.chains[node].get(factor, ())
+        chain = self.chains.get(node, {}).get(factor, ())
         grown = list(chain)
         for point in points:
             if point in grown or size % point or len(grown) >= _LONGEST_CHAIN:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from autoshard.capture.joint import JointInput, JointOutput
 from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph import GraphRules, Use, Value, value_of
-from autoshard.patterns.rule import Rule
+from autoshard.patterns.rule import Rule, TensorMeta
 from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.edge_tables import FORBIDDEN, EdgeTables
 from autoshard.planner.hubs import Reuse, rereads
@@ -43,6 +43,7 @@ class ProblemBuilder:
         self.resharder = resharder
         self.wishes = wishes
         self.inputs: dict[fx.Node, JointInput] = {source.node: source for source in rules.graph.inputs}
+        self.held = {source.name: source.node for source in rules.graph.inputs if source.kind != "tangent"}
         self.position = {node: position for position, node in enumerate(rules.operators)}
         self.edge_tables = EdgeTables(resharder)
         self._lists: dict[tuple[Spec, ...], SpecList] = {}
@@ -171,6 +172,7 @@ class _Build:
             if output.kind == "gradient" and output.node is not None
         }
         self.open: dict[Value, bool] = {}  # whether it is open how the backward half gets at a value
+        self.phases = {node: self.rules.graph.phase(node) for node in self.rules.operators}
         self.variables: list[Variable] = []
         self.edges: list[Edge] = []
         self.reductions: dict[int, tuple[np.ndarray, int]] = {}
@@ -244,7 +246,7 @@ class _Build:
                 value = Value(current, index)
                 apart = self._may_reread(value) and not self._is_view(value)
                 for use in self.rules.uses.get(value, ()):
-                    if apart and self.rules.graph.phase(use.node) == "backward":
+                    if apart and self.phases[use.node] == "backward":
                         continue
                     last = max(last, self.builder.position[use.node])
                     if self.rules.rules[use.node].free:
@@ -357,7 +359,7 @@ class _Build:
             specs = [wishes.outputs[output.name]]
         elif wishes.planned_outputs:
             rule = self.rules.rules[value.node]
-            made = self.builder.tables.options(rule).results[value.index].distinct
+            made = self.builder.tables.options(rule).results[value.result].distinct
             specs = [spec for spec in made if not spec.partial_axes and self._is_handed_back(value, spec)]
         else:
             specs = [Spec.replicated(self.mesh.ndim)]
@@ -369,9 +371,9 @@ class _Build:
 
     def _connect(self, value: Value) -> None:
         """Edges from a value to its uses, through a shared copy where several uses may want it alike."""
-        forward, backward = list(self._targets(value, "forward")), list(self._targets(value, "backward"))
+        forward, backward = self._targets(value)
         made = self.of_node[value.node]
-        source = _End(made, self.variables[made].results[value.index])
+        source = _End(made, self.variables[made].results[value.result])
         uses = forward + backward
         whole = value.node in self.builder.inputs and not any(spec.shard_axes for spec in source.specs.distinct)
         if self._may_reread(value) and not whole:
@@ -379,13 +381,11 @@ class _Build:
         elif len({use.variable for use in uses}) > 1:
             self._through(self._hub(value.name, value, uses), value, source, uses)
         else:
-            for use in uses:
-                self._edge(value, source, use)
+            self._edges(value, source, uses)
 
     def _through(self, hub: _End, value: Value, source: _End, uses: Sequence[_End]) -> None:
-        self._edge(value, source, hub)
-        for use in uses:
-            self._edge(value, hub, use)
+        self._edges(value, source, [hub])
+        self._edges(value, hub, uses)
 
     def _may_reread(self, value: Value) -> bool:
         """Whether it is open how the backward half gets at the value: both halves use it, and it is large.
@@ -394,7 +394,7 @@ class _Build:
         """
         if self.reuse == "none" or value in self.open:
             return self.open.get(value, False)
-        phases = {self.rules.graph.phase(use.node) for use in self.rules.uses.get(value, ())}
+        phases = {self.phases[use.node] for use in self.rules.uses.get(value, ())}
         handed = any(output.kind != "gradient" for output in self.rules.outputs_of.get(value, ()))
         self.open[value] = len(phases) == 2 and not handed and self._is_large(value)
         return self.open[value]
@@ -432,10 +432,8 @@ class _Build:
         )
         self.edges.append(Edge(source.variable, number, tables.seconds))
         self.edges.append(Edge(first.variable, number, self.builder.edge_tables.tie(len(specs))))
-        for use in backward:
-            self._edge(value, again, use)
-        for use in gradients:
-            self._edge(value, source, use)
+        self._edges(value, again, backward)
+        self._edges(value, source, gradients)
 
     def _hub(self, key: str, value: Value, uses: Sequence[_End], specs: Sequence[Spec] | None = None) -> _End:
         specs = _specs(uses) if specs is None else specs
@@ -443,20 +441,22 @@ class _Build:
         variable = self._add(Variable("hub", key, specs, np.zeros(len(specs)), (listed,)))
         return _End(variable, listed, (min(use.life[0] for use in uses), max(use.life[1] for use in uses)))
 
-    def _targets(self, value: Value, phase: str) -> Iterator[_End]:
+    def _targets(self, value: Value) -> tuple[list[_End], list[_End]]:
+        """Where a value is wanted in the forward half, and in the backward half."""
+        ends: dict[str, list[_End]] = {"forward": [], "backward": []}
         for use in self.rules.uses.get(value, ()):
-            if self.rules.graph.phase(use.node) == phase:
-                start = self.builder.position[use.node]
-                last = self._last_use(use.node) if self.rules.rules[use.node].free else start
-                life = (start, last + 1)
-                yield _End(self.of_node[use.node], self._operand(use), life, self.rules.restores(use.node))
+            start = self.builder.position[use.node]
+            last = self._last_use(use.node) if self.rules.rules[use.node].free else start
+            end = _End(self.of_node[use.node], self._operand(use), (start, last + 1), self.rules.restores(use.node))
+            ends[self.phases[use.node]].append(end)
         for output in self.rules.outputs_of.get(value, ()):
-            if phase_of(output) == phase:
-                user = self._deliver(output)
-                start = self.builder.position.get(value.node, -1) + 1
-                # A gradient's memory is counted with its parameter.
-                life = (start, start if output.kind == "gradient" else self.end)
-                yield _End(user, self.variables[user].results[0], life, output.kind == "gradient")
+            user = self._deliver(output)
+            start = self.builder.position.get(value.node, -1) + 1
+            # A gradient's memory is counted with its parameter.
+            life = (start, start if output.kind == "gradient" else self.end)
+            end = _End(user, self.variables[user].results[0], life, output.kind == "gradient")
+            ends[phase_of(output)].append(end)
+        return ends["forward"], ends["backward"]
 
     def _operand(self, use: Use) -> SpecList:
         pinned = self.rules.pinned(use.node, self.mesh)
@@ -486,19 +486,17 @@ class _Build:
     def _deliver(self, output: JointOutput) -> int:
         if output.kind == "output":
             return self.of_output[output.name]
-        return next(
-            self.of_node[node]
-            for node, source in self.builder.inputs.items()
-            if source.name == output.name and source.kind != "tangent"
-        )
+        return self.of_node[self.builder.held[output.name]]
 
-    def _edge(self, value: Value, source: _End, target: _End) -> None:
-        if source.variable == target.variable:
-            # A tensor handed back where it came from (an unchanged buffer): nothing to pay.
-            return
-        between = self.builder.edge_tables.between
-        seconds = between(value.meta, source.specs, target.specs, target.gradient)
-        forbidden = self._forbidden(value)
+    def _edges(self, value: Value, source: _End, targets: Iterable[_End]) -> None:
+        meta, forbidden = value.meta, self._forbidden(value)
+        for target in targets:
+            # A tensor may be handed back where it came from (an unchanged buffer): nothing to pay.
+            if source.variable != target.variable:
+                self._edge(meta, source, target, forbidden)
+
+    def _edge(self, meta: TensorMeta, source: _End, target: _End, forbidden: str) -> None:
+        seconds = self.builder.edge_tables.between(meta, source.specs, target.specs, target.gradient)
         # Equal layers share a table where nothing is added, or the same is.
         key = (id(seconds), forbidden)
         if key not in self.tables:
@@ -507,9 +505,9 @@ class _Build:
         if costs.size > 1 or costs.any() or source.specs.distinct != target.specs.distinct:
             if target.gradient:
                 self.reductions[len(self.edges)] = (seconds, target.life[0])
-            self.crossings[len(self.edges)] = Crossing(value.meta, source.specs, target.specs, target.gradient)
+            self.crossings[len(self.edges)] = Crossing(meta, source.specs, target.specs, target.gradient)
             if self.memory_counts and target.life[0] < target.life[1]:
-                copied = self.builder.edge_tables.copied(value.meta, source.specs, target.specs, self.mesh)
+                copied = self.builder.edge_tables.copied(meta, source.specs, target.specs, self.mesh)
                 self.edge_rents[len(self.edges)] = (Rent(copied, *target.life),)
             self.edges.append(Edge(source.variable, target.variable, costs))
 

@@ -202,7 +202,8 @@ class _Builder:
             graph = self.halves["backward"].graph
             first = next(iter(graph.nodes), None)
             with graph.inserting_before(first) if first is not None else graph.inserting_after():
-                self.carried[key] = graph.placeholder(node.name)
+                # Under a name of its own kind: looking for a free one begins behind the one of its kind given last.
+                self.carried[key] = graph.placeholder(f"saved_{node.name}")
             self._tell(self.carried[key], "backward", node.meta["val"])
             self.halves["backward"].saved[self.carried[key]] = node
         return self.carried[key]
@@ -312,13 +313,13 @@ class _Builder:
         self.phase = "backward"
         names = [name for name, node in gradients.items()]
         backward.graph.output(tuple(self._here(gradients[name]) for name in names))
-        backward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        _drop_unused(backward.graph)
         for placeholder in [one for one in backward.saved if not one.users]:
             backward.graph.erase_node(placeholder)
             del backward.saved[placeholder]
         others = [node for name, node in self.outputs.items() if name[0] != "gradient"]
         forward.graph.output((*others, *dict.fromkeys(backward.saved.values())))
-        forward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        _drop_unused(forward.graph)
         left = {*forward.graph.nodes, *backward.graph.nodes}
         for stands_for, calls in self.local_calls:
             first = next((call for call in calls if call in left), None)
@@ -333,6 +334,13 @@ class _Builder:
         output = next(iter(backward.graph.find_nodes(op="output")))
         self.outputs.update(zip(names, output.args[0], strict=True))
         return unreduced
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Leave out every call that nothing uses; `eliminate_dead_code` would look through the whole graph first."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
 
 
 def _keeps_zeros(step: Step) -> bool:

@@ -31,11 +31,9 @@ MENDING = 40
 _MENDING_PRICED = 11
 """The same where memory has a price: what more of them find is no better, and bounds are not wanted."""
 
-_PROVED = 1e-5
-"""Relative gap at which nothing is left to look for: prices are not known better."""
-
-_GOOD = 1e-4
-"""Relative gap at which it ends where nothing is to be proved."""
+_PROVED = 1e-4
+"""Relative gap at which nothing is left to look for, as of solvers of integer programs by default: prices are not known
+better."""
 
 _PRICED = 2e-2
 """The same where memory has a price: what the limit is kept by is chosen among plans at many prices."""
@@ -74,9 +72,7 @@ class Search:
     @property
     def close(self) -> float:
         """Relative gap at which the search ends."""
-        if self.priced:
-            return _PRICED
-        return _PROVED if self.proof else _GOOD
+        return _PRICED if self.priced else _PROVED
 
     def told(self, phase: str, cost: float, bound: float) -> None:
         if self.report is not None:

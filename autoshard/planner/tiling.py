@@ -153,12 +153,10 @@ class Tiling:
         """Messages of the folded problem, shared evenly among the edges that an edge of it stands for."""
         ends = [(self.follows[edge.source], self.follows[edge.target]) for edge in problem.edges]
         counts = Counter(ends)
-        between = (end for end in counts if end[0] != end[1])
-        edge_of = {end: number for number, end in enumerate(between)}  # as `fold` lists them
-        return (
-            [along[edge_of[end]] / counts[end] if end in edge_of else None for end in ends],
-            [against[edge_of[end]] / counts[end] if end in edge_of else None for end in ends],
-        )
+        between = [end for end in counts if end[0] != end[1]]  # as `fold` lists them
+        one_along = {end: message / counts[end] for end, message in zip(between, along, strict=True)}
+        one_against = {end: message / counts[end] for end, message in zip(between, against, strict=True)}
+        return [one_along.get(end) for end in ends], [one_against.get(end) for end in ends]
 
 
 def _roles(built: BuiltProblem, placed: Mapping[str, tuple[Layer, int]]) -> dict[int, tuple[Layer, Hashable]]:
