@@ -5,14 +5,17 @@ module on the meta device, each in a process of its own so that its peak memory 
 capture and of each later phase, their ratio, the peak resident memory, the cost of the plan and the lower bound;
 --memory gives a limit per device, one that forces parameters to be sharded if it is small; --effort compares efforts,
 and --method ways to search: `--memory 12GiB --method auto force` sets the full search under a limit beside the quick
-one that forces the largest parameters to be sharded and does nothing else (Rhino 4.4).
+one that forces the largest parameters to be sharded and does nothing else (Rhino 4.4). `--model 405B --layers 32 126
+--repeats 5` plans depths in turn, and tells the median of each.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,13 +52,13 @@ def llama(layers: int | None = None, model: str = "8B") -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def measure(mesh: str, effort: str, method: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(mesh: str, effort: str, method: str, layers: int | None, args: argparse.Namespace) -> dict[str, Any]:
     """Plan once in this process."""
     with torch.device("meta"):
         tokens = torch.empty(args.batch, args.sequence, dtype=torch.long)
     try:
         plan = autoshard.plan(
-            llama(args.layers, args.model),
+            llama(layers, args.model),
             MESHES[mesh],
             example_kwargs={"input_ids": tokens, "labels": tokens},
             cluster="h100",
@@ -80,10 +83,18 @@ def measure(mesh: str, effort: str, method: str, args: argparse.Namespace) -> di
     }
 
 
-def in_own_process(mesh: str, effort: str, method: str, arguments: list[str]) -> dict[str, Any]:
-    command = [sys.executable, __file__, *arguments, "--measure", mesh, effort, method]
+def in_own_process(mesh: str, effort: str, method: str, layers: str, arguments: list[str]) -> dict[str, Any]:
+    command = [sys.executable, __file__, *arguments, "--measure", mesh, effort, method, layers]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return dict(json.loads(output.splitlines()[-1]))
+
+
+def median(plans: list[dict[str, Any]]) -> dict[str, Any]:
+    """The plan that took a median time after its capture, of several equal ones."""
+    if "timings" not in plans[0]:
+        return plans[0]
+    middle = statistics.median_low(after_capture(plan["timings"]) for plan in plans)
+    return next(plan for plan in plans if after_capture(plan["timings"]) == middle)
 
 
 def table(results: dict[str, dict[str, Any]]) -> Table:
@@ -121,7 +132,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mesh", choices=MESHES, action="append", help="default: 8, 8x8 and 2x4x8; of 405B, 8x16")
     parser.add_argument("--model", choices=SHAPES, default="8B")
-    parser.add_argument("--layers", type=int, help="default: the model's")
+    parser.add_argument("--layers", type=int, nargs="+", help="default: the model's")
+    parser.add_argument("--repeats", type=int, default=1, help="plans of each kind, made in turn")
     parser.add_argument("--effort", choices=("fast", "full"), nargs="+", default=["full"])
     parser.add_argument("--batch", type=int, default=8, help="sequences in the global batch")
     parser.add_argument("--sequence", type=int, default=4096)
@@ -129,19 +141,20 @@ def main() -> None:
     parser.add_argument("--method", choices=METHODS, nargs="+", default=["auto"])
     parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for the solver")
     parser.add_argument("--save", metavar="PREFIX", help="save each plan as PREFIX-<mesh>-<effort>-<method>.json")
-    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
 
     if args.measure:
-        print(json.dumps(measure(*args.measure, args)))
+        mesh, effort, method, layers = args.measure
+        print(json.dumps(measure(mesh, effort, method, int(layers) if layers else None, args)))
         return
-    results = {
-        f"({', '.join(mesh.split('x'))}), {effort}, {method}": in_own_process(mesh, effort, method, sys.argv[1:])
-        for mesh in args.mesh or USUAL[args.model]
-        for effort in args.effort
-        for method in args.method
-    }
-    Console(width=120).print(table(results))
+    kinds = list(itertools.product(args.mesh or USUAL[args.model], args.effort, args.method, args.layers or [""]))
+    made: dict[str, list[dict[str, Any]]] = {}
+    for mesh, effort, method, layers in kinds * args.repeats:
+        depth = f", {layers} layers" if layers else ""
+        plan = in_own_process(mesh, effort, method, str(layers), sys.argv[1:])
+        made.setdefault(f"({', '.join(mesh.split('x'))}), {effort}, {method}{depth}", []).append(plan)
+    Console(width=120).print(table({name: median(plans) for name, plans in made.items()}))
 
 
 if __name__ == "__main__":

@@ -73,16 +73,20 @@ def value_of(node: fx.Node) -> Value:
 
 def operand_nodes(node: fx.Node) -> Iterator[fx.Node]:
     """The FX nodes that are tensor operands of a call, in the order of `OpCall.operands`."""
-    waiting: list[Any] = [*node.args, *node.kwargs.values()][::-1]
-    while waiting:
-        argument = waiting.pop()
+    yield from _tensors_in(node.args)
+    if node.kwargs:
+        yield from _tensors_in(node.kwargs.values())
+
+
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[fx.Node]:
+    for argument in arguments:
         if isinstance(argument, fx.Node):
             if isinstance(argument.meta["val"], torch.Tensor):
                 yield argument
         elif isinstance(argument, (tuple, list)):
-            waiting += reversed(argument)
+            yield from _tensors_in(argument)
         elif isinstance(argument, dict):
-            waiting += reversed(argument.values())
+            yield from _tensors_in(argument.values())
 
 
 class GraphRules:
@@ -112,7 +116,8 @@ class GraphRules:
         self.operators: tuple[fx.Node, ...] = tuple(sorted(computing, key=lambda node: graph.phase(node) == "backward"))
         interned: dict[OpCall, OpCall] = {}  # equal calls are one object, so that work is done once for each
         self.generic: Sizes = {} if graph.dynamic is None else generic_sizes(graph, mesh)
-        calls_of = ((node, at(op_call(node), self.generic)) for node in self.operators)
+        known: dict[fx.Node, Any] = {}
+        calls_of = ((node, at(op_call(node, known), self.generic)) for node in self.operators)
         self.calls = {node: interned.setdefault(call, call) for node, call in calls_of}
         self.unknown: dict[str, int] = {}
         self._pinned: dict[tuple[fx.Node, MeshShape], Spec] = {}
@@ -374,7 +379,7 @@ class _Cuts:
         pending = Worklist(place for place, link in enumerate(self.links) if any(len(dims) > 1 for _, dims in link))
         for position in pending:
             for changed in self._settle(self.links[position]):
-                pending.add(self.touching[changed])
+                pending.add(other for other in self.touching[changed] if other != position)
         return self.chains
 
     def _settle(self, link: list[tuple[fx.Node, tuple[int, ...]]]) -> list[tuple[fx.Node, int]]:

@@ -188,25 +188,40 @@ _READS_MEMORY = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_
 """Operators to which it matters how their operands lie in memory."""
 
 
-def op_call(node: fx.Node) -> OpCall:
-    """The call that an FX node makes, from the fake tensors in `meta["val"]` of its arguments and of itself."""
+Known = dict[fx.Node, Any]
+"""What nodes are as operands: the shape and dtype of a tensor, or the value itself."""
+
+
+def op_call(node: fx.Node, known: Known | None = None) -> OpCall:
+    """The call that an FX node makes, from the fake tensors in `meta["val"]` of its arguments and of itself.
+
+    Args:
+        node: the node.
+        known: of nodes looked at before, what they are as operands; this one joins them.
+    """
     assert isinstance(node.target, OpOverload), node.target
-    call = call_of(node.target, node.args, node.kwargs, node.meta.get("val"))
-    if "sizes" not in node.meta:
-        return call
-    results = (meta and tensor_meta(node, index) for index, meta in enumerate(call.results))
-    return dataclasses.replace(call, results=tuple(results))
+    val = node.meta.get("val")
+    call = call_of(node.target, node.args, node.kwargs, val, known)
+    if "sizes" in node.meta:
+        results = (meta and tensor_meta(node, index) for index, meta in enumerate(call.results))
+        call = dataclasses.replace(call, results=tuple(results))
+    if known is not None and isinstance(val, torch.Tensor):
+        known[node] = call.results[0]
+    return call
 
 
-def call_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> OpCall:
+def call_of(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any, known: Known | None = None
+) -> OpCall:
     """The call of an operator on real or fake tensors, or on FX nodes that stand for them, with what it gave."""
     outputs = results if isinstance(results, (tuple, list)) else (results,)
     strided = op._schema.name in _READS_MEMORY
+    known = None if strided else known
     return OpCall(
         op=op,
-        args=tuple(_described(argument, strided) for argument in args),
-        kwargs=tuple((name, _described(argument, strided)) for name, argument in kwargs.items()),
-        results=tuple(_described(result) if isinstance(result, torch.Tensor) else None for result in outputs),
+        args=tuple([_described(argument, strided, known) for argument in args]),
+        kwargs=tuple([(name, _described(argument, strided, known)) for name, argument in kwargs.items()]),
+        results=tuple([_described(result) if isinstance(result, torch.Tensor) else None for result in outputs]),
     )
 
 
@@ -218,17 +233,23 @@ def tensor_meta(node: fx.Node, result: int = 0) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape) if sizes is None else sizes[result], tensor.dtype)
 
 
-def _node_described(node: fx.Node, strided: bool) -> Any:
+def _node_described(node: fx.Node, strided: bool, known: Known | None) -> Any:
+    if known is not None and node in known:
+        return known[node]
     described = _described(node.meta["val"], strided)
-    return described if "sizes" not in node.meta else dataclasses.replace(described, shape=node.meta["sizes"][0])
+    if "sizes" in node.meta:
+        described = dataclasses.replace(described, shape=node.meta["sizes"][0])
+    if known is not None:
+        known[node] = described
+    return described
 
 
-def _described(value: Any, strided: bool = False) -> Any:
+def _described(value: Any, strided: bool = False, known: Known | None = None) -> Any:
     """The value with tensors replaced by their metadata, strides included if asked for, and lists by tuples."""
     if isinstance(value, fx.Node):
-        return _node_described(value, strided)
+        return _node_described(value, strided, known)
     if isinstance(value, torch.Tensor):
         return TensorMeta(tuple(value.shape), value.dtype, tuple(value.stride()) if strided else None)
     if isinstance(value, (tuple, list)):
-        return tuple(_described(item, strided) for item in value)
+        return tuple([_described(item, strided, known) for item in value])
     return value

@@ -116,8 +116,9 @@ class _Holdings:
 
         for time, node in enumerate(self.order):
             for source in node.all_input_nodes:
-                if root(source) in self.born:
-                    self.last[root(source)] = time
+                held = root(source)
+                if held in self.born:
+                    self.last[held] = time
             if root(node) is node:
                 self.born[node] = self.last[node] = time
                 if node.target is operator.getitem:  # made with the other results

@@ -166,6 +166,7 @@ class LocalPrograms:
         self.mode = example.fake_mode
         self.device = example.device
         self._calls: dict[Hashable, RecordedCall] = {}
+        self._met: dict[Hashable, RecordedCall] = {}  # by identity: what a tensor looks like takes longer to ask
         self._reshards: dict[Hashable, Recording] = {}
         self._known: list[object] = []  # what the keys name by identity stays alive
 
@@ -173,11 +174,14 @@ class LocalPrograms:
         self, call: OpCall, rule: Rule, choices: Choices, operands: Sequence[torch.Tensor], zeros: Sequence[bool]
     ) -> RecordedCall:
         """What a rank runs for an operator on local operands."""
-        key = (id(call), id(rule), choices, tuple(zeros), tuple(map(_layout, operands)))
-        if key not in self._calls:
-            self._known += [call, rule]
-            self._calls[key] = self._record(call, rule, choices, operands, zeros)
-        return self._calls[key]
+        met = (id(call), id(rule), choices, tuple(zeros), tuple(map(id, operands)))
+        if met not in self._met:
+            key = (*met[:-1], tuple(map(_layout, operands)))
+            if key not in self._calls:
+                self._calls[key] = self._record(call, rule, choices, operands, zeros)
+            self._known += [call, rule, *operands]
+            self._met[met] = self._calls[key]
+        return self._met[met]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor without numbers, row-major."""

@@ -25,6 +25,9 @@ _PATIENCE = 10
 _STALLED = 0.02
 """Part of the distance to a known cost that so many iterations must close to go on."""
 
+_ROUNDED = 5
+"""Iterations from one assignment that is rounded to the next."""
+
 _LANES = 8
 """Least elements that are looked for side by side, as a processor does."""
 
@@ -172,7 +175,9 @@ class Messages:
         while len(history) < iterations:
             value = self._there_and_back()
             history.append(max(value, history[-1]) if history else value)
-            if len(history) % 5 == 1 or len(history) == iterations:
+            # What is rounded first is seldom better than an assignment that is known.
+            early = np.isfinite(upper) and len(history) < _ROUNDED
+            if not early and (len(history) % _ROUNDED == 1 or len(history) == iterations):
                 choice = self._rounded()
                 found = self.problem.cost(choice)
                 if found < cost:
