@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.arguments import check_examples, check_mesh, check_module, check_plain, check_plan
-from autoshard.batch_shares import plan_shares, planned_in_shares, settled
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import PlanError
 from autoshard.frontier import Frontier
 from autoshard.mesh_search.auto_mesh import auto_mesh, device_type_of_job
-from autoshard.options import Hints, Placements, Shares, check_options, check_shared_size
+from autoshard.options import Hints, Placements, Shares, check_options
 from autoshard.parallelizer import RUNTIME, Parallelizer
+from autoshard.part_shares import plan_shares
 from autoshard.pipelined.front import PipelineOptions, parallelize_pipeline, planned_pipeline
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.plan import ShardingPlan
@@ -91,14 +91,17 @@ def plan(
             In place of a name, a `torch.export.Dim` may limit the size, or make it a multiple (`8 * Dim("batch")`).
             Costs are those of the example's sizes. Other sizes are all served by the one plan; what an axis does
             not divide is padded, so that at most one axis splits such a dim.
-        shares: for devices of different speed, what the ranks of one mesh axis take of the batch, in proportion to one
-            another, such as `{"dp": (4, 2)}`. The batch is the size that `dynamic` gives dim 0 of the inputs. Every
+        shares: for devices of different speed, what the ranks of one mesh axis take, in proportion to one another, such
+            as `{"dp": (4, 2)}`. With `dynamic` that is of the batch, the size that it gives dim 0 of the inputs. Every
             rank runs operators on its own rows, without padding; means, losses and gradients are those of the global
             batch. Global inputs are shared in these proportions; local ones as they come, at least one row a rank. On
-            this axis tensors that have to do with the batch are split along it or not at all. The predicted step is
+            this axis tensors that have to do with the batch are split along it or not at all. Without `dynamic` it is
+            of every dim that a plan of equal parts splits along the axis, if so many parts divide it (`(5, 3)` are 8
+            parts): samples, heads, columns, classes. Parameters with such dims lie whole on this axis, and every rank
+            computes with its part of them; a hint that one is sharded there says what is split. The predicted step is
             that of the rank that is done last; memory is that of equal shares. `"auto"`: where the cluster has devices
-            of several kinds and `dynamic` names the batch of global inputs, shares in proportion to speed, as far as
-            memory allows, if they make the step shorter (`plan.shares` says which); else equal ones. None: equal ones.
+            of several kinds along an axis, and inputs are global, shares in proportion to speed, as far as memory
+            allows, if they make the step shorter (`plan.shares` says which); else equal ones. None: equal ones.
             In a pipeline they are of every microbatch, on an axis besides the pipeline's, and need no `dynamic`; memory
             is that of the device with the least room for its share.
         mp_policy: precisions, as `fully_shard(module, mp_policy=...)` understands them: parameters stay in their own
@@ -167,14 +170,10 @@ def plan(
     )
     if pipeline is not None:
         return planned_pipeline(module, shape, args, kwargs, pipeline, options)
-    check_shared_size(options)
     start = time.perf_counter()
     graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), dynamic=dynamic, mp_policy=options.mp_policy)
     seconds = time.perf_counter() - start
-    if options.shares == "auto":
-        return plan_shares(module, graph, shape, options, seconds)
-    options = settled(options, shape, options.shares or {})
-    return planned_in_shares(planner_for(module, graph, shape, options), seconds, options)
+    return plan_shares(graph, shape, options, seconds, lambda graph, own: planner_for(module, graph, shape, own))
 
 
 def frontier(
@@ -357,7 +356,6 @@ def parallelize(
         pipeline = PipelineOptions.of(MeshShape.of(mesh), pipeline_axis, schedule, microbatches, virtual, batch_dims)
     if pipeline is not None:
         return parallelize_pipeline(module, mesh, args, kwargs, pipeline, options, compile=compile, plan=plan)
-    check_shared_size(options)
     if plan is not None:
         check_plan(plan, module, MeshShape.of(mesh))
         assert isinstance(plan, ShardingPlan)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
@@ -18,8 +16,11 @@ from autoshard.partition.localize import Localizer
 from autoshard.plan import ShardingPlan
 from autoshard.planner.found import Found
 from autoshard.planner.planner import Planner
-from autoshard.planning import batch_of, flow_of, planned_with, planner_for
+from autoshard.planning import batch_of, flow_of, planned_with
 from autoshard.specs.axes import MeshShape
+
+MakePlanner = Callable[[JointGraph, Options], Planner]
+"""Makes the planner of a graph under some options."""
 
 _LASTING = ("parameter", "gradient", "optimizer", "buffer")
 
@@ -48,8 +49,8 @@ def settled(options: Options, mesh: MeshShape, given: Mapping[str, Sequence[int]
     )
 
 
-def plan_shares(
-    module: nn.Module, graph: JointGraph, mesh: MeshShape, options: Options, capture_seconds: float
+def plan_batch_shares(
+    graph: JointGraph, mesh: MeshShape, options: Options, capture_seconds: float, planner_of: MakePlanner
 ) -> ShardingPlan:
     """The faster one of two plans: of equal shares of the batch, and of shares in proportion to speed.
 
@@ -59,9 +60,10 @@ def plan_shares(
     an operator needs equal ones.
 
     Args:
-        module, graph, mesh: what is planned.
+        graph, mesh: what is planned.
         options: with `shares="auto"`.
         capture_seconds: that the capture of the graph took.
+        planner_of: makes planners.
 
     Raises:
         AutoshardError: as for `autoshard.plan`.
@@ -71,37 +73,57 @@ def plan_shares(
 
     def planned(given: Mapping[str, Sequence[int]]) -> tuple[ShardingPlan, Planner]:
         own = settled(options, mesh, given)
-        planner = planner_for(module, graph, mesh, own)
+        planner = planner_of(graph, own)
         return planned_in_shares(planner, capture_seconds, own), planner
 
-    equal, planner = planned({})
+    equal = planned({})
     axis = unlike_axis(options.cluster, mesh)
     batch = None if graph.dynamic is None else batch_of(graph)
     if axis is None or batch is None or options.inputs == "local" or options.output_placements is not None:
-        return equal
+        return equal[0]
     assert graph.dynamic is not None
     total = int(graph.dynamic.example[batch])
+    return faster_in_proportion(equal, mesh, options, axis, total, lambda counts: planned({mesh.names[axis]: counts}))
+
+
+def faster_in_proportion(
+    equal: tuple[ShardingPlan, Planner],
+    mesh: MeshShape,
+    options: Options,
+    axis: int,
+    total: int,
+    planned: Callable[[Sequence[int]], tuple[ShardingPlan, Planner]],
+) -> ShardingPlan:
+    """The faster one of a plan of equal shares, and of one of shares in proportion to speed, as memory allows.
+
+    Args:
+        equal: the first, and its planner.
+        mesh, options: what is planned for.
+        axis: of the mesh, along which devices differ.
+        total: of what is shared.
+        planned: makes a plan, and its planner, of what every rank along the axis takes.
+    """
     limit = options.settings.memory_limit
     devices = devices_along(options.cluster, mesh, axis)
-    speeds = speeds_of(planner, equal, devices)
+    speeds = speeds_of(equal[1], equal[0], devices)
     workers = [Worker(speeds[one], min(one.memory, limit or one.memory)) for one in devices]
     counts = shares(total, [replace(one, memory=float("inf")) for one in workers], lambda _: 0)
     try:
         for _ in range(2):  # by speed alone, and once more where that is too much for some device
-            if min(counts) < 1:
-                return equal
-            uneven, planner = planned({mesh.names[axis]: counts})
+            if min(counts) < 1 or len(set(counts)) == 1:
+                return equal[0]
+            uneven, planner = planned(counts)
             memory_of = _memory_of(uneven.memory, total / len(workers))
             before, counts = counts, shares(total, workers, memory_of)
             if counts == before:
                 room = min(one.memory - memory_of(count) for one, count in zip(workers, counts, strict=True))
                 uneven = replace(uneven, device_memory=int(uneven.memory.peak + room))
-                if uneven.step_seconds < equal.step_seconds:
+                if uneven.step_seconds < equal[0].step_seconds:
                     check_program(planner, uneven)
                     return uneven
     except (BudgetError, PlanError):
         pass  # there is no room for other shares, or an operator needs equal ones
-    return equal
+    return equal[0]
 
 
 def check_program(planner: Planner, plan: ShardingPlan) -> None:

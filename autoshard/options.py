@@ -103,15 +103,6 @@ def check_options(
     )
 
 
-def check_shared_size(options: Options) -> None:
-    """`PlanError` where there are shares of no size; a pipeline knows which size its microbatches are of."""
-    if isinstance(options.shares, Mapping) and not options.dynamic:
-        raise PlanError(
-            "shares are of a dynamic size: say which dims of the inputs are the batch, such as "
-            'dynamic={"x": {0: "batch"}}.'
-        )
-
-
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise PlanError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}.")

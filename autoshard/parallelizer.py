@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.utils import _pytree as pytree
 
-from autoshard.batch_shares import plan_shares, planned_in_shares, settled
+from autoshard.batch_shares import planned_in_shares, settled
 from autoshard.capture import outside_modes
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.capture.twin import check_parameters
 from autoshard.options import Options
+from autoshard.part_shares import parts_of, plan_shares
 from autoshard.partition.agree import from_first_rank, together
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.gradient_sums import GradientSums
@@ -27,6 +29,7 @@ from autoshard.partition.split import split
 from autoshard.partition.steady import check_steady
 from autoshard.partition.step import Program, Ranks
 from autoshard.patterns.generic import generic_sizes
+from autoshard.patterns.parts import in_parts
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
 from autoshard.planning import flow_of, planner_for
@@ -69,7 +72,7 @@ class Parallelizer:
         self.module = module
         self.device_mesh = device_mesh
         self.mesh = MeshShape.of(device_mesh)
-        self.options = options
+        self.asked = self.options = options
         self.compile = compile
         self.plan = plan
         self.placed: dict[str, tuple[Placement, ...]] | None = None
@@ -80,7 +83,8 @@ class Parallelizer:
 
     def _share(self, given: Mapping[str, Sequence[int]]) -> None:
         """Have the ranks of an axis take such shares from now on; equal ones where none are given."""
-        self.options = settled(self.options, self.mesh, given)
+        self.asked = replace(self.asked, shares=given or None)
+        self.options = settled(self.asked, self.mesh, given)
         for axis, shares in given.items():
             self.runtime.shares = self.mesh.index(axis), tuple(shares)
 
@@ -118,6 +122,10 @@ class Parallelizer:
         if self.options.shares == "auto":
             self._share(decided.shares)
             planner = self._planner(graph) if decided.shares else planner
+        if decided.parts:
+            (counts,) = decided.shares.values()
+            graph = in_parts(graph, self.mesh, decided.parts, parts_of(counts))
+            planner = self._planner(graph)
         flow = flow_of(planner, decided)
         ranks = Ranks(self.device_mesh, device, self.part)
         with outside_modes():
@@ -170,8 +178,11 @@ class Parallelizer:
         return graph, self._planner(graph), seconds
 
     def _planner(self, graph: JointGraph) -> Planner:
-        known = self.runtime.input_placements if self.options.inputs == "local" else {}
-        return planner_for(self.module, graph, self.mesh, self.options, self.placed, known)
+        return self._planner_with(graph, self.options)
+
+    def _planner_with(self, graph: JointGraph, options: Options) -> Planner:
+        known = self.runtime.input_placements if options.inputs == "local" else {}
+        return planner_for(self.module, graph, self.mesh, options, self.placed, known)
 
     def _decide(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
         """The plan given by the user for the first call; else the first rank's."""
@@ -189,8 +200,9 @@ class Parallelizer:
         return decided
 
     def _planned(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
-        if self.options.shares == "auto" and self.placed is None:
-            return plan_shares(self.module, graph, self.mesh, self.options, seconds)
+        first, shares = self.placed is None, self.asked.shares
+        if (shares == "auto" and first) or (isinstance(shares, Mapping) and not self.options.dynamic):
+            return plan_shares(graph, self.mesh, self.asked, seconds, self._planner_with, required=first)
         return planned_in_shares(planner, seconds, self.options)
 
     def _place(self, decided: ShardingPlan) -> None:

@@ -132,6 +132,11 @@ class ShardingPlan:
         return {axis: tuple(taken) for axis, taken in self.options.get("shares", {}).items()}
 
     @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """The loops whose dims lie in shares, where these are not of the batch of dynamic inputs (`patterns.parts`)."""
+        return tuple((name, factor) for name, factor in self.options.get("parts", ()))
+
+    @property
     def gap(self) -> float:
         """How far, relative to its cost, the plan may be from the best one; 0.0 if it is proved to be the best."""
         return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0

@@ -99,7 +99,7 @@ def shares_text(plan: ShardingPlan) -> str:
     for axis, taken in plan.shares.items():
         runs = [(share, len(list(run))) for share, run in itertools.groupby(taken)]
         (first, ranks), *others = runs
-        told.append(f"{first} of {sum(taken)} rows on {ranks} of {axis}")
+        told.append(f"{first} of {sum(taken)} {'parts' if plan.parts else 'rows'} on {ranks} of {axis}")
         told += [f"{share} on {count}" for share, count in others]
     return ", ".join(told)
 

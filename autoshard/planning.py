@@ -27,9 +27,9 @@ from autoshard.planner.recompute import planned
 from autoshard.planner.task_graphs import axes_of, whole_parameters
 from autoshard.progress import watched
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import canonical, padded_segments_of
+from autoshard.specs.layout import canonical, dim_of, padded_segments_of
 from autoshard.specs.shared_axis import SharedAxis
-from autoshard.specs.spec import Spec
+from autoshard.specs.spec import Spec, is_shard
 
 
 @older_objects_set_aside()
@@ -107,6 +107,8 @@ def planner_for(
     else:
         pinned.update({source.name: placed[source.name] for source in graph.inputs if source.name in placed})
     shared = shared_axis(graph, mesh, options)
+    if shared is not None:
+        pinned = {name: _whole_if_shared(graph, name, pins, shared) for name, pins in pinned.items()}
     pinned.update(_input_pins(graph, mesh, options, placed_inputs or {}, shared))
     planned = options.output_placements == "planned"
     wishes = Wishes(
@@ -118,6 +120,17 @@ def planner_for(
         task_graphs=task_graphs,
     )
     return Planner(graph, mesh, options.cluster, wishes, options.settings, like=like)
+
+
+def _whole_if_shared(
+    graph: JointGraph, name: str, pins: tuple[Placement | None, ...], shared: SharedAxis
+) -> tuple[Placement | None, ...]:
+    """What a parameter is pinned to, but whole where ranks would hold shares of it: no `DTensor` lies in such."""
+    shapes = (source.node.meta.get("sizes", ((),))[0] for source in graph.inputs if source.name == name)
+    shape, pin = next(shapes, ()), pins[shared.axis]
+    if pin is None or not is_shard(pin) or not shape or not shared.is_of_whole(shape[dim_of(pin, len(shape))]):
+        return pins
+    return tuple(Replicate() if axis == shared.axis else one for axis, one in enumerate(pins))
 
 
 def flow_of(planner: Planner, plan: ShardingPlan) -> Flow:
@@ -156,7 +169,8 @@ def _input_pins(
 
 
 def shared_axis(graph: JointGraph, mesh: MeshShape, options: Options) -> SharedAxis | None:
-    """The mesh axis that the options share unevenly, and the size that it shares: that of dim 0 of dynamic inputs.
+    """The mesh axis that the options share unevenly, and the size that it shares: that of dim 0 of dynamic inputs, or
+    what the dims of a static graph are multiples of.
 
     None where no shares were asked for, or the graph is of one size only.
 
@@ -168,7 +182,7 @@ def shared_axis(graph: JointGraph, mesh: MeshShape, options: Options) -> SharedA
         return None
     (name,) = options.shares
     axis = mesh.index(name)
-    batch = batch_of(graph)
+    batch = graph.dynamic.unit or batch_of(graph)
     if batch is None:
         sizes = {str(dims[0]) for dims in graph.dynamic.dims.values() if 0 in dims}
         raise PlanError(

@@ -26,7 +26,7 @@ class Tower(nn.Module):
 
 
 class Pinned(Tower):
-    """A few columns of the input are split by columns."""
+    """A few columns of the input are split by columns, for which rows in shares are gathered."""
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         columns = autoshard.shard(x[:, :16] * 2, Shard(1))
@@ -77,20 +77,20 @@ def test_shares_move_to_where_there_is_memory(uneven: autoshard.ShardingPlan) ->
     assert tight.fits
 
 
+def test_what_is_pinned_otherwise_is_gathered_from_shares() -> None:
+    assert planned(made=Pinned).shares["dp"][0] > planned(made=Pinned).shares["dp"][8]
+
+
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
         (8, {}),
-        (ROWS, {"made": Pinned}),
-        (ROWS, {"dynamic": None}),
         (ROWS, {"inputs": "local"}),
         (ROWS, {"output_placements": "planned"}),
         (ROWS, {"dynamic": {"x": {0: "a"}, "target": {0: "a"}}, "cluster": "16xV100"}),
     ],
     ids=[
         "a batch smaller than the devices",
-        "an operator that needs equal ones",
-        "no dynamic batch",
         "local inputs",
         "outputs as they lie",
         "one kind",

@@ -188,7 +188,8 @@ def too_small() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"shares": {"dp": (4, 2)}}, "shares are of a dynamic size"),
+        ({"shares": {"dp": (4, 3)}}, "no dim that is split along it can be divided in 7 equal parts"),
+        ({"shares": {"dp": (4, 2)}, "inputs": "local"}, "shares of what is not the batch are for inputs="),
         ({"shares": {"dp": (4, 0)}, "dynamic": ROWS}, "every rank takes a whole number above zero"),
         ({"shares": {"dp": 4}, "dynamic": ROWS}, "every rank takes a whole number above zero"),
         ({"shares": {}, "dynamic": ROWS}, "name one mesh axis"),

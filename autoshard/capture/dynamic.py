@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -33,12 +33,18 @@ class DynamicSizes:
         ranges: the smallest and the largest value of every symbol that the graph serves; None for no limit.
         conditions: what else must hold of the symbols for the graph to be that of a call.
         example: the values of the symbols when it was captured.
+        unit: the symbol, if there is one, of which sizes are multiples that do not change from call to call: it stands
+            for the parts in which ranks hold dims (`patterns.parts`).
+        cuts: for the placeholders of such a graph, where their dims are cut so that the parts are a loop of their own:
+            by the sizes of what lies outside of each cut.
     """
 
     dims: Mapping[str, Mapping[int, sympy.Expr]]
     ranges: Mapping[sympy.Symbol, tuple[int, int | None]]
     conditions: tuple[sympy.Expr, ...]
     example: Sizes
+    unit: sympy.Symbol | None = None
+    cuts: Mapping[str, Mapping[int, tuple[sympy.Expr, ...]]] = field(default_factory=dict)
 
     def serves(self, sizes: Sizes) -> bool:
         """Whether the graph is that of a call with these sizes."""

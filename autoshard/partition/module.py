@@ -153,7 +153,8 @@ class Runtime:
                 if served.graph.dynamic.serves(sizes):
                     return served, sizes
         signature = signature_of(self.module, args, kwargs, grad)
-        return self._served.get(signature) or self.prepare(args, kwargs, grad, "loss", signature, False), {}
+        served = self._served.get(signature) or self.prepare(args, kwargs, grad, "loss", signature, False)
+        return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
 
     def prepare(
         self,

@@ -236,7 +236,11 @@ class _Run(torch.autograd.Function):
                 program.later.append(lambda: parameters.rest(others))
             results = {names[place]: gradient for place, gradient in made.items()}
         primals = [border for border in program.step.inputs if border.kind != "tangent"]
-        return None, None, *(_handed_back(program, border, results.get(border.name)) for border in primals)
+        return (
+            None,
+            None,
+            *(_handed_back(program, at(border, ctx.sizes), results.get(border.name)) for border in primals),
+        )
 
 
 @dataclass(frozen=True, slots=True)

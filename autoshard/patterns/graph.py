@@ -28,7 +28,7 @@ from autoshard.patterns.rule import Factor, OpCall, Rule, TensorMeta, refine
 from autoshard.patterns.units.merged_dims import with_merged_dims
 from autoshard.patterns.units.routed_rows import with_routed_rows
 from autoshard.patterns.worklist import Worklist
-from autoshard.size import Sizes, at
+from autoshard.size import Size, Sizes, at
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, is_placeable
 from autoshard.specs.spec import Spec, placement_text
@@ -131,7 +131,7 @@ class GraphRules:
         for source in graph.inputs:
             plain[source.node] = _rest_rule(at(Value(source.node).meta, self.generic))
         plain = with_routed_rows(plain, self.calls, self._places(), self._leaving())
-        cuts = _useful(_Cuts(self.dims(plain), plain).solve(), plain, mesh)
+        cuts = _useful(_Cuts(self.dims(plain), plain, self._first_cuts()).solve(), plain, mesh)
         refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
         self.rules: dict[fx.Node, Rule] = {}
         for node, rule in plain.items():
@@ -200,6 +200,18 @@ class GraphRules:
     @cached_property
     def _by_name(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self.operators}
+
+    def _first_cuts(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
+        """Where dims of placeholders are cut in any case."""
+        cuts = {} if self.graph.dynamic is None else self.graph.dynamic.cuts
+        return {
+            source.node: {
+                dim: tuple(Size.of(size, self.generic) for size in sizes)
+                for dim, sizes in cuts[source.node.name].items()
+            }
+            for source in self.graph.inputs
+            if source.node.name in cuts
+        }
 
     def _places(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
         """The tensors that every operator takes."""
@@ -365,10 +377,17 @@ def _rest_rule(meta: TensorMeta) -> Rule:
 class _Cuts:
     """Split points travel along dims that are the same factor until nothing changes (Rhino 4.3.3)."""
 
-    def __init__(self, links: Iterable[list[tuple[fx.Node, tuple[int, ...]]]], rules: dict[fx.Node, Rule]) -> None:
+    def __init__(
+        self,
+        links: Iterable[list[tuple[fx.Node, tuple[int, ...]]]],
+        rules: dict[fx.Node, Rule],
+        first: Mapping[fx.Node, Mapping[int, tuple[int, ...]]],
+    ) -> None:
         self.links = [link for link in links if len(link) > 1]
         self.rules = rules
         self.chains: dict[fx.Node, dict[int, tuple[int, ...]]] = defaultdict(dict)
+        for node, chains in first.items():
+            self.chains[node] = dict(chains)
         self.touching: dict[tuple[fx.Node, int], list[int]] = defaultdict(list)
         for position, link in enumerate(self.links):
             for node, factors in link:
@@ -376,7 +395,11 @@ class _Cuts:
                     self.touching[node, factor].append(position)
 
     def solve(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
-        pending = Worklist(place for place, link in enumerate(self.links) if any(len(dims) > 1 for _, dims in link))
+        pending = Worklist(
+            place
+            for place, link in enumerate(self.links)
+            if any(len(dims) > 1 or node in self.chains for node, dims in link)
+        )
         for position in pending:
             for changed in self._settle(self.links[position]):
                 pending.add(other for other in self.touching[changed] if other != position)

@@ -325,17 +325,26 @@ class _Build:
         """Whether a tensor may lie so outside the step: as torch can say it, and so long that no rank holds nothing."""
         shape, sizes = value.meta.shape, self.mesh.sizes
         long = all(shape[dim_of(spec[axis], len(shape))] >= sizes[axis] for axis in spec.shard_axes)
-        return _plain_nest(spec) and not spec.has_blocks and (long or is_even(shape, spec, self.mesh))
+        known = _plain_nest(spec) and not spec.has_blocks and not self._in_shares(value, spec)
+        return known and (long or is_even(shape, spec, self.mesh))
+
+    def _in_shares(self, value: Value, spec: Spec) -> bool:
+        """Whether ranks would hold shares of their own of a tensor: no `DTensor` lies so."""
+        shared, shape = self.builder.wishes.shared, value.meta.shape
+        if shared is None or not is_shard(spec[shared.axis]):
+            return False
+        return shared.is_of_whole(shape[dim_of(spec[shared.axis], len(shape))])
 
     def _uneven_specs(self, value: Value) -> list[Spec]:
         """Shards of a tensor that no axis divides: its storage is split, its uses gather it."""
         replicated = Spec.replicated(self.mesh.ndim)
-        return [
+        specs = [
             replicated.replace(axis, Shard(dim))
             for axis, size in enumerate(self.mesh.sizes)
             for dim, length in enumerate(value.meta.shape)
             if 1 < size <= length
         ]
+        return [spec for spec in specs if not self._in_shares(value, spec)]
 
     def _open_specs(self, rule: Rule, open_: bool) -> list[Spec]:
         if not open_:

@@ -142,7 +142,7 @@ class Planner:
         self._like = like
         if like is None:
             self.cost = CostModel(cluster, mesh)
-            self.resharder = Resharder(mesh, self.cost.collective, self.gradient_price)
+            self.resharder = Resharder(mesh, self.cost.collective, self.gradient_price, wishes.shared)
             self.programs = LocalPrograms(graph, mesh)
             self.tables = OptionTables(self.cost, wishes.shared)
             self.prices = OperatorPrices(self.tables)

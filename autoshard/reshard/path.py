@@ -25,6 +25,7 @@ from autoshard.reshard.states import (
 from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical
+from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec
 
 Price = Callable[[str, int, int], float]
@@ -98,14 +99,19 @@ class Resharder:
         price: seconds of a collective from its kind, the bytes a rank holds before it, and the mesh axis. Kinds are
             those of `Step`, and "copy" for the local copy that brings bytes into the order that a collective needs.
         gradient_price: the same for gradients on their way to the optimizer; as any other by default.
+        shared: the axis of which ranks hold shares of their own of a size, if there is one: what has such a dim is
+            gathered and cut on it, and moved in no other way.
 
     Attributes:
         gradients: the resharder for gradients on their way to the optimizer.
     """
 
-    def __init__(self, mesh: MeshShape, price: Price, gradient_price: Price | None = None) -> None:
+    def __init__(
+        self, mesh: MeshShape, price: Price, gradient_price: Price | None = None, shared: SharedAxis | None = None
+    ) -> None:
         self.mesh = mesh
-        self.gradients: Resharder = self if gradient_price is None else Resharder(mesh, gradient_price)
+        self.shared = shared
+        self.gradients: Resharder = self if gradient_price is None else Resharder(mesh, gradient_price, shared=shared)
         self._price = price
         self._prices: dict[tuple[str, int, int], float] = {}
         self._graphs: dict[tuple[tuple[int, ...], int, frozenset[str], Extra], _PricedGraph] = {}
@@ -221,6 +227,8 @@ class Resharder:
         for chosen, amount in ((unpacked, held[graph.target]), (packed, before)):
             kinds = np.full(int(chosen.sum()), copies, dtype=np.int8)
             seconds[chosen] += self._prices_of(kinds, amount[chosen], graph.axis[chosen])
+        if self.shared is not None and any(map(self.shared.is_of_whole, shape)):
+            seconds[pads & (graph.axis == self.shared.axis)] = np.inf
         return _PricedGraph(graph, before, seconds, {})
 
     def _prices_of(

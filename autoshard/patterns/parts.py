@@ -1,0 +1,255 @@
+"""Static dims that the ranks of an axis hold in unequal parts: sizes become multiples of one symbol (Whale 3.3.1).
+
+A dim of 4096 that ranks are to hold in parts of 5 and 3 is 512 times a size of 8, the symbol, of which one rank's share
+is 5 and the other's 3. What shares of a dynamic size do then serves such dims as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autoshard.capture.dynamic import DynamicSizes
+from autoshard.capture.joint import JointGraph
+from autoshard.capture.recompute import copied
+from autoshard.patterns._torch import OpOverload
+from autoshard.patterns.decisions import Flow
+from autoshard.patterns.graph import GraphRules, Value, value_of
+from autoshard.patterns.rule import Dims
+from autoshard.patterns.variants import resolved
+from autoshard.size import Size, symbol
+from autoshard.specs.axes import MeshShape
+
+aten = torch.ops.aten
+
+Loop = tuple[str, int]
+"""A loop of an operator, or a dim of what the step is given: the node's name, and which factor of its rule it is."""
+
+_PARTS = symbol("parts")
+
+_TELLS_NOTHING = frozenset(
+    {
+        aten.embedding.default,
+        aten.embedding_dense_backward.default,
+        aten.nll_loss_forward.default,
+        aten.nll_loss_backward.default,
+        aten.nll_loss2d_forward.default,
+        aten.nll_loss2d_backward.default,
+    }
+)
+"""Operators none of whose arguments is a size, or that are told sizes by `_say_sizes`: others are places."""
+
+_SPATIAL = frozenset({aten.convolution.default, aten.convolution_backward.default})
+
+
+def parted_along(flow: Flow, axis: int) -> dict[Loop, int]:
+    """The loops that some decisions split along a mesh axis, of those whose dims may lie in unequal parts.
+
+    Returns:
+        One loop of each family that is the same dim all over the graph, and the size of it.
+    """
+    families = _Families(flow.rules)
+    found: dict[Loop, int] = {}
+    for node in flow.rules.operators:
+        if flow.rules.pinned(node, flow.mesh) is None:
+            rule, choices = resolved(flow.rules.rules[node], flow.decisions.choices[node.name])
+            choice = choices[axis]
+            if rule is flow.rules.rules[node] and choice >= 0 and rule.factors[choice].size > 1:
+                family = families.of((node.name, choice))
+                if family is not None:
+                    found[family] = rule.factors[choice].size
+    return found
+
+
+def in_parts(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: int) -> JointGraph:
+    """The graph in which the dims of some loops are multiples of a size that ranks may share unequally.
+
+    Args:
+        graph: the captured step, of static sizes; it stays as it is.
+        mesh: the mesh axes.
+        loops: as `parted_along` names them, of sizes that `total` divides.
+        total: parts of all ranks together.
+    """
+    rules = GraphRules(graph, mesh)
+    families = _Families(rules)
+    chosen = {families.of((name, factor)) for name, factor in loops} - {None}
+    copy, at = copied(graph)
+    example = {_PARTS: total}
+
+    def size_of(node: fx.Node, factor: int) -> int:
+        size = rules.rules[node].factors[factor].size
+        return Size.of(size // total * _PARTS, example) if families.of((node.name, factor)) in chosen else size
+
+    def shape_of(value: Value) -> tuple[int, ...]:
+        dims = rules.rules[value.node].results[value.result]
+        shape = value.meta.shape
+        return tuple(
+            math.prod([size_of(value.node, factor) for factor in factors]) if factors else size
+            for size, factors in zip(shape, [()] * len(shape) if dims is None else dims, strict=True)
+        )
+
+    def cuts_of(node: fx.Node, dims: Dims) -> dict[int, tuple[Any, ...]]:
+        loops = {dim: [size_of(node, factor) for factor in factors] for dim, factors in enumerate(dims)}
+        return {dim: tuple(_points(own)) for dim, own in loops.items() if any(isinstance(one, Size) for one in own)}
+
+    named: dict[str, dict[int, Any]] = {}
+    cuts: dict[str, dict[int, tuple[Any, ...]]] = {}
+    shapes = {value: shape_of(value) for value in rules.values()}
+    for source in graph.inputs:
+        sizes = {dim: size.expr for dim, size in enumerate(shapes[Value(source.node)]) if isinstance(size, Size)}
+        if sizes:
+            named[source.name] = sizes
+            cuts[source.node.name] = cuts_of(source.node, rules.rules[source.node].results[0] or ())
+    for node in graph.graph.nodes:
+        if node.op == "output" or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+            continue
+        several = isinstance(node.meta["val"], (tuple, list))
+        own = [Value(node, index) for index in range(len(node.meta["val"]))] if several else [value_of(node)]
+        made = tuple(shapes.get(value) for value in own)
+        if any(isinstance(size, Size) for shape in made for size in shape or ()):
+            at[node].meta["sizes"] = made
+        if node in rules.calls:
+            _say_sizes(at[node], made)
+    dynamic = DynamicSizes(named, {_PARTS: (2, None)}, (), example, _PARTS, cuts)
+    return replace(copy, dynamic=dynamic)
+
+
+def _points(loops: Sequence[int]) -> Iterator[Any]:
+    """What lies outside of every cut of a dim that is made of some loops, so that the parts in it are a loop too."""
+    outside = sympy.Integer(1)
+    for loop in loops:
+        if outside != 1:
+            yield outside
+        if isinstance(loop, Size) and loop.expr != _PARTS:
+            yield outside * _PARTS
+        outside *= loop.expr if isinstance(loop, Size) else loop
+
+
+def _say_sizes(node: fx.Node, results: Sequence[tuple[int, ...] | None]) -> None:
+    """Put the sizes of results in the place of the numbers among a node's arguments that they are."""
+    assert isinstance(node.target, OpOverload)
+    shape = results[0]
+    if shape is None or not any(isinstance(size, Size) for size in shape):
+        return
+    for place, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
+        if _is_shape(argument):
+            node.update_arg(place, list(shape))
+        elif argument.name == "num_weights":
+            node.update_arg(place, shape[0])
+
+
+def _is_shape(argument: Any) -> bool:
+    """Whether an argument is the shape of the result."""
+    return argument.name in ("size", "input_sizes") and argument.real_type.kind() == "ListType"
+
+
+def _is_told(argument: Any) -> bool:
+    """Whether an argument may be a size, as its type says: dims and flags are plain integers."""
+    kind = argument.real_type
+    while kind.kind() in ("ListType", "OptionalType"):
+        kind = kind.getElementType()
+    return bool(kind.kind() == "SymIntType") and not _is_shape(argument)
+
+
+class _Families:
+    """Loops that are the same dim, all over a graph.
+
+    A family is of use if all who touch its dims know them as one loop, and no operator is told its size in a way that
+    can not be said otherwise.
+    """
+
+    def __init__(self, rules: GraphRules) -> None:
+        self.rules = rules
+        self._parent: dict[Loop, Loop] = {}
+        self._order = {name: place for place, name in enumerate(node.name for node in rules.graph.graph.nodes)}
+        self._rigid: set[Loop] = set()
+        partners = dict(self._handed_back())
+        for value in rules.values():
+            self._join(value, partners)
+        for node in rules.operators:
+            self._rigid.update(map(self._root, self._told(node)))
+        self._rigid = set(map(self._root, self._rigid))
+
+    def of(self, loop: Loop) -> Loop | None:
+        """The family of a loop, by its first one; None where it is of no use."""
+        root = self._root(loop)
+        return None if root in self._rigid else root
+
+    def _handed_back(self) -> Iterator[tuple[fx.Node, list[Value]]]:
+        """For what the step is given, what is handed back in its place: gradients, new values of buffers."""
+        found: dict[fx.Node, list[Value]] = {}
+        given = {}
+        for source in self.rules.graph.inputs:
+            given[source.name, source.kind == "tangent"] = source.node
+        for output in self.rules.graph.outputs:
+            node = given.get((output.name, output.kind == "output"))
+            if node is not None and output.node is not None:
+                found.setdefault(node, []).append(value_of(output.node))
+        yield from found.items()
+
+    def _join(self, value: Value, partners: dict[fx.Node, list[Value]]) -> None:
+        """All who touch a value's dims speak of the same loops."""
+        rules = self.rules
+        said: list[tuple[fx.Node, Dims | None]] = [(value.node, rules.rules[value.node].results[value.result])]
+        said += [(use.node, rules.rules[use.node].operands[use.operand]) for use in rules.uses.get(value, ())]
+        for other in partners.get(value.node, ()):
+            said.append((other.node, rules.rules[other.node].results[other.result]))
+        for dim, size in enumerate(value.meta.shape):
+            if size > 1:
+                self._join_dim([(node, () if dims is None else dims[dim]) for node, dims in said])
+
+    def _join_dim(self, said: Sequence[tuple[fx.Node, Sequence[int]]]) -> None:
+        loops = [
+            [(node.name, one) for one in factors if self.rules.rules[node].factors[one].size > 1]
+            for node, factors in said
+        ]
+        sizes = [[self.rules.rules[node].factors[one].size for one in factors] for node, factors in said]
+        alike = all([size for size in one if size > 1] == [size for size in sizes[0] if size > 1] for one in sizes)
+        columns = zip(*loops, strict=True) if alike else [[loop for own in loops for loop in own]]
+        for column in columns:
+            for loop in column:
+                self._unite(column[0], loop)
+        if not alike:
+            self._rigid.update(loop for own in loops for loop in own)
+
+    def _told(self, node: fx.Node) -> Iterator[Loop]:
+        """The loops of an operator whose sizes it is told, but for those that `_say_sizes` says otherwise."""
+        rule, call = self.rules.rules[node], self.rules.calls[node]
+        arguments = call.op._schema.arguments
+        given = {argument.name for argument in arguments[: len(call.args)]} | dict(call.kwargs).keys()
+        told = [argument.name for argument in arguments if _is_told(argument)]
+        if not call.operands and not any(map(_is_shape, arguments)):
+            yield from ((node.name, factor) for factor in range(len(rule.factors)))  # such as `arange`
+        if call.op in _TELLS_NOTHING or not call.operands or not given.intersection(told):
+            return
+        names = {argument.name for argument in arguments}
+        tensors = [*rule.operands, *(dims for dims in rule.results if dims is not None)]
+        ndim = max(map(len, tensors))
+        first, last = 2 if call.op in _SPATIAL else 0, ndim
+        if "normalized_shape" in names:
+            first = ndim - len(call.arg("normalized_shape"))
+        if "dim" in names and isinstance(call.arg("dim"), int):  # of the tensors that have it
+            tensors = [dims for dims in tensors if len(dims) == ndim]
+            first = call.arg("dim") % ndim
+            last = first + 1
+        for dims in tensors:
+            for factors in dims[first:last]:
+                yield from ((node.name, factor) for factor in factors)
+
+    def _unite(self, one: Loop, other: Loop) -> None:
+        first, second = sorted((self._root(one), self._root(other)), key=lambda loop: self._order[loop[0]])
+        if first != second:
+            self._parent[second] = first
+
+    def _root(self, loop: Loop) -> Loop:
+        while loop in self._parent:
+            above = self._parent[loop]
+            self._parent[loop] = self._parent.get(above, above)
+            loop = above
+        return loop

@@ -1,0 +1,175 @@
+"""Unequal parts of what is split along an axis: ranks that compute with 5 and 3 of 8 parts do what one device does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoshard
+from autoshard.capture.joint import capture
+from autoshard.patterns.decisions import Decisions, Flow
+from autoshard.patterns.graph import GraphRules
+from autoshard.patterns.parts import in_parts, parted_along
+from autoshard.size import is_dynamic
+from autoshard.specs.axes import MeshShape
+from tests.models.common import seeded
+from tests.training import (
+    TOLERANCE,
+    Trace,
+    Widened,
+    build,
+    compare,
+    doubles,
+    fast_links,
+    outputs_of,
+    train,
+    unlike_devices,
+)
+from tests.workers import Workers
+
+Inputs = dict[str, torch.Tensor]
+SHARES = {"tp": (5, 3)}
+
+
+class Wide(nn.Module):
+    """Two layers whose columns are split, and a head of many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 24), nn.Linear(24, 6), nn.Linear(6, 40)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with autoshard.split(2):
+            hidden = self.down(functional.gelu(self.up(x)))
+        with autoshard.split(2):
+            return functional.cross_entropy(self.head(hidden), target)
+
+
+class Heads(nn.Module):
+    """Attention whose heads are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        with autoshard.split(2):
+            parts = self.qkv(x).view(rows, length, 3, 8, 4).permute(2, 0, 3, 1, 4)
+            mixed = functional.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
+            return self.out(functional.gelu(mixed.transpose(1, 2).reshape(rows, length, 32)))
+
+
+def wide() -> tuple[nn.Module, Inputs]:
+    with seeded(torch.float64, 0):
+        return Wide(), {"x": torch.randn(5, 6), "target": torch.randint(40, (5,))}
+
+
+def heads() -> tuple[nn.Module, Inputs]:
+    with seeded(torch.float64, 0):
+        return Heads(), {"x": torch.randn(3, 7, 32)}
+
+
+class Activated(TorchDispatchMode):
+    """While active, notes the shapes that this rank activates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.gelu.default:
+            self.shapes.add(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def check(made: Callable[[], tuple[nn.Module, Inputs]], **options: Any) -> set[tuple[int, ...]]:
+    """Three steps, and one without gradients, beside one device; the shapes that this rank activates."""
+    (module, example), (alone, _) = made(), made()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with Widened():
+        autoshard.parallelize(module, mesh, (), example, **({"shares": SHARES, "cluster": fast_links()} | options))
+        expected = train(alone, example)
+    seen = Activated()
+    with doubles(), seen:
+        trained = train(module, example)
+    assert compare(trained, expected).worst <= TOLERANCE
+    with Widened(), torch.no_grad():
+        assert compare(train_nothing(module, example), train_nothing(alone, example)).worst <= TOLERANCE
+    return seen.shapes
+
+
+def train_nothing(module: nn.Module, example: Inputs) -> Trace:
+    outputs = {name: [tensor.double()] for name, tensor in outputs_of(module(**example)).items()}
+    return Trace({}, outputs, {}, {}, {}, {}, {})
+
+
+def language_model(name: str, shares: tuple[int, int]) -> set[tuple[int, ...]]:
+    return check(lambda: build(name), shares={"tp": shares}, hints={"": autoshard.split("tp")})
+
+
+def test_columns_and_classes_are_split_in_shares(two: Workers) -> None:
+    assert two.run(check, wide) == [{(5, 15)}, {(5, 9)}]
+
+
+def test_heads_are_split_in_shares(two: Workers) -> None:
+    assert two.run(check, heads) == [{(3, 7, 20)}, {(3, 7, 12)}]
+
+
+def test_language_models_are_split_in_shares(two: Workers) -> None:
+    assert two.run(language_model, "gpt", (3, 1)) == [{(12, 12, 144)}, {(12, 12, 48)}]
+    two.run(language_model, "hf_llama", (2, 1))
+
+
+def test_devices_of_two_kinds_compute_parts_by_themselves(two: Workers) -> None:
+    """15.7 and 10.6 TFLOP/s: 5 and 3 of 8 parts are done sooner than 4 and 4."""
+    assert two.run(by_speed) == [{(5, 15)}, {(5, 9)}]
+
+
+def by_speed() -> set[tuple[int, ...]]:
+    return check(wide, shares="auto", cluster=unlike_devices())
+
+
+def test_a_parameter_that_is_pinned_to_be_sharded_says_what_is_split(two: Workers) -> None:
+    two.run(pinned)
+
+
+def pinned() -> None:
+    hints = {"up": (Shard(0),), "down.weight": (Shard(1),)}
+    module, example = wide()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = autoshard.plan(module, mesh, (), example, shares=SHARES, hints=hints, cluster=fast_links())
+    assert plan.shares == SHARES
+    assert plan.placements["up.weight"] == (Replicate(),)
+    assert "5 of 8 parts on 1 of tp, 3 on 1" in str(plan)
+    check(wide, plan=autoshard.ShardingPlan.from_json(plan.to_json()), shares="auto")
+
+
+def test_sizes_of_a_graph_in_parts_are_those_that_it_had() -> None:
+    module, example = build("gpt")
+    with Widened():
+        graph = capture(module, (), example)
+    mesh = MeshShape.of({"tp": 2})
+    rules = GraphRules(graph, mesh)
+    plan = autoshard.plan(module, {"tp": 2}, (), example, cluster=fast_links(), hints={"": autoshard.split("tp")})
+    loops = parted_along(Flow(rules, Decisions.from_data(plan.decisions), mesh), 0)
+    parted = in_parts(graph, mesh, [loop for loop, size in loops.items() if size % 4 == 0], 4)
+    dynamic = 0
+    for node in parted.graph.nodes:
+        for value, shape in zip(flat(node.meta.get("val")), node.meta.get("sizes", ()), strict=False):
+            if isinstance(value, torch.Tensor):
+                assert tuple(value.shape) == tuple(map(int, shape))
+                dynamic += any(map(is_dynamic, shape))
+    assert dynamic > 50
+    assert all("sizes" not in node.meta for node in graph.graph.nodes)
+
+
+def flat(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
