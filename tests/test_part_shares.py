@@ -128,6 +128,26 @@ def test_language_models_are_split_in_shares(two: Workers) -> None:
     two.run(language_model, "hf_llama", (2, 1))
 
 
+def test_parts_beside_an_axis_that_splits_the_batch(four: Workers) -> None:
+    for shapes in four.run(beside_data_parallelism):
+        assert shapes <= {(6, 12, 144), (6, 12, 48)}
+
+
+def beside_data_parallelism() -> set[tuple[int, ...]]:
+    (module, example), (alone, _) = build("gpt"), build("gpt")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    options = {"shares": {"tp": (3, 1)}, "hints": {"": autoshard.split("tp")}, "cluster": fast_links()}
+    with Widened():
+        autoshard.parallelize(module, mesh, (), example, **options)
+        expected = train(alone, example)
+    seen = Activated()
+    with doubles(), seen:
+        trained = train(module, example)
+    assert compare(trained, expected).worst <= TOLERANCE
+    assert len(seen.shapes) == 1
+    return seen.shapes
+
+
 def test_devices_of_two_kinds_compute_parts_by_themselves(two: Workers) -> None:
     """15.7 and 10.6 TFLOP/s: 5 and 3 of 8 parts are done sooner than 4 and 4."""
     assert two.run(by_speed) == [{(5, 15)}, {(5, 9)}]

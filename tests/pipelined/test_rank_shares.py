@@ -173,9 +173,9 @@ def test_memory_is_that_of_the_device_with_the_least_room_for_its_share() -> Non
 def refused_by_plain_modules() -> None:
     module, inputs = model("mlp")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    with pytest.raises(PlanError, match="shares are of a dynamic size"):
+    with pytest.raises(PlanError, match="no dim that is split along it can be divided in 3 equal parts"):
         autoshard.parallelize(module, mesh, (), inputs, shares=SHARES)
 
 
-def test_without_a_pipeline_the_size_that_is_shared_has_to_be_told(two: Workers) -> None:
+def test_without_a_pipeline_what_is_split_has_to_be_divisible_or_a_dynamic_size(two: Workers) -> None:
     two.run(refused_by_plain_modules)
