@@ -9,24 +9,24 @@ from functools import cached_property
 
 import numpy as np
 from torch import fx
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement
 
 from autoshard.capture.joint import JointInput, JointOutput
 from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph import GraphRules, Use, Value, value_of
-from autoshard.patterns.rule import Rule, TensorMeta
+from autoshard.patterns.rule import TensorMeta
 from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.edge_tables import FORBIDDEN, EdgeTables
 from autoshard.planner.hubs import Reuse, rereads
 from autoshard.planner.options import Options, OptionTables, SpecList
 from autoshard.planner.problem import BuiltProblem, Crossing, Hiding, Rent, Variable, Wishes
+from autoshard.planner.resting import Resting
 from autoshard.planner.task_graphs import Restrictions, restrictions
 from autoshard.reshard.loose import LooseResharder
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge, Problem
 from autoshard.specs.axes import MeshShape
-from autoshard.specs.layout import dim_of, is_even, is_placeable
-from autoshard.specs.spec import Spec, is_shard, split_factor_of
+from autoshard.specs.spec import Spec
 
 _SMALL = 64  # a gathered activation so many times smaller than the step's largest tensor is kept, whatever it costs
 
@@ -114,6 +114,11 @@ class ProblemBuilder:
     def restrictions(self) -> Restrictions:
         """What task graphs ask for."""
         return restrictions(self.rules, self.wishes.task_graphs)
+
+    @property
+    def resting(self) -> Resting:
+        """How tensors may lie outside the step."""
+        return Resting(self.rules, self.tables, self.wishes, self.restrictions)
 
     @cached_property
     def largest(self) -> int:
@@ -259,7 +264,7 @@ class _Build:
     def _rest(self, source: JointInput) -> Variable:
         value = Value(source.node)
         now = None if self.current is None else self.current.rest[source.node.name]
-        specs = self._narrowed(self._rest_specs(source, value), now)
+        specs = self._narrowed(self.builder.resting.of_input(source), now)
         listed = self.builder.listed(specs)
         seconds = np.zeros(len(specs))
         variable = Variable("rest", source.node.name, specs, seconds, (listed,))
@@ -291,87 +296,8 @@ class _Build:
         optimizer = self.builder.wishes.optimizer
         return np.array([optimizer.state_bytes(shape, (int(one) // itemsize,), itemsize) for one in held], dtype=float)
 
-    def _rest_specs(self, source: JointInput, value: Value) -> list[Spec]:
-        """The specs in which a placeholder may lie before the step."""
-        wishes = self.builder.wishes
-        pinned = wishes.pinned.get(source.name, (None,) * self.mesh.ndim)
-        rule = self.rules.rules[source.node]
-        if source.kind == "tangent":
-            name = source.name
-            if name in wishes.outputs:
-                return [wishes.outputs[name]]
-            return [s for s in self._open_specs(rule, wishes.planned_outputs) if self._is_handed_back(value, s)]
-        if all(placement is not None for placement in pinned):
-            return [Spec.of(*(placement or Replicate() for placement in pinned))]
-        if source.kind == "input" and wishes.local_inputs:
-            candidates = self._leading_specs(value)
-        else:
-            candidates = [s for s in self._open_specs(rule, source.kind == "parameter") if self._rests(value, s)]
-        allowed = [spec for spec in candidates if _agrees(spec, pinned)]
-        apart = self.builder.restrictions.apart.get(source.name, ())
-        allowed = [spec for spec in allowed if all(axis in spec.shard_axes for axis in apart)] or allowed
-        if not allowed:
-            allowed = [Spec.of(*(placement or Replicate() for placement in pinned))]
-        if source.name in wishes.forced:
-            sharded = [spec for spec in allowed if spec.shard_axes]
-            allowed = sharded or self._uneven_specs(value) or allowed
-        return allowed
-
-    def _is_handed_back(self, value: Value, spec: Spec) -> bool:
-        """Whether outputs and their gradients may lie so: as torch can say it; the last shards may be empty."""
-        return not spec.has_blocks and is_placeable(value.meta.shape, spec, self.mesh)
-
-    def _rests(self, value: Value, spec: Spec) -> bool:
-        """Whether a tensor may lie so outside the step: as torch can say it, and so long that no rank holds nothing."""
-        shape, sizes = value.meta.shape, self.mesh.sizes
-        long = all(shape[dim_of(spec[axis], len(shape))] >= sizes[axis] for axis in spec.shard_axes)
-        known = _plain_nest(spec) and not spec.has_blocks and not self._in_shares(value, spec)
-        return known and (long or is_even(shape, spec, self.mesh))
-
-    def _in_shares(self, value: Value, spec: Spec) -> bool:
-        """Whether ranks would hold shares of their own of a tensor: no `DTensor` lies so."""
-        shared, shape = self.builder.wishes.shared, value.meta.shape
-        if shared is None or not is_shard(spec[shared.axis]):
-            return False
-        return shared.is_of_whole(shape[dim_of(spec[shared.axis], len(shape))])
-
-    def _uneven_specs(self, value: Value) -> list[Spec]:
-        """Shards of a tensor that no axis divides: its storage is split, its uses gather it."""
-        replicated = Spec.replicated(self.mesh.ndim)
-        specs = [
-            replicated.replace(axis, Shard(dim))
-            for axis, size in enumerate(self.mesh.sizes)
-            for dim, length in enumerate(value.meta.shape)
-            if 1 < size <= length
-        ]
-        return [spec for spec in specs if not self._in_shares(value, spec)]
-
-    def _open_specs(self, rule: Rule, open_: bool) -> list[Spec]:
-        if not open_:
-            return [Spec.replicated(self.mesh.ndim)]
-        return list(self.builder.tables.options(rule).results[0].distinct)
-
-    def _leading_specs(self, value: Value) -> list[Spec]:
-        """Shards of the first dim over some of the axes: what a data loader can yield."""
-        specs = [Spec.replicated(self.mesh.ndim)]
-        for axis in range(self.mesh.ndim):
-            specs += [spec.replace(axis, Shard(0)) for spec in specs if self.mesh.sizes[axis] > 1]
-        return [
-            spec for spec in specs if value.meta.shape and is_placeable(value.meta.shape, spec, self.mesh)
-        ] or specs[:1]
-
     def _output(self, output: JointOutput) -> Variable:
-        wishes = self.builder.wishes
-        assert output.node is not None
-        value = value_of(output.node)
-        if output.name in wishes.outputs:
-            specs = [wishes.outputs[output.name]]
-        elif wishes.planned_outputs:
-            rule = self.rules.rules[value.node]
-            made = self.builder.tables.options(rule).results[value.result].distinct
-            specs = [spec for spec in made if not spec.partial_axes and self._is_handed_back(value, spec)]
-        else:
-            specs = [Spec.replicated(self.mesh.ndim)]
+        specs = self.builder.resting.of_output(output)
         now = None if self.current is None else self.current.outputs[output.name]
         specs = self._narrowed(specs, now)
         return Variable("output", output.name, specs, np.zeros(len(specs)), (self.builder.listed(specs),))
@@ -566,14 +492,3 @@ def _splits(variable: Variable) -> list[tuple[object, ...]]:
 def _specs(uses: Sequence[_End]) -> tuple[Spec, ...]:
     """The specs in which a value is wanted, each once."""
     return tuple(dict.fromkeys(spec for use in uses for spec in use.specs.distinct))
-
-
-def _plain_nest(spec: Spec) -> bool:
-    """Whether no dim is split by several axes one of which is strided: `DTensor.full_tensor` gathers such wrongly."""
-    splits = [(placement.dim, split_factor_of(placement)) for placement in spec if is_shard(placement)]  # type: ignore[attr-defined]
-    dims = [dim for dim, _ in splits]
-    return all(factor == 1 or dims.count(dim) == 1 for dim, factor in splits)
-
-
-def _agrees(spec: Spec, pinned: Sequence[Placement | None]) -> bool:
-    return all(want is None or want == have for want, have in zip(pinned, spec, strict=True))

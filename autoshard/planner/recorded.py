@@ -167,6 +167,7 @@ class LocalPrograms:
         self.device = example.device
         self._calls: dict[Hashable, RecordedCall] = {}
         self._met: dict[Hashable, RecordedCall] = {}  # by identity: what a tensor looks like takes longer to ask
+        self._empty: dict[Hashable, torch.Tensor] = {}
         self._reshards: dict[Hashable, Recording] = {}
         self._known: list[object] = []  # what the keys name by identity stays alive
 
@@ -184,9 +185,12 @@ class LocalPrograms:
         return self._met[met]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor without numbers, row-major."""
-        with self.mode:
-            return torch.empty([int(plain(size)) for size in shape], dtype=dtype, device=self.device)
+        """A tensor without numbers, row-major; one for all of a shape, so that calls on it are met again."""
+        key = (tuple(int(plain(size)) for size in shape), dtype)
+        if key not in self._empty:
+            with self.mode:
+                self._empty[key] = torch.empty(key[0], dtype=dtype, device=self.device)
+        return self._empty[key]
 
     def _record(
         self, call: OpCall, rule: Rule, choices: Choices, operands: Sequence[torch.Tensor], zeros: Sequence[bool]

@@ -1,0 +1,130 @@
+"""How tensors may lie outside the step: what is given to it, and what it hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from autoshard.capture.joint import JointInput, JointOutput
+from autoshard.patterns.graph import GraphRules, Value, value_of
+from autoshard.patterns.rule import Rule
+from autoshard.planner.options import OptionTables
+from autoshard.planner.problem import Wishes
+from autoshard.planner.task_graphs import Restrictions
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import dim_of, is_even, is_placeable
+from autoshard.specs.spec import Spec, is_shard, split_factor_of
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """The specs that are open to inputs, parameters and outputs.
+
+    Attributes:
+        rules: of the graph.
+        tables: strategies of its rules, and the mesh.
+        wishes: what is pinned and forced.
+        restrictions: what task graphs ask for.
+    """
+
+    rules: GraphRules
+    tables: OptionTables
+    wishes: Wishes
+    restrictions: Restrictions
+
+    @property
+    def mesh(self) -> MeshShape:
+        return self.tables.mesh
+
+    def of_input(self, source: JointInput) -> list[Spec]:
+        """The specs in which a placeholder may lie before the step."""
+        wishes, value = self.wishes, Value(source.node)
+        pinned = wishes.pinned.get(source.name, (None,) * self.mesh.ndim)
+        rule = self.rules.rules[source.node]
+        if source.kind == "tangent":
+            name = source.name
+            if name in wishes.outputs:
+                return [wishes.outputs[name]]
+            return [s for s in self._open_specs(rule, wishes.planned_outputs) if self._is_handed_back(value, s)]
+        if all(placement is not None for placement in pinned):
+            return [Spec.of(*(placement or Replicate() for placement in pinned))]
+        if source.kind == "input" and wishes.local_inputs:
+            candidates = self._leading_specs(value)
+        else:
+            candidates = [s for s in self._open_specs(rule, source.kind == "parameter") if self._rests(value, s)]
+        allowed = [spec for spec in candidates if _agrees(spec, pinned)]
+        apart = self.restrictions.apart.get(source.name, ())
+        allowed = [spec for spec in allowed if all(axis in spec.shard_axes for axis in apart)] or allowed
+        if not allowed:
+            allowed = [Spec.of(*(placement or Replicate() for placement in pinned))]
+        if source.name in wishes.forced:
+            sharded = [spec for spec in allowed if spec.shard_axes]
+            allowed = sharded or self._uneven_specs(value) or allowed
+        return allowed
+
+    def of_output(self, output: JointOutput) -> list[Spec]:
+        """The specs in which an output may be handed back."""
+        assert output.node is not None
+        value = value_of(output.node)
+        if output.name in self.wishes.outputs:
+            return [self.wishes.outputs[output.name]]
+        if not self.wishes.planned_outputs:
+            return [Spec.replicated(self.mesh.ndim)]
+        made = self.tables.options(self.rules.rules[value.node]).results[value.result].distinct
+        return [spec for spec in made if not spec.partial_axes and self._is_handed_back(value, spec)]
+
+    def _is_handed_back(self, value: Value, spec: Spec) -> bool:
+        """Whether outputs and their gradients may lie so: as torch can say it; the last shards may be empty."""
+        return not spec.has_blocks and is_placeable(value.meta.shape, spec, self.mesh)
+
+    def _rests(self, value: Value, spec: Spec) -> bool:
+        """Whether a tensor may lie so outside the step: as torch can say it, and so long that no rank holds nothing."""
+        shape, sizes = value.meta.shape, self.mesh.sizes
+        long = all(shape[dim_of(spec[axis], len(shape))] >= sizes[axis] for axis in spec.shard_axes)
+        known = _plain_nest(spec) and not spec.has_blocks and not self._in_shares(value, spec)
+        return known and (long or is_even(shape, spec, self.mesh))
+
+    def _in_shares(self, value: Value, spec: Spec) -> bool:
+        """Whether ranks would hold shares of their own of a tensor: no `DTensor` lies so."""
+        shared, shape = self.wishes.shared, value.meta.shape
+        if shared is None or not is_shard(spec[shared.axis]):
+            return False
+        return shared.is_of_whole(shape[dim_of(spec[shared.axis], len(shape))])
+
+    def _uneven_specs(self, value: Value) -> list[Spec]:
+        """Shards of a tensor that no axis divides: its storage is split, its uses gather it."""
+        replicated = Spec.replicated(self.mesh.ndim)
+        specs = [
+            replicated.replace(axis, Shard(dim))
+            for axis, size in enumerate(self.mesh.sizes)
+            for dim, length in enumerate(value.meta.shape)
+            if 1 < size <= length
+        ]
+        return [spec for spec in specs if not self._in_shares(value, spec)]
+
+    def _open_specs(self, rule: Rule, open_: bool) -> list[Spec]:
+        if not open_:
+            return [Spec.replicated(self.mesh.ndim)]
+        return list(self.tables.options(rule).results[0].distinct)
+
+    def _leading_specs(self, value: Value) -> list[Spec]:
+        """Shards of the first dim over some of the axes: what a data loader can yield."""
+        specs = [Spec.replicated(self.mesh.ndim)]
+        for axis in range(self.mesh.ndim):
+            specs += [spec.replace(axis, Shard(0)) for spec in specs if self.mesh.sizes[axis] > 1]
+        return [
+            spec for spec in specs if value.meta.shape and is_placeable(value.meta.shape, spec, self.mesh)
+        ] or specs[:1]
+
+
+def _plain_nest(spec: Spec) -> bool:
+    """Whether no dim is split by several axes one of which is strided: `DTensor.full_tensor` gathers such wrongly."""
+    splits = [(placement.dim, split_factor_of(placement)) for placement in spec if is_shard(placement)]  # type: ignore[attr-defined]
+    dims = [dim for dim, _ in splits]
+    return all(factor == 1 or dims.count(dim) == 1 for dim, factor in splits)
+
+
+def _agrees(spec: Spec, pinned: Sequence[Placement | None]) -> bool:
+    return all(want is None or want == have for want, have in zip(pinned, spec, strict=True))
