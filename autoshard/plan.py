@@ -252,8 +252,8 @@ class ShardingPlan:
         made = ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "unknown versions"
         return (
             f"the parameters agree, but the captured graph does not ({fingerprint[:12]} here, {self.fingerprint[:12]} "
-            f"planned): other example inputs, another mode of the model, or other versions (planned with {made}; this "
-            f"is torch {torch.__version__})"
+            f"planned): other example inputs or `dynamic` dims, another mode of the model, or other versions (planned "
+            f"with {made}; this is torch {torch.__version__})"
         )
 
 

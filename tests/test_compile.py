@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import autoshard
 from autoshard.cluster.cluster import Link
 from tests import models
+from tests.training import fast_links
 from tests.workers import Workers
 
 HINTS: dict[str, Any] = {"layers.*.mlp.*.weight": [Shard(0)], "head.weight": [Shard(1)]}
@@ -102,6 +104,38 @@ def _compiled_equals_eager() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_gives_the_numbers_and_the_collectives_of_the_eager_program() -> None:
-    with Workers(2) as workers:
-        workers.run(_compiled_equals_eager)
+def test_inductor_gives_the_numbers_and_the_collectives_of_the_eager_program(two: Workers) -> None:
+    two.run(_compiled_equals_eager)
+
+
+def _compiled_equals_one_device(rows: Sequence[int], options: dict[str, Any]) -> None:
+    """A step and an evaluation of a model in shares, where this rank is given so many of twelve sequences."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
+    (alone, kwargs), (model, _) = (models.gpt(dtype=torch.float64, layers=1) for _ in range(2))
+    made_again = {name: value for name, value in options.items() if name in ("dynamic", "inputs")}
+    plan = autoshard.plan(model, mesh, (), kwargs, cluster=fast_links(), **options)
+    assert plan.shares
+    autoshard.parallelize(model, mesh, (), kwargs, plan=plan, compile=True, **made_again)
+    rank, end = mesh.get_local_rank(), sum(rows)
+    own = {name: tensor.split(rows)[rank] if end == 12 else tensor for name, tensor in kwargs.items()}
+    loss, expected = model(**own)[1], alone(**kwargs)[1]
+    loss.backward(), expected.backward()
+    for name, parameter in alone.named_parameters():
+        found = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+    with torch.no_grad():
+        model.eval(), alone.eval()
+        torch.testing.assert_close(model(**own)[1], alone(**kwargs)[1], rtol=1e-9, atol=0)
+
+
+@pytest.mark.slow
+def test_inductor_computes_with_shares_of_the_batch(two: Workers) -> None:
+    sequences = {"input_ids": {0: "batch"}, "labels": {0: "batch"}}
+    options = {"shares": {"axis": (2, 1)}, "dynamic": sequences, "inputs": "local"}
+    two.run(_compiled_equals_one_device, (8, 4), options)
+
+
+@pytest.mark.slow
+def test_inductor_computes_with_unequal_parts(two: Workers) -> None:
+    options = {"shares": {"axis": (3, 1)}, "hints": {"": autoshard.split("axis")}}
+    two.run(_compiled_equals_one_device, (12, 12), options)

@@ -7,19 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
 
-import autoshard
-from autoshard.partition.shards import whole
 from autoshard.pipeline.schedules import SCHEDULES, schedule
 from autoshard.pipelined.plan import PipelinePlan
 from tests.models.common import seeded
 from tests.pipelined.cases import OURS, Case
 from tests.pipelined.pipelines import (
     assert_equal,
-    model,
     pipeline_of,
     plan_by_hand,
     train_alone,
@@ -70,32 +64,6 @@ def test_three_axes() -> None:
 def test_every_schedule(two: Workers, name: str) -> None:
     """With tied parameters: on two ranks, or on one where stages lie there and back."""
     check(Case("gpt", {"pp": 2}, name, 4, options={"layers": 1, "tied": True}), two)
-
-
-@pytest.mark.slow
-def test_compiled_stages(four: Workers) -> None:
-    """The first stage has all parameters, whose gradients are reduced at the end of a step: a graph of its own."""
-    plan = plan_by_hand(*model("mlp", **MANY), DATA, schedule("1F1B", 2, 2), hints={"*": Replicate()})
-    alone, inputs = model("mlp", **MANY)
-    loss = alone(**inputs)
-    loss.backward()
-    for graphs, found, gradients in (told := four.run(compiled, plan)):
-        torch.testing.assert_close(found, loss.detach(), rtol=1e-9, atol=0.0)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, alone.get_parameter(name).grad, rtol=1e-9, atol=1e-12, msg=name)
-        assert graphs == (3 if gradients else 2), "forward, backward, and the last backward"
-    assert [len(gradients) for *_, gradients in told] == [4, 4, 0, 0]
-
-
-def compiled(plan: PipelinePlan) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:
-    """How many graphs this rank compiles for a step, the loss, and the whole gradients of its parameters."""
-    module, inputs = model("mlp", **MANY)
-    mesh = init_device_mesh("cpu", tuple(DATA.values()), mesh_dim_names=tuple(DATA))
-    pipeline = autoshard.parallelize(module, mesh, (), inputs, plan=plan, compile=True)
-    counters.clear()
-    loss = pipeline.train_step(**inputs)
-    gradients = {name: whole(parameter.grad) for name, parameter in pipeline.named_parameters()}
-    return counters["stats"]["unique_graphs"], loss, gradients
 
 
 class Counting(nn.Module):
