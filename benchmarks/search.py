@@ -172,7 +172,7 @@ def compared(case: Case, layers: int, ours: float) -> Table:
             except autoshard.AutoshardError as error:
                 rows.append((float("inf"), (*map(str, sizes.values()), scheme, "none", "", str(error)[:60])))
                 continue
-            ratio = f"{ours / plan.step_seconds:.3f}" if plan.fits else "does not fit"
+            ratio = f"{ours / plan.step_seconds:.4f}" if plan.fits else "does not fit"
             cells = (
                 *map(str, sizes.values()),
                 scheme,
