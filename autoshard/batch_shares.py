@@ -8,14 +8,14 @@ from dataclasses import replace
 from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
-from autoshard.cluster.shares import Worker, as_equal, paced, shares
+from autoshard.cluster.shares import Worker, as_equal, shares
 from autoshard.errors import BudgetError, PlanError
 from autoshard.memory.footprint import Memory
 from autoshard.options import Options
 from autoshard.partition.localize import Localizer
 from autoshard.plan import ShardingPlan
-from autoshard.planner.found import Found
 from autoshard.planner.planner import Planner
+from autoshard.planner.share_prices import SharePrices
 from autoshard.planning import batch_of, flow_of, planned_with
 from autoshard.specs.axes import MeshShape
 
@@ -148,9 +148,8 @@ def planned_in_shares(planner: Planner, capture_seconds: float, options: Options
         devices_along(options.cluster, planner.mesh, planner.mesh.index(name)), counts, strict=True
     ):
         most[device] = max(most.get(device, 0), count)
-    equal = sum(counts) / len(counts)
-    runs = [_run_on(planner, plan, paced(device, equal / count)) for device, count in most.items()]
-    return replace(plan, step_seconds=max(run.step_seconds for run in runs))
+    seconds, equal = _seconds_on(planner, plan), sum(counts) / len(counts)
+    return replace(plan, step_seconds=max(seconds(device, count / equal)[0] for device, count in most.items()))
 
 
 def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -> dict[Device, float]:
@@ -158,16 +157,21 @@ def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -
 
     Whale compares devices by their rate in single precision; what waits for memory differs less, halves more.
     """
-    runs = {device: _run_on(planner, plan, device) for device in dict.fromkeys(devices)}
-    return {device: 1.0 / (run.step_seconds - run.exposed or 1.0) for device, run in runs.items()}
+    seconds = _seconds_on(planner, plan)
+    runs = {device: seconds(device, 1.0) for device in dict.fromkeys(devices)}
+    return {device: 1.0 / (taken - exposed or 1.0) for device, (taken, exposed) in runs.items()}
 
 
-def _run_on(planner: Planner, plan: ShardingPlan, device: Device) -> Found:
-    """What a plan would take if all devices were such."""
+def _seconds_on(planner: Planner, plan: ShardingPlan) -> Callable[[Device, float], tuple[float, float]]:
+    """How long a plan's step takes on such devices with so many times an equal share, and what of it is exposed."""
     flow = flow_of(planner, plan)
-    cluster = replace(planner.cluster.first(planner.mesh.size), device=device)
-    own = Planner(flow.graph, planner.mesh, cluster, planner.wishes, planner.settings)
-    return own.found(flow.decisions, plan.cost, plan.lower_bound, plan.method)
+    program = planner.program(flow, planner.settings.left_unreduced)
+    cluster, shared = planner.cluster.first(planner.mesh.size), planner.wishes.shared
+
+    def seconds(device: Device, share: float) -> tuple[float, float]:
+        return planner.replay(program, SharePrices(flow, replace(cluster, device=device), shared, share))
+
+    return seconds
 
 
 def unlike_axis(cluster: Cluster, mesh: MeshShape) -> int | None:

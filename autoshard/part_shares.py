@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,6 +24,9 @@ from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
 from autoshard.planning import flow_of
 from autoshard.specs.axes import MeshShape
+
+_TRIED = 2
+"""Into how many numbers of parts dims are divided before the fastest plan is taken: each is planned once or twice."""
 
 
 def plan_shares(
@@ -46,17 +49,17 @@ def plan_shares(
     Raises:
         AutoshardError: as for `autoshard.plan`.
     """
-    parts = _Parts(graph, mesh, options, seconds, planner_of)
     if options.shares == "auto":
-        if options.dynamic or options.inputs == "local" or unlike_axis(options.cluster, mesh) is None:
+        unlike = unlike_axis(options.cluster, mesh)
+        if options.dynamic or options.inputs == "local" or unlike is None:
             return plan_batch_shares(graph, mesh, options, seconds, planner_of)
-        return parts.in_proportion()
+        return _Parts(graph, mesh, unlike, options, seconds, planner_of).in_proportion()
     own = settled(options, mesh, options.shares or {})
     if isinstance(options.shares, Mapping) and not options.dynamic:
         ((axis, counts),) = options.shares.items()
         if options.inputs == "local":
             raise PlanError('shares of what is not the batch are for inputs="global", which every rank passes whole.')
-        found = parts.planned(mesh.index(axis), counts)
+        found = _Parts(graph, mesh, mesh.index(axis), options, seconds, planner_of).planned(counts)
         if found is not None:
             check_program(found[1], found[0])
             return found[0]
@@ -78,7 +81,9 @@ class _Parts:
     Parameters lie whole along that axis, since no `DTensor` has such parts; a rank computes with its part of them.
 
     Attributes:
-        graph, mesh, options: what is planned; the graph is of static sizes.
+        graph, mesh: what is planned; the graph is of static sizes.
+        axis: of the mesh, whose ranks hold such parts.
+        options: what is asked for.
         seconds: that its capture took.
         planner_of: makes planners.
 
@@ -87,6 +92,7 @@ class _Parts:
 
     graph: JointGraph
     mesh: MeshShape
+    axis: int
     options: Options
     seconds: float
     planner_of: MakePlanner
@@ -98,17 +104,18 @@ class _Parts:
         planner = self.planner_of(self.graph, own)
         return planned_in_shares(planner, self.seconds, own), planner
 
-    def split(self, axis: int) -> dict[Loop, int]:
-        """What that splits along a mesh axis and may be split unequally, and the sizes."""
+    @cached_property
+    def split(self) -> dict[Loop, int]:
+        """What that splits along the axis and may be split unequally, and the sizes."""
         plan, planner = self.equal
-        return parted_along(flow_of(planner, plan), axis)
+        return parted_along(flow_of(planner, plan), self.axis)
 
-    def planned(self, axis: int, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
+    def planned(self, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
         """A plan, and its planner, where ranks take `counts`, in proportion to one another; None where no dim can be
         divided so."""
         total = parts_of(counts)
-        own = settled(self.options, self.mesh, {self.mesh.names[axis]: counts})
-        loops = [loop for loop, size in self.split(axis).items() if size % total == 0]
+        own = settled(self.options, self.mesh, {self.mesh.names[self.axis]: counts})
+        loops = [loop for loop, size in self.split.items() if size % total == 0]
         if not loops:
             return None
         planner = self.planner_of(in_parts(self.graph, self.mesh, loops, total), own)
@@ -116,19 +123,35 @@ class _Parts:
         return replace(plan, options={**plan.options, "parts": [list(loop) for loop in loops]}), planner
 
     def in_proportion(self) -> ShardingPlan:
-        """The faster one of equal parts, and of parts in proportion to speed along the axis on which devices differ."""
-        axis = unlike_axis(self.options.cluster, self.mesh)
-        assert axis is not None
-        total = math.gcd(*self.split(axis).values())
+        """The fastest one of equal parts, and of parts in proportion to speed."""
 
         def planned(counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
-            found = self.planned(axis, counts)
-            assert found is not None, "all that is split can be divided in so many parts"
+            found = self.planned(counts)
+            assert found is not None, "shares of a total divide what the total divides"
             return found
 
-        if total < self.mesh.sizes[axis] or self.options.output_placements is not None:
-            return self.equal[0]
-        return faster_in_proportion(self.equal, self.mesh, self.options, axis, total, planned)
+        found = [self.equal[0]]
+        if self.options.output_placements is None:
+            totals = totals_of(self.split.values(), self.mesh.sizes[self.axis])
+            found += [
+                faster_in_proportion(self.equal, self.mesh, self.options, self.axis, total, planned)
+                for total in totals[:_TRIED]
+            ]
+        return min(found, key=lambda plan: plan.step_seconds)
+
+
+def totals_of(sizes: Iterable[int], ranks: int) -> list[int]:
+    """Into how many parts dims of these sizes may be divided, so that ranks can take unequal ones.
+
+    Returns:
+        Totals, the one that divides most of the sizes first. Of those that divide the same sizes, it is the largest.
+    """
+    sizes = list(sizes)
+    common = {math.gcd(one, other) for one in sizes for other in sizes}
+    largest: dict[tuple[bool, ...], int] = {}
+    for total in sorted(one for one in common if one > ranks):
+        largest[tuple(size % total == 0 for size in sizes)] = total
+    return sorted(largest.values(), key=lambda total: -sum(size % total == 0 for size in sizes))
 
 
 def _no_parts(axis: str, counts: Sequence[int]) -> PlanError:

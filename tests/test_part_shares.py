@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard.capture.joint import capture
+from autoshard.part_shares import totals_of
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph import GraphRules
 from autoshard.patterns.parts import in_parts, parted_along
@@ -41,9 +42,9 @@ SHARES = {"tp": (5, 3)}
 class Wide(nn.Module):
     """Two layers whose columns are split, and a head of many classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = 40) -> None:
         super().__init__()
-        self.up, self.down, self.head = nn.Linear(6, 24), nn.Linear(24, 6), nn.Linear(6, 40)
+        self.up, self.down, self.head = nn.Linear(6, 24), nn.Linear(24, 6), nn.Linear(6, classes)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         with autoshard.split(2):
@@ -70,6 +71,12 @@ class Heads(nn.Module):
 def wide() -> tuple[nn.Module, Inputs]:
     with seeded(torch.float64, 0):
         return Wide(), {"x": torch.randn(5, 6), "target": torch.randint(40, (5,))}
+
+
+def odd() -> tuple[nn.Module, Inputs]:
+    """Of its classes no two ranks can hold unequal numbers of equal parts."""
+    with seeded(torch.float64, 0):
+        return Wide(41), {"x": torch.randn(5, 6), "target": torch.randint(41, (5,))}
 
 
 def heads() -> tuple[nn.Module, Inputs]:
@@ -153,8 +160,18 @@ def test_devices_of_two_kinds_compute_parts_by_themselves(two: Workers) -> None:
     assert two.run(by_speed) == [{(5, 15)}, {(5, 9)}]
 
 
-def by_speed() -> set[tuple[int, ...]]:
-    return check(wide, shares="auto", cluster=unlike_devices())
+def by_speed(made: Callable[[], tuple[nn.Module, Inputs]] = wide) -> set[tuple[int, ...]]:
+    return check(made, shares="auto", cluster=unlike_devices())
+
+
+def test_what_is_split_in_an_odd_number_is_no_hindrance(two: Workers) -> None:
+    assert two.run(by_speed, odd) == [{(5, 14)}, {(5, 10)}]
+
+
+def test_totals_are_those_that_most_sizes_can_be_divided_in() -> None:
+    assert totals_of([12, 3072, 768, 50257], 2) == [12, 768, 3072, 50257]
+    assert totals_of([8, 32, 4096], 8) == [32, 4096]
+    assert totals_of([2, 2], 2) == totals_of([], 2) == []
 
 
 def test_a_parameter_that_is_pinned_to_be_sharded_says_what_is_split(two: Workers) -> None:

@@ -107,8 +107,8 @@ def as_equal(devices: Sequence[Device], shares: Sequence[int]) -> Device:
 
     Returns:
         The worst of every figure, in times of what an equal share is of the worker's: an operator takes as long as on
-        the worker that is last with it. What does not grow with a share is priced as if it did. Its memory is the
-        smallest.
+        the worker that is last with it. What does not grow with a share is chosen as if it did; seconds of a plan are
+        those of every worker by itself. Its memory is the smallest.
     """
     equal = sum(shares) / len(shares)
     return Device.slowest([paced(device, equal / share) for device, share in zip(devices, shares, strict=True)])

@@ -41,6 +41,7 @@ from autoshard.planner.solving import Answer, Search, answered, is_large
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.reshard.path import Resharder
 from autoshard.reshard.unreduced import Reduced
+from autoshard.simulate.program import KernelPrices
 from autoshard.solver.eliminate import WidthError
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
@@ -84,6 +85,11 @@ class Settings:
     gradient_steps: int = 1
     under_way: int = 1
     reduced: Reduced = "step"
+
+    @property
+    def left_unreduced(self) -> Reduced | None:
+        """Which gradients a run of the step leaves unreduced; None where it reduces all."""
+        return self.reduced if self.gradient_steps > 1 else None
 
     @property
     def runs_per_reduction(self) -> int:
@@ -272,29 +278,33 @@ class Planner:
         with self.timed("account"):
             return skeleton(flow, self.resharder, self.programs, reduced)
 
+    def replay(self, program: Skeleton, prices: KernelPrices) -> tuple[float, float]:
+        """Seconds of a step of a program, and those of them in which a device communicates and does not compute."""
+        with self.timed("schedule"):
+            replayed, later = timeline(program, prices), reductions(program, prices)
+            steps, contention = self.settings.gradient_steps, self.cluster.contention
+            seconds = replayed.disturbed(contention) + later.disturbed(contention) / steps
+            return seconds, replayed.exposed + later.exposed / steps
+
     def found(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> Found:
         """Some decisions with what their program does: how long its step takes, what a device holds under them."""
         for known in self._found:
             if known.decisions == decisions:
                 return replace(known, cost=cost, lower_bound=lower_bound, method=method)
         flow = Flow(self.rules, decisions, self.mesh)
-        reduced = self.settings.reduced if self.settings.gradient_steps > 1 else None
 
-        def replay(program: Skeleton) -> tuple[float, float]:
-            with self.timed("schedule"):
-                replayed, later = timeline(program, self.prices), reductions(program, self.prices)
-                steps, contention = self.settings.gradient_steps, self.cluster.contention
-                seconds = replayed.disturbed(contention) + later.disturbed(contention) / steps
-                return seconds, replayed.exposed + later.exposed / steps
+        def made() -> Skeleton:
+            return self.program(flow, self.settings.left_unreduced)
+
+        def taken(program: Skeleton) -> tuple[float, float]:
+            return self.replay(program, self.prices)
 
         def account(program: Skeleton) -> tuple[Memory, np.ndarray]:
             with self.timed("account"):
                 allocated = list(allocations(flow, program, self.settings.optimizer, self.settings.under_way))
                 return Memory.of(allocated, self.place), held(allocated, len(self.rules.operators) + 1)
 
-        self._found.append(
-            Found(decisions, cost, lower_bound, method, Run(lambda: self.program(flow, reduced), replay, account))
-        )
+        self._found.append(Found(decisions, cost, lower_bound, method, Run(made, taken, account)))
         return self._found[-1]
 
     def place(self, moment: int) -> tuple[str, str, str]:
