@@ -68,6 +68,25 @@ class Heads(nn.Module):
             return self.out(functional.gelu(mixed.transpose(1, 2).reshape(rows, length, 32)))
 
 
+class Told(nn.Module):
+    """Operators that are told sizes of the batch, or sizes and places of other dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.table = nn.Linear(6, 24), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        rows = len(x)
+        moved = functional.pad(x + self.table.repeat(rows, 1, 1), (0, 0, 1, 0)).roll(2, 1)
+        scores = functional.gelu(self.up(moved))
+        return scores[torch.arange(rows), last].square().mean() + scores.new_full((rows,), 0.5).sum()
+
+
+def told() -> tuple[nn.Module, Inputs]:
+    with seeded(torch.float64, 0):
+        return Told(), {"x": torch.randn(16, 7, 6), "last": torch.randint(7, (16,))}
+
+
 def wide() -> tuple[nn.Module, Inputs]:
     with seeded(torch.float64, 0):
         return Wide(), {"x": torch.randn(5, 6), "target": torch.randint(40, (5,))}
@@ -116,6 +135,14 @@ def check(made: Callable[[], tuple[nn.Module, Inputs]], **options: Any) -> set[t
 def train_nothing(module: nn.Module, example: Inputs) -> Trace:
     outputs = {name: [tensor.double()] for name, tensor in outputs_of(module(**example)).items()}
     return Trace({}, outputs, {}, {}, {}, {}, {})
+
+
+def samples(made: Callable[[], tuple[nn.Module, Inputs]], shares: tuple[int, int]) -> set[tuple[int, ...]]:
+    return check(made, shares={"tp": shares}, hints={"*": (Replicate(),)})
+
+
+def test_samples_are_split_in_shares_whatever_is_told_of_them(two: Workers) -> None:
+    assert two.run(samples, told, (5, 3)) == [{(10, 8, 24)}, {(6, 8, 24)}]
 
 
 def language_model(name: str, shares: tuple[int, int]) -> set[tuple[int, ...]]:

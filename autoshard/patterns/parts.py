@@ -18,34 +18,18 @@ from torch import fx
 from autoshard.capture.dynamic import DynamicSizes
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.recompute import copied
-from autoshard.patterns._torch import OpOverload
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph import GraphRules, Value, value_of
 from autoshard.patterns.rule import Dims
+from autoshard.patterns.told_sizes import say_sizes, told_factors
 from autoshard.patterns.variants import resolved
 from autoshard.size import Size, symbol
 from autoshard.specs.axes import MeshShape
-
-aten = torch.ops.aten
 
 Loop = tuple[str, int]
 """A loop of an operator, or a dim of what the step is given: the node's name, and which factor of its rule it is."""
 
 _PARTS = symbol("parts")
-
-_TELLS_NOTHING = frozenset(
-    {
-        aten.embedding.default,
-        aten.embedding_dense_backward.default,
-        aten.nll_loss_forward.default,
-        aten.nll_loss_backward.default,
-        aten.nll_loss2d_forward.default,
-        aten.nll_loss2d_backward.default,
-    }
-)
-"""Operators none of whose arguments is a size, or that are told sizes by `_say_sizes`: others are places."""
-
-_SPATIAL = frozenset({aten.convolution.default, aten.convolution_backward.default})
 
 
 def parted_along(flow: Flow, axis: int) -> dict[Loop, int]:
@@ -115,7 +99,7 @@ def in_parts(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: i
         if any(isinstance(size, Size) for shape in made for size in shape or ()):
             at[node].meta["sizes"] = made
         if node in rules.calls:
-            _say_sizes(at[node], made)
+            say_sizes(at[node], made)
     dynamic = DynamicSizes(named, {_PARTS: (2, None)}, (), example, _PARTS, cuts)
     return replace(copy, dynamic=dynamic)
 
@@ -129,32 +113,6 @@ def _points(loops: Sequence[int]) -> Iterator[Any]:
         if isinstance(loop, Size) and loop.expr != _PARTS:
             yield outside * _PARTS
         outside *= loop.expr if isinstance(loop, Size) else loop
-
-
-def _say_sizes(node: fx.Node, results: Sequence[tuple[int, ...] | None]) -> None:
-    """Put the sizes of results in the place of the numbers among a node's arguments that they are."""
-    assert isinstance(node.target, OpOverload)
-    shape = results[0]
-    if shape is None or not any(isinstance(size, Size) for size in shape):
-        return
-    for place, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
-        if _is_shape(argument):
-            node.update_arg(place, list(shape))
-        elif argument.name == "num_weights":
-            node.update_arg(place, shape[0])
-
-
-def _is_shape(argument: Any) -> bool:
-    """Whether an argument is the shape of the result."""
-    return argument.name in ("size", "input_sizes") and argument.real_type.kind() == "ListType"
-
-
-def _is_told(argument: Any) -> bool:
-    """Whether an argument may be a size, as its type says: dims and flags are plain integers."""
-    kind = argument.real_type
-    while kind.kind() in ("ListType", "OptionalType"):
-        kind = kind.getElementType()
-    return bool(kind.kind() == "SymIntType") and not _is_shape(argument)
 
 
 class _Families:
@@ -173,7 +131,8 @@ class _Families:
         for value in rules.values():
             self._join(value, partners)
         for node in rules.operators:
-            self._rigid.update(map(self._root, self._told(node)))
+            told = told_factors(rules.calls[node], rules.rules[node])
+            self._rigid.update(self._root((node.name, factor)) for factor in told)
         self._rigid = set(map(self._root, self._rigid))
 
     def of(self, loop: Loop) -> Loop | None:
@@ -217,30 +176,6 @@ class _Families:
                 self._unite(column[0], loop)
         if not alike:
             self._rigid.update(loop for own in loops for loop in own)
-
-    def _told(self, node: fx.Node) -> Iterator[Loop]:
-        """The loops of an operator whose sizes it is told, but for those that `_say_sizes` says otherwise."""
-        rule, call = self.rules.rules[node], self.rules.calls[node]
-        arguments = call.op._schema.arguments
-        given = {argument.name for argument in arguments[: len(call.args)]} | dict(call.kwargs).keys()
-        told = [argument.name for argument in arguments if _is_told(argument)]
-        if not call.operands and not any(map(_is_shape, arguments)):
-            yield from ((node.name, factor) for factor in range(len(rule.factors)))  # such as `arange`
-        if call.op in _TELLS_NOTHING or not call.operands or not given.intersection(told):
-            return
-        names = {argument.name for argument in arguments}
-        tensors = [*rule.operands, *(dims for dims in rule.results if dims is not None)]
-        ndim = max(map(len, tensors))
-        first, last = 2 if call.op in _SPATIAL else 0, ndim
-        if "normalized_shape" in names:
-            first = ndim - len(call.arg("normalized_shape"))
-        if "dim" in names and isinstance(call.arg("dim"), int):  # of the tensors that have it
-            tensors = [dims for dims in tensors if len(dims) == ndim]
-            first = call.arg("dim") % ndim
-            last = first + 1
-        for dims in tensors:
-            for factors in dims[first:last]:
-                yield from ((node.name, factor) for factor in factors)
 
     def _unite(self, one: Loop, other: Loop) -> None:
         first, second = sorted((self._root(one), self._root(other)), key=lambda loop: self._order[loop[0]])

@@ -132,7 +132,7 @@ MIXTURE_PART = Part(
     "makes the sizes of Table 2; dispatch and combination are products of matrices too, and count; one GPU alone "
     "is left out.",
     _full(MIXTURES, 256, {"highest": 0.551}),
-    f"{_SHAPES_DIFFER} The paper does not say whose share is the highest; here it is that of the widest model.",
+    f"{_SHAPES_DIFFER} The paper does not say whose share is the highest; here the two largest models have it.",
 )
 ALONE_PART = Part(
     "Rhino Tables 1 and 2, Fig. 8: without pipelines on one host",
