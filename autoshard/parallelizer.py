@@ -202,7 +202,7 @@ class Parallelizer:
     def _planned(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
         first, shares = self.placed is None, self.asked.shares
         if (shares == "auto" and first) or (isinstance(shares, Mapping) and not self.options.dynamic):
-            return plan_shares(graph, self.mesh, self.asked, seconds, self._planner_with, required=first)
+            return plan_shares(graph, self.mesh, self.asked, seconds, self._planner_with, self.placed)
         return planned_in_shares(planner, seconds, self.options)
 
     def _place(self, decided: ShardingPlan) -> None:

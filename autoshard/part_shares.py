@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -35,8 +35,7 @@ def plan_shares(
     options: Options,
     seconds: float,
     planner_of: MakePlanner,
-    *,
-    required: bool = True,
+    placed: Collection[str] | None = None,
 ) -> ShardingPlan:
     """A plan with the shares that the options ask for: of the batch of dynamic inputs, or of what is split otherwise.
 
@@ -44,7 +43,8 @@ def plan_shares(
         graph, mesh, options: what is planned.
         seconds: that the capture of the graph took.
         planner_of: makes planners.
-        required: whether it is an error if a static graph has nothing that can be divided so; else parts are equal.
+        placed: names of the parameters and buffers that lie as they did for another graph, and stay so: parts of this
+            one are equal where nothing can be divided so. None for the first graph, of which that is an error.
 
     Raises:
         AutoshardError: as for `autoshard.plan`.
@@ -59,11 +59,16 @@ def plan_shares(
         ((axis, counts),) = options.shares.items()
         if options.inputs == "local":
             raise PlanError('shares of what is not the batch are for inputs="global", which every rank passes whole.')
-        found = _Parts(graph, mesh, mesh.index(axis), options, seconds, planner_of).planned(counts)
+        parts = _Parts(graph, mesh, mesh.index(axis), options, seconds, planner_of, placed or ())
+        try:
+            found = parts.planned(counts)
+        except PlanError:
+            if placed is None:
+                raise
+            found = None
         if found is not None:
-            check_program(found[1], found[0])
             return found[0]
-        if required:
+        if placed is None:
             raise _no_parts(axis, counts)
         own = settled(options, mesh, {})
     return planned_in_shares(planner_of(graph, own), seconds, own)
@@ -86,6 +91,7 @@ class _Parts:
         options: what is asked for.
         seconds: that its capture took.
         planner_of: makes planners.
+        placed: names of what lies as it does, whatever is planned.
 
     Source: Whale 3.3.1: the operations of a split task graph are balanced "through uneven sharding".
     """
@@ -96,6 +102,7 @@ class _Parts:
     options: Options
     seconds: float
     planner_of: MakePlanner
+    placed: Collection[str] = ()
 
     @cached_property
     def equal(self) -> tuple[ShardingPlan, Planner]:
@@ -108,19 +115,43 @@ class _Parts:
     def split(self) -> dict[Loop, int]:
         """What that splits along the axis and may be split unequally, and the sizes."""
         plan, planner = self.equal
-        return parted_along(flow_of(planner, plan), self.axis)
+        return parted_along(flow_of(planner, plan), self.axis, self.placed)
 
     def planned(self, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
         """A plan, and its planner, where ranks take `counts`, in proportion to one another; None where no dim can be
-        divided so."""
-        total = parts_of(counts)
-        own = settled(self.options, self.mesh, {self.mesh.names[self.axis]: counts})
-        loops = [loop for loop, size in self.split.items() if size % total == 0]
-        if not loops:
+        divided so.
+
+        Of dims that can't all lie so, since a program needs equal shares of them together, it is the one with which the
+        step is the shortest.
+
+        Raises:
+            AutoshardError: there is no such plan with any of them.
+        """
+        loops = [loop for loop, size in self.split.items() if size % parts_of(counts) == 0]
+        try:
+            return self._of(loops, counts) if loops else None
+        except PlanError as error:
+            alone = [self._of_one(loop, counts) for loop in loops] if len(loops) > 1 else []
+            found = [one for one in alone if one is not None]
+            if not found:
+                raise error
+            return min(found, key=lambda one: one[0].step_seconds)
+
+    def _of_one(self, loop: Loop, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
+        """The plan, and its planner, in which dims of one family lie so; None where there is none."""
+        try:
+            return self._of([loop], counts)
+        except PlanError:
             return None
-        planner = self.planner_of(in_parts(self.graph, self.mesh, loops, total), own)
+
+    def _of(self, loops: Sequence[Loop], counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
+        """The plan, and its planner, in which all these loops are in such parts; `PlanError` if a program can't be."""
+        own = settled(self.options, self.mesh, {self.mesh.names[self.axis]: counts})
+        planner = self.planner_of(in_parts(self.graph, self.mesh, loops, parts_of(counts)), own)
         plan = planned_in_shares(planner, self.seconds, own)
-        return replace(plan, options={**plan.options, "parts": [list(loop) for loop in loops]}), planner
+        plan = replace(plan, options={**plan.options, "parts": [list(loop) for loop in loops]})
+        check_program(planner, plan)
+        return plan, planner
 
     def in_proportion(self) -> ShardingPlan:
         """The fastest one of equal parts, and of parts in proportion to speed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -160,6 +161,30 @@ def test_heads_are_split_in_shares(two: Workers) -> None:
 def test_language_models_are_split_in_shares(two: Workers) -> None:
     assert two.run(language_model, "gpt", (3, 1)) == [{(12, 12, 144)}, {(12, 12, 48)}]
     two.run(language_model, "hf_llama", (2, 1))
+
+
+def unmarked(name: str, shares: tuple[int, int]) -> None:
+    check(lambda: build(name), shares={"tp": shares})
+
+
+def test_two_dims_of_a_tensor_lie_in_parts_of_one_number(two: Workers) -> None:
+    """Samples and positions of the same size, which one range counts."""
+    two.run(unmarked, "gpt", (2, 1))
+
+
+def test_parameters_in_shards_of_another_axis_lie_in_parts_on_this_one() -> None:
+    module, example = build("mlp")
+    with Widened():
+        plan = autoshard.plan(module, {"dp": 2, "tp": 2}, (), example, shares={"dp": (3, 1)}, cluster=fast_links())
+    assert len(plan.parts) == 2
+
+
+@pytest.mark.slow
+def test_dims_that_can_not_all_lie_in_parts_do_so_alone() -> None:
+    module, example = build("resnet18")
+    with Widened():
+        plan = autoshard.plan(module, {"dp": 2, "tp": 2}, (), example, shares={"dp": (3, 1)}, cluster=fast_links())
+    assert len(plan.parts) == 1
 
 
 def test_parts_beside_an_axis_that_splits_the_batch(four: Workers) -> None:

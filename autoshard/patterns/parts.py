@@ -7,7 +7,7 @@ is 5 and the other's 3. What shares of a dynamic size do then serves such dims a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.dynamic import DynamicSizes
-from autoshard.capture.joint import JointGraph
+from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.capture.recompute import copied
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph import GraphRules, Value, value_of
@@ -25,6 +25,8 @@ from autoshard.patterns.told_sizes import say_sizes, told_factors
 from autoshard.patterns.variants import resolved
 from autoshard.size import Size, symbol
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import dim_of
+from autoshard.specs.spec import is_shard
 
 Loop = tuple[str, int]
 """A loop of an operator, or a dim of what the step is given: the node's name, and which factor of its rule it is."""
@@ -32,13 +34,20 @@ Loop = tuple[str, int]
 _PARTS = symbol("parts")
 
 
-def parted_along(flow: Flow, axis: int) -> dict[Loop, int]:
+def parted_along(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[Loop, int]:
     """The loops that some decisions split along a mesh axis, of those whose dims may lie in unequal parts.
+
+    Args:
+        flow: the graph, and what was decided.
+        axis: of the mesh.
+        placed: parameters and buffers that stay as they lie: dims of theirs that lie in equal shards remain so.
 
     Returns:
         One loop of each family that is the same dim all over the graph, and the size of it.
     """
     families = _Families(flow.rules)
+    resting = [source for source in flow.graph.inputs if source.name in placed]
+    equal = {families.of(loop) for source in resting for loop in _sharded(flow, source, axis)}
     found: dict[Loop, int] = {}
     for node in flow.rules.operators:
         if flow.rules.pinned(node, flow.mesh) is None:
@@ -46,9 +55,16 @@ def parted_along(flow: Flow, axis: int) -> dict[Loop, int]:
             choice = choices[axis]
             if rule is flow.rules.rules[node] and choice >= 0 and rule.factors[choice].size > 1:
                 family = families.of((node.name, choice))
-                if family is not None:
+                if family is not None and family not in equal:
                     found[family] = rule.factors[choice].size
     return found
+
+
+def _sharded(flow: Flow, source: JointInput, axis: int) -> Iterator[Loop]:
+    """The loops of the dim of an input that is sharded along a mesh axis."""
+    placement, dims = flow.produced(Value(source.node))[axis], flow.rules.rules[source.node].results[0]
+    if is_shard(placement) and dims is not None:
+        yield from ((source.node.name, factor) for factor in dims[dim_of(placement, len(dims))])
 
 
 def in_parts(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: int) -> JointGraph:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from autoshard.patterns.rule import Rule
-from autoshard.patterns.variants import WHOLE, offered_factors
+from autoshard.patterns.variants import WHOLE, Choices, offered_factors
+from autoshard.specs.axes import MeshShape
 from autoshard.specs.shared_axis import SharedAxis
 
 
@@ -42,3 +44,15 @@ def keeps_shares(rule: Rule, choice: int, shared: SharedAxis) -> bool:
     if choice == WHOLE or not any(shared.is_of_whole(factor.size) for factor in factors):
         return True
     return choice >= 0 and shared.is_whole(factors[choice].size)
+
+
+def splits_evenly(rule: Rule, choices: Choices, shared: SharedAxis, mesh: MeshShape) -> bool:
+    """Whether axes other than the shared one split what depends on the shared size in multiples of it.
+
+    Else a block is no whole number of what is shared, and may be as long as a share that it is not.
+    """
+    factors, others = offered_factors(rule), [axis for axis in range(mesh.ndim) if axis != shared.axis]
+    return all(
+        shared.is_multiple(factors[one].size, math.prod(mesh.sizes[axis] for axis in others if choices[axis] == one))
+        for one in {choices[axis] for axis in others if choices[axis] >= 0}
+    )

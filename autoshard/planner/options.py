@@ -14,7 +14,7 @@ from autoshard.cluster.cost import CostModel
 from autoshard.cluster.flops import flops
 from autoshard.patterns.padding import PLACES, masks
 from autoshard.patterns.rule import Dims, OpCall, Rule, TensorMeta
-from autoshard.patterns.shares import keeps_shares
+from autoshard.patterns.shares import keeps_shares, splits_evenly
 from autoshard.patterns.strategies import evenly_split, fitting, is_plain, local_sizes
 from autoshard.patterns.strategy import (
     WHOLE,
@@ -135,6 +135,8 @@ class OptionTables:
         if fixed is not None:
             per_axis = [every if one is None else (one,) for every, one in zip(per_axis, fixed, strict=True)]
         choices = fitting(rule, per_axis, self.mesh)
+        if self.shared is not None:
+            choices = tuple(one for one in choices if splits_evenly(rule, one, self.shared, self.mesh))
         if restriction is not None:
             choices = restriction.among(choices)
         mesh = self.mesh

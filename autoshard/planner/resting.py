@@ -87,11 +87,19 @@ class Resting:
         return known and (long or is_even(shape, spec, self.mesh))
 
     def _in_shares(self, value: Value, spec: Spec) -> bool:
-        """Whether ranks would hold shares of their own of a tensor: no `DTensor` lies so."""
+        """Whether ranks would hold shares of their own of a tensor, or blocks of no number of what is shared: no
+        `DTensor` lies so."""
         shared, shape = self.wishes.shared, value.meta.shape
-        if shared is None or not is_shard(spec[shared.axis]):
+        if shared is None:
             return False
-        return shared.is_of_whole(shape[dim_of(spec[shared.axis], len(shape))])
+        blocks: dict[int, int] = {}
+        for axis in spec.shard_axes:
+            dim = dim_of(spec[axis], len(shape))
+            strided = split_factor_of(spec[axis]) > 1  # by a number that may be what is shared
+            if shared.is_of_whole(shape[dim]) and (strided or axis == shared.axis):
+                return True
+            blocks[dim] = blocks.get(dim, 1) * self.mesh.sizes[axis]
+        return not all(shared.is_multiple(shape[dim], count) for dim, count in blocks.items())
 
     def _uneven_specs(self, value: Value) -> list[Spec]:
         """Shards of a tensor that no axis divides: its storage is split, its uses gather it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 
 from autoshard.patterns.local import Emitter, collectives
@@ -33,7 +34,7 @@ def gather_shares(emit: Emitter, knows: KnowsShares, value: Any, shape: tuple[in
     """
     shared = knows.shared
     steps = knows.taken(shape)[dim].expr / shared.own  # type: ignore[attr-defined]  # of the dim, for one of what is shared
-    widths = [0] * (2 * (len(shape) - dim - 1)) + [0, knows.share(steps * (shared.most - shared.own))]
+    widths = [0] * (2 * (len(shape) - dim - 1)) + [0, knows.share(sympy.expand(steps * (shared.most - shared.own)))]
     value = emit.call(aten.view.default, value, list(shape))
     value = emit.call(aten.constant_pad_nd.default, value, widths)
     padded = emit.shape(value)

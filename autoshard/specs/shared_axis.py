@@ -76,6 +76,10 @@ class SharedAxis:
             raise ValueError(f"{number.expr} is neither a multiple of a rank's share nor a number of the whole")
         return number if expr == number.expr else type(number).of(expr, sizes)
 
+    def is_multiple(self, size: int, blocks: int) -> bool:
+        """Whether every one of so many equal blocks of a size is a multiple of the shared one, or has nothing of it."""
+        return not self.is_of_whole(size) or bool(sympy.cancel(size.expr / self.whole / blocks).is_Integer)  # type: ignore[attr-defined]
+
     def is_shared(self, shape: Sequence[int]) -> bool:
         """Whether some dim of a local shape is a rank's share."""
         return any(isinstance(size, (Size, Ratio)) and self.own in size.expr.free_symbols for size in shape)

@@ -65,3 +65,11 @@ def test_a_size_is_the_shared_one_or_made_of_it() -> None:
     assert not SHARED.is_whole(2 * WHOLE)
     assert SHARED.is_of_whole(2 * WHOLE)
     assert not SHARED.is_of_whole(Size.of(symbol("seq"), {symbol("seq"): 4}))
+
+
+def test_blocks_of_other_axes_are_multiples_or_have_nothing_of_it() -> None:
+    assert SHARED.is_multiple(WHOLE * 4, 2)
+    assert not SHARED.is_multiple(WHOLE * 3, 2)
+    assert not SHARED.is_multiple(WHOLE, 3)  # as long as a share, and none
+    assert SHARED.is_multiple(WHOLE, 1)
+    assert SHARED.is_multiple(7, 2)
