@@ -9,10 +9,10 @@ from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.cluster.shares import Worker, as_equal, shares
-from autoshard.errors import BudgetError, PlanError
+from autoshard.errors import BudgetError, PlanError, RuleError
 from autoshard.memory.footprint import Memory
 from autoshard.options import Options
-from autoshard.partition.localize import Localizer
+from autoshard.partition.steady import steady_step
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.share_prices import SharePrices
@@ -127,8 +127,11 @@ def faster_in_proportion(
 
 
 def check_program(planner: Planner, plan: ShardingPlan) -> None:
-    """`PlanError` if some operator can't have shares of its own as the plan has it; groups are not needed for that."""
-    Localizer(flow_of(planner, plan), planner.resharder, planner.mesh.names, shared=planner.wishes.shared).run()
+    """`PlanError` if there is no program in which operators have shares of their own, whatever these are."""
+    try:
+        steady_step(flow_of(planner, plan), planner.resharder, planner.mesh.names, planner.wishes.shared)
+    except RuleError as error:
+        raise PlanError(str(error)) from error
 
 
 def planned_in_shares(planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:

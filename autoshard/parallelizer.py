@@ -22,13 +22,11 @@ from autoshard.part_shares import parts_of, plan_shares
 from autoshard.partition.agree import from_first_rank, together
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.gradient_sums import GradientSums
-from autoshard.partition.localize import Localizer
 from autoshard.partition.module import Runtime, Tangents, check_constants, wants_gradient
 from autoshard.partition.shards import replace_parameters, synchronize_buffers
 from autoshard.partition.split import split
-from autoshard.partition.steady import check_steady
+from autoshard.partition.steady import steady_step
 from autoshard.partition.step import Program, Ranks
-from autoshard.patterns.generic import generic_sizes
 from autoshard.patterns.parts import in_parts
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
@@ -129,12 +127,7 @@ class Parallelizer:
         flow = flow_of(planner, decided)
         ranks = Ranks(self.device_mesh, device, self.part)
         with outside_modes():
-            shared = planner.wishes.shared
-            step = Localizer(flow, planner.resharder, ranks.groups, shared=shared).run()
-            if graph.dynamic is not None:
-                others = generic_sizes(flow.graph, self.mesh, flow.rules.generic)
-                other = Localizer(flow, planner.resharder, ranks.groups, others, shared).run()
-                check_steady(step, other, others if shared is None else shared.example(others))
+            step = steady_step(flow, planner.resharder, ranks.groups, planner.wishes.shared)
             # Who differentiates more than the loss is given reduced gradients at once.
             sums = self.sums if tangents == "loss" else None
             reduced = None if sums is None else self.reduced

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
 from autoshard.errors import RuleError
-from autoshard.partition.localize import LocalStep
+from autoshard.partition.localize import Localizer, LocalStep
+from autoshard.patterns.decisions import Flow
+from autoshard.patterns.generic import generic_sizes
+from autoshard.reshard.path import Resharder
 from autoshard.size import Sizes, at, plain
+from autoshard.specs.shared_axis import SharedAxis
+
+
+def steady_step(flow: Flow, resharder: Resharder, groups: Sequence[str], shared: SharedAxis | None) -> LocalStep:
+    """The program of a plan; of a graph of dynamic sizes, one that is the same at all of them.
+
+    Args:
+        flow: the graph, and what was decided.
+        resharder: for the collectives.
+        groups: for every mesh axis, the name of its process group.
+        shared: the mesh axis of which ranks hold shares of their own, if there is one.
+
+    Raises:
+        PlanError: an operator can't have shares of its own as the plan has it.
+        RuleError: the program would be another one at other sizes.
+    """
+    step = Localizer(flow, resharder, groups, shared=shared).run()
+    if flow.graph.dynamic is not None:
+        others = generic_sizes(flow.graph, flow.mesh, flow.rules.generic)
+        other = Localizer(flow, resharder, groups, others, shared).run()
+        check_steady(step, other, others if shared is None else shared.example(others))
+    return step
 
 
 def check_steady(step: LocalStep, other: LocalStep, sizes: Sizes) -> None:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from autoshard.batch_shares import check_program, devices_along, speeds_of, unlike_axis
+from autoshard.batch_shares import devices_along, speeds_of, unlike_axis
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.shares import Worker, divided, shares
+from autoshard.partition.localize import Localizer
 from autoshard.pipeline.costs import StageCosts
 from autoshard.pipelined.costs import PlannedStage
+from autoshard.planning import flow_of
 from autoshard.specs.axes import MeshShape
 
 RankShares = Mapping[str, tuple[int, ...]]
@@ -89,7 +91,10 @@ def check_programs(planned: Iterable[PlannedStage]) -> None:
     seen: set[str] = set()
     for one in planned:
         if one.plan.shares and one.plan.fingerprint not in seen:
-            check_program(one.planner, one.plan)
+            planner = one.planner
+            Localizer(
+                flow_of(planner, one.plan), planner.resharder, planner.mesh.names, shared=planner.wishes.shared
+            ).run()
             seen.add(one.plan.fingerprint)
 
 
