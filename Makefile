@@ -30,6 +30,7 @@ lint: install
 	$(BIN) mypy
 	.venv/bin/python -c 'from importlinter.cli import lint_imports_command as lint; lint()'
 	.venv/bin/python docs/compatibility.py --check
+	.venv/bin/python docs/prices.py --check
 
 # The tests of a file run in one process: what they share is made once.
 test: lint

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.arguments import check_examples, check_mesh, check_module, check_plain, check_plan
+from autoshard.arguments import check_dtypes, check_examples, check_mesh, check_module, check_plain, check_plan
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
@@ -44,6 +44,7 @@ def plan(
     inputs: str = "global",
     input_placements: Mapping[str, Any] | None = None,
     output_placements: Placements = None,
+    compile: bool = False,
     method: str = "auto",
     time_limit: float = 30.0,
     dynamic: Dynamic | None = None,
@@ -75,14 +76,16 @@ def plan(
             `"sgd"`, `"momentum"` or `"adafactor"`. Its state, and what it makes on the way through a step, is memory.
         optimizer_bytes_per_element: of an optimizer that is none of these, the state that it keeps for every element
             of a trained parameter.
-        cluster: a preset's name, a path of a cluster file, or a `Cluster`; by default `"cpu"` for a CPU mesh and
-            `"h100"` for everything else.
+        cluster: a preset's name, a path of a cluster file, or a `Cluster`; by default `"cpu"` for a CPU mesh, the
+            preset of the GPU that is there, or the nearest one scaled to it, for a CUDA mesh, and `"h100"` for
+            everything else.
         inputs: `"global"`: every rank will pass whole tensors; `"local"`: its own shards, as a data loader yields them.
             Where the example's batch does not divide, shards may be of different lengths: those that `Shard` makes,
             the last ones shorter or empty; the ranks then tell each other the lengths at every call.
         input_placements: input path -> placements, for local inputs.
         output_placements: None: outputs come back whole; `"planned"`: as they lie, as DTensors; or a mapping of output
             paths to placements.
+        compile: whether the local programs will be compiled: what the compiler fuses is priced as one kernel.
         method: `"auto"`, `"eliminate"`, `"alternate"` or `"ilp"`; or `"force"`, which keeps a memory limit by sharding
             the largest parameters (and recomputation) alone: a quicker search that finds slower plans, or none.
         time_limit: seconds that the search may take.
@@ -167,6 +170,7 @@ def plan(
         effort=effort,
         work_limit=work_limit,
         verbose=verbose,
+        compile=compile,
     )
     if pipeline is not None:
         return planned_pipeline(module, shape, args, kwargs, pipeline, options)
@@ -268,6 +272,7 @@ def parallelize(
     input_placements: Mapping[str, Any] | None = None,
     output_placements: Placements = None,
     compile: bool = False,
+    overlap: str = "own",
     method: str = "auto",
     time_limit: float = 30.0,
     dynamic: Dynamic | None = None,
@@ -300,6 +305,10 @@ def parallelize(
         mesh: a `DeviceMesh` whose process group is initialised; or `"auto"`: all ranks of the job, on the mesh that
             `autoshard.search` finds the best, with or without a pipeline.
         compile: hand the local forward and backward programs to inductor.
+        overlap: who joins the program's collectives and orders them among its compute: `"own"`, this library, as the
+            plan predicts it; or `"torch"`, torch's private `schedule_overlap_bucketing` at the cluster's prices, where
+            this release of torch has it. The numbers are the same; what the plan says of seconds and of memory is of
+            `"own"`.
         plan: apply this plan instead of making one.
         example_args, example_kwargs, hints, memory_limit, optimizer, optimizer_bytes_per_element, cluster, inputs,
             input_placements, output_placements, method, time_limit, dynamic, shares, mp_policy, recompute, effort,
@@ -310,7 +319,8 @@ def parallelize(
 
     Raises:
         PlanError: the module is parallelised already, or `plan` is of another model or mesh.
-        MeshError: `mesh` is no `DeviceMesh`, or larger than the world.
+        MeshError: `mesh` is no `DeviceMesh`, or larger than the world, or has no backend for its devices.
+        InputError: the module has float64 numbers, and the devices have none.
         CaptureError, HintError, BudgetError, PipelineError: as for `autoshard.plan`. Nothing was changed then.
     """
     _check(module)
@@ -336,7 +346,10 @@ def parallelize(
         effort=effort,
         work_limit=work_limit,
         verbose=verbose,
+        overlap=overlap,
+        compile=compile,
     )
+    check_dtypes(module, device_type_of_job() if isinstance(mesh, str) else mesh.device_type)
     if isinstance(mesh, str):
         if plan is not None:
             raise PlanError('mesh="auto" and a plan: a plan is for one mesh, pass that.')

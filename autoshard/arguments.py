@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import InputError, MeshError, PlanError
+from autoshard.partition.seeds import backends
 from autoshard.plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 
@@ -59,6 +60,45 @@ def check_mesh(mesh: object) -> None:
             f"rank {dist.get_rank()} is not on the mesh {MeshShape.of(mesh)}, whose ranks are "
             f"{mesh.mesh.flatten().tolist()}: call parallelize on these ranks alone, or make a mesh of all ranks."
         )
+    for axis in range(mesh.ndim):
+        _check_backend(mesh, axis)
+
+
+def _check_backend(mesh: DeviceMesh, axis: int) -> None:
+    """`MeshError` unless the process group of an axis sends tensors of the mesh's devices."""
+    sends = backends(mesh.get_group(axis))
+    device = mesh.device_type
+    if device not in sends:
+        told = ", ".join(f"{backend} for {kind}" for kind, backend in sends.items())
+        wanted = dist.Backend.default_device_backend_map.get(device)
+        pairs = ",".join(f"{kind}:{backend}" for kind, backend in {**sends, device: wanted}.items())
+        advice = f'call init_process_group("{pairs}")' if wanted else f"register a backend for {device!r}"
+        raise MeshError(
+            f"axis {MeshShape.of(mesh).names[axis]!r} of the mesh is of {device!r} devices, and its process group has "
+            f"no backend that sends their tensors (it has {told}): {advice}, or make the mesh of "
+            f"{next(iter(sends))!r} devices."
+        )
+
+
+def check_dtypes(module: nn.Module, device_type: str) -> None:
+    """`InputError` if a parameter or buffer is float64, or complex128, and devices of the type have no such numbers."""
+    if has_float64(device_type):
+        return
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.dtype in (torch.float64, torch.complex128):
+            raise InputError(
+                f"{name} is {tensor.dtype}, and {device_type!r} devices have no such numbers: call module.float() "
+                f"before parallelize, or make the mesh of other devices. Nothing was moved."
+            )
+
+
+def has_float64(device_type: str) -> bool:
+    """Whether this rank's device of a type computes in float64."""
+    if device_type == "mps":
+        return False
+    if device_type == "xpu" and torch.xpu.is_available():
+        return bool(torch.xpu.get_device_capability().get("has_fp64", True))
+    return True
 
 
 def check_plain(module: nn.Module) -> None:

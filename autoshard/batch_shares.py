@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.twin import DEVICE
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.cluster.shares import Worker, as_equal, shares
@@ -129,7 +130,7 @@ def faster_in_proportion(
 def check_program(planner: Planner, plan: ShardingPlan) -> None:
     """`PlanError` if there is no program in which operators have shares of their own, whatever these are."""
     try:
-        steady_step(flow_of(planner, plan), planner.resharder, planner.mesh.names, planner.wishes.shared)
+        steady_step(flow_of(planner, plan), planner.resharder, planner.mesh.names, DEVICE, planner.wishes.shared)
     except RuleError as error:
         raise PlanError(str(error)) from error
 

@@ -12,9 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard.arguments import check_policy
 from autoshard.capture.dynamic import Dynamic
 from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.nearest import default_cluster
 from autoshard.errors import PlanError
 from autoshard.memory.budget import parse_bytes
 from autoshard.memory.optimizer import optimizer_memory
+from autoshard.partition.overlap import Overlap, check_overlap
 from autoshard.planner.planner import EFFORTS, METHODS, RECOMPUTE, Settings
 
 Hints = Mapping[str, Any]
@@ -37,6 +39,7 @@ class Options:
     verbose: bool
     settings: Settings
     shares: Shares | Literal["auto"] | None = None
+    overlap: Overlap = "own"
 
 
 def check_options(
@@ -59,6 +62,8 @@ def check_options(
     memory_limit: int | str | None = None,
     recompute: str = "none",
     shares: Shares | str | None = None,
+    overlap: str = "own",
+    compile: bool = False,
 ) -> Options:
     """The options as they are used, for devices of a type, None where there are none yet.
 
@@ -68,6 +73,7 @@ def check_options(
     _check_choice("method", method, METHODS)
     _check_choice("recompute", recompute, RECOMPUTE)
     _check_choice("effort", effort, EFFORTS)
+    check_overlap(overlap)
     if inputs not in ("global", "local"):
         raise PlanError(
             f'inputs={inputs!r}: choose "global" (every rank passes whole tensors) or "local" (its shards).'
@@ -78,8 +84,9 @@ def check_options(
         raise PlanError(f"time_limit={time_limit!r}: it must be above zero seconds.")
     if work_limit is not None and not work_limit > 0:
         raise PlanError(f"work_limit={work_limit!r}: it must be above zero, or None for no limit.")
-    default = "cpu" if device_type == "cpu" else "h100"
-    chosen = Cluster.of(default if cluster is None else cluster)
+    chosen = default_cluster(device_type) if cluster is None else Cluster.of(cluster)
+    if compile:
+        chosen = chosen.with_compiler
     foreach = chosen.name != "cpu" if device_type is None else device_type != "cpu"
     return Options(
         hints=hints,
@@ -91,6 +98,7 @@ def check_options(
         mp_policy=check_policy(mp_policy),
         verbose=verbose,
         shares=_check_shares(shares, output_placements),
+        overlap=overlap,  # type: ignore[arg-type]
         settings=Settings(
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
             optimizer=optimizer_memory(optimizer, optimizer_bytes_per_element, foreach),

@@ -23,7 +23,9 @@ from autoshard.partition.agree import from_first_rank, together
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.gradient_sums import GradientSums
 from autoshard.partition.module import Runtime, Tangents, check_constants, wants_gradient
-from autoshard.partition.shards import replace_parameters, synchronize_buffers
+from autoshard.partition.overlap import Arrangement, TorchArrangement, arrange_own
+from autoshard.partition.seeds import Seeds
+from autoshard.partition.shards import place_buffers, replace_parameters
 from autoshard.partition.split import split
 from autoshard.partition.steady import steady_step
 from autoshard.partition.step import Program, Ranks
@@ -32,6 +34,7 @@ from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
 from autoshard.planning import flow_of, planner_for
 from autoshard.reshard.unreduced import Reduced
+from autoshard.simulate.program import KernelPrices
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
@@ -77,6 +80,7 @@ class Parallelizer:
         self.runtime = Runtime(module, device_mesh, self.prepare, options.inputs, options.dynamic)
         if options.shares != "auto":
             self._share(options.shares or {})
+        self.seeds = Seeds(device_mesh)
         self.runtime.planned_outputs = options.output_placements is not None
 
     def _share(self, given: Mapping[str, Sequence[int]]) -> None:
@@ -97,7 +101,7 @@ class Parallelizer:
                 self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh
             )
             self.module.sharding_plan = None  # type: ignore[assignment]
-        synchronize_buffers(self.module, self.device_mesh)
+        place_buffers(self.module, self.device_mesh)
         install_hooks(self.module)
         self.runtime.install()
         self.module.__dict__[RUNTIME] = self.runtime
@@ -114,7 +118,7 @@ class Parallelizer:
         """Graph and program of one call."""
         device = torch.device(self.device_mesh.device_type)
         graph, planner, seconds = together(
-            self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic, device)
+            self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic)
         )
         decided = self._decide(graph, planner, seconds)
         if self.options.shares == "auto":
@@ -125,13 +129,17 @@ class Parallelizer:
             graph = in_parts(graph, self.mesh, decided.parts, parts_of(counts))
             planner = self._planner(graph)
         flow = flow_of(planner, decided)
-        ranks = Ranks(self.device_mesh, device, self.part)
+        ranks = Ranks(self.device_mesh, device, self.part, self.seeds)
         with outside_modes():
-            step = steady_step(flow, planner.resharder, ranks.groups, planner.wishes.shared)
+            step = steady_step(flow, planner.resharder, ranks.groups, device, planner.wishes.shared)
             # Who differentiates more than the loss is given reduced gradients at once.
             sums = self.sums if tangents == "loss" else None
             reduced = None if sums is None else self.reduced
-            halves = split(step, self.compile, in_parts=self.later is not None, reduced=reduced)
+            arrange: Arrangement = arrange_own
+            if self.options.overlap == "torch":
+                unsized = bool(dynamic and self.options.dynamic)
+                arrange = TorchArrangement(KernelPrices(planner.cost), ranks.groups, unsized)
+            halves = split(step, self.compile, in_parts=self.later is not None, reduced=reduced, arrange=arrange)
         if self.placed is None:
             self._place(decided)
         self.runtime.know_inputs(step.inputs)
@@ -151,7 +159,6 @@ class Parallelizer:
         grad: bool,
         tangents: Tangents,
         dynamic: bool,
-        device: torch.device,
     ) -> tuple[JointGraph, Planner, float]:
         """The graph of one call, its planner, and the seconds that the capture took."""
         start = time.perf_counter()
@@ -161,7 +168,6 @@ class Parallelizer:
             args,
             kwargs,
             grad=grad,
-            device=device,
             tangents=tangents,
             dynamic=sizes,
             mp_policy=self.options.mp_policy,

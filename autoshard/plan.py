@@ -75,7 +75,8 @@ class ShardingPlan:
         input_placements: input path -> placements.
         output_placements: output path -> placements.
         shapes: parameter or buffer name -> global shape.
-        step_seconds: predicted time of one step.
+        step_seconds: predicted time of one step, forward and backward.
+        update_seconds: predicted time of the optimizer's update, which follows it.
         memory: bytes per device.
         device_memory: bytes that a device of the cluster has; 0 where it is not known.
         collectives: what a step sends.
@@ -102,6 +103,7 @@ class ShardingPlan:
     output_placements: dict[str, Placements] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     step_seconds: float = 0.0
+    update_seconds: float = 0.0
     memory: Memory = field(default_factory=Memory)
     device_memory: int = 0
     collectives: tuple[Collective, ...] = ()

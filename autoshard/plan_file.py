@@ -52,6 +52,7 @@ _SHARDING = record(
     output_placements=_PLACEMENTS,
     shapes=table(list_of(COUNT)),
     step_seconds=NUMBER,
+    update_seconds=NUMBER,
     memory=record(
         parameters=COUNT,
         gradients=COUNT,
@@ -84,6 +85,8 @@ _SHARDING = record(
     recomputed=list_of(TEXT),
 )
 
+_SHARDING["required"].remove("update_seconds")  # files of before have none
+
 
 def _check_rows(data: Mapping[str, Any], what: str) -> None:
     """Make sure that every placement names all axes of the mesh."""
@@ -115,7 +118,7 @@ class Format:
     check: Callable[[Mapping[str, Any], str], None]
 
 
-SHARDING = Format("autoshard plan", 2, "a sharding plan", _SHARDING, _check_rows)
+SHARDING = Format("autoshard plan", 3, "a sharding plan", _SHARDING, _check_rows)
 """The file of a `ShardingPlan`."""
 
 
@@ -128,6 +131,7 @@ def to_data(plan: ShardingPlan) -> dict[str, Any]:
         "output_placements": _texts_of(plan.output_placements),
         "shapes": {name: list(shape) for name, shape in plan.shapes.items()},
         "step_seconds": plan.step_seconds,
+        "update_seconds": plan.update_seconds,
         "memory": asdict(plan.memory),
         "device_memory": plan.device_memory,
         "collectives": [asdict(collective) for collective in plan.collectives],
@@ -230,7 +234,8 @@ def _open(envelope: object, what: str, format: Format) -> dict[str, Any]:
     if envelope.get("version") != format.version:
         raise PlanError(
             f"{what} is of version {envelope.get('version')!r} of the plan format; this autoshard reads version "
-            f"{format.version}. Make the plan again with this version of autoshard, or use the version that wrote it."
+            f"{format.version}. Operators of other versions have other names, so that their plans fit no graph that is "
+            "captured now: make the plan again with this version of autoshard, or use the version that wrote it."
         )
     if not isinstance(envelope.get("plan"), dict) or not isinstance(envelope.get("checksum"), str):
         raise PlanError(f"{what} lacks its content or its checksum: it was edited or damaged. Make the plan again.")

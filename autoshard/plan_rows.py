@@ -82,6 +82,7 @@ def summary(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
     lines = (
         ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}"),
         ("predicted step", f"{format_seconds(plan.step_seconds)}{_communication(plan)}"),
+        ("optimizer's update", format_seconds(plan.update_seconds) if plan.update_seconds else ""),
         ("shares", f"{shares_text(plan)}; memory is that of equal shares" if plan.shares else ""),
         ("memory per device", memory_text(plan)),
         ("peak", peak_text(plan.memory)),

@@ -81,7 +81,7 @@ def make_model(layers: int) -> GPT:
 
 def train(model: nn.Module, text: Tensor, steps: int, title: str, quiet: bool, batch: int = BATCH) -> list[float]:
     """An ordinary training loop. Returns the loss of every step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     loss_column = TextColumn("loss {task.fields[loss]:.4f}")
     columns = [TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss_column]
     losses: list[float] = []

@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.partition.shards import local_of
+from autoshard.patterns.local import collectives
+from autoshard.reshard.overlap import KEEPS_INPUT
 from autoshard.specs import MeshShape
 from tests.training import loss_of, outputs_of
 
@@ -63,7 +65,8 @@ class _Piece:
 class Tracker(TorchDispatchMode):
     """While active, counts the bytes of the memory that operators return, from when it is made to when it is freed.
 
-    Memory that several tensors share counts once. What a kernel allocates and frees inside itself is not seen.
+    Memory that several tensors share counts once. A collective keeps its input until it is awaited.
+    What a kernel allocates and frees inside itself is not seen.
     """
 
     phase: str = ""
@@ -74,11 +77,17 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self._live: dict[int, _Piece] = {}
         self._watch: dict[int, weakref.ref[Any]] = {}
+        self._kept: dict[int, list[Any]] = {}  # memory of a collective's result -> its input
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it runs operators on its local tensor, which then come here
         result = func(*args, **(kwargs or {}))
+        if func in KEEPS_INPUT:  # as NCCL does, whatever the backend
+            keeps = [args[0]]
+            self._kept |= {_memory(one): keeps for one in pytree.tree_leaves(result)}
+        elif func is collectives.wait_tensor.default:
+            self._kept.pop(_memory(args[0]), []).clear()
         self.track(pytree.tree_leaves(result), str(func))
         return result
 
@@ -139,6 +148,10 @@ def track_step(
                 optimizer.step()
         del outputs, loss
     return tracker
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 @contextmanager

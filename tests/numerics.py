@@ -76,6 +76,7 @@ TIGHT = tuple((model, SQUARE, recompute) for model in CORE for recompute in ("no
 KINDS = {
     "all_reduce": "AR",
     "all_gather_into_tensor": "AG",
+    "all_gather_into_tensor_coalesced": "joined AG",
     "reduce_scatter_tensor": "RS",
     "all_to_all_single": "A2A",
 }

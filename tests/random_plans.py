@@ -61,7 +61,7 @@ def random_plan(
         built = builder.build(frozenset(block), decisions, reuse="all" if forced or recompute else "none")
         decisions = built.decode(random_assignment(built.problem, generator))
     assert decisions is not None
-    return _plan(graph, mesh, decisions)
+    return plan_of(graph, mesh, decisions)
 
 
 def _cut(shape: tuple[int, ...], mesh: MeshShape, generator: np.random.Generator) -> tuple[Placement, ...]:
@@ -76,7 +76,7 @@ def _cut(shape: tuple[int, ...], mesh: MeshShape, generator: np.random.Generator
     return tuple(placements)
 
 
-def _plan(graph: JointGraph, mesh: MeshShape, decisions: Decisions) -> ShardingPlan:
+def plan_of(graph: JointGraph, mesh: MeshShape, decisions: Decisions) -> ShardingPlan:
     """The part of a plan that the runtime needs."""
     held = [source for source in graph.inputs if source.kind in ("parameter", "buffer")]
     names = {name: source for source in held for name in graph.aliases[source.name]}

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from tests import models
+from tests.models.gradients import Reverse, Round
 from tests.workers import Workers
 
 
@@ -30,6 +31,18 @@ class Twins(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         h = self.norm(x)
         return {"right": self.right(h), "left": self.left(h), "x": x}
+
+
+class Functions(nn.Module):
+    """Two results of one shape and dtype, of functions with their own backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = Reverse.apply(self.layer(x), 0.5)
+        return Round.apply(h), h * 2
 
 
 class Broken(nn.Module):
@@ -113,8 +126,13 @@ def _sequential() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"input": torch.randn(12, 24, dtype=torch.float64)}
 
 
+def _functions() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return Functions().double(), {"x": torch.randn(12, 24, dtype=torch.float64)}
+
+
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("build", [_sequential, _twins, lambda: models.mlp(dtype=torch.float64)])
+@pytest.mark.parametrize("build", [_sequential, _twins, _functions, lambda: models.mlp(dtype=torch.float64)])
 def test_trains_as_one_device(mesh: DeviceMesh, build: Callable[[], models.Model], early: bool) -> None:
     model, kwargs = build()
     half = {name: value[:6] for name, value in kwargs.items()}

@@ -198,3 +198,16 @@ def test_nothing_captured_at_all() -> None:
     report = Report("Model", "h100", (Problem("", "", "is wrong"),), (), (), ())
     assert "not captured, nor any part of it" in str(report)
     assert report.replicated_share == 0
+
+
+class Asking(nn.Module):
+    """Goes another way on a GPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (3.0 if x.is_cuda else 2.0)
+
+
+def test_says_where_code_asks_for_a_gpu() -> None:
+    (note,) = autoshard.doctor(Asking(), (torch.ones(3, 4),)).notes
+    assert "test_doctor.py" in note
+    assert "whether a tensor is on a GPU" in note

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
+from autoshard import arguments
 from autoshard.errors import (
     AutoshardError,
     BudgetError,
@@ -138,6 +139,26 @@ def test_a_rank_that_is_not_on_the_mesh(mesh: DeviceMesh) -> None:
     refused(MeshError, ["rank 0 is not on the mesh tp=2", "[1, 2]"], Mlp(), other, (X,))
 
 
+def test_devices_without_a_backend(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = DeviceMesh("meta", torch.arange(4), mesh_dim_names=("tp",))
+    refused(MeshError, ["axis 'tp'", "'meta' devices", "fake for cuda", "register a backend"], Mlp(), other, (X,))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    texts = [
+        "axis 'dp'",
+        "'cpu' devices",
+        "nccl for cuda",
+        'init_process_group("cuda:nccl,cpu:gloo")',
+        "'cuda' devices",
+    ]
+    refused(MeshError, texts, Mlp(), mesh, (X,))
+
+
+def test_numbers_that_the_devices_do_not_have(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "has_float64", lambda device_type: False)
+    refused(InputError, ["up.weight is torch.float64", "'cpu' devices", "float()"], Mlp().double(), mesh, (X.double(),))
+    assert not arguments.has_float64("mps")
+
+
 @pytest.mark.parametrize("wrong", [{"tp": 2}, None, 4])
 def test_what_is_no_mesh(mesh: DeviceMesh, wrong: object) -> None:
     refused(MeshError, ["DeviceMesh", type(wrong).__name__, "autoshard.plan"], Mlp(), wrong, (X,))
@@ -177,7 +198,7 @@ def test_a_plan_for_other_inputs(mesh: DeviceMesh, plan: autoshard.ShardingPlan)
         (lambda text: text[: len(text) // 2], "is cut short or damaged"),
         (lambda text: "", "is cut short or damaged"),
         (lambda text: text.replace('"R"', '"S(0)"', 1), "was edited or damaged since it was saved"),
-        (lambda text: text.replace('"version": 2', '"version": 99'), "version 99 of the plan format"),
+        (lambda text: text.replace('"version": 3', '"version": 99'), "version 99 of the plan format"),
         (lambda text: "[1, 2]", "is not a sharding plan"),
     ],
 )

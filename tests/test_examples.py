@@ -157,3 +157,13 @@ def test_whale(name: str, shown: list[str], tmp_path: Path) -> None:
     assert float(difference[1]) < 1e-9
     for part in shown:
         assert part in text
+
+
+@pytest.mark.slow
+def test_laptop_to_cluster(tmp_path: Path) -> None:
+    """The plan that one command makes is taken by the other."""
+    plan = str(tmp_path / "gpt.plan.json")
+    assert f"saved as {plan}" in run("laptop_to_cluster.py", tmp_path, "--plan", plan)
+    text = by_fork(EXAMPLES / "laptop_to_cluster.py", 4, tmp_path, "--plan", plan)
+    first, last = losses(next(line for line in text.splitlines() if line.startswith("loss on 4 cpu devices")))
+    assert last < first / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.errors import BudgetError, InputError, PlanError
+from autoshard.partition.seeds import Seeds
 from autoshard.partition.shards import cut, local_of, whole
 from autoshard.plan import ShardingPlan
 from autoshard.specs import Spec
@@ -405,3 +407,21 @@ def gpt_with_dropout() -> None:
     for values in (trace.losses, trace.outputs, trace.gradients, trace.parameters):
         for tensors in values.values():
             assert_same_everywhere(tensors[0])
+
+
+def test_hosts_agree_on_seeds_where_no_group_sends_what_lies_on_the_cpu(four: Workers) -> None:
+    four.run(seeds_of_groups_beside)
+
+
+def seeds_of_groups_beside() -> None:
+    """As after `init_process_group("nccl")`: groups of gloo are made beside those of the mesh."""
+    agreed = Seeds(mesh())
+    torch.manual_seed(dist.get_rank())
+    with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
+        first = agreed.agree()
+    second = agreed.agree()
+    for seed in (first, second):
+        assert_same_everywhere(seed)
+    assert int(first) != int(second)
+    torch.manual_seed(0)
+    assert int(torch.randint(0, 2**62, (), dtype=torch.int64)) == int(first)

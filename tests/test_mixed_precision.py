@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
@@ -43,8 +44,9 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         sends = func.namespace == "_c10d_functional" and func is not torch.ops._c10d_functional.wait_tensor.default
-        if sends and args[0].numel() > 8:
-            self.found.add((func.overloadpacket.__name__, args[0].dtype))
+        for sent in pytree.tree_leaves(args[0]) if sends else ():
+            if sent.numel() > 8:
+                self.found.add((func.overloadpacket.__name__, sent.dtype))
         return func(*args, **(kwargs or {}))
 
 
@@ -160,7 +162,17 @@ def test_gradients_reduced_in_another_dtype_are_reduced_together() -> None:
 
 def test_parameters_are_cast_before_they_are_gathered() -> None:
     *_, sent = on_mesh(MixedPrecisionPolicy(BF16, torch.float32), {"dp": 4}, hints={"*": {"dp": Shard(0)}})
-    assert {dtype for kind, dtype in sent.found if kind == "all_gather_into_tensor"} == {BF16}
+    assert {dtype for kind, dtype in sent.found if kind.startswith("all_gather_into_tensor")} == {BF16}
+
+
+def test_a_plan_tells_of_casts_that_are_gathered_as_of_their_parameters() -> None:
+    hints = {"*": {"dp": Shard(0)}}
+    full, lowered = (
+        autoshard.plan(Tied(), {"dp": 4}, (), example(), hints=hints, mp_policy=policy, cluster=fast_links())
+        for policy in (None, MixedPrecisionPolicy(BF16))
+    )
+    assert lowered.gathered
+    assert lowered.gathered.keys() <= full.placements.keys()
 
 
 def test_outputs_and_inputs_are_cast_as_the_policy_says() -> None:
@@ -190,3 +202,40 @@ def test_what_is_no_policy_is_refused() -> None:
         autoshard.plan(Tied(), {"dp": 2}, (), example(), mp_policy=BF16)
     with pytest.raises(InputError, match=r"reduce_dtype is torch\.int8"):
         autoshard.plan(Tied(), {"dp": 2}, (), example(), mp_policy=MixedPrecisionPolicy(BF16, torch.int8))
+
+
+class Islands(nn.Module):
+    """Products under autocast, and one in float32 between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).relu()
+        with torch.autocast(x.device.type, enabled=False):
+            h = self.second(h.float())
+        return self.last(h).float().square().mean()
+
+
+@pytest.mark.parametrize("around_backward", [True, False])
+def test_a_program_runs_as_it_was_captured_under_autocast(around_backward: bool) -> None:
+    """Autocast that is active around a call casts nothing in its program, which has the casts of the capture."""
+    torch.manual_seed(0)
+    reference, x = Islands(), torch.randn(8, 16)
+    module = Islands()
+    module.load_state_dict(reference.state_dict())
+    with torch.autocast("cpu", BF16):
+        loss = reference(x)
+    loss.backward()
+    with simulated(dp=1) as mesh:
+        with torch.autocast("cpu", BF16):
+            autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
+            found = module(x)
+            if around_backward:
+                found.backward()
+        if not around_backward:
+            found.backward()
+        gradients = {name: held_by_ranks(parameter.grad) for name, parameter in module.named_parameters()}
+    expected = {name: [parameter.grad] for name, parameter in reference.named_parameters()}
+    assert relative_difference(gradients, expected) < 1e-5  # the same casts: nothing but the order of sums differs

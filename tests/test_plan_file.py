@@ -45,10 +45,10 @@ def test_an_edited_file_is_refused(old: str, new: str) -> None:
         ("[]", "is not a sharding plan"),
         ('{"format": "autoshard cluster"}', "is not a sharding plan"),
         (
-            TEXT.replace('"version": 2', '"version": 1', 1),
-            "version 1 of the plan format; this autoshard reads version 2. Make the plan again",
+            TEXT.replace('"version": 3', '"version": 1', 1),
+            "version 1 of the plan format; this autoshard reads version 3",
         ),
-        ('{"format": "autoshard plan", "version": 2}', "lacks its content or its checksum"),
+        ('{"format": "autoshard plan", "version": 3}', "lacks its content or its checksum"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, said: str) -> None:

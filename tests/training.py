@@ -115,6 +115,8 @@ def unlike_devices(devices: str = "1xV100 + 1xP100") -> Cluster:
     data = json.loads(Cluster.parse(devices, between=Link(1e16, 1e-15)).to_json())
     for stretch in data["stretches"]:
         stretch["device"] |= {"kernel_overhead": 1e-15, "memory_bandwidth": 1e18}
+        for measured in ("operators", "dispatch", "compiled_dispatch", "sources"):
+            stretch["device"].pop(measured, None)
     return Cluster.from_json(json.dumps(data))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import UserError  # what torch.export says of dynamic sizes that it cannot have
 from torch._dynamo.source import ConstantSource  # where a symbolic size comes from
+from torch._functorch import config as functorch_config  # whether autocast goes on in the backward half
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,  # an output that is a gradient, and of which input
     InputMutationAOTOutput,  # an output that is the new value of a mutated input
@@ -26,9 +27,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,  # a tensor with a device, and no numbers
     FakeTensorMode,
 )
+from torch.autograd.function import _SingleLevelFunction as FunctionBase  # whose `apply` all functions end up in
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # no public name yet
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import traceback  # what is said of the operators that are traced, and whether nodes keep it
+from torch.fx.experimental.proxy_tensor import get_proxy_mode  # what writes a graph while code runs, if anything does
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,  # that a size stays a symbol
     ShapeEnv,  # names sizes that depend on data, in errors, and holds what is known of dynamic ones
@@ -36,6 +39,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef  # the identity of a tensor's memory
 from torch.nn.parameter import is_lazy  # parameters whose shape is not known yet
+from torch.overrides import _get_current_function_mode_stack as function_modes  # the active TorchFunctionModes
 from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export sees them
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees every operator that is called while it is active
@@ -49,6 +53,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionBase",
     "GradAOTOutput",
     "InputKind",
     "InputMutationAOTOutput",
@@ -61,10 +66,18 @@ __all__ = [
     "TorchDispatchMode",
     "UserError",
     "annotated",
+    "apply_function",
+    "attribute_patch",
+    "below_autocast",
+    "engine_entry",
     "fake_mode",
     "free_unbacked_symbols",
+    "function_modes",
     "is_lazy",
     "is_persistent",
+    "is_tracing",
+    "operator_of",
+    "operators_under_autocast",
     "outside_modes",
     "pytree",
     "storage_of",
@@ -75,6 +88,7 @@ __all__ = [
     "symbolic_integer",
     "trace_joint",
     "tracing_annotations",
+    "transforms_active",
     "version_of",
 ]
 
@@ -95,8 +109,13 @@ def outside_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
-    """The functional graph of forward and backward, each placeholder and output described in `meta["desc"]`."""
+    """The functional graph of forward and backward, each placeholder and output described in `meta["desc"]`.
+
+    The backward half is what a call of `backward` outside of autocast runs.
+    """
     with contextlib.ExitStack() as stack:
+        if hasattr(functorch_config, "backward_pass_autocast"):
+            stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         return aot_export_joint_with_descriptors(stack, module, inputs).graph_module
 
 
@@ -110,6 +129,26 @@ def annotated(annotations: Mapping[str, object]) -> Iterator[None]:
 def tracing_annotations() -> contextlib.AbstractContextManager[None]:
     """Context in which what is traced of a graph has the annotations of its nodes, derivatives included."""
     return traceback.preserve_node_meta()
+
+
+def operator_of(name: str) -> OpOverload:
+    """An operator of ATen by its name, such as `softmax.int`."""
+    packet, _, overload = name.partition(".")
+    operator: OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return operator
+
+
+def operators_under_autocast(backend: str) -> frozenset[str]:
+    """The names of the operators of ATen before which autocast of a backend, `"CPU"` or `"CUDA"`, does something."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{backend}")
+    return frozenset(name.removeprefix("aten::") for name in names if name.startswith("aten::"))
+
+
+def below_autocast() -> contextlib.AbstractContextManager[None]:
+    """Context in which autocast of the CPU does nothing."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
+    return guard
 
 
 def is_persistent(owner: torch.nn.Module, buffer: str) -> bool:
@@ -159,3 +198,38 @@ def symbolic_conditions(
         limits = env.var_to_range[own]
         ranges[ours] = (int(limits.lower), None if limits.upper == int_oo else int(limits.upper))
     return ranges, tuple(env.replace(guard.expr) for guard in env.guards)
+
+
+def apply_function(function: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with its own backward, whatever `FunctionBase.apply` is at the moment."""
+    return super(FunctionBase, function).apply(*args, **kwargs)  # type: ignore[misc]
+
+
+def is_tracing() -> bool:
+    """Whether the operators that run now are written into a graph."""
+    return get_proxy_mode() is not None
+
+
+def transforms_active() -> bool:
+    """Whether code runs inside of a transform of torch.func, on tensors that are wrapped for it."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def engine_entry() -> tuple[Any, str]:
+    """Module and name of the function by which `backward` and `grad` start the autograd engine."""
+    return torch.autograd, "_engine_run_backward"
+
+
+@contextlib.contextmanager
+def attribute_patch(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Context in which `owner` has another attribute of its own."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

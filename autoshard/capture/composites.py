@@ -11,9 +11,12 @@ from torch import Tensor, fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from autoshard.capture.attention import attention
 from autoshard.capture.bags import embedding_bag
 from autoshard.capture.ctc import ctc_loss
+from autoshard.capture.devices import without_devices
 from autoshard.capture.recurrent import gru, lstm, rnn_relu, rnn_tanh
+from autoshard.capture.rms_norm import rms_norm
 from autoshard.errors import CaptureError
 
 aten = torch.ops.aten
@@ -26,6 +29,23 @@ def attention_with_dropout(*args: Any, **kwargs: Any) -> Tensor:
     """
     result: Tensor = aten._scaled_dot_product_attention_math.default(*args, **kwargs)[0]
     return result
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` in code that is traced without having been exported."""
+    if dropout_p:
+        return attention_with_dropout(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    cast = torch.is_autocast_enabled("cpu") and query.dtype != torch.float64
+    dtype = torch.get_autocast_dtype("cpu") if cast else query.dtype
+    return attention(query, key, value, attn_mask, dropout_p, is_causal, **options, dtype=dtype)
 
 
 def gaussian_nll_loss(
@@ -86,6 +106,8 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
 class Exportable(TorchFunctionMode):
     """While active, losses and bags are computed by the functions of this room, as `torch.export` needs it.
 
+    All tensors are made on the device of the capture.
+
     So are recurrent layers, every time step of which torch would run without numbers. Under autocast they are left to
     it, as it alone says of which element type their results are, and replaced in the exported graph.
     """
@@ -99,10 +121,11 @@ class Exportable(TorchFunctionMode):
                 "and no plan can be made for such a size. Give the recurrent layer the padded batch, and leave out "
                 "what lies behind the end of each sequence with a mask (its last state is the output at lengths - 1)."
             )
+        func, args, kwargs = without_devices(func, args, kwargs or {})
         layer = _LAYERS_CALLED_AS.get(func)
         if layer is not None and _is_plain(args) and not torch.is_autocast_enabled(args[0].device.type):
             return layer(*args, dtype=args[0].dtype)
-        return _CALLED_AS.get(func, func)(*args, **(kwargs or {}))
+        return _CALLED_AS.get(func, func)(*args, **kwargs)
 
 
 _LAYERS: dict[Any, Callable[..., Any]] = {
@@ -114,7 +137,7 @@ _LAYERS: dict[Any, Callable[..., Any]] = {
 
 
 def replace_composites(module: fx.GraphModule) -> None:
-    """Let recurrent layers, and attention with dropout, be traced as the functions of this room.
+    """Let recurrent layers, attention and root-mean-square norms be traced as the functions of this room.
 
     Regions under autocast or without gradients are modules of their own inside of the exported one.
     """
@@ -129,6 +152,12 @@ def _replace(graph: fx.Graph) -> None:
         dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         if dropout:
             node.target = attention_with_dropout
+        else:
+            node.target = attention
+            node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
+    for node in graph.find_nodes(op="call_function", target=aten.rms_norm.default):
+        node.target = rms_norm
+        node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
     for target, function in _LAYERS.items():
         for node in graph.find_nodes(op="call_function", target=target):
             node.target = function

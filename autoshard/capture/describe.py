@@ -42,6 +42,7 @@ def describe(
     _complete_metadata(graph)
     assign_task_graphs(graph, defaults or {})
     check_effects(graph)
+    _forget_devices(graph)
     inputs = tuple(_joint_input(node, exported) for node in graph.find_nodes(op="placeholder"))
     sizes = None
     if exported.dynamic:
@@ -93,6 +94,13 @@ def _complete_metadata(graph: fx.Graph) -> None:
             backward = backward or "backward" in tag
         node.meta["partitioner_tag"] = tag
         node.meta["module_path"] = _module_path(node, position)
+
+
+def _forget_devices(graph: fx.Graph) -> None:
+    """Leave it to who runs the graph where tensors are made: the CPU, on which it was traced, means nothing."""
+    for node in graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "device"}
 
 
 def _module_path(node: fx.Node, position: Mapping[fx.Node, int]) -> str:

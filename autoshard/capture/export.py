@@ -14,7 +14,10 @@ from autoshard.capture.assigned import AssignedTensors
 from autoshard.capture.calls import Attribute, CallLayout, Constant, ResultLayout, call_layout, result_names
 from autoshard.capture.composites import Exportable, replace_composites
 from autoshard.capture.dynamic import Dynamic, export_dynamic
+from autoshard.capture.gradient_code import GradientCode
+from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.opaque import OpaqueOutputs
+from autoshard.capture.python_calls import PythonCalls, replace_python_calls
 from autoshard.capture.routes import replace_routing
 from autoshard.capture.twin import fake_like
 
@@ -65,7 +68,6 @@ def export_forward(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     mode: FakeTensorMode,
-    device: torch.device,
     dynamic: Dynamic | None = None,
 ) -> Exported:
     """Export a fake twin called with fake inputs, of which some sizes may be dynamic."""
@@ -73,12 +75,14 @@ def export_forward(
     assigned = AssignedTensors(twin)
     twin.register_forward_hook(opaque)
     twin.register_forward_hook(assigned)
-    with assigned.told(type(twin).__name__), Exportable():
+    calls = PythonCalls(twin)
+    with assigned.told(type(twin).__name__), GradientCode(calls).watching(twin), Exportable():
         if dynamic:
             program, sizes = export_dynamic(twin, args, kwargs, dynamic)
         else:
             program, sizes = torch.export.export(twin, args, dict(kwargs), strict=False), {}
     opaque.warn(type(twin).__name__)
+    replace_python_calls(program.graph_module, calls)
     replace_composites(program.graph_module)
     replace_routing(program.graph_module)
     names = named_tensors(twin)
@@ -88,7 +92,11 @@ def export_forward(
     leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
     call = call_layout(twin, structure, leaves)
     graph_module = program.graph_module
-    inputs = _take_inputs(program, names, call, leaves, mode, device, bool(sizes))
+    inputs = _take_inputs(program, names, call, leaves, mode, bool(sizes))
+    if not sizes:
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        known = {node: item.value for node, item in zip(placeholders, inputs, strict=True) if item.value is not None}
+        replace_position_masks(graph_module.graph, known)
     outputs, result = _take_outputs(program, assigned.found)
     return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes)
 
@@ -115,7 +123,6 @@ def _take_inputs(
     call: CallLayout,
     leaves: list[Any],
     mode: FakeTensorMode,
-    device: torch.device,
     dynamic: bool,
 ) -> tuple[ExportedInput, ...]:
     """Leave one placeholder per tensor: tied names share one, plain values have none."""
@@ -136,7 +143,7 @@ def _take_inputs(
         elif kind == "constant":
             name = str(spec.target)
             constant = program.constants[name]
-            fake = fake_like(constant, mode, device)
+            fake = fake_like(constant, mode)
             value = None if isinstance(constant, FakeTensor) else constant
         else:
             name = names.first[str(spec.target)]

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-from autoshard.errors import CaptureError
+from autoshard.errors import AutoshardError, CaptureError
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -37,6 +37,18 @@ _ADVICE = (
         "register its type with torch.utils._pytree.register_pytree_node",
     ),
     (
+        ("numpy() is not supported", "data pointer", "data_ptr", "accessed from Triton", "active driver"),
+        "capture runs the code on tensors that have no numbers, and what reads their memory (a Triton or C++ kernel, "
+        "NumPy) can't. Wrap it in torch.library.custom_op, give it the shapes of its results with register_fake, and "
+        "call that operator, in the forward and backward of a torch.autograd.Function too; with "
+        "autoshard.register_rule it is sharded, and without a rule every rank runs it whole",
+    ),
+    (
+        ("Unexpected fake buffer",),
+        "code that runs in backward reads a tensor of forward that it was not given. Pass it as an argument to the "
+        "function, or save it with ctx.save_for_backward",
+    ),
+    (
         ("Unsupported input type", "Invalid input type", "pytree"),
         "arguments are tensors, plain values, or containers known to torch.utils._pytree; register the type there",
     ),
@@ -60,6 +72,14 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
         f"{model} could not be captured as one graph{where}: {type(error).__name__}: {reason.rstrip('.')}. "
         + (f"What to do: {advice}." if advice else "Check that the module runs with these arguments on one device.")
     )
+
+
+def known_error(error: BaseException) -> AutoshardError | None:
+    """The error of ours that made torch raise another one; None where there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, AutoshardError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 def user_line(trace: TracebackType | None) -> str:

@@ -14,21 +14,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import FakeTensorMode, TangentAOTInput, fake_mode, outside_modes, pytree, trace_joint
 from autoshard.capture.annotate import capturing
+from autoshard.capture.autocast import autocast_of_gpus
 from autoshard.capture.calls import signature_of
 from autoshard.capture.checks import check_sizes
 from autoshard.capture.describe import describe
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.effects import Effects, effects_of
 from autoshard.capture.export import Exported, export_forward
-from autoshard.capture.failure import capture_error
+from autoshard.capture.failure import capture_error, known_error
 from autoshard.capture.flat import flat_forward, is_flat
 from autoshard.capture.flat_symbols import with_symbols, without_sizes
+from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import LoweredModule
 from autoshard.capture.symbols import with_sizes
 from autoshard.capture.task_graphs import defaults_of, keeping_marks, marking
-from autoshard.capture.twin import fake_like, fake_twin
-from autoshard.errors import AutoshardError, CaptureError
+from autoshard.capture.twin import DEVICE, fake_like, fake_twin
+from autoshard.errors import AutoshardError
 
 __all__ = ["JointGraph", "JointInput", "JointOutput", "capture", "capture_forward"]
 
@@ -42,12 +44,14 @@ def capture(
     *,
     training: bool | None = None,
     grad: bool = True,
-    device: torch.device | None = None,
     tangents: Literal["loss", "all"] = "loss",
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> JointGraph:
     """Capture one call of a module as a joint graph. Real weights are never touched: all runs on fake tensors.
+
+    These are on the CPU wherever the module is, so that the graph is the same on every machine. Devices and their
+    kernels come in when the program of a rank is made.
 
     Args:
         module: the module; its parameters may be real, on the meta device, or DTensors (global shapes are meant).
@@ -55,7 +59,6 @@ def capture(
         kwargs: keyword arguments.
         training: capture as after `module.train(training)`; as the module is when None.
         grad: capture forward and backward; only the forward when False, or when nothing requires a gradient.
-        device: type of device to trace for, which must be available in this build of torch; the CPU when None.
         tangents: "loss": where outputs are differentiable scalars, only these are differentiated, and gradients into
             other outputs are not propagated; "all": every differentiable output is.
         dynamic: for inputs by name, the dims whose sizes later calls may change, each with a name (dims of one name
@@ -70,12 +73,11 @@ def capture(
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
         InputError: an argument is of a type that cannot be part of a signature.
     """
-    device = device or torch.device("cpu")
-    with _surroundings(module, grad, device):
+    with _surroundings(module, grad):
         mode = fake_mode()
-        twin = fake_twin(module, mode, device, training)
+        twin = fake_twin(module, mode, training)
         signature = signature_of(twin, args, kwargs, grad)
-        exported = _export(twin, args, kwargs, mode, device, dynamic, mp_policy)
+        exported = _export(twin, args, kwargs, mode, dynamic, mp_policy)
         everything = tuple(True for _ in exported.outputs)
         differentiated = _losses(exported) if tangents == "loss" else everything
         traced = _trace(exported, differentiated)
@@ -90,14 +92,13 @@ def capture_forward(
     kwargs: Mapping[str, Any],
     *,
     grad: bool = True,
-    device: torch.device | None = None,
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> tuple[Exported, Effects]:
     """The forward graph that `capture` differentiates, and what its nodes do.
 
     Args:
-        module, args, kwargs, grad, device, dynamic, mp_policy: as for `capture`.
+        module, args, kwargs, grad, dynamic, mp_policy: as for `capture`.
 
     Returns:
         The graph, as export gives it, with the operators of autoshard in it; and which of its values have a gradient,
@@ -106,12 +107,11 @@ def capture_forward(
     Raises:
         CaptureError, InputError: as for `capture`.
     """
-    device = device or torch.device("cpu")
-    with _surroundings(module, grad, device):
+    with _surroundings(module, grad):
         mode = fake_mode()
-        twin = fake_twin(module, mode, device, None)
+        twin = fake_twin(module, mode, None)
         signature_of(twin, args, kwargs, grad)  # refuses what no call can be known by
-        exported = _export(twin, args, kwargs, mode, device, dynamic, mp_policy)
+        exported = _export(twin, args, kwargs, mode, dynamic, mp_policy)
         if exported.dynamic:
             exported = _with_sizes(exported)
         return exported, effects_of(exported, mode)
@@ -135,60 +135,50 @@ def _export(
     real_args: tuple[Any, ...],
     real_kwargs: Mapping[str, Any],
     mode: FakeTensorMode,
-    device: torch.device,
     dynamic: Dynamic | None,
     mp_policy: MixedPrecisionPolicy | None,
 ) -> Exported:
     """The forward graph of a twin, in the precisions of a policy."""
     args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda leaf: fake_like(leaf, mode, device), (real_args, dict(real_kwargs))
+        torch.Tensor, lambda leaf: fake_like(leaf, mode), (real_args, dict(real_kwargs))
     )
     if is_flat(twin):
         exported = flat_forward(twin, args, kwargs)
         exported = with_symbols(exported, mode) if dynamic else without_sizes(exported)
     elif mp_policy is None:
-        exported = export_forward(twin, args, kwargs, mode, device, dynamic)
+        exported = export_forward(twin, args, kwargs, mode, dynamic)
     else:
         lowered = LoweredModule(twin, mp_policy)
         lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
-        exported = export_forward(twin, lowered_args, lowered_kwargs, mode, device, dynamic)
+        exported = export_forward(twin, lowered_args, lowered_kwargs, mode, dynamic)
         exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
     check_sizes(exported.graph_module.graph)
     return exported
 
 
-def _check_autocast(device: torch.device) -> None:
-    for other in ("cpu", "cuda"):
-        if other != device.type and torch.is_autocast_enabled(other):
-            raise CaptureError(
-                f"torch.autocast is active for {other}, and the capture runs on {device.type}, where it casts other "
-                f'operators: the captured graph would differ from the model. Capture with device="{other}", or cast '
-                "in the module itself."
-            )
-
-
 @contextlib.contextmanager
-def _surroundings(module: nn.Module, grad: bool, device: torch.device) -> Iterator[None]:
+def _surroundings(module: nn.Module, grad: bool) -> Iterator[None]:
     """Nothing of the caller's modes reaches the capture: grad mode, dispatch modes, default device.
 
     Whatever goes wrong in it is a `CaptureError` that names the line of the user's code.
     """
-    _check_autocast(device)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_uncollected())
             stack.enter_context(outside_modes())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
-            if torch.get_default_device().type != device.type:
-                stack.enter_context(device)
+            if torch.get_default_device() != DEVICE:
+                stack.enter_context(DEVICE)
+            stack.enter_context(autocast_of_gpus())
             stack.enter_context(capturing())
+            stack.enter_context(no_accumulation())
             stack.enter_context(marking())
             yield
     except AutoshardError:
         raise
     except Exception as error:
-        raise capture_error(type(module).__name__, error) from error
+        raise known_error(error) or capture_error(type(module).__name__, error) from error
 
 
 @contextlib.contextmanager

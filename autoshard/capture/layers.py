@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -18,6 +19,7 @@ from autoshard.capture.graph import JointGraph
 
 _FEWEST = 3  # operators that a layer has, on average
 _WHOLE = 10**18  # more bytes than anything crosses: no cut parts an operator from the names of its results
+Key = TypeVar("Key")
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -48,6 +50,17 @@ def layers(graph: JointGraph) -> tuple[Layer, ...]:
     return tuple(Layer(f"part {number}", part) for number, part in enumerate(_parts(nodes)))
 
 
+def parameter_layers(graph: JointGraph) -> dict[str, str]:
+    """The layer of every parameter: the element of a list that it belongs to, or the module where there is none.
+
+    Returns:
+        Parameter name -> path of the layer.
+    """
+    modules = {source.name: source.name.rpartition(".")[0] for source in graph.inputs if source.kind == "parameter"}
+    named = elements(modules)
+    return modules | {name: layer for layer, names in named.items() for name in names}
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether the node makes no tensor of its own: it looks at another one's memory, or names one of several."""
     if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
@@ -61,14 +74,14 @@ def _working(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if not is_view(node)]
 
 
-def elements(paths: Mapping[fx.Node, str]) -> dict[str, list[fx.Node]]:
-    """Nodes by the path of the list element that they belong to, of which none is most of the model.
+def elements(paths: Mapping[Key, str]) -> dict[str, list[Key]]:
+    """Nodes, or parameters, by the path of the list element that they belong to, of which none is most of the model.
 
     Args:
-        paths: of the modules of all nodes.
+        paths: of the modules of all of them.
     """
     sizes = Counter(prefix for path in paths.values() for prefix in _indexed(path))
-    named: dict[str, list[fx.Node]] = {}
+    named: dict[str, list[Key]] = {}
     for node, path in paths.items():
         name = next((prefix for prefix in _indexed(path) if sizes[prefix] <= len(paths) / 2), None)
         if name is not None:

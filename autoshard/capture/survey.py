@@ -72,11 +72,11 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     Raises:
         CaptureError: the module cannot be copied, or has parameters without a shape.
     """
-    mode, device = survey_mode(), torch.device("cpu")
+    mode = survey_mode()
     with outside_modes():
-        twin = fake_twin(module, mode, device, None, one_device=False)
+        twin = fake_twin(module, mode, None, one_device=False)
         fake_args, fake_kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda leaf: fake_like(leaf, mode, device), (args, dict(kwargs))
+            torch.Tensor, lambda leaf: fake_like(leaf, mode), (args, dict(kwargs))
         )
         visits = _Visits(twin)
         stand_ins = _StandIns(visits)

@@ -12,18 +12,19 @@ from torch import nn
 from autoshard.capture._torch import FakeTensorMode, is_lazy
 from autoshard.errors import CaptureError
 
+DEVICE = torch.device("cpu")
+"""Where all tensors of a capture are, wherever the model is and will run."""
 
-def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """A contiguous fake tensor on `device` with the (global) shape, dtype and `requires_grad` of `tensor`."""
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A contiguous fake tensor with the (global) shape, dtype and `requires_grad` of `tensor`."""
     with mode:
-        fake = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+        fake = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=DEVICE)
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def fake_twin(
-    module: nn.Module, mode: FakeTensorMode, device: torch.device, training: bool | None, *, one_device: bool = True
-) -> nn.Module:
-    """A copy of `module` with fake parameters and buffers on `device`; nothing of the module is touched or copied.
+def fake_twin(module: nn.Module, mode: FakeTensorMode, training: bool | None, *, one_device: bool = True) -> nn.Module:
+    """A copy of `module` with fake parameters and buffers; nothing of the module is touched or copied.
 
     Tied tensors stay tied. A `forward` that autoshard set on the instance gives way to the module's own.
 
@@ -35,9 +36,12 @@ def fake_twin(
         raise CaptureError(fault)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(fake_like(parameter.detach(), mode, device), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(fake_like(parameter.detach(), mode), parameter.requires_grad)
     for tensor in _plain_tensors(module):
-        memo.setdefault(id(tensor), fake_like(tensor, mode, device))
+        memo.setdefault(id(tensor), fake_like(tensor, mode))
+    for tensor in _attributes(module):
+        if id(tensor) not in memo and tensor.device != DEVICE:
+            memo[id(tensor)] = tensor.detach().to(DEVICE)
     for value in vars(module).values():
         if _is_ours(value):
             memo[id(value)] = value  # what runs a parallelised module: graphs, plan and groups are not for copying
@@ -50,7 +54,7 @@ def fake_twin(
             "out of the module's attributes."
         ) from error
     _restore_forward(twin)
-    for hooks in (twin._forward_pre_hooks, twin._forward_hooks):
+    for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_pre_hooks, twin._backward_hooks):
         hooks.clear()  # those of the module itself run around its forward, not in it
     if training is not None and training != twin.training:
         twin.train(training)
@@ -64,11 +68,16 @@ def _plain_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     constants, kept as they are.
     """
     yield from module.buffers()
+    for value in _attributes(module):
+        if value.is_meta or value.grad_fn is not None or type(value) is not torch.Tensor:
+            yield value
+
+
+def _attributes(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that submodules hold outside their parameters and buffers."""
     for submodule in module.modules():
         for value in vars(submodule).values():
-            if isinstance(value, torch.Tensor) and (
-                value.is_meta or value.grad_fn is not None or type(value) is not torch.Tensor
-            ):
+            if isinstance(value, torch.Tensor):
                 yield value
 
 

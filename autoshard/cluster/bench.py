@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from autoshard.cluster.collective_samples import KINDS, awaited, compute_before, group, in_turn, started
 from autoshard.cluster.curve import Curve
-from autoshard.cluster.measured import INTENSITY, Grouping
+from autoshard.cluster.measured import Grouping
+from autoshard.cluster.operator_curves import INTENSITY
 from autoshard.cluster.operator_samples import Call, Sample, samples
 from autoshard.cluster.rotation import Rotation
 from autoshard.cluster.stopwatch import Stopwatch

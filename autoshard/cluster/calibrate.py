@@ -17,7 +17,8 @@ from autoshard.cluster.collective_samples import groupings
 from autoshard.cluster.curve import Curve
 from autoshard.cluster.device import Device
 from autoshard.cluster.fit import fitted_links
-from autoshard.cluster.measured import BYTES, FLOPS, Grouping, Measured
+from autoshard.cluster.measured import Grouping, Measured
+from autoshard.cluster.operator_curves import BYTES, FLOPS
 from autoshard.cluster.stopwatch import Stopwatch
 from autoshard.errors import MeshError
 from autoshard.memory.budget import parse_bytes

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from autoshard.cluster.device import Device, Link
+from autoshard.cluster.figures import device_data, device_of, link_data, link_of
 from autoshard.cluster.hosts import Hosts, Place, of_places, place_of
 from autoshard.cluster.measured import Measured
 from autoshard.cluster.parse import Devices, is_devices, parse_devices
@@ -49,6 +51,7 @@ class Cluster:
         measured: measurements of collectives and operators by `autoshard.calibrate`; None for a cluster that its other
             figures describe, as they do the presets.
         stretches: the ranks of a cluster of so many devices, in their order; empty for one of any number.
+        sources: name of a figure of the cluster itself -> where it comes from.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Cluster:
     contention: float = CONTENTION
     measured: Measured | None = None
     stretches: tuple[Hosts, ...] = ()
+    sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     @staticmethod
     def of(cluster: str | os.PathLike[str] | Cluster) -> Cluster:
@@ -101,6 +105,12 @@ class Cluster:
     def count(self) -> int | None:
         """Number of devices; None where there are as many as a mesh asks for."""
         return sum(stretch.count for stretch in self.stretches) or None
+
+    @property
+    def with_compiler(self) -> Cluster:
+        """The cluster as compiled programs find it."""
+        stretches = tuple(replace(one, device=one.device.with_compiler) for one in self.stretches)
+        return replace(self, device=self.device.with_compiler, stretches=stretches)
 
     @property
     def is_uniform(self) -> bool:
@@ -179,7 +189,7 @@ class Cluster:
                 f"there is no cluster preset {name!r}; the presets are {', '.join(known)}. "
                 f"Choose one of them, or describe your own in a file for Cluster.load."
             )
-        return Cluster.from_json((_PRESETS / f"{name.lower()}.json").read_text("utf-8"), f"preset {name!r}")
+        return _read_preset(name.lower())
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
@@ -202,13 +212,12 @@ class Cluster:
         """The cluster as a JSON text."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": self.name, "source": self.source}
         if self.stretches:
-            data["stretches"] = [asdict(stretch) for stretch in self.stretches]
+            data["stretches"] = [_stretch_data(stretch) for stretch in self.stretches]
         else:
-            data["device"] = asdict(self.device)
-            data["devices_per_host"] = self.devices_per_host
-            data["inside"] = asdict(self.inside)
-            data["between"] = asdict(self.between)
+            data |= _hosts_data(self.device, self.devices_per_host, self.inside, self.between)
         data["contention"] = self.contention
+        if self.sources:
+            data["sources"] = self.sources
         if self.measured is not None:
             data["measured"] = self.measured.to_data()
         return json.dumps(data, indent=2) + "\n"
@@ -223,23 +232,14 @@ class Cluster:
         """
         data: dict[str, Any] = check(text, what)
         try:
-            measured = Measured.from_data(data["measured"]) if "measured" in data else None
+            return _cluster_of(data)
         except ValueError as error:
-            raise MeshError(f"{what} is not a cluster: at measured.{error}.") from error
-        if "stretches" in data:
-            stretches = tuple(_stretch_of(record) for record in data["stretches"])
-            joined = _joined(stretches, data.get("source", ""), data.get("contention", CONTENTION))
-            return replace(joined, name=data["name"], measured=measured)
-        return Cluster(
-            name=data["name"],
-            device=Device(**data["device"]),
-            devices_per_host=data["devices_per_host"],
-            inside=Link(**data["inside"]),
-            between=Link(**data["between"]),
-            source=data.get("source", ""),
-            contention=data.get("contention", CONTENTION),
-            measured=measured,
-        )
+            raise MeshError(f"{what} is not a cluster: at {error}.") from error
+
+
+@functools.cache
+def _read_preset(name: str) -> Cluster:
+    return Cluster.from_json((_PRESETS / f"{name}.json").read_text("utf-8"), f"preset {name!r}")
 
 
 def _stretch(preset: Cluster, devices: Devices, devices_per_host: int | None, between: Link | None) -> Hosts:
@@ -257,9 +257,43 @@ def _stretch(preset: Cluster, devices: Devices, devices_per_host: int | None, be
     )
 
 
+def _cluster_of(data: dict[str, Any]) -> Cluster:
+    """The cluster in data that follows the schema; `ValueError` if curves in it are none."""
+    measured = Measured.from_data(data["measured"]) if "measured" in data else None
+    source, contention = data.get("source", ""), data.get("contention", CONTENTION)
+    if "stretches" in data:
+        joined = _joined(tuple(map(_stretch_of, data["stretches"])), source, contention)
+        return replace(joined, name=data["name"], measured=measured)
+    return Cluster(
+        name=data["name"],
+        device=device_of(data["device"], "device"),
+        devices_per_host=data["devices_per_host"],
+        inside=link_of(data["inside"], "inside"),
+        between=link_of(data["between"], "between"),
+        source=source,
+        contention=contention,
+        measured=measured,
+        sources=data.get("sources", {}),
+    )
+
+
+def _hosts_data(device: Device, devices_per_host: int, inside: Link, between: Link) -> dict[str, Any]:
+    return {
+        "device": device_data(device),
+        "devices_per_host": devices_per_host,
+        "inside": link_data(inside),
+        "between": link_data(between),
+    }
+
+
+def _stretch_data(stretch: Hosts) -> dict[str, Any]:
+    figures = _hosts_data(stretch.device, stretch.devices_per_host, stretch.inside, stretch.between)
+    return {"name": stretch.name, "count": stretch.count, **figures}
+
+
 def _stretch_of(record: dict[str, Any]) -> Hosts:
-    figures = {"device": Device(**record["device"]), **{key: Link(**record[key]) for key in ("inside", "between")}}
-    return Hosts(**{**record, **figures})
+    links = {key: link_of(record[key], key) for key in ("inside", "between")}
+    return Hosts(**{**record, "device": device_of(record["device"], "device"), **links})
 
 
 def _joined(stretches: tuple[Hosts, ...], source: str, contention: float) -> Cluster:

@@ -10,10 +10,14 @@ import torch
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Link
 from autoshard.cluster.measured import Grouping
+from autoshard.cluster.operator_curves import operator_seconds
 from autoshard.specs.axes import MeshShape
 
 # Operations on local memory alone, in times that the bytes held are moved (one read and one write).
 _LOCAL = ("slice", "make_partial", "copy")
+
+_CROSSINGS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""How often a collective's volume goes round the ring; a shift is a single message."""
 
 GROUPED_BYTES = 25 * 2**20
 """Gradients are reduced together up to this many bytes, as in torch's DistributedDataParallel."""
@@ -36,8 +40,11 @@ class CostModel:
         self._spanning = tuple(self._spans_hosts(axis) for axis in axes)
         self._links = tuple(self.cluster.between if spans else self.cluster.inside for spans in self._spanning)
         self._ring_latencies = tuple(self._ring_latency(axis) for axis in axes)
+        self._ports = tuple(self._ports_of(axis) for axis in axes)
         strides = (math.prod(mesh.sizes[axis + 1 :]) for axis in range(mesh.ndim))
         self._groupings = tuple(Grouping(size, stride) for size, stride in zip(mesh.sizes, strides, strict=True))
+        measured = self.cluster.measured
+        self._operators = self.cluster.device.operators if measured is None else measured.operators
         self._warn_of_estimates()
 
     def _warn_of_estimates(self) -> None:
@@ -81,11 +88,16 @@ class CostModel:
             On a cluster with measurements, and an axis that groups devices as they were grouped then (the same size and
             stride, whatever the other axes), the measured seconds, interpolated between powers of two of bytes; a local
             step takes the measured time of a copy.
+            Where the link says what collectives of the kind reach (`Link.collectives`), the seconds of as many bytes
+            sent by a device, and the latencies by which the ring, or for an all-reduce the tree, is longer than the
+            measured one.
             Else seconds by the latency-bandwidth model of ring collectives, W the latency of the n-1 hops of the ring
             and B the bandwidth of the link: all-gather W + bytes(n-1)/B; reduce-scatter and all-to-all
             W + bytes(n-1)/(n B); shift one latency of the link + bytes/B; all-reduce twice a reduce-scatter, or, where
-            that is faster, up and down a binary tree: 2 ceil(log2 n) hops and 2 bytes/B. A local step reads and
-            writes what it keeps at the memory's bandwidth.
+            that is faster, up and down a binary tree: 2 ceil(log2 n) hops and 2 bytes/B. A local step takes as long
+            as a copy of what it keeps.
+            A group that has several devices on every host leaves it by the ports of all of them: between hosts each
+            sends its part, as fast as the devices inside a host can hand on the whole.
 
         Raises:
             ValueError: `kind` is none of these.
@@ -95,6 +107,9 @@ class CostModel:
         measured = self._measured(kind, bytes, axis)
         if measured is not None:
             return measured
+        reached = self._reached(kind, bytes, axis)
+        if reached is not None:
+            return reached
         waiting, moving = min(self._algorithms(kind, bytes, axis), key=sum)
         return waiting + moving
 
@@ -102,16 +117,17 @@ class CostModel:
         """Time of a collective by which a gradient goes to its optimizer, as `collective`.
 
         Gradients are reduced together, up to `GROUPED_BYTES` at once: a reduction pays its share of the latency only,
-        or, where collectives were measured, its share of such a group's time.
+        or, where there are curves of collectives, its share of such a group's time.
 
         Source: Whale 5.1.1, "grouped" AllReduce.
         """
-        measured = self._measured(kind, max(bytes, GROUPED_BYTES), axis)
-        if measured is not None and kind in ("all_reduce", "reduce_scatter"):
-            return measured * min(1.0, bytes / GROUPED_BYTES)
-        if measured is not None:
+        if kind not in ("all_reduce", "reduce_scatter"):
             return self.collective(kind, bytes, axis)
-        share = min(1.0, bytes / GROUPED_BYTES) if kind in ("all_reduce", "reduce_scatter") else 1.0
+        group, share = max(bytes, GROUPED_BYTES), min(1.0, bytes / GROUPED_BYTES)
+        seconds = self._measured(kind, group, axis)
+        seconds = self._reached(kind, group, axis) if seconds is None else seconds
+        if seconds is not None:
+            return seconds * share
         return min(share * waiting + moving for waiting, moving in self._algorithms(kind, bytes, axis))
 
     def _algorithms(self, kind: str, bytes: int, axis: int) -> list[tuple[float, float]]:
@@ -121,9 +137,10 @@ class CostModel:
             return [(0.0, 0.0)]
         if kind in _LOCAL:
             kept = bytes / size if kind == "slice" else bytes
-            return [(0.0, 2 * kept / self.cluster.device.memory_bandwidth)]
+            copied = operator_seconds(self.cluster.device.operators, "clone", 0.0, 2 * kept, torch.float32)
+            return [(0.0, 2 * kept / self.cluster.device.memory_bandwidth if copied is None else copied)]
         wait = self._ring_latencies[axis]
-        whole = bytes / self._links[axis].bandwidth
+        whole = bytes / self._bandwidth(axis)
         match kind:
             case "all_gather":
                 return [(wait, whole * (size - 1))]
@@ -135,6 +152,43 @@ class CostModel:
             case "shift":
                 return [(self._links[axis].latency, whole)]
         raise ValueError(f"there is no collective {kind!r}.")
+
+    def _reached(self, kind: str, bytes: int, axis: int) -> float | None:
+        """Seconds by the curve of the axis' link; None where it has none, or nothing is to be sent."""
+        link, size = self._links[axis], self.mesh.sizes[axis]
+        known = link.collectives.get(kind)
+        if known is None or size == 1:
+            return None
+        part = bytes if kind == "all_gather" else bytes / size
+        sent = bytes if kind == "shift" else _CROSSINGS[kind] * part * (size - 1)
+        seconds = known.curve.at(sent / self._ports[axis])
+        if kind == "all_reduce":
+            seconds += 2 * link.latency * max(0, _levels(size) - _levels(known.size))
+        elif kind != "shift":
+            seconds += max(0.0, self._ring_latencies[axis] - self._latency_of_ring(axis, known.size))
+        # Fewer devices gain less by a switch that adds up; and what goes between hosts goes between their devices.
+        least = sent / self._bandwidth(axis) if size < known.size or self._spanning[axis] else 0.0
+        return max(seconds, least)
+
+    def _bandwidth(self, axis: int) -> float:
+        """Bytes per second that go over the link of one device, all ports that the group has on a host together."""
+        reached = self._links[axis].bandwidth * self._ports[axis]
+        return min(reached, self.cluster.inside.bandwidth) if self._ports[axis] > 1 else reached
+
+    def _ports_of(self, axis: int) -> int:
+        """Devices of a group that share a host and so send by their ports together; 1 inside a host.
+
+        Measured links were fitted to the groups as they are: their figures are of whole groups.
+        """
+        if not self._spanning[axis] or self.cluster.measured is not None:
+            return 1
+        size = self.mesh.sizes[axis]
+        return max(1, size // self._hosts(axis))
+
+    def _hosts(self, axis: int) -> int:
+        """Hosts of the first group of an axis."""
+        size, stride = self.mesh.sizes[axis], math.prod(self.mesh.sizes[axis + 1 :])
+        return len({self.cluster.host_of(rank * stride) for rank in range(size)})
 
     def _measured(self, kind: str, bytes: int, axis: int) -> float | None:
         """Seconds by what was measured; None where nothing was, or nothing is to be sent."""
@@ -150,9 +204,15 @@ class CostModel:
 
     def _ring_latency(self, axis: int) -> float:
         """Seconds of one trip around the ring of an axis: as few of its hops as possible leave a host."""
-        size, stride = self.mesh.sizes[axis], math.prod(self.mesh.sizes[axis + 1 :])
-        hosts = len({self.cluster.host_of(rank * stride) for rank in range(size)})
-        outside = max(1, hosts - 1) if self.spans_hosts(axis) else 0
+        outside = max(1, self._hosts(axis) - 1) if self.spans_hosts(axis) else 0
+        return self._hop_latencies(self.mesh.sizes[axis], outside)
+
+    def _latency_of_ring(self, axis: int, size: int) -> float:
+        """Likewise of a ring over so many devices of whole hosts, if the axis spans hosts."""
+        outside = max(1, -(-size // self.cluster.devices_per_host) - 1) if self.spans_hosts(axis) else 0
+        return self._hop_latencies(size, outside)
+
+    def _hop_latencies(self, size: int, outside: int) -> float:
         return self.cluster.between.latency * outside + self.cluster.inside.latency * (size - 1 - outside)
 
     def compute(self, flops: float, bytes: float, dtype: torch.dtype, operator: str = "add") -> float:
@@ -165,17 +225,17 @@ class CostModel:
             operator: its name without namespace and overload, such as `"mm"`; measurements tell operators apart.
 
         Returns:
-            Seconds: measured ones of operators of its family where there are such (`Measured.operator_seconds`), else
-            max(flops / peak, bytes / memory bandwidth) + kernel overhead.
+            Seconds: those of operators of its family where there are curves of them, measured ones or those of the
+            device (`operator_curves.operator_seconds`), else max(flops / peak, bytes / memory bandwidth) + kernel
+            overhead.
 
         Source: Whale 3.3 profiles a TaskGraph by its operations and bytes against those of the device; the roofline is
         the same without the run.
         """
-        if self.cluster.measured is not None:
-            seconds = self.cluster.measured.operator_seconds(operator, flops, bytes, dtype)
-            if seconds is not None:
-                return seconds
         device = self.cluster.device
+        seconds = operator_seconds(self._operators, operator, flops, bytes, dtype)
+        if seconds is not None:
+            return seconds
         return max(flops / device.peak(dtype), bytes / device.memory_bandwidth) + device.kernel_overhead
 
     def view(self) -> float:
@@ -197,3 +257,8 @@ class CostModel:
         host_of = self.cluster.host_of
         firsts = (rank for rank in range(self.mesh.size) if rank // stride % sizes[axis] == 0)
         return any(host_of(rank) != host_of(rank + reach) for rank in firsts)
+
+
+def _levels(size: int) -> int:
+    """Height of a binary tree of so many devices."""
+    return math.ceil(math.log2(size))

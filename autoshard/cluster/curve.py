@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +15,12 @@ class Curve:
     Attributes:
         amounts: rising, above zero.
         seconds: above zero and not falling, one for each amount.
+        source: where they were measured or published; empty for measurements of one's own.
     """
 
     amounts: tuple[float, ...]
     seconds: tuple[float, ...]
+    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for what is no measurement; the message says where."""
@@ -56,6 +59,27 @@ class Curve:
         high, high_seconds = self.amounts[after], self.seconds[after]
         low_rate, high_rate = low / low_seconds, high / high_seconds
         return amount / (low_rate + (high_rate - low_rate) * (amount - low) / (high - low))
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Amount per second at every amount."""
+        return tuple(amount / seconds for amount, seconds in zip(self.amounts, self.seconds, strict=True))
+
+    @staticmethod
+    def of_rates(amounts: Iterable[float], rates: Iterable[float], source: str = "") -> Curve:
+        """A curve through published rates, in amounts per second: what benchmarks print."""
+        known = tuple(amounts)
+        return Curve(known, tuple(amount / rate for amount, rate in zip(known, rates, strict=True)), source)
+
+    @staticmethod
+    def slowest(curves: Sequence[Curve]) -> Curve:
+        """The most seconds that any of some curves says, at every amount that one of them knows."""
+        if len(curves) == 1:
+            return curves[0]
+        amounts = tuple(sorted({amount for curve in curves for amount in curve.amounts}))
+        sources = "; ".join(dict.fromkeys(curve.source for curve in curves if curve.source))
+        seconds = (max(curve.at(amount) for curve in curves) for amount in amounts)
+        return Curve(amounts, tuple(itertools.accumulate(seconds, max)), sources)  # rounding may make more take less
 
     @staticmethod
     def through(amounts: Iterable[float], seconds: Iterable[float]) -> Curve:

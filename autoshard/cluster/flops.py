@@ -27,6 +27,9 @@ def flops(op: OpOverload, operands: Sequence[Shape], results: Sequence[Shape], a
     return float(count(operands, results, args)) if count is not None else 0.0
 
 
+_NEVER = 1 << 10
+"""No argument: an operator that computes all scores, whatever the mask."""
+
 _Count = Callable[[Sequence[Shape], Sequence[Shape], Sequence[object]], int]
 
 
@@ -39,22 +42,61 @@ def _product(position: int) -> _Count:
     return count
 
 
-def _attention(queries: Shape, keys: Shape, values: Shape) -> tuple[int, int]:
-    """Operations of one product with the width of a key, and with the width of a value; a causal mask saves nothing."""
-    pairs = math.prod(queries[:-1]) * keys[-2]
+def _attention(queries: Shape, keys: Shape, values: Shape, *, causal: bool) -> tuple[int, int]:
+    """Operations of one product with the width of a key, and with the width of a value.
+
+    Fused kernels leave out the blocks above the diagonal of a causal mask, which a mask that is a tensor does not tell.
+    """
+    rows, columns = queries[-2], keys[-2]
+    seen = rows * columns
+    if causal:
+        seen -= columns * columns // 2 if rows > columns else rows * columns - rows * rows // 2
+    pairs = math.prod(queries[:-2]) * seen
     return 2 * pairs * queries[-1], 2 * pairs * values[-1]
 
 
-def _attention_forward(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
-    """Scores, and the weighted sum of values."""
-    by_key, by_value = _attention(*operands[:3])
-    return by_key + by_value
+def _attention_forward(causal: int) -> _Count:
+    """Scores, and the weighted sum of values; `causal`: position of the argument that says so."""
+
+    def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+        by_key, by_value = _attention(*operands[:3], causal=_is_set(args, causal))
+        return by_key + by_value
+
+    return count
 
 
-def _attention_backward(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+def _attention_backward(causal: int) -> _Count:
     """Scores again, gradients of queries and keys; gradients of values and of weights."""
-    by_key, by_value = _attention(*operands[1:4])
-    return 3 * by_key + 2 * by_value
+
+    def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+        by_key, by_value = _attention(*operands[1:4], causal=_is_set(args, causal))
+        return 3 * by_key + 2 * by_value
+
+    return count
+
+
+def _captured_attention(first: int, causal: int, by_key: int, by_value: int) -> _Count:
+    """Attention of captured graphs: operands from `first` on; products as wide as keys, and as values.
+
+    A causal call and its window, the arguments from `causal` on, leave keys out. Not where there are fewer queries than
+    keys: they may be the last ones, which see all of them.
+    """
+
+    def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
+        queries, keys, values = operands[first : first + 3]
+        rows, columns = queries[-2], keys[-2]
+        seen = rows * columns
+        if _is_set(args, causal) and rows == columns:
+            window = args[causal + 1]
+            width = min(window or columns, columns) if isinstance(window, int) else columns
+            seen = rows * width - width * width // 2
+        return 2 * math.prod(queries[:-2]) * seen * (by_key * queries[-1] + by_value * values[-1])
+
+    return count
+
+
+def _is_set(args: Sequence[object], position: int) -> bool:
+    return len(args) > position and args[position] is True
 
 
 def _convolution(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
@@ -111,24 +153,16 @@ _COUNTS: dict[str, _Count] = {
     **dict.fromkeys(("lstm_steps", "gru_steps", "rnn_steps"), _steps),
     **dict.fromkeys(("lstm_steps_backward", "rnn_steps_backward"), _steps_backward(1)),
     "gru_steps_backward": _steps_backward(2),
-    **dict.fromkeys(
-        (
-            "scaled_dot_product_attention",
-            "_scaled_dot_product_attention_math",
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-        ),
-        _attention_forward,
-    ),
-    **dict.fromkeys(
-        (
-            "_scaled_dot_product_flash_attention_backward",
-            "_scaled_dot_product_flash_attention_for_cpu_backward",
-            "_scaled_dot_product_efficient_attention_backward",
-            "_scaled_dot_product_cudnn_attention_backward",
-        ),
-        _attention_backward,
-    ),
+    "attention": _captured_attention(0, 5, 1, 1),
+    "attention_backward": _captured_attention(1, 8, 3, 2),
+    "scaled_dot_product_attention": _attention_forward(causal=5),
+    "_scaled_dot_product_attention_math": _attention_forward(causal=_NEVER),
+    "_scaled_dot_product_flash_attention": _attention_forward(causal=4),
+    "_scaled_dot_product_flash_attention_for_cpu": _attention_forward(causal=4),
+    "_scaled_dot_product_efficient_attention": _attention_forward(causal=6),
+    "_scaled_dot_product_cudnn_attention": _attention_forward(causal=6),
+    "_scaled_dot_product_flash_attention_backward": _attention_backward(causal=11),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward(causal=7),
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward(causal=11),
+    "_scaled_dot_product_cudnn_attention_backward": _attention_backward(causal=14),
 }

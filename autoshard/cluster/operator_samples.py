@@ -10,7 +10,7 @@ import torch
 
 from autoshard.cluster._torch import OpOverload
 from autoshard.cluster.flops import flops
-from autoshard.cluster.measured import BYTES, FLOPS, INTENSITY
+from autoshard.cluster.operator_curves import BYTES, FLOPS, INTENSITY
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ import jsonschema
 from autoshard.errors import MeshError
 
 FORMAT = "autoshard cluster"
-VERSION = 2
-"""Version 1 knew no `stretches`: it is read as it stands."""
+VERSION = 3
+"""Version 1 knew no `stretches`, version 2 no curves of devices and links: both are read as they stand."""
 
 _POSITIVE = {"type": "number", "exclusiveMinimum": 0}
 _NOT_NEGATIVE = {"type": "number", "minimum": 0}
@@ -24,7 +24,33 @@ def _record(properties: dict[str, Any], optional: tuple[str, ...] = ()) -> dict[
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-_LINK = _record({"bandwidth": _POSITIVE, "latency": _NOT_NEGATIVE})
+_COUNT = {"type": "integer", "minimum": 1}
+_VALUES = {"type": "array", "items": _POSITIVE, "minItems": 1}
+_TEXT = {"type": "string"}
+_SOURCES = {"type": "object", "additionalProperties": _TEXT}
+
+
+def _curve(**about: Any) -> dict[str, Any]:
+    """Schema of a curve over amounts, by seconds or by rates."""
+    schema = _record(
+        {**about, "amounts": _VALUES, "seconds": _VALUES, "rates": _VALUES, "source": _TEXT},
+        ("seconds", "rates", "source"),
+    )
+    return schema | {"oneOf": [{"required": ["seconds"]}, {"required": ["rates"]}]}
+
+
+_OPERATOR = _curve(operator=_NAME, dtype=_NAME, amounts_are={"enum": ["flops", "bytes", "flops_per_byte"]})
+_BUS = _curve(kind=_NAME, size=_COUNT)
+_DISPATCH = _record({"kernel": _NOT_NEGATIVE, "view": _NOT_NEGATIVE, "collective": _NOT_NEGATIVE})
+_LINK = _record(
+    {
+        "bandwidth": _POSITIVE,
+        "latency": _NOT_NEGATIVE,
+        "collectives": {"type": "array", "items": _BUS},
+        "sources": _SOURCES,
+    },
+    ("collectives", "sources"),
+)
 _DEVICE = _record(
     {
         "name": _NAME,
@@ -36,26 +62,24 @@ _DEVICE = _record(
         },
         "memory_bandwidth": _POSITIVE,
         "kernel_overhead": _NOT_NEGATIVE,
-    }
+        "dispatch": _DISPATCH,
+        "compiled_dispatch": _DISPATCH,
+        "operators": {"type": "array", "items": _OPERATOR},
+        "multiprocessors": {"type": "integer", "minimum": 0},
+        "capability": _NOT_NEGATIVE,
+        "compiled": {"type": "boolean"},
+        "sources": _SOURCES,
+    },
+    ("dispatch", "compiled_dispatch", "operators", "multiprocessors", "capability", "compiled", "sources"),
 )
-_CURVE = {"type": "array", "items": _POSITIVE, "minItems": 1}
-_COUNT = {"type": "integer", "minimum": 1}
-_COLLECTIVE = _record({"kind": _NAME, "size": _COUNT, "stride": _COUNT, "amounts": _CURVE, "seconds": _CURVE})
-_OPERATOR = _record(
-    {
-        "operator": _NAME,
-        "dtype": _NAME,
-        "amounts_are": {"enum": ["flops", "bytes", "flops_per_byte"]},
-        "amounts": _CURVE,
-        "seconds": _CURVE,
-    }
-)
+_COLLECTIVE = _curve(kind=_NAME, size=_COUNT, stride=_COUNT)
 _HOSTS = {"device": _DEVICE, "devices_per_host": _COUNT, "inside": _LINK, "between": _LINK}
 _ABOUT = {
     "format": {"const": FORMAT},
     "version": {"enum": list(range(1, VERSION + 1))},
     "name": _NAME,
-    "source": {"type": "string"},
+    "source": _TEXT,
+    "sources": _SOURCES,
     "contention": _NOT_NEGATIVE,
     "measured": _record(
         {
@@ -65,7 +89,7 @@ _ABOUT = {
         }
     ),
 }
-_OPTIONAL = ("source", "contention", "measured")
+_OPTIONAL = ("source", "sources", "contention", "measured")
 EQUAL = _record({**_ABOUT, **_HOSTS}, _OPTIONAL)
 """A cluster of any number of equal devices."""
 _STRETCH = _record({"name": _NAME, "count": _COUNT, **_HOSTS})

@@ -11,6 +11,7 @@ import torch
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
+from autoshard.cluster.operator_curves import paced_curves
 from autoshard.errors import BudgetError
 from autoshard.memory.budget import format_bytes
 
@@ -95,6 +96,7 @@ def paced(device: Device, pace: float) -> Device:
         device,
         peak_flops={name: rate * pace for name, rate in device.peak_flops.items()},
         memory_bandwidth=device.memory_bandwidth * pace,
+        operators=paced_curves(device.operators, pace),
     )
 
 

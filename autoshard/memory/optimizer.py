@@ -57,6 +57,17 @@ class OptimizerMemory:
             held += (whole // shape[-1] + whole // shape[-2]) * itemsize if len(shape) > 1 else elements * itemsize
         return held + _NUMBER * self.numbers
 
+    def moved_bytes(self, shape: Sequence[int], local: Sequence[int], itemsize: int, gradient: int) -> int:
+        """Bytes that the update of one parameter reads and writes: its gradient is read, it and its state are both.
+
+        So does one fused kernel, `fused=True`; an optimizer that runs operator by operator moves more.
+
+        Args:
+            shape, local, itemsize: as for `state_bytes`.
+            gradient: bytes of the gradient on the device.
+        """
+        return 2 * (math.prod(local) * itemsize + self.state_bytes(shape, local, itemsize)) + gradient
+
     def step_bytes(self, held: Sequence[int]) -> int:
         """Bytes of temporaries while the optimizer steps, given the bytes of every trained parameter on the device."""
         if self.foreach:

@@ -73,7 +73,7 @@ def auto_mesh(
     everyone = init_device_mesh(kind, (wanted.devices,), mesh_dim_names=("devices",))
 
     def decide() -> str:
-        result = searched(module, args, kwargs, wanted, options, torch.device(kind))
+        result = searched(module, args, kwargs, wanted, options)
         axes = dict(zip(result.mesh.names, result.mesh.sizes, strict=True))
         return json.dumps({"mesh": axes, "pipeline_axis": result.pipeline_axis, "plan": result.plan.to_json()})
 

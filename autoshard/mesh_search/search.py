@@ -117,7 +117,7 @@ def search(
         verbose=verbose,
     )
     wanted = Wanted(option, devices, pipeline, schedule, microbatches, virtual, batch_dims)
-    return searched(module, args, kwargs, wanted, options, torch.device("cpu"))
+    return searched(module, args, kwargs, wanted, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +161,10 @@ def searched(
     kwargs: dict[str, Any],
     wanted: Wanted,
     options: Options,
-    device: torch.device,
 ) -> SearchResult:
-    """What `search` returns, of checked arguments; `device` says for what type of device the step is captured."""
+    """What `search` returns, of checked arguments."""
     start = time.perf_counter()
-    graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), device=device, mp_policy=options.mp_policy)
+    graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), mp_policy=options.mp_policy)
     capture_seconds = time.perf_counter() - start
     own_memory = options.settings.memory_limit is None
     limit = options.settings.memory_limit or options.cluster.device.memory

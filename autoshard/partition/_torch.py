@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
+from unittest import mock
 
 import sympy
 import torch
@@ -102,6 +104,102 @@ def compile_graph(graph: fx.GraphModule, dynamic: bool) -> Any:
     """
     options: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
     return torch.compile(graph, backend="inductor", dynamic=dynamic, fullgraph=True, options=options)
+
+
+_OVERLAP_OPTIONS: dict[str, Any] = {
+    "compute_estimator": "analytical",  # the hook's prices, which are kept on no disk
+    "pre_bucketing_fsdp_collectives": False,  # sizes buckets by links that it takes for NCCL's
+}
+
+
+@functools.cache
+def _overlap_scheduling() -> Any:
+    """The module of torch that orders and joins collectives; None where a release lacks what is used of it."""
+    try:
+        # Orders and joins the collectives of a graph, for the compiler; takes prices by a hook.
+        from torch._inductor.fx_passes import overlap_scheduling
+    except ImportError:
+        return None
+    names = ("schedule_overlap_bucketing", "estimate_roofline_runtime_ms")
+    if not all(hasattr(overlap_scheduling, name) for name in names):
+        return None
+    known = inspect.signature(overlap_scheduling.schedule_overlap_bucketing).parameters
+    hooks = {"collective_bucketing", "custom_runtime_estimation", "compute_estimator"}
+    return overlap_scheduling if known.keys() >= hooks else None
+
+
+def knows_overlap() -> bool:
+    """Whether this release of torch orders collectives by prices that it is given."""
+    return _overlap_scheduling() is not None
+
+
+def schedule_overlap(
+    graph: fx.GraphModule, seconds: Callable[[fx.Node, int | None], float | None], join: bool, bytes_more: int
+) -> None:
+    """Order the collectives of a graph by torch's pass.
+
+    Args:
+        graph: is changed.
+        seconds: of a call; of a collective, of so many bytes where they are given.
+        join: whether to join collectives, too.
+        bytes_more: that may be held at the peak, over what the graph holds as it is.
+    """
+
+    def milliseconds(node: fx.Node, size: int | None) -> float | None:
+        found = seconds(node, size)
+        return None if found is None else 1e3 * found
+
+    passes = _overlap_scheduling()
+    pass_of_torch = passes.schedule_overlap_bucketing
+    options = {
+        **_OVERLAP_OPTIONS,
+        "collective_bucketing": join,
+        "custom_runtime_estimation": milliseconds,
+        "max_memory_increase_gb": bytes_more / 2**30,
+        "max_memory_increase_ratio": None,
+    }
+    known = inspect.signature(pass_of_torch).parameters
+    # It asks a GPU for its rates before it takes our prices instead of what they say.
+    with mock.patch.object(passes, "estimate_roofline_runtime_ms", return_value=0.0):
+        pass_of_torch(graph, **{name: value for name, value in options.items() if name in known})
+
+
+def has_symmetric_memory(group: str) -> bool:
+    """Whether a process group has symmetric memory, and this release of torch fuses products with its collectives."""
+    try:
+        from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group  # of a group by its name
+    except ImportError:
+        return False
+    return _fuse_products() is not None and is_symm_mem_enabled_for_group(group)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _fuse_products() -> Callable[[fx.Graph], None] | None:
+    try:
+        # Fuses products with the gathers before them and the reduce-scatters behind them, in symmetric memory.
+        from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+    except ImportError:
+        return None
+    found: Callable[[fx.Graph], None] = micro_pipeline_tp_pass
+    return found
+
+
+def fuse_products(graph: fx.Graph) -> None:
+    """Fuse products with collectives over groups that have symmetric memory, by torch's pass."""
+    pass_of_torch = _fuse_products()
+    assert pass_of_torch is not None, "no group has symmetric memory"
+    pass_of_torch(graph)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), _fake)
+            mode = next(one.meta["val"].fake_mode for one in graph.nodes if isinstance(one.meta.get("val"), FakeTensor))
+            with mode, torch.no_grad():
+                node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _fake(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
 Arguments = ParamSpec("Arguments")

@@ -22,7 +22,7 @@ class GraphEmitter:
         mesh: the mesh axes.
         groups: for every axis, the name of the process group of this rank's line along it.
         mode: the fake mode that the captured graph's tensors belong to.
-        device: of the program's tensors.
+        home: the device of the program's tensors.
         sizes: where sizes are dynamic, those that the fake tensors have. What depends on them stands as `Size`s and
             `Ratio`s in the graph's arguments.
     """
@@ -32,7 +32,7 @@ class GraphEmitter:
         mesh: MeshShape,
         groups: Sequence[str],
         mode: FakeTensorMode,
-        device: torch.device,
+        home: torch.device,
         sizes: Sizes | None = None,
     ) -> None:
         self.mesh = mesh
@@ -40,26 +40,33 @@ class GraphEmitter:
         self.phase = "forward"
         self._groups = tuple(groups)
         self._mode = mode
-        self._device = device
+        self.home = home
         self.streams = 0  # how many random operators were emitted: each has a number
         self._coordinates: list[fx.Node] = []
+        self._host_coordinates: list[fx.Node] = []
         self._seed: fx.Node | None = None
         self._symbolic = SymbolicShapes(sizes) if sizes else None
         self._results: dict[tuple[Any, ...], Any] = {}  # fake tensors, which equal calls of an operator share
 
-    def placeholder(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        """An input of the program, with its local shape."""
+    def placeholder(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+    ) -> fx.Node:
+        """An input of the program, with its local shape; by default on the program's device."""
         node = self.graph.placeholder(name)
         with self._mode:
-            node.meta["val"] = torch.empty([int(size) for size in shape], dtype=dtype, device=self._device)
+            node.meta["val"] = torch.empty([int(size) for size in shape], dtype=dtype, device=device or self.home)
         if self._symbolic is not None:
             self._symbolic.placeholder(node, shape)
         return node
 
     def ranks(self) -> None:
-        """Take the rank's coordinates and the step's seed as the next inputs of the program."""
+        """Take what `Ranks.arguments` gives as the next inputs of the program."""
+        host = torch.device("cpu")
         self._coordinates = [self.placeholder(f"coordinate_{name}", (), torch.int64) for name in self.mesh.names]
-        self._seed = self.placeholder("seed", (), torch.int64)
+        self._host_coordinates = [
+            self.placeholder(f"host_coordinate_{name}", (), torch.int64, host) for name in self.mesh.names
+        ]
+        self._seed = self.placeholder("seed", (), torch.int64, host)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         node = self.graph.call_function(op, args, kwargs)
@@ -81,8 +88,8 @@ class GraphEmitter:
         return self._results[key]
 
     def _item(self, node: fx.Node, index: int, val: Any) -> fx.Node | None:
-        if val is None:
-            return None
+        if not isinstance(val, torch.Tensor):
+            return None  # numbers among the results are known before the program runs
         item = self.graph.call_function(operator.getitem, (node, index))
         self._finish(item, val)
         if self._symbolic is not None:
@@ -96,6 +103,9 @@ class GraphEmitter:
 
     def coordinate(self, axis: int) -> fx.Node:
         return self._coordinates[axis]
+
+    def host_coordinate(self, axis: int) -> fx.Node:
+        return self._host_coordinates[axis]
 
     def group(self, axis: int) -> str:
         return self._groups[axis]

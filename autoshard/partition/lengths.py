@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from autoshard.errors import InputError
+from autoshard.partition.seeds import backends
 from autoshard.patterns.local import collectives
 from autoshard.specs.layout import dim_of
 from autoshard.specs.spec import is_shard
@@ -97,9 +98,12 @@ def check_blocks(counts: Sequence[int], axis: str) -> None:
 
 def _lengths(own: Sequence[int], device_mesh: DeviceMesh, axis: int) -> list[list[int]]:
     """For each of this rank's lengths, those of all ranks along an axis."""
-    mine = torch.tensor(own, dtype=torch.int64, device=device_mesh.device_type)
-    group = device_mesh.get_group(axis).group_name
-    gathered = collectives.wait_tensor(collectives.all_gather_into_tensor(mine, device_mesh.size(axis), group))
+    group = device_mesh.get_group(axis)
+    # Lengths are known on the host. Where hosts can tell each other, no device is waited for.
+    device = "cpu" if "cpu" in backends(group) else device_mesh.device_type
+    mine = torch.tensor(own, dtype=torch.int64, device=device)
+    pending = collectives.all_gather_into_tensor(mine, device_mesh.size(axis), group.group_name)
+    gathered = collectives.wait_tensor(pending)
     ranks: list[list[int]] = gathered.view(device_mesh.size(axis), len(own)).t().tolist()
     return ranks
 

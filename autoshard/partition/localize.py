@@ -12,6 +12,7 @@ from torch import fx
 
 from autoshard.capture.joint import JointInput
 from autoshard.capture.recompute import RECOMPUTES
+from autoshard.capture.twin import DEVICE
 from autoshard.errors import PlanError
 from autoshard.partition.emitter import GraphEmitter
 from autoshard.partition.shares_emitter import SharesEmitter
@@ -67,10 +68,10 @@ class LocalStep:
 
     Where sizes are dynamic, shapes and the graph's arguments hold them as `Size`s.
 
-    The graph takes the tensors of `inputs` that are no tangents, then the rank's coordinates and the step's seed,
-    then the tangents; it returns the tensors of `outputs`, forward ones first. It `repeats` work where the backward
-    half gathers again what the forward half had gathered, or runs operators again. Where the ranks of an axis hold
-    shares of their own of a dynamic size, it is `shared`.
+    The graph takes the tensors of `inputs` that are no tangents, then the rank's coordinates, on the program's device
+    and on the host, and the step's seed, then the tangents; it returns the tensors of `outputs`, forward ones first. It
+    `repeats` work where the backward half gathers again what the forward half had gathered, or runs operators again.
+    Where the ranks of an axis hold shares of their own of a dynamic size, it is `shared`.
     """
 
     graph_module: fx.GraphModule
@@ -95,6 +96,7 @@ class Localizer:
         flow: the graph, its rules and the decisions.
         resharder: finds the reshards, the same that priced them.
         groups: for every mesh axis, the name of the process group of this rank's line along it.
+        home: the device of the program's tensors: of this rank, or of its type.
         sizes: where sizes are dynamic, those that stand for all; by default those that the rules were made at.
         shared: the axis of which ranks hold shares of their own, if there is one.
     """
@@ -104,6 +106,7 @@ class Localizer:
         flow: Flow,
         resharder: Resharder,
         groups: Sequence[str],
+        home: torch.device = DEVICE,
         sizes: Sizes | None = None,
         shared: SharedAxis | None = None,
     ) -> None:
@@ -113,9 +116,9 @@ class Localizer:
         self.resharder = resharder
         example = next(node.meta["val"] for node in flow.graph.graph_module.graph.nodes if node.op == "placeholder")
         self.emit = (
-            GraphEmitter(flow.mesh, groups, example.fake_mode, example.device, self.sizes)
+            GraphEmitter(flow.mesh, groups, example.fake_mode, home, self.sizes)
             if shared is None
-            else SharesEmitter(flow.mesh, groups, example.fake_mode, example.device, self.sizes, shared)
+            else SharesEmitter(flow.mesh, groups, example.fake_mode, home, self.sizes, shared)
         )
         self._shared = shared
         self.made: dict[str, fx.Node] = {}  # key of a value or copy -> the node that holds it
@@ -182,6 +185,8 @@ class Localizer:
         spec = self.flow.produced(value)
         border = self._border(source.kind, source.name, value, spec)
         node = self.emit.placeholder(name, border.local_shape(self.flow.mesh), border.dtype)
+        if source.kind == "parameter":
+            node.meta["layer"] = self.rules.parameter_layers[source.name]
         self.made[value.name] = node
         self._zeros.add(node)  # as inputs are padded
         return border

@@ -20,7 +20,7 @@ from autoshard.cluster.shares import divided
 from autoshard.errors import InputError
 from autoshard.partition.lengths import check_blocks, local_shares, whole_shapes
 from autoshard.partition.localize import Border
-from autoshard.partition.shards import local_of
+from autoshard.partition.shards import local_of, on_device
 from autoshard.partition.step import Program
 from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
@@ -179,7 +179,7 @@ class Runtime:
             return (module._parameters if border.kind == "parameter" else module._buffers), name
         if border.kind == "constant":
             item = next(item for item in graph.inputs if item.kind == "constant" and item.name == border.name)
-            return _attribute(self.module, item) or item.value
+            return place_constant(self.module, item, self.device_mesh)
         return None
 
     def _run(self, served: Served, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,7 +189,8 @@ class Runtime:
         for border, place in zip(step.inputs, served.held, strict=True):
             if isinstance(place, tuple):
                 held = place[0][place[1]]
-                tensors.append(held.detach() if border.kind == "constant" else held)  # set by the call before
+                # An attribute may be set anew between calls: by the call before, or by the user, on any device.
+                tensors.append(on_device(held.detach(), self.device_mesh) if border.kind == "constant" else held)
             elif place is not None:
                 tensors.append(place)
             elif border.kind == "input":
@@ -285,6 +286,21 @@ def _attribute(module: nn.Module, constant: JointInput) -> tuple[dict[str, Any],
         return None
     held, shape = table.get(name), constant.node.meta["val"].shape
     return (table, name) if isinstance(held, torch.Tensor) and held.shape == shape and not held.is_meta else None
+
+
+def place_constant(
+    module: nn.Module, constant: JointInput, device_mesh: DeviceMesh
+) -> tuple[dict[str, Any], str] | torch.Tensor | None:
+    """Move a tensor that the graph holds to this rank's device, and tell where to find it: a table and its key, or it.
+
+    An attribute of the module is replaced by what was moved. Any other tensor is not the module's alone: it stays.
+    """
+    place = _attribute(module, constant)
+    if place is not None:
+        table, name = place
+        table[name] = on_device(table[name], device_mesh)
+        return place
+    return None if constant.value is None else on_device(constant.value, device_mesh)
 
 
 def check_constants(graph: JointGraph, module: nn.Module) -> None:

@@ -313,8 +313,30 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def synchronize_buffers(module: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Give the buffers of a module the numbers that they have on rank 0, in place, as DDP does."""
-    for buffer in module.buffers():
-        if not buffer.is_meta and not isinstance(buffer, DTensor):
-            buffer.copy_(from_first_rank(buffer.to(device_mesh.device_type), device_mesh))
+@torch.no_grad()
+def place_buffers(module: nn.Module, device_mesh: DeviceMesh) -> None:
+    """Move the buffers of a module to this rank's device, with the numbers that they have on rank 0, as DDP does.
+
+    A buffer that lies on the device already is filled in place. Another one is replaced under all its names, as
+    `module.to(device)` replaces buffers; tied ones stay tied. Buffers on the meta device have no numbers yet: they are
+    left to `materialize`.
+    """
+    placed: dict[Tensor, Tensor] = {}
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and not buffer.is_meta and not isinstance(buffer, DTensor):
+                if buffer not in placed:
+                    placed[buffer] = _place(buffer, device_mesh)
+                owner._buffers[name] = placed[buffer]
+
+
+def _place(buffer: Tensor, device_mesh: DeviceMesh) -> Tensor:
+    """The buffer itself, filled with rank 0's numbers; another tensor where it is not on this rank's device."""
+    moved = on_device(buffer, device_mesh)
+    value = from_first_rank(moved, device_mesh)
+    return buffer.copy_(value) if moved is buffer else value
+
+
+def on_device(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
+    """The tensor on this rank's device of the mesh: itself where it lies there already."""
+    return tensor.to(device_mesh.device_type)  # a type without an index is the rank's current device

@@ -26,7 +26,7 @@ class SharesEmitter(GraphEmitter):
     """A `GraphEmitter` for a mesh with a shared axis.
 
     Args:
-        mesh, groups, mode, device: as of `GraphEmitter`.
+        mesh, groups, mode, home: as of `GraphEmitter`.
         sizes: the values of all symbols but those of shares.
         shared: the axis.
     """
@@ -36,12 +36,12 @@ class SharesEmitter(GraphEmitter):
         mesh: MeshShape,
         groups: Sequence[str],
         mode: FakeTensorMode,
-        device: torch.device,
+        home: torch.device,
         sizes: Sizes,
         shared: SharedAxis,
     ) -> None:
         self.sizes = shared.example(sizes)
-        super().__init__(mesh, groups, mode, device, self.sizes)
+        super().__init__(mesh, groups, mode, home, self.sizes)
         self.shared = shared
         self._given: set[Any] = set()  # expressions that speak of shares themselves
         self._places: set[fx.Node] = set()  # nodes that follow from the rank's coordinate alone
@@ -51,8 +51,10 @@ class SharesEmitter(GraphEmitter):
         self._given.add(expr)
         return Size.of(expr, self.sizes)
 
-    def placeholder(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        return super().placeholder(name, self.taken(shape), dtype)
+    def placeholder(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+    ) -> fx.Node:
+        return super().placeholder(name, self.taken(shape), dtype, device)
 
     def taken(self, shape: Sequence[int]) -> tuple[int, ...]:
         """A local shape with a rank's share in place of a block."""
@@ -71,8 +73,8 @@ class SharesEmitter(GraphEmitter):
         except ValueError as error:
             raise self._unknown(op, error) from error
         scaled = self._depends((args, kwargs))
-        if scaled and op == aten.mul.Tensor and args[0] is self.coordinate(self.shared.axis):
-            return self._start(args[1])
+        if scaled and op == aten.mul.Tensor and args[0] in self._shared_coordinates():
+            return self._start(args[1], self.device(args[0]))
         operands: list[fx.Node] = []
         fx.node.map_arg((args, kwargs), operands.append)
         places = self._is_place(operands)
@@ -84,17 +86,21 @@ class SharesEmitter(GraphEmitter):
             self._places.update(made if isinstance(made, tuple) else (made,))
         return made
 
-    def _start(self, steps: Size) -> fx.Node:
+    def _shared_coordinates(self) -> tuple[fx.Node, fx.Node]:
+        """The rank's coordinate on the shared axis, on its device and on the host."""
+        return self.coordinate(self.shared.axis), self.host_coordinate(self.shared.axis)
+
+    def _start(self, steps: Size, device: torch.device) -> fx.Node:
         """Where a rank's share of a dim begins, given its length there: what would be coordinate times block."""
         start = self.share(steps.expr / self.shared.own * self.shared.before)
-        device = self.device(self.coordinate(self.shared.axis))
         node: fx.Node = super().call(aten.full.default, [], start, dtype=torch.int64, device=device)
         return node
 
     def _is_place(self, operands: Sequence[fx.Node]) -> bool:
         """Whether what is made of these follows from the coordinates alone, that on the shared axis among them."""
-        own = {self.coordinate(self.shared.axis), *self._places}
-        return not own.isdisjoint(operands) and own.union(self._coordinates).issuperset(operands)
+        own = {*self._shared_coordinates(), *self._places}
+        every = own.union(self._coordinates, self._host_coordinates)
+        return not own.isdisjoint(operands) and every.issuperset(operands)
 
     def _depends(self, arguments: Any) -> bool:
         """Whether a number among the arguments is a rank's share, or a multiple of it."""

@@ -11,11 +11,12 @@ from torch import fx
 
 from autoshard.partition._torch import compile_graph, split_joint, take_list
 from autoshard.partition.localize import LocalStep
+from autoshard.partition.overlap import Arrangement, arrange_own
 from autoshard.partition.weights import Part, part, part_at_ends
 from autoshard.patterns.ring import lower_shifts
 from autoshard.patterns.routed_exchange import programs
-from autoshard.reshard.bucket import bucket_reductions, is_border
-from autoshard.reshard.overlap import schedule
+from autoshard.reshard.bucket import is_border
+from autoshard.reshard.gathers import carry_layers
 from autoshard.reshard.unreduced import Reduced, Unreduced, take_reductions, with_sums
 from autoshard.size import Ratio, Size
 
@@ -62,8 +63,14 @@ class Halves:
         return tuple(half.graph for half in (self.forward, self.backward) if half is not None)
 
 
-def split(step: LocalStep, compile: bool, in_parts: bool = False, reduced: Reduced | None = None) -> Halves:
-    """Split a local step with torch's partitioner and schedule its collectives.
+def split(
+    step: LocalStep,
+    compile: bool,
+    in_parts: bool = False,
+    reduced: Reduced | None = None,
+    arrange: Arrangement = arrange_own,
+) -> Halves:
+    """Split a local step with torch's partitioner, and join and order its collectives.
 
     Args:
         step: the program.
@@ -71,8 +78,10 @@ def split(step: LocalStep, compile: bool, in_parts: bool = False, reduced: Reduc
             then recomputed in the backward half, unless the plan itself says what is done again.
         in_parts: whether gradients of parameters may be wanted later than those of inputs.
         reduced: if gradients of parameters are added up over several runs before they are reduced, which ones.
+        arrange: joins and orders the collectives of a half; reductions of such sums are arranged as planned.
     """
     joint = step.graph_module
+    carry_layers(joint.graph)
     compile = compile and not _is_sized_by_data(joint)
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
@@ -92,12 +101,9 @@ def split(step: LocalStep, compile: bool, in_parts: bool = False, reduced: Reduc
     if unreduced is not None and backward is not None:
         reduction = _reduction(unreduced, backward if parts is None else parts[1], compile, dynamic=bool(taken))
     backwards = [half for half in (backward, *(one.graph for one in parts or ())) if half is not None]
-    # What the forward half reduces is not joined: who keeps the loss would keep the buffer of all its neighbours.
-    forward.graph.eliminate_dead_code(is_impure_node=is_border)
-    for half in backwards:
-        bucket_reductions(half.graph)
     for half in (forward, *backwards):
-        schedule(half.graph)
+        half.graph.eliminate_dead_code(is_impure_node=is_border)
+        arrange(half, half is forward)
         if compile:
             lower_shifts(half.graph)
     forward_sizes = take_sizes(forward.graph)

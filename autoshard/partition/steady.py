@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoshard.errors import RuleError
@@ -16,23 +17,26 @@ from autoshard.size import Sizes, at, plain
 from autoshard.specs.shared_axis import SharedAxis
 
 
-def steady_step(flow: Flow, resharder: Resharder, groups: Sequence[str], shared: SharedAxis | None) -> LocalStep:
+def steady_step(
+    flow: Flow, resharder: Resharder, groups: Sequence[str], home: torch.device, shared: SharedAxis | None
+) -> LocalStep:
     """The program of a plan; of a graph of dynamic sizes, one that is the same at all of them.
 
     Args:
         flow: the graph, and what was decided.
         resharder: for the collectives.
         groups: for every mesh axis, the name of its process group.
+        home: the device of the program's tensors.
         shared: the mesh axis of which ranks hold shares of their own, if there is one.
 
     Raises:
         PlanError: an operator can't have shares of its own as the plan has it.
         RuleError: the program would be another one at other sizes.
     """
-    step = Localizer(flow, resharder, groups, shared=shared).run()
+    step = Localizer(flow, resharder, groups, home, shared=shared).run()
     if flow.graph.dynamic is not None:
         others = generic_sizes(flow.graph, flow.mesh, flow.rules.generic)
-        other = Localizer(flow, resharder, groups, others, shared).run()
+        other = Localizer(flow, resharder, groups, home, others, shared).run()
         check_steady(step, other, others if shared is None else shared.example(others))
     return step
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ from autoshard.errors import InputError
 from autoshard.partition._torch import per_rank
 from autoshard.partition.gradient_sums import GradientSums
 from autoshard.partition.localize import Border, LocalStep
+from autoshard.partition.seeds import Seeds, coordinates_on
 from autoshard.partition.shards import coordinate_of, local_of, wrap
 from autoshard.partition.split import Halves
-from autoshard.patterns.local import collectives
 from autoshard.size import Sizes, at, evaluate
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import true_local_shape
@@ -35,32 +36,31 @@ class Ranks:
         device_mesh: the mesh.
         device: where the program runs.
         part: number of the program among those that run side by side on other ranks: each draws numbers of its own.
+        seeds: those of the mesh's steps, which all its programs may share.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, device: torch.device, part: int = 0) -> None:
+    def __init__(
+        self, device_mesh: DeviceMesh, device: torch.device, part: int = 0, seeds: Seeds | None = None
+    ) -> None:
         self.device_mesh = device_mesh
         self._part = part
+        self._seeds = Seeds(device_mesh) if seeds is None else seeds
         self.mesh = MeshShape.of(device_mesh)
         self.device = device
         self.groups = tuple(device_mesh.get_group(axis).group_name for axis in range(self.mesh.ndim))
-        self.coordinates = tuple(
-            torch.full((), device_mesh.get_local_rank(axis), dtype=torch.int64, device=device)
-            for axis in range(self.mesh.ndim)
-        )
-        self._no_seed = torch.zeros((), dtype=torch.int64, device=device)
+        self.coordinates = coordinates_on(device_mesh, device)
+        self.host_coordinates = coordinates_on(device_mesh, torch.device("cpu"))
+        self._no_seed = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def seed(self, draws: bool) -> torch.Tensor:
-        """The seed of one step, drawn from torch's default generator on the first rank and equal on all.
-
-        The first rank's number is what remains of a sum over each axis in which the others hold zero.
-        """
+        """The seed of one step, on the CPU: see `Seeds`. Zero for a program that draws nothing."""
         if not draws:
             return self._no_seed
-        seed = torch.randint(0, 2**62, (), dtype=torch.int64).to(self.device)
-        for coordinate, group in zip(self.coordinates, self.groups, strict=True):
-            seed = collectives.all_reduce(seed * (coordinate == 0), "sum", group)
-            seed = collectives.wait_tensor(seed)
-        return seed ^ (self._part * _FAR_APART % 2**62)
+        return self._seeds.agree() ^ (self._part * _FAR_APART % 2**62)
+
+    def arguments(self, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a program takes behind its tensors, in the order of `GraphEmitter.ranks`."""
+        return (*self.coordinates, *self.host_coordinates, seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,8 @@ class Program:
         """Outputs, without padding, and saved tensors of the forward half."""
         seed = self.ranks.seed(self.halves.draws) if seed is None else seed
         numbers = _numbers(self.halves.forward_sizes, sizes)
-        results = self.halves.forward(*locals_, *self.ranks.coordinates, seed, *numbers)
+        with _without_autocast():
+            results = self.halves.forward(*locals_, *self.ranks.arguments(seed), *numbers)
         borders = self.step.forward_outputs
         outputs = [self._true(result, at(border, sizes)) for result, border in zip(results, borders, strict=False)]
         return outputs, results[len(borders) :]
@@ -173,11 +174,22 @@ class Program:
 
 def _called(graph: Any, arguments: list[Any]) -> list[torch.Tensor]:
     """The results of a graph; the list is emptied, so that what nobody needs any more is freed on the way."""
-    if isinstance(graph, fx.GraphModule):
-        return list(graph(arguments))
-    taken = tuple(arguments)  # compiled
-    arguments.clear()
-    return list(graph(*taken))
+    with _without_autocast():
+        if isinstance(graph, fx.GraphModule):
+            return list(graph(arguments))
+        taken = tuple(arguments)  # compiled
+        arguments.clear()
+        return list(graph(*taken))
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Context in which operators run as they stand in a graph, which has the casts of the capture in it."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _numbers(expressions: Sequence[sympy.Expr], sizes: Sizes) -> list[int | float]:

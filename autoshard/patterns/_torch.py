@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _dispatch_has_kernel_for_dispatch_key as _has_kernel  # whether a device has an operator
+from torch._C import _dispatch_key_for_device as _dispatch_key  # the name of a device's kernels
 from torch._library.custom_ops import CustomOpDef  # what torch.library.custom_op returns
 from torch._ops import (
     OpOverload,  # the type of an operator such as torch.ops.aten.mm.default
@@ -53,11 +55,14 @@ __all__ = [
     "TupleStrategy",
     "collectives",
     "dtensor_meta",
+    "has_philox",
     "mesh_placer",
     "of_all_ranks",
     "on_one_device",
     "outside_modes",
     "overload_for",
+    "philox_normal_",
+    "philox_uniform_",
     "place_in_group",
     "runs_on_all_ranks",
     "runs_unchanged",
@@ -82,6 +87,41 @@ def place_in_group(group: str) -> tuple[int, int]:
     """This rank's place among the ranks of a group, and how many they are."""
     found = _resolve_process_group(group)  # type: ignore[arg-type]  # later releases give names a type of their own
     return found.rank(), found.size()
+
+
+def has_philox(device_type: str) -> bool:
+    """Whether torch has its stateless generator for devices of this type."""
+    name = "aten::_philox_uniform_"
+    return hasattr(torch.ops.aten, "_philox_uniform_") and _has_kernel(name, _dispatch_key(device_type))
+
+
+def philox_uniform_(values: Tensor, key: int, offset: int, low: float, high: float) -> Tensor:
+    """Fill a floating tensor with uniform numbers in [low, high), of torch's stateless generator.
+
+    Args:
+        values: the tensor, on a device that `has_philox`.
+        key: 64 bits.
+        offset: where in the key's numbers to begin. As many are used as the tensor has elements, or fewer.
+        low, high: ends of the interval.
+    """
+    pair = _philox_key(key, offset, values.device)
+    filled: Tensor = torch.ops.aten._philox_uniform_(values, pair, low, high)  # since torch 2.13, on CUDA
+    return filled
+
+
+def philox_normal_(values: Tensor, key: int, mean: float, std: float) -> Tensor:
+    """Fill a floating tensor with normal numbers; arguments as for `philox_uniform_`."""
+    pair = _philox_key(key, 0, values.device)
+    filled: Tensor = torch.ops.aten._philox_normal_(values, pair, mean, std)  # likewise, of normal numbers
+    return filled
+
+
+def _philox_key(key: int, offset: int, device: torch.device) -> Tensor:
+    """Key and offset as torch takes them. They are filled in: a copy from the host would wait for the device."""
+    pair = torch.empty(2, dtype=torch.int64, device=device)
+    for place, number in enumerate((key, offset)):
+        pair[place].fill_(number - (1 << 64) if number >> 63 else number)
+    return pair.view(torch.uint64)
 
 
 Placer = Callable[..., Any]

@@ -16,6 +16,7 @@ from torch import fx
 from torch.distributed.tensor import Placement, Replicate
 
 from autoshard.capture.joint import JointGraph, JointOutput
+from autoshard.capture.layers import parameter_layers
 from autoshard.capture.mixed_precision import REDUCED
 from autoshard.capture.recompute import RECOMPUTES
 from autoshard.capture.simplify import is_random
@@ -69,6 +70,13 @@ def value_of(node: fx.Node) -> Value:
         assert isinstance(index, int)
         return Value(source, index)
     return Value(node)
+
+
+def uncast(node: fx.Node) -> fx.Node:
+    """The node that a node is in another dtype, or itself: a policy of precisions casts parameters."""
+    while node.target is torch.ops.aten._to_copy.default:
+        (node,) = node.all_input_nodes
+    return node
 
 
 def operand_nodes(node: fx.Node) -> Iterator[fx.Node]:
@@ -182,6 +190,11 @@ class GraphRules:
             where = self.graph.module_path(node)
             self._pinned[key] = pinned_spec(self._pins[node], Value(node).meta.shape, mesh, where)
         return self._pinned[key]
+
+    @cached_property
+    def parameter_layers(self) -> dict[str, str]:
+        """The layer that every parameter belongs to."""
+        return parameter_layers(self.graph)
 
     @cached_property
     def _pins(self) -> dict[fx.Node, tuple[Placement, ...]]:

@@ -25,18 +25,23 @@ class Emitter(Protocol):
     """
 
     mesh: MeshShape
+    home: torch.device
+    """Where the tensors of the program are."""
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """The value of one operator call; a tuple of values where the operator has several results."""
 
     def coordinate(self, axis: int) -> Any:
-        """This rank's coordinate on an axis: a 0-d int64 value."""
+        """This rank's coordinate on an axis: a 0-d int64 value on the program's device."""
+
+    def host_coordinate(self, axis: int) -> Any:
+        """The same on the CPU, for what the host has to know: reading it waits for no device."""
 
     def group(self, axis: int) -> str:
         """Name of the process group of this rank's line along an axis."""
 
     def seed(self) -> Any:
-        """The step's random seed, equal on all ranks: a 0-d int64 value."""
+        """The step's random seed, equal on all ranks: a 0-d int64 value on the CPU."""
 
     def stream(self) -> int:
         """A number of its own for every random operator of the program, equal on all ranks."""
@@ -91,6 +96,12 @@ class LocalCall:
         """A non-tensor argument by its name in the operator's schema."""
         return self.call.arg(name)
 
+    def _at_home(self, op: Any) -> dict[str, torch.device]:
+        """The device for an operator that makes a tensor out of none: a captured graph names none."""
+        if self.call.operands or all(argument.name != "device" for argument in op._schema.arguments):
+            return {}
+        return {"device": self.emit.home}
+
     def axes(self, name: str) -> tuple[int, ...]:
         """Mesh axes that shard the factor `name` or a part of it, in mesh order."""
         indices = self.rule.indices(name)
@@ -111,11 +122,19 @@ class LocalCall:
         """Which part of the factor `name` this rank holds (0-d int64 value, first axis outermost); None if whole."""
         return self.linear_index(self.axes(name))
 
-    def linear_index(self, axes: Sequence[int]) -> Any:
-        """Row-major index of this rank among the ranks of `axes`: a 0-d int64 value; None without axes."""
+    def linear_index(self, axes: Sequence[int], *, host: bool = False) -> Any:
+        """Row-major index of this rank among the ranks of `axes`.
+
+        Args:
+            axes: numbers of mesh axes, the outermost first.
+            host: whether the index is to be known on the host, and not on the program's device.
+
+        Returns:
+            A 0-d int64 value; None without axes.
+        """
         index = None
         for axis in axes:
-            coordinate = self.emit.coordinate(axis)
+            coordinate = self.emit.host_coordinate(axis) if host else self.emit.coordinate(axis)
             if index is None:
                 index = coordinate
             else:
@@ -162,7 +181,7 @@ class LocalCall:
         kwargs = {name: local(value) for name, value in self.call.kwargs}
         op = self.call.op if op is None else op
         names = [argument.name for argument in op._schema.arguments]
-        for name, value in changed.items():
+        for name, value in (self._at_home(op) | changed).items():
             position = names.index(name)
             if position < len(args):
                 args[position] = value

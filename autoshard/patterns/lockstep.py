@@ -38,6 +38,7 @@ class Lockstep:
 
     def __init__(self, mesh: MeshShape, seed: int = 0) -> None:
         self.mesh = mesh
+        self.home = torch.device("cpu")
         self._coordinates = list(mesh.coordinates())
         self._seed = seed
         self._streams = itertools.count()
@@ -74,6 +75,10 @@ class Lockstep:
     def coordinate(self, axis: int) -> PerRank:
         """Every rank's coordinate on an axis."""
         return PerRank(tuple(torch.tensor(coordinate[axis]) for coordinate in self._coordinates))
+
+    def host_coordinate(self, axis: int) -> PerRank:
+        """The same: everything runs on the CPU."""
+        return self.coordinate(axis)
 
     def group(self, axis: int) -> str:
         """The name of the axis stands for its process groups."""

@@ -12,12 +12,16 @@ from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import OpOverload
+from autoshard.capture.attention import attention
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.effects import Effects
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.joint import capture_forward
+from autoshard.capture.python_calls import is_effect
+from autoshard.capture.rms_norm import rms_norm
 from autoshard.capture.simplify import is_random
 from autoshard.capture.task_graphs import TaskGraph, defaults_of, mark_defaults
+from autoshard.pipeline.gradient_calls import gradient_groups
 
 aten = torch.ops.aten
 
@@ -100,7 +104,7 @@ def exported(
     for node in [node for node in graph.nodes if node.target in _ASSERTIONS]:
         graph.erase_node(node)
     graph.eliminate_dead_code(
-        is_impure_node=lambda node: node.op in ("placeholder", "output") or node in effects.changed
+        is_impure_node=lambda node: node.op in ("placeholder", "output") or node in effects.changed or is_effect(node)
     )
     together = _together(graph, effects)
     differentiable = {node.name for node in graph.nodes if node in effects.differentiable}
@@ -123,7 +127,7 @@ def _operators(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _together(graph: fx.Graph, effects: Effects) -> tuple[tuple[str, ...], ...]:
-    """Groups of nodes between which no stage may end: what they read or make is changed in place."""
+    """Groups of nodes between which no stage may end: what they read or make is changed in place, or has a hook."""
     operators = _operators(graph)
     touched = {
         node: effects.memory[node].union(*(effects.memory[source] for source in node.all_input_nodes))
@@ -131,16 +135,23 @@ def _together(graph: fx.Graph, effects: Effects) -> tuple[tuple[str, ...], ...]:
     }
     held = frozenset[int]().union(*(effects.memory[node] for node in graph.find_nodes(op="placeholder")))
     groups: list[set[fx.Node]] = []
+    for group in gradient_groups(graph):
+        groups = _joined(groups, group)
     for piece in dict.fromkeys(piece for changed in effects.changed.values() for piece in sorted(changed)):
         touching = [node for node in operators if piece in touched[node]]
         if piece not in held:
             last = max(place for place, node in enumerate(touching) if piece in effects.changed.get(node, ()))
             touching = touching[: last + 1]
-        joined = {*touching}.union(*(group for group in groups if not group.isdisjoint(touching)))
-        groups = [group for group in groups if group.isdisjoint(touching)] + [joined]
+        groups = _joined(groups, {*touching})
     position = {node: place for place, node in enumerate(operators)}
     ordered = [sorted(group, key=position.__getitem__) for group in groups]
     return tuple(tuple(node.name for node in group) for group in sorted(ordered, key=lambda group: position[group[0]]))
+
+
+def _joined(groups: list[set[fx.Node]], added: set[fx.Node]) -> list[set[fx.Node]]:
+    """The groups with another one, joined with those that share nodes with it."""
+    joined = added.union(*(group for group in groups if not group.isdisjoint(added)))
+    return [group for group in groups if group.isdisjoint(added)] + [joined]
 
 
 def _part_results(graph: fx.Graph, differentiable: set[str]) -> None:
@@ -200,4 +211,4 @@ def _draws(node: fx.Node, module: fx.GraphModule) -> bool:
         region = module.get_submodule(str(source.target)) if source.op == "get_attr" else None
         if isinstance(region, fx.GraphModule):
             return any(_draws(inner, region) for inner in region.graph.nodes)
-    return is_random(node) or not isinstance(node.target, OpOverload)
+    return is_random(node) or not (isinstance(node.target, OpOverload) or node.target in (attention, rms_norm))

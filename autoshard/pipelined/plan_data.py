@@ -60,7 +60,7 @@ def _check_stages(data: Mapping[str, Any], what: str) -> None:
         SHARDING.check(stage, f"stage {index} of {what}")
 
 
-PIPELINE = Format("autoshard pipeline plan", 1, "a pipeline's plan", _SCHEMA, _check_stages)
+PIPELINE = Format("autoshard pipeline plan", 2, "a pipeline's plan", _SCHEMA, _check_stages)
 """The file of a `PipelinePlan`."""
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from autoshard.capture.joint import JointOutput
 from autoshard.patterns.decisions import Flow, phase_of
-from autoshard.patterns.graph import Use, Value
+from autoshard.patterns.graph import Use, Value, uncast
 from autoshard.patterns.strategy import describe
 from autoshard.plan import Collective, Decision
 from autoshard.planner.options import OptionTables
@@ -171,7 +171,7 @@ class Account:
         phases: dict[fx.Node, set[str]] = defaultdict(set)
         for leg in self.legs:
             if not leg.gradient and any(step.kind == "all_gather" for step in leg.path.steps):
-                phases[leg.value.node].add(leg.phase)
+                phases[uncast(leg.value.node)].add(leg.phase)
         for source in self.flow.graph.inputs:
             if source.kind == "parameter" and source.node in phases:
                 how = "again" if len(phases[source.node]) > 1 else "once"

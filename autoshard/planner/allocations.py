@@ -16,6 +16,8 @@ from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph import Value
 from autoshard.planner.skeleton import Skeleton, makes_views, root_of
+from autoshard.reshard.gathers import waits_of
+from autoshard.reshard.overlap import KEEPS_INPUT
 
 _AT_REST: dict[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "constant": "buffer"}
 _OF_A_RUN: frozenset[Kind] = frozenset({"saved", "gathered", "communication", "temporary"})
@@ -101,7 +103,7 @@ class _Holdings:
         yield Allocation("optimizer's step", self.optimizer.step_bytes(states), self.end - 1, self.end, "temporary")
 
     def _live(self) -> None:
-        """Births and last uses, in numbers of calls."""
+        """Births and last uses, in numbers of calls; a collective uses its input until it is awaited."""
         program = self.program
         forward = [node for node in program.forward.graph.nodes if node.op == "call_function"]
         backward = [node for node in program.backward.graph.nodes if node.op == "call_function"]
@@ -123,6 +125,12 @@ class _Holdings:
                 self.born[node] = self.last[node] = time
                 if node.target is operator.getitem:  # made with the other results
                     self.born[node] = self.born[node.all_input_nodes[0]]
+        times = {node: time for time, node in enumerate(self.order)}
+        for node in self.order:
+            if node.target in KEEPS_INPUT:
+                until = min((times[wait] for wait in waits_of(node)), default=times[node])
+                for held in {root(source) for source in node.all_input_nodes} & self.born.keys():
+                    self.last[held] = max(self.last[held], until)
         for node in program.backward.saved.values():
             if root(node) in self.born:
                 self.last[root(node)] = max(self.last[root(node)], self.forward)

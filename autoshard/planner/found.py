@@ -17,24 +17,25 @@ class Run:
 
     Args:
         program: makes the program's calls.
-        replay: seconds of the step, and those of them in which a device communicates and does not compute.
+        replay: seconds of the step, those of them in which a device communicates and does not compute, and those of
+            the optimizer's update.
         account: bytes of one device, and those at every moment of the step.
     """
 
     def __init__(
         self,
         program: Callable[[], Skeleton],
-        replay: Callable[[Skeleton], tuple[float, float]],
+        replay: Callable[[Skeleton], tuple[float, float, float]],
         account: Callable[[Skeleton], tuple[Memory, np.ndarray]],
     ) -> None:
         self._make, self._replay, self._account = program, replay, account
         self._program: Skeleton | None = None  # until both are known: it is large
-        self._taken: tuple[float, float] | None = None
+        self._taken: tuple[float, float, float] | None = None
         self._held: tuple[Memory, np.ndarray] | None = None
 
     @property
-    def taken(self) -> tuple[float, float]:
-        """Seconds of the step, and those of them in which a device communicates and does not compute."""
+    def taken(self) -> tuple[float, float, float]:
+        """Seconds of the step, those of them in which a device communicates and does not compute, and the update's."""
         if self._taken is None:
             self._taken = self._replay(self._made())
             self._let_go()
@@ -94,3 +95,8 @@ class Found:
     def exposed(self) -> float:
         """Those of them in which a device communicates and does not compute."""
         return self.run.taken[1]
+
+    @property
+    def update_seconds(self) -> float:
+        """Predicted seconds of the optimizer's update, which follows the step."""
+        return self.run.taken[2]

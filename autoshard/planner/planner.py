@@ -286,6 +286,17 @@ class Planner:
             seconds = replayed.disturbed(contention) + later.disturbed(contention) / steps
             return seconds, replayed.exposed + later.exposed / steps
 
+    def update_seconds(self, program: Skeleton) -> float:
+        """Seconds in which the optimizer updates what a device holds, by the bytes that it moves."""
+        moved = 0
+        for source in self.graph.inputs:
+            gradient = program.outputs.get(("gradient", source.name))
+            if source.kind == "parameter" and gradient is not None:
+                part, shape = program.inputs[source.node.name].meta["val"], Value(source.node).meta.shape
+                arrived = gradient.meta["val"].numel() * gradient.meta["val"].element_size()
+                moved += self.settings.optimizer.moved_bytes(shape, tuple(part.shape), part.element_size(), arrived)
+        return self.cost.compute(0.0, moved, torch.float32) if moved else 0.0
+
     def found(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> Found:
         """Some decisions with what their program does: how long its step takes, what a device holds under them."""
         for known in self._found:
@@ -296,8 +307,8 @@ class Planner:
         def made() -> Skeleton:
             return self.program(flow, self.settings.left_unreduced)
 
-        def taken(program: Skeleton) -> tuple[float, float]:
-            return self.replay(program, self.prices)
+        def taken(program: Skeleton) -> tuple[float, float, float]:
+            return (*self.replay(program, self.prices), self.update_seconds(program))
 
         def account(program: Skeleton) -> tuple[Memory, np.ndarray]:
             with self.timed("account"):
@@ -443,6 +454,7 @@ class Planner:
             output_placements={name: spec.placements for name, spec in found.decisions.outputs.items()},
             shapes=shapes,
             step_seconds=found.step_seconds,
+            update_seconds=found.update_seconds,
             memory=found.memory,
             device_memory=self.cost.cluster.device.memory,
             collectives=account.collectives(),

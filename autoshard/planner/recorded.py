@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.twin import DEVICE
 from autoshard.patterns.local import LocalCall, emit_program, fill_operands
 from autoshard.patterns.padding import padded_factors, zero_results
 from autoshard.patterns.rule import OpCall, Rule
@@ -50,12 +51,13 @@ class Recording:
 
     def __init__(self, mesh: MeshShape, operands: Sequence[torch.Tensor], mode: Any) -> None:
         self.mesh = mesh
+        self.home = DEVICE
         self.results: Any = None
         self._mode = mode
         self._steps: list[_Step] = []
         self.operands = [Slot(index, val) for index, val in enumerate(operands)]
         with mode:
-            number = torch.empty((), dtype=torch.int64, device=operands[0].device if operands else "cpu")
+            number = torch.empty((), dtype=torch.int64, device=DEVICE)
         self._shared = [Slot(len(operands) + index, number) for index in range(mesh.ndim + 1)]
         self._slots = len(operands) + mesh.ndim + 1
 
@@ -71,7 +73,7 @@ class Recording:
         return tuple(self._item(made, index, item) for index, item in enumerate(val))
 
     def _item(self, made: Slot, index: int, val: torch.Tensor | None) -> Slot | None:
-        if val is None:
+        if not isinstance(val, torch.Tensor):
             return None
         self._steps.append(_Step(operator.getitem, (made, index), {}, val))
         return self._slot(val)
@@ -82,6 +84,10 @@ class Recording:
 
     def coordinate(self, axis: int) -> Slot:
         """The rank's coordinate on an axis."""
+        return self._shared[axis]
+
+    def host_coordinate(self, axis: int) -> Slot:
+        """The same: no program runs here."""
         return self._shared[axis]
 
     def seed(self) -> Slot:
@@ -164,7 +170,6 @@ class LocalPrograms:
         example = next(node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder")
         self.mesh = mesh
         self.mode = example.fake_mode
-        self.device = example.device
         self._calls: dict[Hashable, RecordedCall] = {}
         self._met: dict[Hashable, RecordedCall] = {}  # by identity: what a tensor looks like takes longer to ask
         self._empty: dict[Hashable, torch.Tensor] = {}
@@ -189,7 +194,7 @@ class LocalPrograms:
         key = (tuple(int(plain(size)) for size in shape), dtype)
         if key not in self._empty:
             with self.mode:
-                self._empty[key] = torch.empty(key[0], dtype=dtype, device=self.device)
+                self._empty[key] = torch.empty(key[0], dtype=dtype, device=DEVICE)
         return self._empty[key]
 
     def _record(

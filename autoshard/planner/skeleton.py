@@ -17,11 +17,12 @@ from torch import fx
 
 from autoshard.capture import outside_modes
 from autoshard.patterns.decisions import Flow, phase_of
-from autoshard.patterns.graph import Value
+from autoshard.patterns.graph import Value, uncast
 from autoshard.patterns.local import collectives
 from autoshard.patterns.variants import resolved
 from autoshard.planner.recorded import LocalPrograms
 from autoshard.reshard.bucket import bucket_reductions
+from autoshard.reshard.gathers import carry_layers
 from autoshard.reshard.overlap import schedule
 from autoshard.reshard.path import Resharder, Step
 from autoshard.reshard.unreduced import Reduced, Unreduced, take_reductions
@@ -177,6 +178,8 @@ class _Builder:
             half = "backward" if source.kind == "tangent" else "forward"
             shape = local_shape(value.meta.shape, self.flow.produced(value), self.flow.mesh)
             node = self._placeholder(half, source.node.name, shape, value.meta.dtype)
+            if source.kind == "parameter":
+                node.meta["layer"] = self.rules.parameter_layers[source.name]
             self.made[value.name] = inputs[source.node.name] = node
             self.zeros.add(node)
         numbers = (*self.flow.mesh.names, "seed")
@@ -280,7 +283,7 @@ class _Builder:
         if not path.steps:
             return node
         self.phase, self.key = phase, key
-        self.kind = "gathered" if value.node.op == "placeholder" else "communication"
+        self.kind = "gathered" if uncast(value.node).op == "placeholder" else "communication"
         recording = self.programs.reshard(path, node.meta["val"])
         given = [self._here(node), *map(self._here, self.shared)]
         made = recording.play(given, self._call)(recording.results)
@@ -320,6 +323,10 @@ class _Builder:
         others = [node for name, node in self.outputs.items() if name[0] != "gradient"]
         forward.graph.output((*others, *dict.fromkeys(backward.saved.values())))
         _drop_unused(forward.graph)
+        carry_layers(forward.graph)
+        for placeholder, saved in backward.saved.items():
+            if "layer" in saved.meta:
+                placeholder.meta["layer"] = saved.meta["layer"]
         left = {*forward.graph.nodes, *backward.graph.nodes}
         for stands_for, calls in self.local_calls:
             first = next((call for call in calls if call in left), None)

@@ -129,7 +129,8 @@ def restrictions(rules: GraphRules, axes: Mapping[Primitive, tuple[int, ...]]) -
 
     Of a replicated one: operators split the batch if they have it, and nothing else. Of a split one: none splits the
     batch, and those with most of the arithmetic split something else, a dim of parameters rather than of inputs. A
-    parameter that one of them takes lies in shards.
+    parameter that one of them takes lies in shards. Casts of parameters and of their gradients are free: one that is
+    in shards is cast there, and half as much is gathered.
 
     Args:
         rules: of the graph.
@@ -138,9 +139,10 @@ def restrictions(rules: GraphRules, axes: Mapping[Primitive, tuple[int, ...]]) -
     Source: Whale 3.1.2; which dim is split is left to the search, as patterns are in 3.2.2.
     """
     members: dict[TaskGraph, list[fx.Node]] = defaultdict(list)
+    casts = _casts(rules.graph)
     for node in rules.operators:
         task_graph = rules.graph.task_graph(node)
-        if task_graph is not None and axes[task_graph.primitive]:
+        if task_graph is not None and axes[task_graph.primitive] and node not in casts:
             members[task_graph].append(node)
     if not members:
         return Restrictions({}, {})
@@ -161,6 +163,14 @@ def restrictions(rules: GraphRules, axes: Mapping[Primitive, tuple[int, ...]]) -
                 operators[node] = Restriction(over, forbidden=samples, wanted=weights.factors(node) - samples or None)
                 apart.update(dict.fromkeys(weights.names(node), over))
     return Restrictions(operators, apart)
+
+
+def _casts(graph: JointGraph) -> set[fx.Node]:
+    """Casts of parameters, and those that make gradients of parameters."""
+    parameters = {source.node for source in graph.inputs if source.kind == "parameter"}
+    gradients = {output.node for output in graph.outputs if output.kind == "gradient"}
+    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
+    return {node for node in copies if node in gradients or node.all_input_nodes[0] in parameters}
 
 
 def _heavy(rules: GraphRules, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from autoshard.specs.axes import MeshShape
 
+_CPU = torch.device("cpu")
+
 
 class EagerEmitter:
     """Runs what it is given: a local program executed as it is written.
@@ -20,10 +22,19 @@ class EagerEmitter:
         coordinate: this rank's coordinate on every axis, each a 0-d int64 tensor. Under `LocalTensorMode` they are
             local tensors, and one program runs for all ranks in one process.
         seed: the step's random seed, equal on all ranks.
+        home: where the tensors of the program are.
     """
 
-    def __init__(self, mesh: MeshShape, groups: Sequence[str], coordinate: Sequence[Tensor], seed: int = 0) -> None:
+    def __init__(
+        self,
+        mesh: MeshShape,
+        groups: Sequence[str],
+        coordinate: Sequence[Tensor],
+        seed: int = 0,
+        home: torch.device = _CPU,
+    ) -> None:
         self.mesh = mesh
+        self.home = home
         self._groups = tuple(groups)
         self._coordinate = tuple(coordinate)
         self._seed = seed
@@ -36,6 +47,10 @@ class EagerEmitter:
     def coordinate(self, axis: int) -> Tensor:
         """This rank's coordinate on an axis."""
         return self._coordinate[axis]
+
+    def host_coordinate(self, axis: int) -> Tensor:
+        """The same on the CPU."""
+        return self._coordinate[axis].cpu()
 
     def group(self, axis: int) -> str:
         """Name of the process group along an axis."""

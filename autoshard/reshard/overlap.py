@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
+from collections import deque
 
 import torch
 from torch import fx
 
 from autoshard.patterns.local import collectives
+from autoshard.reshard.gathers import advance, gather_ahead, join_gathers, waits_of
 
 aten = torch.ops.aten
 
@@ -23,13 +24,44 @@ _FOLLOWS = (
     operator.getitem,
     aten._to_copy.default,  # the cast of what was reduced
 )
+_COPIES = frozenset(
+    (
+        *_FOLLOWS,
+        aten.cat.default,  # lays gradients side by side
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+    )
+)
+
+
+KEEPS_INPUT = frozenset(
+    (
+        _GATHER,
+        collectives.all_gather_into_tensor_coalesced.default,
+        collectives.reduce_scatter_tensor.default,
+        collectives.all_to_all_single.default,
+    )
+)
+"""Collectives whose input a device holds until it awaits the result, whether or not others read it.
+
+NCCL's work holds its input, which another stream reads. An all-reduce works in place on a copy: on its result.
+"""
+
+REDUCED_BYTES = 512 * 2**20
+"""Bytes of the inputs of reductions that are under way at once.
+
+Two gradients of the largest matrices of a model of 8 billion parameters in 32 bits, 224 MiB each: one is reduced while
+the next one waits for it, so that links have something to do for as long as there are gradients.
+"""
 
 
 def schedule(graph: fx.Graph) -> None:
-    """Order the collectives of half a program, which stay in one order on all ranks."""
+    """Join the gathers of half a program, and order its collectives, which stay in one order on all ranks."""
+    join_gathers(graph)
     continue_late(graph)
     await_late(graph)
     gather_ahead(graph)
+    await_within(graph)
 
 
 def continue_late(graph: fx.Graph) -> None:
@@ -56,19 +88,24 @@ def _chains(graph: fx.Graph, output: fx.Node) -> list[list[fx.Node]]:
     They are in the order in which the first of each is started; of several that go on with one result, one follows the
     other.
     """
-    handed = {output}
-    for node in reversed(graph.nodes):
-        if node.users and handed.issuperset(node.users) and (node.target in _STARTS or _awaits(node)):
-            handed.add(node)
+    known: dict[fx.Node, bool] = {output: True}
+
+    def handed(node: fx.Node) -> bool:
+        """Whether a node serves nothing but outputs, by waits, views of them and other collectives."""
+        if node not in known:
+            passes = node.target in _STARTS or _awaits(node)
+            known[node] = passes and bool(node.users) and all(map(handed, node.users))
+        return known[node]
+
+    starts = (node for target in _STARTS for node in graph.find_nodes(op="call_function", target=target))
     chains: list[list[fx.Node]] = []
     chain_of: dict[fx.Node | None, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node in handed and node.target in _STARTS:
-            chain = chain_of.get(_started(node.args[0]))
-            if chain is None:
-                chains.append(chain := [])
-            chain.append(node)
-            chain_of[node] = chain
+    for node in sorted(filter(handed, starts)):
+        chain = chain_of.get(_started(node.args[0]))
+        if chain is None:
+            chains.append(chain := [])
+        chain.append(node)
+        chain_of[node] = chain
     return chains
 
 
@@ -93,13 +130,36 @@ def _started(node: object) -> fx.Node | None:
     return None
 
 
-def gather_ahead(graph: fx.Graph) -> None:
-    """Start every gather of a parameter one gather early, so that it runs behind the compute in between.
+def await_within(graph: fx.Graph, limit: int = REDUCED_BYTES) -> None:
+    """Await reductions of gradients as soon as the inputs of those under way have more than `limit` bytes.
 
-    One and not more: each gather in flight holds a whole parameter.
+    The oldest is awaited before the next is started, and before its input is made of gradients that are there. Inputs
+    of more than twice the bytes of the largest are never held, and one larger than `limit` is under way alone.
     """
-    gathers = [node for node in graph.nodes if node.target is _GATHER and node.all_input_nodes[0].op == "placeholder"]
-    for before, node in itertools.pairwise(gathers):
-        wait = next(iter(before.users))
-        if wait.target is _WAIT and wait < node:
-            wait.prepend(node)
+    late = {start for chain in _chains(graph, graph.output_node()) for start in chain if start.target in KEEPS_INPUT}
+    limit = min(limit, 2 * max(map(_input_bytes, late), default=0))
+    under_way: deque[fx.Node] = deque()
+    for node in sorted({*late, *(wait for start in late for wait in waits_of(start))}):
+        if node.target is _WAIT:
+            if node.all_input_nodes[0] in under_way:  # it was not awaited earlier meanwhile
+                under_way.remove(node.all_input_nodes[0])
+        else:
+            while under_way and sum(map(_input_bytes, (*under_way, node))) > limit:
+                for wait in waits_of(under_way.popleft()):
+                    advance(wait, _place_before(node))
+            under_way.append(node)
+
+
+def _input_bytes(start: fx.Node) -> int:
+    value: torch.Tensor = start.all_input_nodes[0].meta["val"]
+    return int(value.numel()) * value.element_size()
+
+
+def _place_before(start: fx.Node) -> fx.Node:
+    """The first of the calls right before a collective that make its input of what is there: casts and copies."""
+    makes = {start}
+    place = start
+    while place.prev in {source for node in makes for source in node.all_input_nodes} and place.prev.target in _COPIES:
+        place = place.prev
+        makes.add(place)
+    return place

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autoshard.capture import outside_modes
+from autoshard.capture.python_calls import PythonCall
 from autoshard.cluster.cost import CostModel
 from autoshard.simulate._torch import FakeTensorMode, TorchDispatchMode, memory_of
 from autoshard.simulate.kernels import kernel_seconds, tensors
@@ -172,6 +173,8 @@ def _is_tensor(value: object) -> bool:
 
 
 def _is_mutable(node: fx.Node) -> bool:
+    if isinstance(node.target, PythonCall):
+        return node.target.changes_operands
     return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
@@ -184,6 +187,8 @@ def _function(node: fx.Node) -> Callable[..., Any]:
             return lambda device, dtype, enabled, cached, region, *args: _within(
                 torch.autocast(device, dtype, enabled, cached), region, args
             )
+    if isinstance(node.target, PythonCall):
+        return node.target.run_alone
     assert callable(node.target)
     return node.target
 

@@ -26,12 +26,14 @@ class Operation:
             their order, and at the same time as the others.
         seconds: how long it takes once it runs.
         needs: indices of the operations, all earlier, that must end before it starts.
+        dispatch: seconds for which the host is busy with it before it can issue the next.
     """
 
     name: str
     stream: str
     seconds: float
     needs: tuple[int, ...] = ()
+    dispatch: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +60,27 @@ class Timeline:
 
 
 def replay(operations: Sequence[Operation]) -> Timeline:
-    """Run the operations on one device, each as early as its stream and what it needs allow.
+    """Run the operations on one device, each as early as its stream, what it needs and the host that issues it allow.
+
+    The host issues them one after the other and waits for none: where calls take it longer than the device, the device
+    waits for the host.
 
     Args:
         operations: in the order in which they are issued; a stream never overtakes itself.
 
     Returns:
-        The timeline. Its `seconds` lie between the larger of the longest chain and the busiest stream, and the sum of
-        all operations.
+        The timeline. Its `seconds` lie between the larger of the longest chain and the busiest stream, the host
+        included, and the sum of all operations and their dispatch.
     """
     free: dict[str, float] = {}
+    issued = 0.0
     starts: list[float] = []
     ends: list[float] = []
     for index, operation in enumerate(operations):
         assert all(0 <= need < index for need in operation.needs), f"{operation.name} needs what is issued after it"
         assert operation.seconds >= 0, f"{operation.name} takes {operation.seconds} seconds"
-        start = max(free.get(operation.stream, 0.0), *(ends[need] for need in operation.needs), 0.0)
+        issued += operation.dispatch
+        start = max(free.get(operation.stream, 0.0), *(ends[need] for need in operation.needs), issued)
         starts.append(start)
         ends.append(start + operation.seconds)
         free[operation.stream] = ends[-1]

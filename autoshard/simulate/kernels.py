@@ -15,13 +15,14 @@ from autoshard.patterns.routed_exchange import programs
 
 STARTS: dict[Any, str] = {
     collectives.all_gather_into_tensor.default: "all_gather",
+    collectives.all_gather_into_tensor_coalesced.default: "all_gather",
     collectives.all_reduce.default: "all_reduce",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.all_to_all_single.default: "all_to_all",
     shift: "shift",
     programs.exchange.default: "all_to_all",
 }
-"""The operators that start a collective, and its kind; the tensor is their first argument, the group the last."""
+"""The operators that start a collective, and its kind; the tensors are their first argument, the group the last."""
 
 
 def kernel_seconds(cost: CostModel, op: Any, operands: object, results: object, args: Sequence[object]) -> float:

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoshard.cluster.cost import CostModel
 from autoshard.patterns.local import collectives
 from autoshard.patterns.routed_exchange import programs
 from autoshard.simulate.events import COMPUTE, Operation, link_stream
+from autoshard.simulate.fusion import is_written, reads
 from autoshard.simulate.kernels import STARTS, kernel_seconds, tensors
 
 _WAIT = collectives.wait_tensor.default
@@ -31,6 +33,10 @@ class KernelPrices:
 
     def seconds(self, node: fx.Node) -> float:
         """Time of a call that is no collective."""
+        if self.cost.cluster.device.compiled:
+            read = reads(node)
+            if read is not None:
+                return self._fused_seconds(node, read)
         val = node.meta.get("val")
         key = node.target, id(val)
         if key not in self._known:
@@ -38,6 +44,19 @@ class KernelPrices:
             seconds = kernel_seconds(self.cost, node.target, operands, val, node.args)
             self._known[key] = val, seconds  # what a key names by identity stays alive
         return self._known[key][1]
+
+    def _fused_seconds(self, node: fx.Node, read: Sequence[fx.Node]) -> float:
+        """What a call adds to the kernel that it is fused into: the bytes that it reads and writes.
+
+        The call that writes the kernel's result pays for the launch.
+        """
+        made, written = node.meta.get("val"), is_written(node)
+        moving = [source.meta.get("val") for source in read] + ([made] if written else [])
+        moved = sum(one.numel() * one.element_size() for one in tensors(moving))
+        name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+        dtype = next((one.dtype for one in tensors(made)), torch.float32)
+        launched = 0.0 if written else self.cost.compute(0.0, 0.0, dtype, name)
+        return max(0.0, self.cost.compute(0.0, moved, dtype, name) - launched)
 
 
 def operations(graphs: Iterable[fx.Graph], groups: Sequence[str], prices: KernelPrices) -> list[Operation]:
@@ -69,12 +88,21 @@ class Sending:
 
 def sendings(graphs: Iterable[fx.Graph], groups: Sequence[str]) -> list[Sending]:
     """The collectives of a program in its order; arguments as for `operations`."""
-    return [_sending(node, groups) for graph in graphs for node in graph.nodes if node.target in STARTS]
+    return [sending_of(node, groups) for graph in graphs for node in graph.nodes if node.target in STARTS]
 
 
-def _sending(node: fx.Node, groups: Sequence[str]) -> Sending:
-    sent = next(tensors(node.all_input_nodes[0].meta["val"]))
-    return Sending(STARTS[node.target], sent.numel() * sent.element_size(), groups.index(str(node.args[-1])))
+def sending_of(node: fx.Node, groups: Sequence[str]) -> Sending:
+    """What a node that starts a collective sends; the groups as for `operations`."""
+    operands = node.args[0] if isinstance(node.args[0], (list, tuple)) else node.all_input_nodes[:1]
+    sent = [next(tensors(operand.meta["val"])) for operand in operands]  # type: ignore[union-attr]
+    size = sum(one.numel() * one.element_size() for one in sent)
+    return Sending(STARTS[node.target], size, groups.index(str(node.args[-1])))
+
+
+def _start_of(wait: fx.Node) -> fx.Node:
+    """The collective whose result, or one of whose results, is awaited."""
+    (source,) = wait.all_input_nodes
+    return source.all_input_nodes[0] if source.target is operator.getitem else source
 
 
 class _Issuer:
@@ -89,6 +117,7 @@ class _Issuer:
     def run(self, graph: fx.Graph) -> None:
         """Issue all nodes of a graph."""
         started: dict[fx.Node, int] = {}  # a collective's node -> its operation
+        dispatch = self.prices.cost.cluster.device.dispatch
         for node in graph.nodes:
             if node.op != "call_function" or node.target is operator.getitem:
                 continue
@@ -97,18 +126,20 @@ class _Issuer:
                 if node.target is programs.exchange.default:
                     self._issue(f"wait {node.name}", COMPUTE, 0.0, started[node])
             elif node.target is _WAIT:
-                self._issue(node.name, COMPUTE, 0.0, started.get(node.all_input_nodes[0]))
+                self._issue(node.name, COMPUTE, 0.0, started.get(_start_of(node)), dispatch=dispatch.view)
             else:
-                self._issue(node.name, COMPUTE, self.prices.seconds(node))
+                seconds = self.prices.seconds(node)
+                self._issue(node.name, COMPUTE, seconds, dispatch=dispatch.kernel if seconds else dispatch.view)
 
     def _start(self, node: fx.Node) -> int:
-        sent, cost = _sending(node, self.groups), self.prices.cost
+        sent, cost = sending_of(node, self.groups), self.prices.cost
         seconds = cost.collective(sent.kind, sent.bytes, sent.axis)
-        return self._issue(node.name, link_stream(cost.spans_hosts(sent.axis)), seconds)
+        dispatch = cost.cluster.device.dispatch.collective
+        return self._issue(node.name, link_stream(cost.spans_hosts(sent.axis)), seconds, dispatch=dispatch)
 
-    def _issue(self, name: str, stream: str, seconds: float, *needs: int | None) -> int:
+    def _issue(self, name: str, stream: str, seconds: float, *needs: int | None, dispatch: float = 0.0) -> int:
         known = {need for need in (*needs, self.computed) if need is not None}
-        self.issued.append(Operation(name, stream, seconds, tuple(sorted(known))))
+        self.issued.append(Operation(name, stream, seconds, tuple(sorted(known)), dispatch))
         if stream == COMPUTE:
             self.computed = len(self.issued) - 1
         return len(self.issued) - 1

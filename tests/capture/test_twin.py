@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def test_twin_is_fake_and_tied() -> None:
     module, _ = models.gpt(tied=True)
-    twin = fake_twin(module, fake_mode(), CPU, training=None)
+    twin = fake_twin(module, fake_mode(), training=None)
     assert type(twin) is type(module)
     assert twin.head.weight is twin.tokens.weight
     for (name, fake), (_, real) in zip(twin.named_parameters(), module.named_parameters(), strict=True):
@@ -35,7 +35,7 @@ def test_fake_like(source: str) -> None:
         "fake": lambda: FakeTensorMode().from_tensor(torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)),
         "strided": lambda: torch.ones(3, 2, dtype=torch.bfloat16).t().requires_grad_(),
     }[source]()
-    fake = fake_like(tensor, fake_mode(), CPU)
+    fake = fake_like(tensor, fake_mode())
     assert (fake.shape, fake.dtype, fake.device, fake.requires_grad) == ((2, 3), torch.bfloat16, CPU, True)
     assert fake.is_contiguous()
 
@@ -43,8 +43,8 @@ def test_fake_like(source: str) -> None:
 def test_training_is_changed_on_the_twin_alone() -> None:
     module, _ = models.resnet18()
     module.stages.eval()
-    assert not fake_twin(module, fake_mode(), CPU, training=None).stages.training
-    twin = fake_twin(module, fake_mode(), CPU, training=False)
+    assert not fake_twin(module, fake_mode(), training=None).stages.training
+    twin = fake_twin(module, fake_mode(), training=False)
     assert not any(submodule.training for submodule in twin.modules())
     assert module.training
 
@@ -113,3 +113,10 @@ def test_hooks_of_the_module_itself_stay_outside() -> None:
     module.register_forward_pre_hook(lambda module, args: None)
     assert capture(module, (), kwargs).fingerprint == plain
     assert len(module._forward_hooks) == 1
+
+
+def test_attributes_keep_their_numbers() -> None:
+    module = nn.Linear(2, 2)
+    module.offsets = torch.arange(3.0)
+    twin = fake_twin(module, fake_mode(), training=None)
+    assert torch.equal(twin.offsets, module.offsets)

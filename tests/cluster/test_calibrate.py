@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoshard
 from autoshard.cluster.collective_samples import KINDS
-from autoshard.cluster.measured import BYTES, FLOPS, Grouping
+from autoshard.cluster.measured import Grouping
+from autoshard.cluster.operator_curves import BYTES, FLOPS
 from autoshard.errors import MeshError
 from tests.models import mlp
 from tests.workers import Workers

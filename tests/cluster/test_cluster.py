@@ -8,8 +8,24 @@ import torch
 from autoshard.cluster import Cluster, Link
 from autoshard.errors import MeshError
 
+PRESETS = (
+    "a100",
+    "a100_40gb",
+    "b200",
+    "cpu",
+    "h100",
+    "h100_500w",
+    "h200",
+    "l40s",
+    "mi300x",
+    "p100",
+    "t4",
+    "v100",
+    "v100s",
+)
 
-@pytest.mark.parametrize("name", ["v100", "v100s", "p100", "a100", "h100", "cpu"])
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_sane_and_cite_their_source(name: str) -> None:
     cluster = Cluster.preset(name)
     assert cluster.name == name
@@ -20,12 +36,12 @@ def test_presets_are_sane_and_cite_their_source(name: str) -> None:
 
 
 def test_the_presets_are_listed() -> None:
-    assert Cluster.presets() == ("a100", "cpu", "h100", "p100", "v100", "v100s")
+    assert Cluster.presets() == PRESETS
 
 
 def test_an_unknown_preset_lists_the_known() -> None:
     with pytest.raises(
-        MeshError, match=r"no cluster preset 'b300'; the presets are a100, cpu, h100, p100, v100, v100s"
+        MeshError, match=r"no cluster preset 'b300'; the presets are a100, a100_40gb, b200, cpu, h100, h100_500w, h200"
     ):
         Cluster.preset("b300")
 
@@ -73,7 +89,7 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path) -> None:
         ({"inside": {"bandwidth": -1.0, "latency": 0.0}}, r"at inside\.bandwidth"),
         ({"inside": {"bandwidth": 1.0}}, r"at inside, 'latency' is a required property"),
         ({"speed": 1}, r"at the top level, .*'speed' was unexpected"),
-        ({"version": 3}, r"at version"),
+        ({"version": 4}, r"at version"),
     ],
 )
 def test_what_is_no_cluster_is_refused(change: dict, said: str) -> None:

@@ -86,10 +86,10 @@ def test_a_gradient_pays_its_share_of_the_latency() -> None:
     assert costs.gradient_collective("all_gather", 400, 0) == costs.collective("all_gather", 400, 0)
 
 
-def test_the_ring_leaves_each_host_once() -> None:
+def test_the_ring_leaves_each_host_once_by_the_ports_of_all_its_devices() -> None:
     costs = model({"x": 8}, devices_per_host=4)
     link, inside = costs.cluster.between, costs.cluster.inside
-    expected = link.latency + 6 * inside.latency + 7 * 100 / link.bandwidth
+    expected = link.latency + 6 * inside.latency + 7 * 100 / (4 * link.bandwidth)
     assert costs.collective("all_gather", 100, 0) == pytest.approx(expected)
 
 

@@ -73,3 +73,19 @@ def test_neighbours_that_fall_share_their_mean() -> None:
 def test_what_is_no_measurement_is_refused(amounts: tuple, seconds: tuple, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Curve(amounts, seconds)
+
+
+def test_rates_are_amounts_by_seconds() -> None:
+    curve = Curve.of_rates((10.0, 100.0), (5.0, 20.0), "a table")
+    assert curve.seconds == (2.0, 5.0)
+    assert curve.rates == (5.0, 20.0)
+    assert curve.source == "a table"
+    assert curve == Curve((10.0, 100.0), (2.0, 5.0))
+
+
+def test_the_slowest_of_curves_is_slower_than_each() -> None:
+    first, second = Curve((1.0, 10.0), (2.0, 4.0)), Curve((3.0, 30.0), (1.0, 90.0))
+    slowest = Curve.slowest([first, second])
+    assert slowest.amounts == (1.0, 3.0, 10.0, 30.0)
+    for amount in slowest.amounts:
+        assert slowest.at(amount) == max(first.at(amount), second.at(amount))

@@ -63,6 +63,17 @@ def test_attention_is_two_products_forward_and_five_backward() -> None:
     assert ours.total == (2 + 5) * 2 * (2 * 3) * (5 * 7) * 8
 
 
+@pytest.mark.parametrize(("rows", "columns", "seen"), [(8, 8, 32), (8, 20, 32), (20, 8, 8 * 8 // 2 + 12 * 8)])
+def test_a_causal_mask_leaves_out_what_lies_above_the_diagonal(rows: int, columns: int, seen: int) -> None:
+    shapes = ((2, 3, rows, 8), (2, 3, columns, 8), (2, 3, columns, 8))
+    forward = aten._scaled_dot_product_flash_attention.default
+    args = (*shapes, 0.0, True)
+    assert flops(forward, shapes, shapes[:1], args) == 2 * 2 * 6 * seen * 8
+    assert flops(forward, shapes, shapes[:1], (*shapes, 0.0, False)) == 2 * 2 * 6 * rows * columns * 8
+    math = aten._scaled_dot_product_attention_math.default
+    assert flops(math, shapes, shapes[:1], (*shapes, None, 0.0, True)) == 2 * 2 * 6 * rows * columns * 8
+
+
 def test_the_input_of_the_first_layer_needs_no_gradient() -> None:
     shapes = ((2, 6, 4, 4), (2, 4, 9, 9), (6, 4, 3, 3))
     args = (*shapes, [6], [2, 2], [0, 0], [1, 1], False, [0, 0], 1, [False, True, True])

@@ -13,7 +13,8 @@ import torch
 from autoshard.cluster import Cluster, CostModel
 from autoshard.cluster.cost import GROUPED_BYTES
 from autoshard.cluster.curve import Curve
-from autoshard.cluster.measured import BYTES, FLOPS, INTENSITY, Grouping, Measured
+from autoshard.cluster.measured import Grouping, Measured
+from autoshard.cluster.operator_curves import BYTES, FLOPS, INTENSITY
 from autoshard.errors import MeshError
 from autoshard.specs.axes import MeshShape
 

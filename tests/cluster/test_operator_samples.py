@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.cluster.measured import BYTES, FLOPS, INTENSITY
+from autoshard.cluster.operator_curves import BYTES, FLOPS, INTENSITY
 from autoshard.cluster.operator_samples import Sample, samples
 from autoshard.cluster.operators import family
 

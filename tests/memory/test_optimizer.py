@@ -8,9 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim.optimizer import _foreach_supported_types
 
 from autoshard.errors import PlanError
 from autoshard.memory import OptimizerMemory, optimizer_memory
+from autoshard.partition.shards import distribute
+from autoshard.specs.spec import Spec
 from tests.memory_tracker import Tracker, first_rank
 
 SHAPES = (((64, 48), 0), ((48, 96), 1), ((64, 64), None), ((96,), 0), ((7,), None))
@@ -65,6 +68,38 @@ def test_state_and_temporaries(name: str, foreach: bool, parameters: list[torch.
     assert tracker.peak.bytes - before == pytest.approx(
         said.step_bytes(list(map(_bytes, parameters))), abs=0.05 * largest
     )
+
+
+def test_torch_chooses_foreach_for_dtensors_where_it_has_it() -> None:
+    """What docs/memory.md says of accelerators: DTensors are among the tensors that `foreach` is chosen for."""
+    assert DTensor in _foreach_supported_types
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_fused_optimizers_take_dtensors_and_make_no_temporaries(kind: type[torch.optim.Optimizer]) -> None:
+    """Strided and uneven shards among them. (Of SGD and Adagrad torch 2.13 has no fused form for `DTensor`s.)"""
+    specs = {(48, 8): "S(0,f=3)", (7, 3): "S(0)", (5, 6): "S(1)", (4,): "R"}
+    with first_rank({"x": 2}) as mesh:
+        starts = {shape: (torch.rand(shape), torch.rand(shape)) for shape in specs}
+        results = []
+        for fused in (False, True):
+            made = []
+            for shape, spec in specs.items():
+                value, gradient = (distribute(one, mesh, Spec.parse(spec)) for one in starts[shape])
+                made.append(torch.nn.Parameter(value))
+                made[-1].grad = gradient
+            optimizer = kind(made, fused=fused)
+            optimizer.step()
+            tracker = Tracker()
+            state = [value for of in optimizer.state.values() for value in of.values()]
+            tracker.track([*made, *(one.grad for one in made), *state], "at rest")
+            before = tracker.held
+            with tracker:
+                optimizer.step()
+            results.append([one.to_local().detach() for one in made])
+    assert tracker.peak.bytes == before
+    for plain, fast in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain)
 
 
 def test_what_an_optimizer_is_called() -> None:

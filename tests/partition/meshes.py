@@ -32,6 +32,16 @@ def simulated(**sizes: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def one_device(kind: str) -> Iterator[DeviceMesh]:
+    """A mesh of one device of some kind."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        yield DeviceMesh(kind, [0], mesh_dim_names=("a",))
+    finally:
+        dist.destroy_process_group()
+
+
 def _broadcast(tensors: list[Tensor], group: Any, root: int, *options: Any) -> tuple[list[Tensor], Any]:
     """A broadcast from the member of every group that is `root` in it, also where the members are no neighbours.
 

@@ -42,7 +42,7 @@ def locals_of(step: LocalStep, module: nn.Module, inputs: Mapping[str, Any], mes
         elif border.kind == "input":
             tensors.append(cut(inputs[border.name], mesh, border.spec))
     ranks = Ranks(mesh, torch.device("cpu"))
-    return [*tensors, *ranks.coordinates, ranks.seed(True)]
+    return [*tensors, *ranks.arguments(ranks.seed(True))]
 
 
 def run_halves(

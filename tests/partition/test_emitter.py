@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -49,7 +51,7 @@ def test_nodes_carry_the_phase_that_they_are_emitted_in(emit: GraphEmitter) -> N
 def test_coordinates_and_seed_are_inputs_of_the_program(emit: GraphEmitter) -> None:
     emit.ranks()
     names = [node.target for node in emit.graph.nodes]
-    assert names == ["coordinate_x", "coordinate_y", "seed"]
+    assert names == ["coordinate_x", "coordinate_y", "host_coordinate_x", "host_coordinate_y", "seed"]
     assert emit.coordinate(1).target == "coordinate_y"
     assert emit.shape(emit.seed()) == ()
     assert emit.dtype(emit.coordinate(0)) is torch.int64
@@ -64,3 +66,16 @@ def test_strides_are_those_of_the_operators(emit: GraphEmitter) -> None:
     x = emit.placeholder("x", (4, 6), torch.float32)
     assert emit.is_contiguous(x)
     assert not emit.is_contiguous(emit.call(aten.t.default, x))
+
+
+def test_numbers_among_the_results_are_no_nodes(emit: GraphEmitter) -> None:
+    """Torch's partitioner asks every node that it saves for a tensor."""
+    query = emit.placeholder("query", (2, 8, 4, 16), torch.float32)
+    options = (None, None, None, None, None, 0.0, 0, True)
+    result, logarithms, *_, longest, keys = emit.call(
+        aten._efficient_attention_forward.default, query, query, query, *options
+    )
+    assert (longest, keys) == (None, None)
+    assert emit.shape(logarithms) == (2, 4, 32)
+    assert all(isinstance(node.meta["val"], torch.Tensor) for node in (result, logarithms))
+    assert len(emit.graph.find_nodes(op="call_function", target=operator.getitem)) == 4

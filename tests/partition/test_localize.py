@@ -59,6 +59,8 @@ def test_inputs_are_local_tensors_then_coordinates_the_seed_and_the_tangents() -
         *(f"primals_{index}" for index in range(len(primals))),
         "coordinate_x",
         "coordinate_y",
+        "host_coordinate_x",
+        "host_coordinate_y",
         "seed",
         "tangents_0",
     ]

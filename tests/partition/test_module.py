@@ -8,23 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoshard
 from autoshard.capture._torch import outside_modes
+from autoshard.capture.graph import JointInput
 from autoshard.capture.joint import capture
 from autoshard.errors import InputError
 from autoshard.partition.localize import Localizer
-from autoshard.partition.module import Runtime
+from autoshard.partition.module import Runtime, place_constant
 from autoshard.partition.shards import replace_parameters, whole
 from autoshard.partition.split import split
 from autoshard.partition.step import Program, Ranks
 from autoshard.planner.problem import Wishes
 from autoshard.specs.spec import Spec
 from tests import models
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import one_device, per_rank, simulated
 from tests.planner.steps import flow_of, planner_of
 from tests.training import fast_links
 
@@ -269,3 +270,21 @@ def test_outputs_that_nothing_trained_leads_to_require_no_gradient(mesh: DeviceM
     assert not table.requires_grad
     (result * table).sum().backward()
     assert module.linear.weight.grad is not None
+
+
+def test_attributes_that_a_graph_holds_move_to_the_device_of_the_mesh() -> None:
+    """The meta device stands for an accelerator: it is not the device on which the module was built."""
+    module = nn.Linear(2, 2)
+    module.offsets, shared = torch.arange(2.0), torch.arange(3.0)
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("offsets", "shared")]
+    for node, value in zip(nodes, (module.offsets, shared), strict=True):
+        node.meta["val"] = value
+    with one_device("meta") as mesh:
+        held = place_constant(module, JointInput("constant", "offsets", nodes[0], module.offsets), mesh)
+        value = place_constant(module, JointInput("constant", "shared", nodes[1], shared), mesh)
+    assert held == (vars(module), "offsets")
+    assert module.offsets.device.type == "meta"
+    assert isinstance(value, torch.Tensor)
+    assert value.device.type == "meta"
+    assert shared.device.type == "cpu"

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import MeshError, PlanError
 from autoshard.partition import shards
 from autoshard.specs import MeshShape, Spec, shard, true_local_shape
-from tests.partition.meshes import SPECS, per_rank, simulated
+from tests.partition.meshes import SPECS, one_device, per_rank, simulated
 
 SHAPES = [(12, 10), (7, 5), (1, 9)]
 
@@ -230,3 +230,42 @@ def test_modules_that_watch_their_parameters_see_the_new_ones() -> None:
     with simulated(a=2) as mesh:
         shards.replace_parameters(module, {name: Spec.parse("S(0)") for name, _ in module.named_parameters()}, mesh)
         assert all(isinstance(weight, DTensor) for weight in module._flat_weights)
+
+
+class Buffered(nn.Module):
+    """Buffers of every kind: tied, not persistent, counters, without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.arange(4.0))
+        self.register_buffer("table", torch.ones(2), persistent=False)
+        self.inner = nn.Module()
+        self.inner.register_buffer("scale", self.scale)
+        self.register_buffer("absent", None)
+        self.register_buffer("empty", torch.empty(3, device="meta"))
+
+
+def test_buffers_move_to_the_device_of_the_mesh_as_module_to_moves_them() -> None:
+    """The meta device stands for an accelerator: it is not the device on which the module was built."""
+    module = Buffered()
+    names, dtypes = list(module.state_dict()), [buffer.dtype for buffer in module.buffers()]
+    with one_device("meta") as mesh:
+        shards.place_buffers(module, mesh)
+    assert {buffer.device.type for buffer in module.buffers()} == {"meta"}
+    assert [buffer.dtype for buffer in module.buffers()] == dtypes
+    assert list(module.state_dict()) == names
+    assert module.inner.scale is module.scale
+    assert "table" not in module.state_dict()
+    assert module.norm.num_batches_tracked.dtype is torch.int64
+    assert module.absent is None
+
+
+def test_buffers_on_the_device_stay_the_same_objects_with_the_numbers_of_the_first_rank() -> None:
+    module = Buffered()
+    before = dict(module.named_buffers())
+    with simulated(a=2) as mesh:
+        shards.place_buffers(module, mesh)
+    assert all(buffer is before[name] for name, buffer in module.named_buffers())
+    assert torch.equal(module.scale, torch.arange(4.0))
+    assert module.empty.is_meta

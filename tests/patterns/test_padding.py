@@ -19,6 +19,7 @@ from autoshard.patterns.soundness import check
 from autoshard.patterns.strategy import WHOLE, Choices, axis_choices, operand_spec, result_spec
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.tensors import shard
+from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
 
 aten = torch.ops.aten
 FOUR = MeshShape.of({"x": 4})
@@ -204,9 +205,9 @@ def test_views_keep_blocks_of_whole_steps(source: tuple[int, ...], target: tuple
 
 @pytest.mark.parametrize("heads", [(3, 3), (6, 3), (6, 2)])
 def test_attention_of_heads_that_do_not_divide(heads: tuple[int, int]) -> None:
-    query, key, value = normal(3, heads[0], 5, 4), normal(3, heads[1], 5, 4), normal(3, heads[1], 5, 4)
-    call = aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert check(call, (query, key, value, 0.0, True), sizes=(2, 4, 5)) == []
+    tensors = normal(3, heads[0], 5, 4), normal(3, heads[1], 5, 4), normal(3, heads[1], 5, 4)
+    assert check(FORWARD, forward_args(tensors, True), sizes=(2, 4, 5)) == []
+    assert check(BACKWARD, backward_args(normal(3, heads[0], 5, 4), tensors, True), sizes=(2, 4, 5)) == []
 
 
 @pytest.mark.parametrize("groups", [1, 5])

@@ -59,7 +59,7 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
     [
         (lambda text: text[: len(text) // 2], "cut short"),
         (lambda text: text.replace('"bubble": 0.2', '"bubble": 0.1'), "edited"),
-        (lambda text: text.replace('"version": 1', '"version": 7'), "version 7"),
+        (lambda text: text.replace('"version": 2', '"version": 7'), "version 7"),
         (lambda text: sample_plan().to_json(), "is not a pipeline's plan"),
     ],
 )

@@ -39,7 +39,7 @@ def test_where_no_plan_keeps_a_limit_the_leanest_will_do_if_told(stages: list[An
         planner.plan(stages, [TOO_LITTLE] * 2)
     leanest = planner.plan(stages, [dataclasses.replace(TOO_LITTLE, or_leanest=True)] * 2)
     assert leanest[0].plan.memory.peak == refused.value.peak
-    assert leanest[0].plan.memory.peak < planner.plan(stages, [Room(None, "none")] * 2)[0].plan.memory.peak
+    assert leanest[0].plan.memory.peak <= planner.plan(stages, [Room(None, "none")] * 2)[0].plan.memory.peak
 
 
 def test_what_was_found_for_one_limit_serves_another(

@@ -128,7 +128,7 @@ gpt_alone = functools.partial(planned, architectures.gpt2_medium, batch=1, dtype
 gpt_uneven = functools.partial(gpt_alone, vocabulary=50257)
 llama_many = functools.partial(planned, architectures.llama3_8b, batch=32)
 gpt_many = functools.partial(planned, architectures.gpt2_medium, batch=64)
-llama_short = functools.partial(planned, architectures.llama3_8b, batch=8, memory_limit=12)
+llama_short = functools.partial(planned, architectures.llama3_8b, batch=8, memory_limit=11)
 experts = functools.partial(planned, architectures.gshard)
 dna = functools.partial(planned, architectures.dna_bert, sequence=32768)
 vgg = functools.partial(planned, architectures.vgg19, cluster="v100")
@@ -241,7 +241,7 @@ def test_a_layer_of_one_sequence_sends_no_more_than_megatron(
 @pytest.mark.parametrize(("case", "heads"), [("llama_alone", 32), ("gpt_alone", 16), ("gpt_uneven", 16)])
 def test_every_device_attends_with_its_own_heads(case: str, heads: int) -> None:
     """Llama's eight heads of keys and values are repeated before."""
-    shapes = list(CASES[case]().operands("attention_for_cpu.default"))
+    shapes = list(CASES[case]().operands("autoshard.attention.default"))
     assert len(shapes) == 2
     for query, key, value, *_ in shapes:
         assert query[1] == key[1] == value[1] == heads // DEVICES
@@ -286,7 +286,7 @@ def test_with_many_sequences_the_gradient_of_every_whole_parameter_is_reduced_on
 
 @pytest.mark.parametrize(("case", "batch", "heads"), [("llama_many", 32, 32), ("gpt_many", 64, 16)])
 def test_with_many_sequences_every_device_has_its_own(case: str, batch: int, heads: int) -> None:
-    for query, *_ in CASES[case]().operands("attention_for_cpu.default"):
+    for query, *_ in CASES[case]().operands("autoshard.attention.default"):
         assert query[:2] == (batch // DEVICES, heads)
 
 
@@ -308,7 +308,7 @@ def test_with_many_sequences_nothing_else_is_sent_than_a_few_numbers() -> None:
 
 def test_with_little_memory_large_parameters_are_sharded_and_gathered_once_for_each_half() -> None:
     made, ample = llama_short(), planned(architectures.llama3_8b, batch=8)
-    assert ample.plan.memory.peak > 12 * GIB >= made.plan.memory.peak
+    assert ample.plan.memory.peak > 11 * GIB >= made.plan.memory.peak
     assert made.sharded() > ample.sharded()
     matrices = [name for name in made.sharded() - ample.sharded() if name != "lm_head.weight"]
     assert matrices
@@ -387,7 +387,7 @@ def test_experts_send_a_fraction_of_what_data_parallelism_would() -> None:
 
 def test_tokens_of_a_long_sequence_are_sharded_when_heads_can_not_be() -> None:
     made = dna()
-    shapes = list(made.operands("attention_for_cpu.default"))
+    shapes = list(made.operands("autoshard.attention.default"))
     assert len(shapes) == 2
     for query, key, value, *_ in shapes:
         assert query[1:3] == (12, 32768 // DEVICES)

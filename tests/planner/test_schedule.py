@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
 
+import autoshard
 from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.curve import Curve
 from autoshard.partition.split import split
+from autoshard.patterns.graph import Value
 from autoshard.plan import ShardingPlan
 from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.planner import Planner
@@ -100,3 +107,40 @@ def test_a_step_takes_no_longer_than_its_operations_one_after_the_other() -> Non
     assert replayed.seconds < plan.step_seconds
     assert plan.step_seconds == replayed.seconds + cluster.contention * replayed.hidden
     assert plan.step_seconds <= sum(one.seconds for one in issued)
+
+
+def test_the_optimizer_updates_what_a_device_holds() -> None:
+    graph = captured("mlp")
+    parameters = [Value(source.node).meta for source in graph.inputs if source.kind == "parameter"]
+    whole, parts = planner_of(graph, {"x": 1}), planner_of(graph, {"x": 4}, Wishes(forced=every_parameter(graph)))
+    # Adam reads the gradient, and reads and writes the parameter, two tensors of its size, and a count.
+    moved = sum(7 * meta.bytes + 2 * 4 for meta in parameters)
+    update = whole.cost.compute(0.0, moved, torch.float32)
+    plan = whole.plan()
+    assert plan.update_seconds == pytest.approx(update)
+    assert plan.step_seconds == pytest.approx(plan.cost)
+    assert parts.plan().update_seconds < update
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_pass_without_gradients_updates_nothing() -> None:
+    planner = planner_of(captured("gpt", grad=False), {"x": 2}, cluster=H100)
+    assert planner.plan().update_seconds == 0.0
+
+
+def test_sums_of_activations_in_tensor_parallelism_are_exposed() -> None:
+    """Layers split over their hidden units wait for the sum of their results: there is nothing to compute behind it."""
+    module = nn.Sequential(nn.Linear(1024, 8192, bias=False), nn.ReLU(), nn.Linear(8192, 1024, bias=False))
+    hints = {"0.weight": [Shard(0)], "2.weight": [Shard(1)]}
+    late = 1e-3
+    slow = {
+        kind: replace(known, curve=Curve(known.curve.amounts, tuple(one + late for one in known.curve.seconds)))
+        for kind, known in H100.inside.collectives.items()
+    }
+    inside = replace(H100.inside, collectives=slow)
+    steps = [
+        autoshard.plan(module, {"tp": 4}, (torch.randn(16, 1024),), hints=hints, cluster=cluster)
+        for cluster in (H100, replace(H100, inside=inside))
+    ]
+    assert any(one.kind == "all_reduce" and one.phase == "forward" for one in steps[0].collectives)
+    assert steps[1].step_seconds - steps[0].step_seconds >= 0.99 * late

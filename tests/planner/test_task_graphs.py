@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
@@ -101,6 +102,16 @@ def test_a_hint_on_a_parameter_counts_more_than_its_task_graph() -> None:
     plan = planned(Hybrid(replicate(2), split(2)), {"x": 2, "y": 2}, hints={"features.0.0.weight": {"x": Shard(1)}})
     assert plan.placements["features.0.0.weight"][0] == Shard(1)
     assert plan.placements["features.1.0.weight"][0] == R
+
+
+def test_parameters_in_shards_are_cast_before_they_are_gathered() -> None:
+    module = Hybrid(None, None)
+    autoshard.set_default_strategy(module, replicate(2))
+    hints = {name: {"x": Shard(0)} for name, _ in module.named_parameters()}
+    plan = planned(module, {"x": 2}, hints=hints, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    gathered = [one for one in plan.collectives if one.kind == "all_gather" and one.module == "classes"]
+    assert {one.phase for one in gathered} == {"forward"}, "gradients stay where their parameters lie"
+    assert sum(one.bytes * one.count for one in gathered) == (64 * 16 + 64) // 2 * 2, "two bytes for every element"
 
 
 def test_a_default_covers_what_no_primitive_does() -> None:

@@ -14,7 +14,7 @@ from torch import fx
 from autoshard.partition.split import split
 from autoshard.patterns.local import collectives
 from autoshard.planner.problem import Wishes
-from autoshard.reshard.overlap import await_late, continue_late, gather_ahead
+from autoshard.reshard.overlap import await_late, await_within, continue_late
 from tests.planner.steps import KINDS, captured, every_parameter, planner_of, program_of
 
 aten = torch.ops.aten
@@ -138,35 +138,60 @@ def test_stages_of_what_is_used_at_once_stay() -> None:
     assert _names(graph) == before
 
 
-def test_gathers_of_parameters_start_one_gather_early() -> None:
-    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
-        total: fx.Node = y
-        for index in range(3):
-            start = _call(graph, GATHER, x, 2, f"g{index}", name=f"start{index}")
-            wait = _call(graph, WAIT, start, name=f"wait{index}")
-            total = _call(graph, aten.add.Tensor, total, wait, name=f"use{index}")
-        return total
+def _reduced(graph: fx.Graph, x: fx.Node, sizes: list[int], copies: bool = False) -> list[fx.Node]:
+    """Gradients of so many bytes, each reduced behind the work that makes it."""
+    reduced = []
+    for index, size in enumerate(sizes):
+        x = _call(graph, aten.neg.default, x, name=f"work{index}")
+        made = _call(graph, aten.cat.default, [x], name=f"copy{index}") if copies else x
+        start = _call(graph, SCATTER, made, "sum", 2, "g", name=f"start{index}")
+        reduced.append(_call(graph, WAIT, start, name=f"wait{index}"))
+        for node in (x, made, start, reduced[-1]):
+            node.meta["val"] = torch.empty(size, dtype=torch.int8, device="meta")
+    return reduced
 
-    graph = _graph(build)
-    gather_ahead(graph)
+
+def test_reductions_are_awaited_before_their_inputs_have_too_many_bytes() -> None:
+    graph = _graph(lambda graph, x, y: _reduced(graph, x, [40, 40, 40, 10, 10]))
+    await_late(graph)
+    await_within(graph, limit=70)
     graph.lint()
-    assert _names(graph) == [
-        *("start0", "start1", "wait0", "use0"),
-        *("start2", "wait1", "use1"),
-        *("wait2", "use2"),
+    assert _names(graph)[:-3] == [
+        *("work0", "start0", "work1", "wait0", "start1"),
+        *("work2", "wait1", "start2", "work3", "start3"),  # 40 + 10 bytes
+        *("work4", "start4"),
     ]
 
 
-def test_gathers_of_activations_stay_where_their_data_is_made() -> None:
+def test_a_reduction_that_is_awaited_makes_room_before_the_next_input_is_copied() -> None:
+    graph = _graph(lambda graph, x, y: _reduced(graph, x, [40, 40, 90, 40], copies=True))
+    await_late(graph)
+    await_within(graph, limit=50)
+    graph.lint()
+    assert [name for name in _names(graph) if "work" not in name] == [
+        *("copy0", "start0", "wait0", "copy1", "start1", "wait1"),
+        *("copy2", "start2", "wait2", "copy3", "start3", "wait3"),
+    ]
+
+
+def test_two_of_the_largest_reductions_are_under_way_however_many_bytes_are_allowed() -> None:
+    graph = _graph(lambda graph, x, y: _reduced(graph, x, [1, 4, 4, 4]))
+    await_late(graph)
+    await_within(graph)
+    graph.lint()
+    assert [name for name in _names(graph) if "work" not in name] == [
+        *("start0", "start1", "wait0", "start2", "wait1", "start3", "wait3", "wait2")
+    ]
+
+
+def test_reductions_whose_results_are_computed_with_stay() -> None:
     def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
-        for index in range(2):
-            x = _call(graph, aten.neg.default, x, name=f"work{index}")
-            x = _call(graph, WAIT, _call(graph, GATHER, x, 2, "g", name=f"start{index}"), name=f"wait{index}")
-        return x
+        return _call(graph, aten.cat.default, _reduced(graph, x, [40, 40, 40]), name="total")
 
     graph = _graph(build)
+    await_late(graph)
     before = _names(graph)
-    gather_ahead(graph)
+    await_within(graph, limit=10)
     assert _names(graph) == before
 
 

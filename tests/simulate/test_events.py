@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.simulate import Operation, replay
+from autoshard.simulate import COMPUTE, Operation, replay
 
 
 def compute(seconds: float, *needs: int) -> Operation:
@@ -89,3 +89,11 @@ def test_needs_and_order_are_kept(operations: list[Operation]) -> None:
         assert all(timeline.ends[need] <= timeline.starts[index] for need in operation.needs)
         before = [i for i in range(index) if operations[i].stream == operation.stream]
         assert all(timeline.ends[i] <= timeline.starts[index] for i in before)
+
+
+def test_a_device_waits_for_a_host_that_is_slower() -> None:
+    small = [Operation("kernel", COMPUTE, 1.0, dispatch=3.0) for _ in range(4)]
+    assert replay(small).seconds == 13.0
+    large = [Operation("kernel", COMPUTE, 5.0, dispatch=3.0) for _ in range(4)]
+    assert replay(large).seconds == 23.0
+    assert replay(large).exposed == 0.0

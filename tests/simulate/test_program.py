@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping
 
@@ -63,6 +64,23 @@ def test_a_program_by_hand() -> None:
     assert (replayed.hidden, replayed.exposed) == pytest.approx((1.0, 0.0))
     assert replayed.disturbed(0.9) == pytest.approx(replayed.seconds + 0.9)
     assert sendings([hand_written()], ("y", "x")) == [Sending("all_gather", 256, 1)]
+
+
+def test_a_joined_gather_is_one_collective_of_all_its_bytes() -> None:
+    graph = fx.Graph()
+    shards = [graph.placeholder("first"), graph.placeholder("second")]
+    values = [torch.empty(8 * (place + 1), device="meta") for place in range(2)]
+    for shard, value in zip(shards, values, strict=True):
+        shard.meta["val"] = value
+    joined = graph.call_function(collectives.all_gather_into_tensor_coalesced.default, (shards, 2, "x"))
+    joined.meta["val"] = [torch.empty(2 * value.numel(), device="meta") for value in values]
+    parts = [graph.call_function(operator.getitem, (joined, place)) for place in range(2)]
+    graph.output(tuple(graph.call_function(collectives.wait_tensor.default, (part,)) for part in parts))
+    cost = CostModel(measured_cluster(), MeshShape.of({"y": 2, "x": 2}))
+    assert sendings([graph], ("y", "x")) == [Sending("all_gather", 4 * (8 + 16), 1)]
+    start, *waits = operations([graph], ("y", "x"), KernelPrices(cost))
+    assert start.seconds == cost.collective("all_gather", 96, 1)
+    assert [0 in wait.needs for wait in waits] == [True, True]
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("gpt", {"x": 2}), ("mlp", {"x": 2, "y": 2})])

@@ -3,16 +3,22 @@
 What they give depends on the seed, the number of the operator in the program (`stream`) and the shard, and on
 nothing else: replicas of a shard agree, different shards differ, and drawing again gives the same numbers. The device's
 own generator is neither read nor moved.
+
+A GPU's generator gives numbers that hang on its number of multiprocessors, too. Where torch has a stateless generator
+for the device, uniform, normal, integer and Bernoulli numbers are drawn with that: unlike GPUs then agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from autoshard.patterns._torch import has_philox, philox_normal_, philox_uniform_
+
 _MASK = (1 << 64) - 1
+_BLOCK = 1 << 24  # uniform numbers that are held at once where others are made of them: 64 MiB of float32
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
 _COMMON = "Tensor seed, int stream, Tensor? shard, *, ScalarType dtype, Device device"
@@ -44,9 +50,22 @@ def generator(seed: Tensor, stream: int, shard: Tensor | None, device: torch.dev
         shard: which shard is drawn, a 0-d integer tensor; None for a tensor that is not split.
         device: where the numbers are needed.
     """
+    return _generator(_key(seed, stream, shard), device)
+
+
+def _key(seed: Tensor, stream: int, shard: Tensor | None) -> int:
+    """A 64-bit number of one shard of one random operator in one step."""
     index = 0 if shard is None else int(shard) + 1
-    mixed = _mixed(_mixed(_mixed(int(seed) & _MASK) ^ stream) ^ index)
-    return torch.Generator(device).manual_seed(mixed)
+    return _mixed(_mixed(_mixed(int(seed) & _MASK) ^ stream) ^ index)
+
+
+def _generator(key: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(key)
+
+
+def _is_stateless(values: Tensor) -> bool:
+    """Whether floating numbers can be drawn into a tensor that depend on a key alone."""
+    return values.is_floating_point() and has_philox(values.device.type)
 
 
 def _uniform(
@@ -60,8 +79,10 @@ def _uniform(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    values = torch.empty(size, dtype=dtype, device=device)
-    return values.uniform_(low, high, generator=generator(seed, stream, shard, device))
+    values, key = torch.empty(size, dtype=dtype, device=device), _key(seed, stream, shard)
+    if _is_stateless(values):
+        return philox_uniform_(values, key, 0, low, high)
+    return values.uniform_(low, high, generator=_generator(key, device))
 
 
 def _normal(
@@ -75,8 +96,10 @@ def _normal(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    values = torch.empty(size, dtype=dtype, device=device)
-    return values.normal_(mean, std, generator=generator(seed, stream, shard, device))
+    values, key = torch.empty(size, dtype=dtype, device=device), _key(seed, stream, shard)
+    if _is_stateless(values):
+        return philox_normal_(values, key, mean, std)
+    return values.normal_(mean, std, generator=_generator(key, device))
 
 
 def _integers(
@@ -90,8 +113,18 @@ def _integers(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    values = torch.empty(size, dtype=dtype, device=device)
-    return values.random_(low, high, generator=generator(seed, stream, shard, device))
+    values, key = torch.empty(size, dtype=dtype, device=device), _key(seed, stream, shard)
+    if not has_philox(values.device.type):
+        return values.random_(low, high, generator=_generator(key, device))
+    width = high - low
+    for offset, block in _blocks(values):
+        if width > 1 << 53:  # more than a float64 tells apart: 31 bits and 32 bits
+            drawn = _below(block, key, offset, 1 << 31) << 32 | _below(block, _mixed(key), offset, 1 << 32)
+            drawn = drawn if width >= 1 << 63 else drawn.remainder_(width)
+        else:
+            drawn = _below(block, key, offset, width)
+        block.copy_(drawn.add_(low))
+    return values
 
 
 def _bernoulli(
@@ -104,8 +137,27 @@ def _bernoulli(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    values = torch.empty(size, dtype=dtype, device=device)
-    return values.bernoulli_(p, generator=generator(seed, stream, shard, device))
+    values, key = torch.empty(size, dtype=dtype, device=device), _key(seed, stream, shard)
+    if not has_philox(values.device.type):
+        return values.bernoulli_(p, generator=_generator(key, device))
+    for offset, block in _blocks(values):
+        block.copy_(_fractions(block, key, offset, torch.float32) < p)
+    return values
+
+
+def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Parts of a contiguous tensor that are no longer than a block, each with the place where it begins."""
+    return ((number * _BLOCK, block) for number, block in enumerate(values.view(-1).split(_BLOCK)))
+
+
+def _fractions(block: Tensor, key: int, offset: int, dtype: torch.dtype) -> Tensor:
+    """Uniform numbers in [0, 1), as many as a block has."""
+    return philox_uniform_(torch.empty(block.shape, dtype=dtype, device=block.device), key, offset, 0.0, 1.0)
+
+
+def _below(block: Tensor, key: int, offset: int, width: int) -> Tensor:
+    """Integers from 0 to `width` - 1, at most 2**53 of them, as many as a block has."""
+    return _fractions(block, key, offset, torch.float64).mul_(width).to(torch.int64)
 
 
 def _poisson(rate: Tensor, seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:

@@ -1,22 +1,18 @@
-"""Scaled dot-product attention in all spellings that ATen has, forward and backward.
+"""Scaled dot-product attention, forward and backward: the operator of captured graphs, and the kernels of ATen by name.
 
 Batch and heads are independent. Fewer heads of keys than of queries (grouped-query attention) make a query head the
 product of the key head `h` and its share `r`, which keys lack. The queries' sequence may be sharded too, keys and
 values being whole: their gradients are then partial, as autograd of a contracted dim. A causal kernel counts queries
-from the start of the sequence, so a rank that holds a later stretch needs the mask spelt out. The kernels for the CPU
-and of cuDNN take one. Flash attention takes none: it could align the mask with the last key instead, but which one that
-is depends on the rank, and so would the shape of the keys. The memory-efficient kernel pads what it keeps of each
-query, so that its queries are not sharded at all, and what a mask must look like for overridden kernels is theirs to
-say. For all of these, keys may go round instead (`units.sequence`), as far as it knows them.
+from the start of the sequence; the operator of captured graphs is told where a rank's queries begin. ATen's kernels
+are not, so that their causal queries stay whole. The memory-efficient kernel pads what it keeps of each query, so that
+its queries are not sharded at all, and what a mask must look like for overridden kernels is theirs to say. Keys may go
+round instead (`units.sequence`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, bind_named, shape_of
@@ -30,6 +26,7 @@ _NAMES = ("b", "h", "r", "s")
 
 
 @rule_maker(
+    "autoshard.attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention",
@@ -47,6 +44,7 @@ def attention(call: OpCall) -> Rule | None:
 
 
 @rule_maker(
+    "autoshard.attention_backward",
     "aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "aten._scaled_dot_product_flash_attention_backward",
     "aten._scaled_dot_product_efficient_attention_backward",
@@ -60,31 +58,31 @@ def attention_backward(call: OpCall) -> Rule | None:
     items = _items(call)
     results = [_QUERY, _KEY, _VALUE]
     if len(call.results) == 4:
-        results.append(items.get("attn_bias", ""))
+        results.append(_mask_gradient(call, items))
     return _bound(call, items, results, linear=[{"grad_out", "grad_out_"}])
+
+
+def _mask_gradient(call: OpCall, items: dict[str, str]) -> str:
+    """Dims of the gradient of the mask; the operator of captured graphs gives no elements where none is asked for."""
+    if not _is_own(call):
+        return items.get("attn_bias", "")
+    return items["attn_mask"] if call.arg("mask_gradient") else "none!"
+
+
+def _is_own(call: OpCall) -> bool:
+    """Whether the call is of the operator of captured graphs."""
+    return call.op.namespace == "autoshard"
 
 
 def _supported(call: OpCall) -> bool:
     """Not with dropout: what a kernel drew is kept as one state for all samples and heads, which no shard can tell
     its part of. Capture spells attention with dropout out; only kernels that are called by name come here with it.
     """
+    if _is_own(call):
+        return True
     heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
     grouped = heads == groups or ("efficient" not in call.op.name() and heads % groups == 0)
     return call.arg("dropout_p") == 0 and grouped
-
-
-def _mask_argument(call: OpCall) -> str | None:
-    """The argument by which a causal call may be given its mask as a tensor instead; None if there is none, or taken.
-
-    Both kernels add a mask `[queries, keys]` to the scores, broadcast to samples and heads.
-    """
-    if "for_cpu" in call.op.name():
-        name = "attn_mask"
-    elif "cudnn" in call.op.name() and shape_of(call, "query")[2] == shape_of(call, "key")[2]:
-        name = "attn_bias"
-    else:
-        return None
-    return name if call.arg(name) is None else None
 
 
 def _items(call: OpCall) -> dict[str, str]:
@@ -128,11 +126,13 @@ def _statistics(call: OpCall, shape: Sequence[int]) -> str:
 
 def _bound(call: OpCall, items: dict[str, str], results: list[str], **options: Any) -> Rule:
     kept = [None if index >= 4 or "backward" not in call.op.name() else "sum" for index in range(len(results))]
+    if results[-1] == "none!":
+        kept[-1] = None
     heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
     causal = bool(call.arg("is_causal"))
     options |= {
         "reduce": dict.fromkeys(_NAMES, kept),
-        "whole": ("s",) if "efficient" in call.op.name() or (causal and _mask_argument(call) is None) else (),
+        "whole": ("s",) if "efficient" in call.op.name() or (causal and not _is_own(call)) else (),
         "contiguous": ("s",) if causal else (),
         "uneven": True,
     }
@@ -147,21 +147,7 @@ def _attention(call: LocalCall) -> Any:
     changed: dict[str, Any] = {}
     if "max_q" in schema:
         changed["max_q"] = call.size("s")
-    mask = _mask_argument(call.call)
-    if call.arg("is_causal") and call.axes("s") and mask is not None:
-        changed |= {"is_causal": False, mask: _causal_mask(call)}
+    if call.arg("is_causal") and call.axes("s"):
+        part = call.linear_index(call.axes("s"), host=True)
+        changed["start"] = call.emit.call(aten.mul.Tensor, part, call.size("s"))
     return call.run(**changed)
-
-
-def _causal_mask(call: LocalCall) -> Any:
-    """What to add to the scores of this rank's queries `[s, t]`: minus infinity for keys that come later."""
-    emit, keys = call.emit, shape_of(call.call, "key")[2]
-    queries = call.size("s")
-    like = call.operands[0]
-    first = emit.call(aten.mul.Tensor, call.position("s"), queries)
-    key, query = (
-        emit.call(aten.arange.default, count, dtype=torch.int64, device=emit.device(like)) for count in (keys, queries)
-    )
-    query = emit.call(aten.unsqueeze.default, emit.call(aten.add.Tensor, query, first), 1)
-    zeros = emit.call(aten.new_zeros.default, like, [queries, keys])
-    return emit.call(aten.masked_fill.Scalar, zeros, emit.call(aten.gt.Tensor, key, query), -math.inf)

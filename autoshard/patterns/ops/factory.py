@@ -45,7 +45,7 @@ def _empty(call: OpCall) -> Rule:
 
 
 def _local_empty(call: LocalCall) -> Any:
-    shape, device = list(call.result_shape()), call.arg("device")
+    shape, device = list(call.result_shape()), call.emit.home
     return call.emit.call(aten.empty.memory_format, shape, dtype=result_dtype(call), device=device)
 
 
@@ -113,7 +113,7 @@ def _local_arange(call: LocalCall) -> Any:
     names = [argument.name for argument in call.call.op._schema.arguments]
     start, step = (call.arg(name) if name in names else other for name, other in (("start", 0), ("step", 1)))
     emit = call.emit
-    counted = positions(call, "d0", call.result_shape()[0], call.arg("device"))
+    counted = positions(call, "d0", call.result_shape()[0], call.emit.home)
     if isinstance(start, float) or isinstance(step, float):
         counted = cast(call, counted, torch.float64)  # torch counts in double precision, too
     counted = emit.call(aten.add.Scalar, emit.call(aten.mul.Scalar, counted, step), start)
@@ -127,7 +127,7 @@ def _local_linspace(call: LocalCall) -> Any:
     emit, steps = call.emit, call.arg("steps")
     start, end = call.arg("start"), call.arg("end")
     step = (end - start) / (steps - 1)
-    place = positions(call, "d0", call.result_shape()[0], call.arg("device"))
+    place = positions(call, "d0", call.result_shape()[0], call.emit.home)
     wide = cast(call, place, torch.float64)
     ahead = emit.call(aten.add.Scalar, emit.call(aten.mul.Scalar, wide, step), start)
     left = emit.call(aten.rsub.Scalar, wide, steps - 1)
@@ -144,7 +144,7 @@ def _eye(call: OpCall) -> Rule:
 def _local_eye(call: LocalCall) -> Any:
     if not call.axes("d0") and not call.axes("d1"):
         return call.run()
-    shape, device = call.result_shape(), call.arg("device")
+    shape, device = call.result_shape(), call.emit.home
     rows, columns = (along(call, positions(call, f"d{dim}", shape[dim], device), dim, 2) for dim in (0, 1))
     return cast(call, call.emit.call(aten.eq.Tensor, rows, columns), result_dtype(call))
 

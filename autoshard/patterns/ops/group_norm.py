@@ -82,10 +82,10 @@ def _group_norm(call: LocalCall) -> Any:
     return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((result, mean, scale)))
 
 
-def _run(call: LocalCall) -> Any:
+def _run(call: LocalCall, operands: Sequence[Any] | None = None) -> Any:
     """The operator itself, told the local numbers of samples, channels and groups."""
     groups = call.size("g")
-    return call.run(N=call.size("n"), C=call.arg("C") // call.arg("group") * groups, group=groups)
+    return call.run(None, operands, N=call.size("n"), C=call.arg("C") // call.arg("group") * groups, group=groups)
 
 
 def _grouped(call: LocalCall, value: Any) -> Any:
@@ -127,7 +127,10 @@ def group_norm_backward(call: OpCall) -> Rule:
 
 def _group_norm_backward(call: LocalCall) -> Any:
     if not split_axes(call, _reduced_dims(call.call)):
-        return _run(call)
+        # The kernel reads both images as if they lay alike. By fake tensors the gradient of a loss lies as the loss's
+        # input; kernels of `mse_loss_backward` and others of its kind make it row-major.
+        images = [call.emit.call(aten.contiguous.default, image) for image in call.operands[:2]]
+        return _run(call, [*images, *call.operands[2:]])
     emit, values = call.emit, named_values(call)
     local = list(emit.shape(values["input"]))
     mean, scale = (_column(call, cast(call, values[name], _wide(call))) for name in ("mean", "rstd"))

@@ -23,7 +23,7 @@ from autoshard.patterns.rule import OpCall, Rule
 _ALIGNED_BYTES = 16
 """Rows must begin at multiples of so many bytes, which a shard of a row must keep to."""
 
-_GROUPED = {(2, 3): "i", (2, 2): "k", (3, 2): "j"}
+GROUPED = {(2, 3): "i", (2, 2): "k", (3, 2): "j"}
 """Which dim of a product `i k, k j -> i j` the groups lie along, by the number of dims of its operands.
 
 Two operands of three dims are a batch of matrices.
@@ -59,7 +59,7 @@ def _grouped_mm(call: OpCall) -> Rule | None:
         return None
     left, right = call.operands[:2]
     ndims = len(left.shape), len(right.shape)
-    grouped = _GROUPED.get(ndims)
+    grouped = GROUPED.get(ndims)
     sizes = (
         {"g": left.shape[0]} if grouped is None else {"g": call.operands[2].shape[0], "ends": call.operands[2].shape[0]}
     )
@@ -88,7 +88,7 @@ def _grouped_mm(call: OpCall) -> Rule | None:
 
 def _local_grouped_mm(call: LocalCall) -> Any:
     left, right, ends = call.operands
-    grouped = _GROUPED[len(call.call.operands[0].shape), len(call.call.operands[1].shape)]
+    grouped = GROUPED[len(call.call.operands[0].shape), len(call.call.operands[1].shape)]
     length = call.operand_shape(1)[-1] if grouped == "j" else call.operand_shape(0)[0 if grouped == "i" else 1]
     if call.axes(grouped):
         ends = call.emit.call(aten.sub.Tensor, ends, stretch_start(call, grouped, length))

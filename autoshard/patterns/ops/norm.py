@@ -61,7 +61,7 @@ def _statistics_bytes(call: OpCall, tensors: int, itemsize: int) -> int:
     return tensors * itemsize * math.prod(shape[: len(shape) - len(call.arg("normalized_shape"))])
 
 
-@rule_maker("aten.native_layer_norm", "aten._fused_rms_norm")
+@rule_maker("aten.native_layer_norm", "autoshard.rms_norm")
 def normalization(call: OpCall) -> Rule:
     """Layer norm `(result, mean, reciprocal deviation)` or root-mean-square norm `(result, reciprocal root)`."""
     names = _normalized(call)
@@ -111,8 +111,7 @@ def _rms_norm(call: LocalCall) -> Any:
     source = emit.dtype(values["input"])
     x = cast(call, values["input"], accumulation_dtype(source))
     square = _mean(call, emit.call(aten.mul.Tensor, x, x))
-    eps = call.arg("eps") if call.arg("eps") is not None else torch.finfo(emit.dtype(x)).eps
-    scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, square, eps))
+    scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, square, call.arg("eps")))
     result = _affine(call, emit.call(aten.mul.Tensor, x, scale))
     return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((result, scale)))
 
@@ -130,23 +129,30 @@ def _means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
     return [emit.call(aten.div.Scalar, value, count) for value in sums]
 
 
-@rule_maker("aten.native_layer_norm_backward", "aten._fused_rms_norm_backward")
+@rule_maker("aten.native_layer_norm_backward", "autoshard.rms_norm_backward")
 def normalization_backward(call: OpCall) -> Rule:
     """Gradients of the input, the weight and, for layer norm, the bias; linear in the incoming gradient."""
     names = _normalized(call)
     inner, ones = " ".join(names), " ".join("1" for _ in names)
     statistics, whole = f"... {ones}", f"... {inner}"
     dtype = call.operands[0].dtype
+    results = [whole, *[inner] * (len(call.results) - 1)]
     return bind_named(
         call,
         {"grad_out": whole, "input": whole, "mean": statistics, "rstd": statistics, "weight": inner, "bias": inner},
-        [whole, *[inner] * (len(call.results) - 1)],
+        [_dims_of(call, index, dims) for index, dims in enumerate(results)],
         linear=[{"grad_out"}],
         exchange=dict.fromkeys(names, _statistics_bytes(call, 2, accumulation_dtype(dtype).itemsize)),
         local=_normalization_backward,
         uneven=True,
         fill=dict.fromkeys(names, 0.0),
     )
+
+
+def _dims_of(call: OpCall, result: int, dims: str) -> str:
+    """Dims of a gradient; the operator of root-mean-square norms gives no elements where none is asked for."""
+    absent = call.op.namespace == "autoshard" and not call.arg("output_mask")[result]
+    return f"none{result}!" if absent else dims
 
 
 def _normalization_backward(call: LocalCall) -> Any:
@@ -164,9 +170,16 @@ def _normalization_backward(call: LocalCall) -> Any:
     results += [
         _batch_sum(call, value) if asked else None for asked, value in zip(mask[1:], (along, gradient), strict=False)
     ]
-    return tuple(
-        None if value is None else cast(call, value, result_dtype(call, index)) for index, value in enumerate(results)
-    )
+    return tuple(_of_result(call, index, value) for index, value in enumerate(results))
+
+
+def _of_result(call: LocalCall, index: int, value: Any) -> Any:
+    """A gradient in the element type of its result; where none is asked for, what stands for it."""
+    if value is not None:
+        return cast(call, value, result_dtype(call, index))
+    if call.call.results[index] is None:
+        return None
+    return call.emit.call(aten.new_empty.default, call.operands[0], [0])
 
 
 def _input_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any) -> Any:

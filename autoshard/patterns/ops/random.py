@@ -36,7 +36,7 @@ def draw(
         dtype: its element type; that of the first result by default.
     """
     emit = call.emit
-    device = emit.device(call.operands[0]) if call.operands else call.arg("device") or torch.get_default_device()
+    device = emit.device(call.operands[0]) if call.operands else emit.home
     return emit.call(
         op,
         list(call.result_shape() if size is None else size),
@@ -48,8 +48,11 @@ def draw(
 
 
 def step_of(call: LocalCall) -> tuple[Any, int, Any]:
-    """What every drawing operator takes: the step's seed, a number of its own, and which shard is drawn."""
-    shard = call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0])
+    """What every drawing operator takes: the step's seed, a number of its own, and which shard is drawn.
+
+    Seed and shard are on the CPU: generators are seeded by the host.
+    """
+    shard = call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0], host=True)
     return call.emit.seed(), call.emit.stream(), shard
 
 

@@ -45,13 +45,15 @@ def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequen
         options: those of the rule, as `bind_named` takes them, with the `sizes` of its names.
 
     Returns:
-        None where queries and keys are not of one length, where there is a mask, and for kernels that are not known to
-        hand out one natural logarithm per query (those of flash attention and of cuDNN are).
+        None where queries and keys are not of one length, where there is a mask or a window, and for kernels that are
+        not known to hand out one natural logarithm per query (the operator of captured graphs, those of flash attention
+        and of cuDNN are).
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
     plain = all(name not in operands or call.arg(name) is None for name in ("attn_mask", "attn_bias"))
-    known = any(kernel in call.op.name() for kernel in ("flash", "cudnn"))
-    if not known or query[2] != key[2] or not plain:
+    own = call.op.namespace == "autoshard"
+    known = own or any(kernel in call.op.name() for kernel in ("flash", "cudnn"))
+    if not known or query[2] != key[2] or not plain or (own and call.arg("window")):
         return None
     backward = "grad_out" in operand_names(call)
     reduce = {name: kinds for name, kinds in options.pop("reduce").items() if name != "s"}
@@ -149,12 +151,13 @@ def _backward(call: LocalCall) -> Any:
     statistics = call.operands[operand_names(call.call).index("logsumexp")]
     query: Any = None
     passed: Any = None  # gradients of keys and values, which follow them
+    rest: Sequence[Any] = ()  # what stands for the gradient of a mask
     moved: Mapping[int, int] = {}
     for turn in _turns(call):
         moved = turn.moved
         if turn.axis is not None:
             passed = _handed_on(call, passed, turn.axis, 1)
-        terms = _attend(call, turn.operands, causal=causal and turn.axis is None)
+        *terms, rest = _gradients(_attend(call, turn.operands, causal=causal and turn.axis is None))
         own, *others = (_accumulated(call, each, statistics) for each in terms)
         packed = emit.call(aten.cat.default, others, -1)
         if turn.axis is None:
@@ -169,7 +172,13 @@ def _backward(call: LocalCall) -> Any:
         passed = _handed_on(call, passed, axis, home) if home else passed
     widths = [call.result_shape(index)[-1] for index in (1, 2)]
     gradients = (query, *emit.call(aten.split_with_sizes.default, passed, widths, -1))
-    return tuple(cast(call, each, result_dtype(call, index)) for index, each in enumerate(gradients))
+    return (*(cast(call, each, result_dtype(call, index)) for index, each in enumerate(gradients)), *rest)
+
+
+def _gradients(results: Sequence[Any]) -> tuple[Any, Any, Any, Sequence[Any]]:
+    """The gradients of query, key and value, and the other results of a backward kernel."""
+    query, key, value, *rest = results
+    return query, key, value, rest
 
 
 def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:

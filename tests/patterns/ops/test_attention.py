@@ -14,7 +14,7 @@ from autoshard.patterns.rule import Rule
 from autoshard.patterns.strategy import result_spec
 from autoshard.specs.axes import MeshShape
 from tests.partition.meshes import simulated
-from tests.patterns.ops.cudnn import cudnn_on_cpu
+from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.training import TOLERANCE, compare, fast_links, train
 
@@ -28,50 +28,51 @@ def _tensors(heads: int, groups: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_on_cpu(heads: int, groups: int, causal: bool) -> None:
+def test_of_captured_graphs(heads: int, groups: int, causal: bool) -> None:
     shards = "b h s" + (" r" if heads != groups else "")
     tensors = _tensors(heads, groups)
-    forward = aten._scaled_dot_product_flash_attention_for_cpu
-    assert_sound(forward.default, *tensors, 0.0, causal, shards=shards)
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    gradient = normal(4, heads, 6, 8) - 1
-    assert_sound(backward, gradient, *tensors, *forward(*tensors, 0.0, causal), 0.0, causal, shards=shards)
+    assert_sound(FORWARD, *forward_args(tensors, causal), shards=shards)
+    assert_sound(BACKWARD, *backward_args(normal(4, heads, 6, 8) - 1, tensors, causal), shards=shards)
 
 
 @pytest.mark.parametrize("shape", MASKS)
-def test_with_a_mask_that_is_broadcast(shape: tuple[int | None, ...]) -> None:
+@pytest.mark.parametrize("wanted", [True, False])
+def test_with_a_mask_that_is_broadcast(shape: tuple[int | None, ...], wanted: bool) -> None:
     tensors, mask = _tensors(6, 3), normal(*(6 if size is None else size for size in shape))
-    forward = aten._scaled_dot_product_flash_attention_for_cpu
-    assert_sound(forward.default, *tensors, 0.0, False, attn_mask=mask, shards="b h r s")
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    kept = forward(*tensors, 0.0, False, attn_mask=mask)
-    assert_sound(backward, normal(4, 6, 6, 8), *tensors, *kept, 0.0, False, attn_mask=mask)
+    assert_sound(FORWARD, *forward_args(tensors, mask=mask), shards="b h r s")
+    assert_sound(BACKWARD, *backward_args(normal(4, 6, 6, 8), tensors, mask=mask, mask_gradient=wanted))
+    assert_sound(FORWARD, *forward_args(tensors, mask=mask > 0), shards="b h r s")
+    assert_sound(BACKWARD, *backward_args(normal(4, 6, 6, 8), tensors, mask=mask > 0))
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(12, 8), (4, 24)])
-def test_causal_with_other_numbers_of_keys_than_queries(queries: int, keys: int) -> None:
-    query, key, value = normal(2, 2, queries, 8), normal(2, 2, keys, 8), normal(2, 2, keys, 8) + 1
-    forward = aten._scaled_dot_product_flash_attention_for_cpu
-    assert_sound(forward.default, query, key, value, 0.0, True, scale=0.3, shards="b h s")
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    kept = forward(query, key, value, 0.0, True, scale=0.3)
-    assert_sound(backward, query + 1, query, key, value, *kept, 0.0, True, scale=0.3, shards="b h s")
+@pytest.mark.parametrize(("queries", "keys"), [(12, 8), (4, 24), (12, 12)])
+@pytest.mark.parametrize("window", [0, 3])
+def test_causal_with_other_numbers_of_keys_than_queries(queries: int, keys: int, window: int) -> None:
+    tensors = normal(2, 2, queries, 8), normal(2, 2, keys, 8), normal(2, 2, keys, 8) + 1
+    assert_sound(FORWARD, *forward_args(tensors, True, window=window), shards="b h s")
+    assert_sound(BACKWARD, *backward_args(tensors[0] + 1, tensors, True, window=window), shards="b h s")
 
 
 def test_a_stretch_of_causal_queries_is_contiguous() -> None:
-    tensors = _tensors(6, 6)
-    _, rule = bound(aten._scaled_dot_product_flash_attention_for_cpu.default, *tensors, 0.0, True)
+    _, rule = bound(FORWARD, *forward_args(_tensors(6, 6), True))
     assert [factor.contiguous for factor in rule.factors if factor.name == "s"] == [True]
 
 
 def test_gradients_of_keys_are_partial_over_queries() -> None:
     tensors = _tensors(6, 6)
-    kept = aten._scaled_dot_product_flash_attention_for_cpu(*tensors)
-    op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    _, rule = bound(op, tensors[0], *tensors, *kept, 0.0, False)
+    _, rule = bound(BACKWARD, *backward_args(tensors[0], tensors))
     mesh = MeshShape.of({"x": 2})
     specs = [str(result_spec(rule, rule.indices("s"), mesh, result)) for result in range(3)]
     assert specs == ["S(2)", "P(sum)", "P(sum)"]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernel_of_the_cpu_by_name(causal: bool) -> None:
+    tensors, shards = _tensors(6, 3), "b h r" if causal else "b h r s"
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    assert_sound(forward.default, *tensors, 0.0, causal, shards=shards)
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    assert_sound(backward, normal(4, 6, 6, 8), *tensors, *forward(*tensors, 0.0, causal), 0.0, causal, shards=shards)
 
 
 def _on_accelerator(*shape: int) -> torch.Tensor:
@@ -102,18 +103,6 @@ def test_flash_and_cudnn(causal: bool, shards: str) -> None:
     op = aten._scaled_dot_product_cudnn_attention_backward.default
     args = (query, query, key, key, *cudnn[:2], *cudnn[6:8], None, *cudnn[2:4], 8, 16, 0.0, causal)
     assert _shardable(_rule(op, *args)[1]) == shards
-
-
-def test_causal_queries_of_cudnn() -> None:
-    """By a mask in the place of the flag."""
-    tensors = _tensors(6, 6)
-    forward = aten._scaled_dot_product_cudnn_attention.default
-    backward = aten._scaled_dot_product_cudnn_attention_backward.default
-    with cudnn_on_cpu():
-        assert_sound(forward, *tensors, None, True, 0.0, True, shards="b h s")
-        kept = forward(*tensors, None, True, 0.0, True)
-        state = (*kept[:2], *kept[6:8], None, *kept[2:4], 6, 6, 0.0, True)
-        assert_sound(backward, tensors[0] - 1, *tensors, *state, shards="b h s")
 
 
 @pytest.mark.parametrize("biased", [True, False])

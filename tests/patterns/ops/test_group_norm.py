@@ -1,10 +1,18 @@
 from __future__ import annotations
 
-import pytest
+import copy
 
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autoshard
 from autoshard.patterns.strategy import result_spec
 from autoshard.specs.axes import MeshShape
+from tests.partition.meshes import simulated
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
+from tests.training import TOLERANCE, fast_links, held_by_ranks, relative_difference
 
 
 @pytest.mark.parametrize(("shape", "groups"), [((4, 12, 3, 2), 6), ((4, 12, 4, 3), 2), ((2, 8), 4), ((4, 12, 6), 1)])
@@ -50,3 +58,28 @@ def test_gradients_of_weights_are_partial_over_batch_and_positions() -> None:
     assert specs["n"] == ["S(0)", "P(sum)", "P(sum)"]
     assert specs["k"] == ["S(1,f=3)", "S(0,f=3)", "S(0,f=3)"]
     assert specs["s0"] == ["S(2)", "P(sum)", "P(sum)"]
+
+
+class ChannelsLast(nn.Module):
+    """A group norm over channels that come last, and a loss whose gradient lies otherwise than fake tensors say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(3, 12)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.norm(x.transpose(1, 2)).transpose(1, 2), target)
+
+
+def test_the_gradient_may_lie_in_memory_otherwise_than_captured() -> None:
+    module = ChannelsLast().double()
+    inputs = {"x": normal(4, 6, 12), "target": normal(4, 6, 12)}
+    alone = copy.deepcopy(module)
+    alone(**inputs).backward()
+    with simulated(dp=2) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast")
+        module(**inputs).backward()
+        found, expected = (
+            {name: held_by_ranks(each.grad) for name, each in one.named_parameters()} for one in (module, alone)
+        )
+    assert relative_difference(found, expected) <= TOLERANCE

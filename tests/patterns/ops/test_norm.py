@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
-from autoshard.patterns.registry import call_of, rule_for
-from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.soundness import compare, run_all_ranks, strategies
+from autoshard.capture.rms_norm import operators
 from autoshard.patterns.strategy import result_spec
 from autoshard.specs.axes import MeshShape
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
@@ -58,33 +53,9 @@ def test_layer_norm_gradients_of_weights_are_partial_over_the_batch() -> None:
 
 @pytest.mark.parametrize(("shape", "inner"), SHAPES)
 def test_rms_norm(shape: tuple[int, ...], inner: tuple[int, ...]) -> None:
-    x = normal(*shape) + 2
-    assert_sound(aten._fused_rms_norm.default, x, list(inner), normal(*inner), 1e-5)
-    assert_sound(aten._fused_rms_norm.default, x, list(inner), None, None)
-
-
-def test_rms_norm_backward_over_sharded_dims() -> None:
-    """The fused kernel is for accelerators alone, so that only the rule's own program can run here."""
-    x, weight, gradient = (normal(4, 6, 12) + 1).requires_grad_(), normal(12).requires_grad_(), normal(4, 6, 12)
-    result, scale = aten._fused_rms_norm(x, [12], weight, 1e-5)
-    wanted = torch.autograd.grad(result, (x, weight), gradient)
-    args: tuple[Any, ...] = (gradient, x.detach(), [12], scale.detach(), weight.detach(), [True, True])
-    call = call_of(aten._fused_rms_norm_backward.default, args, {}, wanted)
-    rule = rule_for(call)
-    assert rule is not None
-    tensors = [value for value in args if isinstance(value, torch.Tensor)]
-    ran = [_assert_equal(call, rule, MeshShape.of(mesh), tensors, wanted) for mesh in ({"x": 4}, {"x": 2, "y": 2})]
-    assert all(ran)
-
-
-def _assert_equal(call: OpCall, rule: Rule, mesh: MeshShape, tensors: list[torch.Tensor], wanted: Any) -> int:
-    """Compare all strategies that shard the normalised dim; how many there are."""
-    count = 0
-    for refined, choices in strategies(rule, mesh):
-        if set(choices) & set(refined.indices("n0")):
-            outputs = run_all_ranks(call, refined, choices, mesh, tensors)
-            for position, (shards, whole) in enumerate(zip(outputs, wanted, strict=True)):
-                assert shards is not None
-                assert compare(shards, result_spec(refined, choices, mesh, position), mesh, whole) is None
-            count += 1
-    return count
+    x, gradient = normal(*shape) + 2, normal(*shape) - 1
+    for weight in (normal(*inner), None):
+        assert_sound(operators.rms_norm.default, x, list(inner), weight, 1e-5)
+        rstd = operators.rms_norm(x, list(inner), weight, 1e-5)[1]
+        for mask in ([True, weight is not None], [weight is None, weight is not None]):
+            assert_sound(operators.rms_norm_backward.default, gradient, x, list(inner), rstd, weight, mask)

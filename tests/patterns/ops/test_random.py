@@ -2,18 +2,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from autoshard.patterns._torch import has_philox
 from autoshard.patterns.local import LocalCall, emit_local
 from autoshard.patterns.lockstep import Lockstep, PerRank
+from autoshard.patterns.ops import _draws
 from autoshard.patterns.ops._draws import draws
 from autoshard.patterns.soundness import shard_unevenly
 from autoshard.patterns.strategy import axis_choices, fits, operand_spec, result_spec
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.tensors import unshard
+from tests.patterns.ops.philox import philox, stateless_cpu
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 
 SHAPE = (64, 48)
@@ -84,6 +90,15 @@ CALLS = [  # the call, and its mean and standard deviation (None: those of the p
 ]
 
 
+@pytest.fixture(params=["generators", "stateless"])
+def source(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What numbers come from: a generator of the device, or torch's stateless one, which GPUs have."""
+    with stateless_cpu() if request.param == "stateless" else nullcontext():
+        assert has_philox("cpu") is (request.param == "stateless")
+        yield
+
+
+@pytest.mark.usefixtures("source")
 @pytest.mark.parametrize(("op", "args", "kwargs", "mean", "deviation"), CALLS, ids=[str(case[0]) for case in CALLS])
 def test_distribution_of_every_strategy(op: Any, args: Any, kwargs: Any, mean: float | None, deviation: float) -> None:
     drawn = _drawn(op, *args, **kwargs)
@@ -94,6 +109,7 @@ def test_distribution_of_every_strategy(op: Any, args: Any, kwargs: Any, mean: f
         assert abs(values.double().std().item() - deviation) < 0.1 * deviation
 
 
+@pytest.mark.usefixtures("source")
 @pytest.mark.parametrize("train", [True, None])
 def test_dropout(train: bool | None) -> None:
     for result, mask in _drawn(aten.native_dropout.default, X, 0.25, train):
@@ -112,11 +128,13 @@ def test_dropout_backward() -> None:
     assert_sound(aten.native_dropout_backward.default, normal(4, 6), normal(4, 6) > 0, 2.0, shards="dim0 dim1")
 
 
+@pytest.mark.usefixtures("source")
 def test_shards_differ() -> None:
     for (values,) in _drawn(aten.rand.default, list(SHAPE), **CPU)[1:]:
         assert values.unique().numel() == COUNT
 
 
+@pytest.mark.usefixtures("source")
 def test_numbers_follow_from_the_seed() -> None:
     first, again, other = (_drawn(aten.rand.default, list(SHAPE), seed=seed, **CPU) for seed in (1, 1, 2))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
@@ -129,6 +147,7 @@ def test_default_generator_is_left_alone() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+@pytest.mark.usefixtures("source")
 def test_streams_differ() -> None:
     one, two = (draws.uniform([8], 0.0, 1.0, torch.tensor(3), stream, None, **CPU) for stream in (0, 1))
     assert not torch.equal(one, two)
@@ -187,3 +206,46 @@ def test_rectifier_with_random_slopes() -> None:
     assert_sound(aten.rrelu_with_noise_functional.default, X, noise, 0.1, 0.3, False, shards="dim0 dim1")
     backward = aten.rrelu_with_noise_backward.default
     assert_sound(backward, normal(4, 6), normal(4, 6) + 1, normal(6, 4).T, 0.1, 0.3, True, False, shards="dim0 dim1")
+
+
+def test_philox_is_that_of_the_paper() -> None:
+    """The first of the known answers that its authors give with their library."""
+    (words,) = philox(np.zeros((1, 4), dtype=np.uint64), (0, 0))
+    assert [hex(word) for word in words] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
+
+
+@pytest.mark.parametrize(
+    ("op", "parameters", "dtype"),
+    [
+        (draws.bernoulli, (0.25,), torch.bool),
+        (draws.integers, (-3, 9), torch.int32),
+        (draws.integers, (0, (1 << 63) - 1), torch.int64),
+        (draws.integers, (0, (1 << 60) + 5), torch.int64),
+    ],
+)
+def test_stateless_numbers_do_not_hang_on_what_is_drawn_at_once(
+    op: Any, parameters: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number depends on the key and its place: longer tensors begin with those of shorter ones."""
+    arguments = (*parameters, torch.tensor(5), 0, None)
+    keywords = {"dtype": dtype, "device": torch.device("cpu")}
+    with stateless_cpu():
+        values = op([20_000], *arguments, **keywords)
+        assert torch.equal(op([777], *arguments, **keywords), values[:777])
+        monkeypatch.setattr(_draws, "_BLOCK", 1 << 10)
+        in_blocks = op([20_000], *arguments, **keywords)
+    low, high = parameters if len(parameters) == 2 else (0, 2)
+    for drawn in (values, in_blocks):
+        share = (drawn.double() - low) / (high - low)
+        assert 0 <= share.min() <= share.max() <= 1
+        mean = parameters[0] / 2 if dtype is torch.bool else 0.5 if high - low > 1 << 20 else 11 / 24
+        assert abs(share.mean().item() - mean) < 0.015
+
+
+def test_long_integers_have_random_bits_all_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_draws, "_BLOCK", 1 << 10)
+    with stateless_cpu():
+        values = draws.integers([4096], 0, (1 << 63) - 1, torch.tensor(5), 0, None, **INTEGERS)
+    assert (values & 0xFFFFFFFF).unique().numel() == (values >> 32).unique().numel() == 4096
+    for bit in range(63):
+        assert abs((values >> bit & 1).double().mean().item() - 0.5) < 0.05

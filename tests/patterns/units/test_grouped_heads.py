@@ -7,12 +7,11 @@ from autoshard.patterns.soundness import strategies
 from autoshard.patterns.strategy import describe, operand_spec, result_spec
 from autoshard.patterns.variants import offered_factors
 from autoshard.specs.axes import MeshShape
-from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
+from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
+from tests.patterns.ops.soundness import assert_sound, bound, normal
 from tests.patterns.units.whole import attention_model, plan_with, worst_error
 from tests.training import TOLERANCE
 
-FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 MESH = MeshShape.of({"x": 4})
 
 # one key head for all queries of a rank; several ranks with one; ranks whose queries need several
@@ -27,25 +26,24 @@ def _tensors(heads: int, groups: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("causal", [True, False])
 def test_forward_and_backward(heads: int, groups: int, causal: bool) -> None:
     tensors = _tensors(heads, groups)
-    _, rule = bound(FORWARD, *tensors, 0.0, causal)
+    _, rule = bound(FORWARD, *forward_args(tensors, causal))
     assert "g" in {factor.name for factor in offered_factors(rule)}
     assert "g on x" in {describe(refined, choices, MESH) for refined, choices in strategies(rule, MESH)}
-    assert_sound(FORWARD, *tensors, 0.0, causal)
-    assert_sound(BACKWARD, normal(4, heads, 6, 8) - 1, *tensors, *FORWARD(*tensors, 0.0, causal), 0.0, causal)
+    assert_sound(FORWARD, *forward_args(tensors, causal))
+    assert_sound(BACKWARD, *backward_args(normal(4, heads, 6, 8) - 1, tensors, causal))
 
 
 def test_with_a_mask_of_heads() -> None:
     tensors, mask = _tensors(8, 2), normal(4, 8, 6, 6)
-    assert_sound(FORWARD, *tensors, 0.0, False, attn_mask=mask)
-    kept = FORWARD(*tensors, 0.0, False, attn_mask=mask)
-    assert_sound(BACKWARD, normal(4, 8, 6, 8), *tensors, *kept, 0.0, False, attn_mask=mask)
+    assert_sound(FORWARD, *forward_args(tensors, mask=mask))
+    assert_sound(BACKWARD, *backward_args(normal(4, 8, 6, 8), tensors, mask=mask, mask_gradient=True))
 
 
 def test_keys_stay_whole_and_their_gradients_are_partial() -> None:
     tensors = _tensors(8, 2)
     for op, args, specs in (
-        (FORWARD, tensors, ["S(1)", "R", "R"]),
-        (BACKWARD, [tensors[0], *tensors, *FORWARD(*tensors), 0.0, False], ["S(1)", "S(1)", "R", "R"]),
+        (FORWARD, forward_args(tensors), ["S(1)", "R", "R"]),
+        (BACKWARD, backward_args(tensors[0], tensors), ["S(1)", "S(1)", "R", "R"]),
     ):
         _, rule = bound(op, *args)
         choice = ([factor.name for factor in offered_factors(rule)].index("g"),)
@@ -54,7 +52,7 @@ def test_keys_stay_whole_and_their_gradients_are_partial() -> None:
 
 
 def test_as_many_key_heads_need_no_variant() -> None:
-    _, rule = bound(FORWARD, *_tensors(6, 6))
+    _, rule = bound(FORWARD, *forward_args(_tensors(6, 6)))
     assert "g" not in {factor.name for factor in offered_factors(rule)}
 
 

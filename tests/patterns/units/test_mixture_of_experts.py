@@ -76,7 +76,7 @@ def test_weights_of_batched_experts_are_sharded_and_stay_where_they_are() -> Non
     moved = [found for found in plan.collectives if "experts" in found.module]
     assert any(found.kind == "reduce_scatter" for found in moved), "partial sums over the split of every expert"
     gathers = [found.bytes for found in moved if found.kind in ("all_gather", "all_to_all")]
-    assert max(gathers) < min(sizes.values()) / 8, "what is exchanged is smaller than a shard of any weight"
+    assert max(gathers, default=0) < min(sizes.values()) / 8, "what is exchanged is smaller than a shard of any weight"
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])

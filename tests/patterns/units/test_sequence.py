@@ -22,13 +22,12 @@ from autoshard.planner.options import OptionTables
 from autoshard.reshard.overlap import await_late
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.tensors import unshard
-from tests.patterns.ops.cudnn import cudnn_on_cpu
+from tests.kernels.cuda import cuda_attention
+from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.patterns.units.whole import attention_model, plan_with, worst_error
 from tests.training import TOLERANCE
 
-FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 MESH = MeshShape.of({"x": 4})
 
 
@@ -44,10 +43,10 @@ def choice_of(rule: Any, name: str) -> int:
 @pytest.mark.parametrize("causal", [True, False])
 def test_forward_and_backward(heads: int, groups: int, causal: bool) -> None:
     args = tensors(heads, groups)
-    _, rule = bound(FORWARD, *args, 0.0, causal)
+    _, rule = bound(FORWARD, *forward_args(args, causal))
     assert "n on x" in {describe(refined, choices, MESH) for refined, choices in strategies(rule, MESH)}
-    assert_sound(FORWARD, *args, 0.0, causal)
-    assert_sound(BACKWARD, normal(2, heads, 12, 8) - 1, *args, *FORWARD(*args, 0.0, causal), 0.0, causal)
+    assert_sound(FORWARD, *forward_args(args, causal))
+    assert_sound(BACKWARD, *backward_args(normal(2, heads, 12, 8) - 1, args, causal))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -56,7 +55,7 @@ def test_keys_of_cudnn_go_round(causal: bool) -> None:
     args = tensors()
     forward = aten._scaled_dot_product_cudnn_attention.default
     backward = aten._scaled_dot_product_cudnn_attention_backward.default
-    with cudnn_on_cpu():
+    with cuda_attention(any_type=True):
         _, rule = bound(forward, *args, None, True, 0.0, causal)
         assert "n on x" in {describe(refined, choices, MESH) for refined, choices in strategies(rule, MESH)}
         assert_sound(forward, *args, None, True, 0.0, causal)
@@ -69,12 +68,12 @@ def test_scores_far_apart_do_not_overflow() -> None:
     """Later keys, which a causal mask hides, may score so much higher that their exponential is infinite."""
     query, key, value = tensors()
     args = (query, key * torch.linspace(1, 2000, 12, dtype=torch.float64).unsqueeze(-1), value)
-    assert_sound(BACKWARD, normal(2, 4, 12, 8) - 1, *args, *FORWARD(*args, 0.0, True), 0.0, True)
+    assert_sound(BACKWARD, *backward_args(normal(2, 4, 12, 8) - 1, args, True))
 
 
 def test_everything_lies_along_the_sequence() -> None:
     args = tensors()
-    _, rule = bound(BACKWARD, args[0], *args, *FORWARD(*args), 0.0, True)
+    _, rule = bound(BACKWARD, *backward_args(args[0], args, True))
     choices = (choice_of(rule, "n"),)
     assert {str(operand_spec(rule, choices, MESH, operand)) for operand in range(6)} == {"S(2)"}
     assert {str(result_spec(rule, choices, MESH, result)) for result in range(3)} == {"S(2)"}
@@ -82,11 +81,11 @@ def test_everything_lies_along_the_sequence() -> None:
 
 def test_the_steps_of_the_ring_are_priced() -> None:
     args = tensors()
-    call, rule = bound(FORWARD, *args, 0.0, True)
+    call, rule = bound(FORWARD, *forward_args(args, True))
     tables = OptionTables(CostModel(Cluster.preset("h100"), MESH))
     part = 2 * call.operands[1].bytes // 4
     assert tables.exchanges(rule, (choice_of(rule, "n"),)) == [("shift", 0, part)] * 3
-    _, rule = bound(BACKWARD, args[0], *args, *FORWARD(*args), 0.0, True)
+    _, rule = bound(BACKWARD, *backward_args(args[0], args, True))
     assert tables.exchanges(rule, (choice_of(rule, "n"),)) == [("shift", 0, part)] * (3 + 4)
 
 
@@ -105,13 +104,14 @@ class Counted(Lockstep):
 def test_rings_within_rings_are_priced_as_they_run(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients need a last step home along every axis that they have not been all the way round."""
     mesh, args = MeshShape.of(dict(zip("xy", sizes, strict=True))), tensors()
-    operands = [normal(2, 4, 12, 8) - 1, *args, *FORWARD(*args, 0.0, True)]
-    call, rule = bound(BACKWARD, *operands, 0.0, True)
+    passed = backward_args(normal(2, 4, 12, 8) - 1, args, True)
+    operands = [*filter(torch.is_tensor, passed)]
+    call, rule = bound(BACKWARD, *passed)
     choices = (choice_of(rule, "n"),) * 2
     monkeypatch.setattr(Counted, "steps", Counter())
     monkeypatch.setattr(soundness, "Lockstep", Counted)
     shards = soundness.run_all_ranks(call, rule, choices, mesh, operands)
-    for index, gradient in enumerate(BACKWARD(*operands, 0.0, True)):
+    for index, gradient in enumerate(BACKWARD(*passed)[:3]):
         found = unshard(shards[index], result_spec(rule, choices, mesh, index), mesh, gradient.shape)
         torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-9)
     priced = OptionTables(CostModel(Cluster.preset("h100"), mesh)).exchanges(rule, choices)
@@ -119,7 +119,7 @@ def test_rings_within_rings_are_priced_as_they_run(sizes: tuple[int, int], monke
 
 
 def test_the_next_stretch_is_under_way_while_a_rank_attends() -> None:
-    call, rule = bound(FORWARD, *tensors(), 0.0, True)
+    call, rule = bound(FORWARD, *forward_args(tensors(), True))
     emit = GraphEmitter(MESH, ["group"], FakeTensorMode(), torch.device("cpu"))
     operands = [emit.placeholder(name, (2, 4, 3, 8), torch.float64) for name in ("query", "key", "value")]
     emit.ranks()
@@ -133,7 +133,7 @@ def test_the_next_stretch_is_under_way_while_a_rank_attends() -> None:
 @pytest.mark.parametrize("mask", [True, False])
 def test_no_variant_with_a_mask_or_with_another_number_of_keys(mask: bool) -> None:
     args = tensors(keys=12 if mask else 8)
-    _, rule = bound(FORWARD, *args, 0.0, False, **({"attn_mask": normal(12, 12)} if mask else {}))
+    _, rule = bound(FORWARD, *forward_args(args, mask=normal(12, 12) if mask else None))
     assert rule.variants == ()
 
 

@@ -1,0 +1,204 @@
+"""`torch.autocast("cuda")` on the tensors of a capture, which are on the CPU.
+
+Torch decides by the device of a tensor what autocast does, and has another list of operators for either device. While
+a model is captured that was put under the autocast of GPUs, autocast of the CPU stands for it, with that list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.capture._torch import below_autocast, operator_of, operators_under_autocast, pytree
+from autoshard.errors import CaptureError
+
+# fmt: off
+_LOWER_PRECISION = (
+    "_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul",
+    "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "scaled_dot_product_attention",
+)
+"""Operators that compute in the element type of autocast."""
+
+_FLOAT32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity",
+    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
+    "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
+    "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+)
+"""Operators that compute in float32."""
+
+_FLOAT32_BY_ARGUMENT = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+)
+"""Operators that are asked for float32 unless the caller asks for an element type."""
+
+_WIDEST = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add",
+)
+"""Operators that compute in the widest element type among their operands."""
+
+# fmt: on
+
+_FLOAT32_NORMS = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",  # in builds with named tensors
+}
+"""Norms that are asked for float32 in place of the first."""
+
+_Kernel = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def autocast_of_gpus() -> Iterator[None]:
+    """Context in which autocast of GPUs, if it is active or becomes so, casts what is on the CPU."""
+    initialize = torch.autocast.__init__
+    with contextlib.ExitStack() as stack:
+        kernels = _Kernels(stack)
+
+        def of_cpu(
+            self: Any,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+        ) -> None:
+            if device_type == "cuda":
+                device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+                kernels.install()
+            initialize(self, device_type, dtype, enabled, cache_enabled)
+
+        stack.callback(setattr, torch.autocast, "__init__", initialize)
+        torch.autocast.__init__ = of_cpu  # type: ignore[method-assign]
+        if torch.is_autocast_enabled("cuda"):
+            stack.enter_context(torch.autocast("cuda", torch.get_autocast_dtype("cuda")))
+        yield
+
+
+class _Kernels:
+    """What autocast of the CPU runs for every operator in place of its own, as long as a context lasts."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._installed = False
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def install(self) -> None:
+        """Take the list of GPUs from now on."""
+        if self._installed:
+            return
+        self._installed = True
+        library = self._stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are replaced, which is meant
+            for name, kernel in self._by_name().items():
+                library.impl(name, kernel, "AutocastCPU")
+
+    def _by_name(self) -> dict[str, _Kernel]:
+        known = operators_under_autocast("CUDA")
+        kernels = dict.fromkeys(operators_under_autocast("CPU"), torch.library.fallthrough_kernel)
+        for names, make in (
+            (_LOWER_PRECISION, self._lower_precision),
+            (_FLOAT32, self._float32),
+            (_FLOAT32_BY_ARGUMENT, self._float32_by_argument),
+            (_FLOAT32_NORMS, self._float32_norm),
+            (_WIDEST, self._widest),
+        ):
+            kernels |= {name: make(name) for name in names if name in known}
+        return kernels | {"binary_cross_entropy": _refuse_probabilities}
+
+    def _lower_precision(self, name: str) -> _Kernel:
+        op = operator_of(name)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            dtype = torch.get_autocast_dtype("cpu")
+            with below_autocast():
+                return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
+
+        return kernel
+
+    def _float32(self, name: str) -> _Kernel:
+        op = operator_of(name)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with below_autocast():
+                return op(*self._cast(args, torch.float32), **self._cast(kwargs, torch.float32))
+
+        return kernel
+
+    def _float32_by_argument(self, name: str) -> _Kernel:
+        op = operator_of(name)
+        position = [argument.name for argument in op._schema.arguments].index("dtype")
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            given = args[position] if len(args) > position else kwargs.get("dtype")
+            if given is None and _is_cast(args[0]):
+                args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+            with below_autocast():
+                return op(*args, **kwargs)
+
+        return kernel
+
+    def _float32_norm(self, name: str) -> _Kernel:
+        op, with_dtype = operator_of(name), operator_of(_FLOAT32_NORMS[name])
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with below_autocast():
+                if not _is_cast(args[0]):
+                    return op(*args, **kwargs)
+                names = [argument.name for argument in op._schema.arguments]
+                given = dict(zip(names, args, strict=False)) | kwargs
+                return with_dtype(**given, dtype=torch.float32)
+
+        return kernel
+
+    def _widest(self, name: str) -> _Kernel:
+        op = operator_of(name)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            cast = [leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if _is_cast(leaf)]
+            dtype = torch.float32 if torch.float32 in cast else torch.get_autocast_dtype("cpu")
+            with below_autocast():
+                return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
+
+        return kernel
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        return pytree.tree_map_only(Tensor, lambda leaf: self._cast_of(leaf, dtype) if _is_cast(leaf) else leaf, value)
+
+    def _cast_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor in another element type; of a parameter, one for all uses, as autocast keeps it."""
+        if tensor.dtype == dtype:
+            return tensor
+        kept = tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32 and torch.is_grad_enabled()
+        if not kept or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
+            return tensor.to(dtype)
+        if id(tensor) not in self._casts:
+            self._casts[id(tensor)] = tensor, tensor.to(dtype)
+        return self._casts[id(tensor)][1]
+
+
+def _refuse_probabilities(*args: Any, **kwargs: Any) -> Any:
+    raise CaptureError(
+        "binary_cross_entropy under torch.autocast on a GPU: torch refuses it there, since logarithms of 16-bit "
+        "probabilities overflow. Call binary_cross_entropy_with_logits, or run the loss under autocast(enabled=False)."
+    )
+
+
+def _is_cast(value: Any) -> bool:
+    """Whether autocast changes the element type of a value."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64

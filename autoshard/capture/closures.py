@@ -1,0 +1,102 @@
+"""The tensors that Python code reads without having been given them, found, and replaced when it runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from autoshard.capture._torch import pytree, storage_of, version_of
+from autoshard.capture.composites import Exportable, attend
+from autoshard.capture.failure import running_line
+from autoshard.errors import CaptureError
+
+_attributes: Any = Tensor  # whose attributes are descriptors
+_SET_GRAD = _attributes.grad.__set__
+
+
+_TRACED_AS: dict[Any, Callable[..., Any]] = {functional.scaled_dot_product_attention: attend}
+"""What is replaced in an exported graph, and this code is not in it."""
+
+
+class TensorScope(Exportable):
+    """A mode in which code runs that a graph calls: parts of it that run later, such as backward, enter it again.
+
+    Losses, bags, recurrent layers and attention are computed in it as in all that is exported.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _SET_GRAD:  # a new object with every call
+            raise CaptureError(
+                f"{running_line()} sets the gradient of a tensor in the midst of backward: no graph can hold that. "
+                "Take the tensor as an argument of the function, and return its gradient from backward."
+            )
+        args, kwargs = pytree.tree_map_only(Tensor, self.resolve, (args, kwargs or {}))
+        result = super().__torch_function__(_TRACED_AS.get(func, func), types, args, kwargs)
+        self.note(result)
+        return result
+
+    def resolve(self, tensor: Tensor) -> Tensor:
+        """The tensor to read in the place of one that the code reads."""
+        return tensor
+
+    def note(self, result: Any) -> None:
+        """Take notice of what the code made."""
+
+
+class FreeTensors(TensorScope):
+    """Finds the tensors that code reads and was neither given nor made.
+
+    Args:
+        given: the arguments of the code.
+
+    Attributes:
+        found: the tensors, in the order in which they are read first.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+        self._versions: list[int] = []
+        self._own: dict[int, Tensor] = {}  # tensors stay alive, so that no number stands for two
+        self._memory: set[int] = set()
+        for tensor in given:
+            self._keep(tensor)
+
+    def changed(self) -> bool:
+        """Whether the code changed one of them in place."""
+        return any(version_of(tensor) != version for tensor, version in zip(self.found, self._versions, strict=True))
+
+    def resolve(self, tensor: Tensor) -> Tensor:
+        # Autograd hands out saved tensors as new objects over memory that is known.
+        if id(tensor) not in self._own and storage_of(tensor) not in self._memory:
+            self.found.append(tensor)
+            self._versions.append(version_of(tensor))
+            self._keep(tensor)
+        return tensor
+
+    def note(self, result: Any) -> None:
+        pytree.tree_map_only(Tensor, self._keep, result)
+
+    def _keep(self, tensor: Tensor) -> None:
+        self._own[id(tensor)] = tensor
+        self._memory.add(storage_of(tensor))
+
+
+class Substitution(TensorScope):
+    """Gives code other tensors than those that it was exported with.
+
+    Args:
+        tensors: by the `id` of those that the code names.
+    """
+
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def resolve(self, tensor: Tensor) -> Tensor:
+        return self.tensors.get(id(tensor), tensor)

@@ -1,0 +1,55 @@
+"""Devices that a model's code names, which say nothing while it is captured: all tensors are on the CPU then."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoshard.capture.failure import running_line
+from autoshard.capture.twin import DEVICE
+
+_attributes: Any = torch.Tensor  # whose attributes are descriptors
+_IS_CUDA = _attributes.is_cuda.__get__
+_TO_DEVICE = frozenset({torch.Tensor.cuda, torch.Tensor.xpu, torch.Tensor.cpu})
+
+
+def without_devices(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A call of a torch function that puts its result on the device of a capture, whatever device it names.
+
+    What is put on the meta device has no numbers on any device, and stays there.
+    """
+    if func == _IS_CUDA:
+        _tell_of_question()
+    if func in _TO_DEVICE:
+        return torch.Tensor.to, (args[0], DEVICE), {}
+    args = tuple(_replaced(func, value) for value in args)
+    return func, args, {name: _named(value) if name == "device" else value for name, value in kwargs.items()}
+
+
+def _tell_of_question() -> None:
+    """Warn of code that asks whether a tensor is on a GPU, unless that is torch's own."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # modes hand it on
+        frame = frame.f_back
+    if frame.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
+        return
+    warnings.warn(
+        f"{running_line()} asks whether a tensor is on a GPU: the captured graph takes the answer no, on every device.",
+        stacklevel=1,
+    )
+
+
+def _replaced(func: Callable[..., Any], value: Any) -> Any:
+    is_name = isinstance(value, str) and func is torch.Tensor.to
+    return _named(value) if is_name or isinstance(value, torch.device) else value
+
+
+def _named(device: Any) -> Any:
+    return device if device is None or torch.device(device).type == "meta" else DEVICE

@@ -1,0 +1,245 @@
+"""What `forward` does to gradients, seen while it is exported: kept as a call in the graph, or refused by its line."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.utils.checkpoint import CheckpointFunction
+
+from autoshard.capture._torch import (
+    FunctionBase,
+    apply_function,
+    attribute_patch,
+    engine_entry,
+    function_modes,
+    is_tracing,
+    transforms_active,
+)
+from autoshard.capture.closures import TensorScope
+from autoshard.capture.failure import running_line
+from autoshard.capture.functions import call_checkpointed, call_function
+from autoshard.capture.hooks import GradientNode, hook_tensor, set_requires_grad, take_gradients
+from autoshard.capture.python_calls import PythonCalls, collection, tensors_of
+from autoshard.errors import CaptureError
+
+_attributes: Any = Tensor  # whose attributes are descriptors
+_GET_GRAD_FN = _attributes.grad_fn.__get__
+_SET_GRAD = _attributes.grad.__set__
+_GET_DATA, _SET_DATA = _attributes.data.__get__, _attributes.data.__set__
+_SET_REQUIRES_GRAD = _attributes.requires_grad.__set__
+
+
+class GradientCode(TorchFunctionMode):
+    """While the forward of a module runs in this mode, what it does to gradients goes into the exported graph.
+
+    Args:
+        calls: what was met.
+    """
+
+    def __init__(self, calls: PythonCalls) -> None:
+        super().__init__()
+        self.calls = calls
+        self.running = False
+        self._data: dict[int, Tensor] = {}  # what `.data` of tensors with a gradient gave
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            _apply_by_modes: self._function,
+            Tensor.register_hook: self._hook,
+            Tensor.register_post_accumulate_grad_hook: _refuse_accumulated,
+            Tensor.retain_grad: _retain,
+            Tensor.requires_grad_: self._require,
+            _SET_REQUIRES_GRAD: self._require,
+            _SET_GRAD: _refuse_gradient,
+            _GET_GRAD_FN: self._gradient_node,
+            _GET_DATA: self._numbers,
+            _SET_DATA: _refuse_data,
+            torch.autograd.grad: self._gradients,
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self._handlers.get(func) if self.running else None
+        if handler is not None:
+            if transforms_active():
+                _refuse_transform(func)
+            return handler(*args, **(kwargs or {}))
+        if args and id(args[0]) in self._data and _changes_first(func):
+            raise CaptureError(
+                f"{running_line()} changes the numbers of a tensor that has a gradient, unseen by autograd. Compute a "
+                "new tensor, or change a buffer."
+            )
+        return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Context in which the mode is active, and looks at what runs in the forward of `module`."""
+
+        def begin(*_: Any) -> None:
+            self.running = True
+
+        def end(*_: Any) -> None:
+            self.running = False
+
+        hooks = module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)
+        try:
+            with collection(self.calls), self, _interception():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
+        return call_function(self.calls, function, args, kwargs)
+
+    def _hook(self, tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        return hook_tensor(self.calls, tensor, hook)
+
+    def _require(self, tensor: Tensor, requires_grad: bool = True) -> Tensor:
+        return set_requires_grad(self.calls, tensor, requires_grad)
+
+    def _gradients(self, *args: Any, **kwargs: Any) -> Any:
+        return take_gradients(self.calls, *args, **kwargs)
+
+    def _gradient_node(self, tensor: Tensor, owner: Any = None) -> Any:
+        node = tensor.grad_fn
+        return None if node is None else GradientNode(self.calls, tensor, node)
+
+    def _numbers(self, tensor: Tensor, owner: Any = None) -> Tensor:
+        numbers = tensor.detach()
+        if tensor.requires_grad:
+            self._data[id(numbers)] = numbers
+        return numbers
+
+
+def _changes_first(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch changes its first argument in place, by its name."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
+    return name.endswith("_")
+
+
+def _refuse_transform(func: Callable[..., Any]) -> None:
+    raise CaptureError(
+        f"{running_line()} runs {getattr(func, '__name__', func)} inside of a transform of torch.func, where no graph "
+        "can follow it. Use torch.autograd.grad(..., create_graph=True) for gradients, and a batch dim in the place of "
+        "vmap."
+    )
+
+
+def _refuse_accumulated(tensor: Tensor, hook: Callable[..., Any]) -> None:
+    raise CaptureError(
+        f"{running_line()} sets a hook for accumulated gradients in forward, where every call would set another one. "
+        "Set it on the parameter, before or after parallelizing."
+    )
+
+
+def _refuse_gradient(tensor: Tensor, gradient: object) -> None:
+    raise CaptureError(f"{running_line()} sets the gradient of a tensor in forward. Do it outside of the module.")
+
+
+def _refuse_data(tensor: Tensor, numbers: object) -> None:
+    raise CaptureError(
+        f"{running_line()} gives a tensor other numbers by setting its data: no graph can hold that. Compute a new "
+        "tensor; change a buffer with buffer.copy_(numbers) under torch.no_grad()."
+    )
+
+
+def _retain(tensor: Tensor) -> None:
+    tensor.retain_grad()
+    if not tensor.is_leaf:
+        warnings.warn(
+            f"{running_line()}: the parallelised module keeps no gradient of tensors inside of it; retain_grad() has "
+            "no effect. Set a hook on the tensor to change its gradient, or return the tensor.",
+            stacklevel=2,
+        )
+
+
+def _apply_by_modes(function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
+    """Apply a function by way of the modes, of which `GradientCode` is the last to be asked."""
+    if _is_watched():
+        if function is CheckpointFunction:
+            return call_checkpointed(*args)
+        return handle_torch_function(_apply_by_modes, (), function, args, kwargs)
+    if is_tracing() and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+        raise CaptureError(
+            f"{running_line()} runs a torch.autograd.Function inside of torch.cond or a like operator, whose graph has "
+            "no place for its backward. Call the function outside of it, or use torch.where."
+        )
+    return apply_function(function, args, kwargs)
+
+
+def _is_watched() -> bool:
+    """Whether what runs now is code of `forward`, and not of a call that the graph keeps whole."""
+    modes = function_modes()
+    watched = any(isinstance(mode, GradientCode) and mode.running for mode in modes)
+    return watched and not any(isinstance(mode, TensorScope) for mode in modes)
+
+
+@contextlib.contextmanager
+def _interception() -> Iterator[None]:
+    """Context in which torch tells of what no mode is told of.
+
+    That is: functions with their own backward, hooks of saved tensors, and inference mode.
+    """
+
+    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        return _apply_by_modes(function, args, kwargs)
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        _check_saved(hooks)
+        entered(hooks)
+
+    entered = saved_tensors_hooks.__enter__
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attribute_patch(FunctionBase, "apply", classmethod(apply)))
+        stack.enter_context(attribute_patch(saved_tensors_hooks, "__enter__", enter))
+        stack.enter_context(attribute_patch(torch.inference_mode, "__enter__", _enter_inference))
+        stack.enter_context(attribute_patch(torch.inference_mode, "__exit__", _leave_inference))
+        yield
+
+
+def _check_saved(hooks: saved_tensors_hooks) -> None:
+    """Refuse hooks that may change what backward reads; those of checkpoints and of memory do not."""
+    kind = type(hooks)
+    if _is_watched() and not isinstance(hooks, save_on_cpu) and kind.__module__ != "torch.utils.checkpoint":
+        raise CaptureError(
+            f"{running_line()} sets hooks for the tensors that backward reads ({kind.__name__}), which may change "
+            "them: the plan decides what is saved. Leave them out, or write the change as a torch.autograd.Function."
+        )
+
+
+def _enter_inference(context: Any) -> None:
+    """`torch.inference_mode` as `torch.no_grad`, which a graph can hold."""
+    context.prev = torch.is_grad_enabled()
+    torch.set_grad_enabled(not context.mode)
+
+
+def _leave_inference(context: Any, *error: Any) -> None:
+    torch.set_grad_enabled(context.prev)
+
+
+@contextlib.contextmanager
+def no_accumulation() -> Iterator[None]:
+    """Context in which code that adds to `.grad` by running `backward` is refused: no graph can hold that."""
+    owner, name = engine_entry()
+    engine = getattr(owner, name)
+
+    def run(*args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
+        if accumulate_grad:
+            raise CaptureError(
+                f"{running_line()} runs backward inside of forward, or of the backward of a function, and so adds to "
+                "gradients unseen. Use torch.autograd.grad, and return gradients from the function's backward; for "
+                "recomputation, torch.utils.checkpoint.checkpoint, or recompute= of autoshard."
+            )
+        return engine(*args, accumulate_grad=accumulate_grad, **kwargs)
+
+    with attribute_patch(owner, name, run):
+        yield

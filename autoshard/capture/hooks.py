@@ -1,0 +1,187 @@
+"""Hooks that `forward` sets on tensors, and gradients that it asks for: calls of Python code in the exported graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from autoshard.capture._torch import version_of
+from autoshard.capture.closures import FreeTensors, TensorScope
+from autoshard.capture.failure import running_line
+from autoshard.capture.python_calls import PythonCall, PythonCalls, tensors_of
+from autoshard.errors import CaptureError
+
+Hook = Callable[..., Any]
+
+
+class HookHandle:
+    """What setting a hook returns: `remove` takes it back, as that of torch's handle does."""
+
+    def __init__(self) -> None:
+        self.removed = False
+
+    def remove(self) -> None:
+        """Leave the hook out."""
+        self.removed = True
+
+
+def hook_tensor(calls: PythonCalls, tensor: Tensor, hook: Hook) -> HookHandle:
+    """`tensor.register_hook(hook)` while a module is exported."""
+    if not tensor.requires_grad:
+        tensor.register_hook(hook)  # torch says what is wrong with that
+    return _set_hook(calls, "register_hook", tensor, hook, _itself)
+
+
+class GradientNode:
+    """A `grad_fn` as code sees it while it is exported: hooks of functions with their own backward become calls.
+
+    Other nodes are those of torch's operators, for which the graph may have others.
+    """
+
+    def __init__(self, calls: PythonCalls, tensor: Tensor, node: Any) -> None:
+        self._calls, self._tensor, self._node = calls, tensor, node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def register_hook(self, hook: Hook) -> HookHandle:
+        """Call `hook` with the gradients of the function's inputs and outputs."""
+        return self._set("register_hook", hook)
+
+    def register_prehook(self, hook: Hook) -> HookHandle:
+        """Call `hook` with the gradients of the function's outputs."""
+        return self._set("register_prehook", hook)
+
+    def _set(self, method: str, hook: Hook) -> HookHandle:
+        if not isinstance(self._node, BackwardCFunction):
+            raise CaptureError(
+                f"{running_line()} sets a hook on {self._node.name()}, a step of torch's own backward, which the graph "
+                "need not have. Set it on the tensor: tensor.register_hook(hook)."
+            )
+        return _set_hook(self._calls, method, self._tensor, hook, _grad_fn)
+
+
+def _set_hook(
+    calls: PythonCalls, method: str, tensor: Tensor, hook: Hook, owner: Callable[[Tensor], Any]
+) -> HookHandle:
+    """Put a call that sets a hook into the graph."""
+    handle = HookHandle()
+
+    def body(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
+        def run(*gradients: Any) -> Any:
+            scope.note(gradients)
+            with scope:
+                return hook(*gradients)
+
+        if isinstance(scope, FreeTensors):
+            if owner is _itself:
+                _try_hook(run, tensors[0], call.where)
+        elif not handle.removed:
+            getattr(owner(tensors[0]), method)(run)
+        return []
+
+    text, of_node = _text(calls, method, hook), owner is _grad_fn
+    call = PythonCall(method, text, body, has_effect=True, history=1, shares_state=of_node)
+    calls.add(call, [tensor])
+    return handle
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _grad_fn(tensor: Tensor) -> Any:
+    return tensor.grad_fn
+
+
+def _try_hook(run: Hook, tensor: Tensor, where: str) -> None:
+    """Run a hook for the sake of what it reads; say so if it changes no gradient."""
+    gradient = torch.empty_like(tensor, requires_grad=False)
+    version = version_of(gradient)
+    if run(gradient) is None and version_of(gradient) == version:
+        warnings.warn(
+            f"the hook of {where} returns None: it runs while the step is captured, without numbers, and not in the "
+            "steps themselves.",
+            stacklevel=2,
+        )
+
+
+def _text(calls: PythonCalls, method: str, hook: Hook) -> str:
+    """Text of a hook, numbered unless it is a plain function, which reads nothing of its surroundings."""
+    if isinstance(hook, FunctionType) and not (hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__):
+        return f"{method} {hook.__module__}.{hook.__qualname__}:{hook.__code__.co_firstlineno}"
+    return f"{method} #{len(calls.calls)}"
+
+
+def set_requires_grad(calls: PythonCalls, tensor: Tensor, wanted: bool = True) -> Tensor:
+    """`tensor.requires_grad_(wanted)` while a module is exported.
+
+    Raises:
+        CaptureError: the tensor is a parameter or buffer: these keep what they had before the call.
+    """
+    if tensor.requires_grad == wanted:
+        return tensor
+    if calls.is_held(tensor):
+        raise CaptureError(
+            f"{running_line()} sets requires_grad of a parameter or buffer in forward, and a plan counts on what "
+            "it was before. Set it before parallelizing, or use the detached tensor."
+        )
+
+    def body(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
+        tensors[0].requires_grad_(wanted)
+        return []
+
+    tensor.requires_grad_(wanted)
+    call = PythonCall("requires_grad_", f"requires_grad_({wanted})", body, has_effect=True, history=1)
+    calls.add(call, [tensor])
+    return tensor
+
+
+def take_gradients(
+    calls: PythonCalls,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` while a module is exported: the graph asks for the gradient where the code does."""
+    made, wanted = _as_list(outputs), _as_list(inputs)
+    given = _as_list(grad_outputs) if grad_outputs is not None else [None] * len(made)
+    if not all(isinstance(one, Tensor) for one in (*made, *wanted)):
+        raise CaptureError(
+            f"{running_line()} takes gradients of edges of the autograd graph, which the captured graph need not have. "
+            "Pass tensors to torch.autograd.grad."
+        )
+    found: list[bool] = []
+
+    def body(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
+        own = iter(tensors)
+        own_made, own_wanted = [next(own) for _ in made], [next(own) for _ in wanted]
+        own_given = [None if one is None else next(own) for one in given]
+        results = torch.autograd.grad(
+            own_made, own_wanted, own_given, retain_graph=True, create_graph=create_graph, **options
+        )
+        found[:] = [one is not None for one in results]
+        return tensors_of(results)
+
+    def alone(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
+        own_wanted = tensors[len(made) : len(made) + len(wanted)]
+        results = [one.clone() if create_graph else one.detach().clone() for one in own_wanted]
+        return [result for result, one in zip(results, found, strict=True) if one]
+
+    text = f"grad {len(made)} {len(wanted)} {[one is None for one in given]} {create_graph} {options}"
+    call = PythonCall("grad", text, body, history=len(made) + len(wanted), alone=alone)
+    results = iter(calls.add(call, tensors_of([made, wanted, given])))
+    return tuple(next(results) if one else None for one in found)
+
+
+def _as_list(values: Any) -> list[Any]:
+    return list(values) if isinstance(values, Sequence) else [values]

@@ -1,0 +1,229 @@
+"""Python code that an exported graph calls as it is: functions with their own backward, and hooks of gradients.
+
+`torch.export` traces only the forward half of such code. So it is kept whole: while a module is exported, one operator
+stands for it in the graph, and afterwards a node that calls the code again whenever the graph is run. What runs the
+graph to differentiate it meets the code as autograd does, and traces its backward into operators that have rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autoshard.capture._torch import FakeTensor, outside_modes, pytree, version_of
+from autoshard.capture.closures import FreeTensors, Substitution, TensorScope
+from autoshard.capture.failure import running_line
+from autoshard.errors import CaptureError
+
+Body = Callable[[list[Tensor], list[int], TensorScope], list[Tensor]]
+"""Code to call: takes tensors, sizes, and the scope in which its parts run; returns tensors."""
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+_library.define("python_call(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]")
+_library.define("python_effect(Tensor(a!)[] tensors, SymInt[] sizes, int number) -> ()")
+
+operators = torch.ops.autoshard
+
+
+class PythonCall:
+    """Code that a node calls with the tensors of the run in the place of those that it met while it was exported.
+
+    Args:
+        name: what a printed graph calls it.
+        text: tells calls apart: calls of equal text do the same, on all ranks.
+        body: the code.
+        has_effect: whether it is called for what it does, and returns nothing.
+        history: of how many operands, the first ones, the code needs the history that autograd keeps.
+        alone: code with such results that needs no history; `body` where it is None.
+        shares_state: whether it does something together with other calls, behind the back of the graph.
+
+    Attributes:
+        where: the line of the user's that made the call.
+        changes_operands: whether it changes operands in place, and returns them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        body: Body,
+        *,
+        has_effect: bool = False,
+        history: int = 0,
+        alone: Body | None = None,
+        shares_state: bool = False,
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.text = text
+        self.body = body
+        self.alone = alone or body
+        self.has_effect = has_effect
+        self.history = history
+        self.shares_state = shares_state
+        self.where = running_line()
+        self.changes_operands = False
+        self.free: list[tuple[Tensor, ...]] = []  # what the code reads besides its arguments, each under all its names
+
+    def __call__(self, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
+        """Run the code; the last of `tensors` are those in the place of `free`."""
+        return self._run(self.body, tensors, sizes)
+
+    def run_alone(self, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
+        """Results like those of a call, of tensors that no code before it has made."""
+        return self._run(self.alone, tensors, sizes)
+
+    def _run(self, body: Body, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        own = list(tensors[: len(tensors) - len(self.free)])
+        known = zip(self.free, tensors[len(own) :], strict=True)
+        scope = Substitution({id(name): tensor for names, tensor in known for name in names})
+        return body(own, list(sizes), scope)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PythonCall:
+        return self
+
+
+@dataclass(slots=True)
+class PythonCalls:
+    """The calls of one export.
+
+    Attributes:
+        root: the exported module.
+        named: its parameters and buffers, by name, as they are outside of the export.
+        calls: by the number in the operator.
+    """
+
+    root: nn.Module
+    named: dict[str, Tensor] = field(init=False)
+    calls: list[PythonCall] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.named = dict(_named(self.root))
+
+    def is_held(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a parameter or buffer of the module."""
+        return any(tensor is one for _, one in _named(self.root))
+
+    def add(self, call: PythonCall, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
+        """Put a call into the graph that is being exported.
+
+        Returns:
+            Its results.
+
+        Raises:
+            CaptureError: the code changes a tensor in place, and neither returns it nor says `ctx.mark_dirty`.
+        """
+        given = list(tensors)
+        free = _try_call(call, given, list(sizes))
+        named = {id(tensor): name for name, tensor in _named(self.root)}
+        for tensor in free:
+            name = named.get(id(tensor))
+            call.free.append((tensor,) if name is None else (tensor, self.named[name]))
+        self.calls.append(call)
+        number = len(self.calls) - 1
+        if call.has_effect:
+            operators.python_effect([*given, *free], list(sizes), number)
+            return []
+        return list(operators.python_call([*given, *free], list(sizes), number))
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    )
+
+
+def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    """Run the code and its backward unseen by the export; the tensors that it reads besides its arguments."""
+    scope = FreeTensors([] if call.has_effect else tensors)  # a hook is given no more than a gradient
+    versions = [version_of(tensor) for tensor in tensors]
+    mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), contextlib.nullcontext())
+    with outside_modes(), mode:
+        results = call.body(tensors, sizes, scope)
+        _differentiate(results, tensors)
+    kept = {id(result) for result in results}
+    changed = [tensor for tensor, version in zip(tensors, versions, strict=True) if version_of(tensor) != version]
+    if any(id(tensor) not in kept for tensor in changed) or scope.changed():
+        raise CaptureError(
+            f"{call.__name__} changes a tensor in place at {call.where}, and does not say so: no graph can hold "
+            "that. Return the tensor, with ctx.mark_dirty(tensor) in the function's forward, or return a new one, and "
+            "update buffers in the forward of the module."
+        )
+    call.changes_operands = bool(changed)
+    return scope.found
+
+
+def _differentiate(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Run the backward for the sake of what it reads; whatever is wrong with it, tracing says."""
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    made = [result for result in results if result.requires_grad]
+    if wanted and made:
+        with contextlib.suppress(Exception):
+            gradients = [torch.ones_like(result) for result in made]
+            torch.autograd.grad(made, wanted, gradients, allow_unused=True, retain_graph=True)
+
+
+_active: ContextVar[PythonCalls | None] = ContextVar("autoshard_python_calls", default=None)
+
+
+@contextlib.contextmanager
+def collection(calls: PythonCalls) -> Iterator[None]:
+    """Context of the export whose calls these are."""
+    token = _active.set(calls)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def _run(tensors: list[Tensor], sizes: list[int], number: int) -> list[Tensor]:
+    calls = _active.get()
+    assert calls is not None, "the operators of Python calls run during an export alone"
+    return calls.calls[number](tensors, sizes)
+
+
+def _run_for_effect(tensors: list[Tensor], sizes: list[int], number: int) -> None:
+    _run(tensors, sizes, number)
+
+
+# Autograd's place in dispatch, so that the results have the history that they have outside of an export.
+_library.impl("python_call", _run, "Autograd")
+_library.impl("python_effect", _run_for_effect, "Autograd")
+
+_STANDING_FOR_CALLS = (operators.python_call.default, operators.python_effect.default)
+
+
+def replace_python_calls(module: fx.GraphModule, calls: PythonCalls) -> None:
+    """Let the nodes that stand for calls make them; regions of the graph are modules in it."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for target in _STANDING_FOR_CALLS:
+                for node in part.graph.find_nodes(op="call_function", target=target):
+                    tensors, sizes, number = node.args
+                    node.target = calls.calls[number]
+                    node.args = (tensors, sizes)
+            part.recompile()
+
+
+def is_effect(node: fx.Node) -> bool:
+    """Whether a node is there for what it does to the gradients of its operands."""
+    return isinstance(node.target, PythonCall) and node.target.has_effect
+
+
+def sizes_of(leaves: Sequence[Any]) -> list[Any]:
+    """The symbolic sizes among arguments."""
+    return [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in arguments or results."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

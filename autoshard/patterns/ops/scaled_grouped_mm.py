@@ -1,0 +1,73 @@
+"""Products of groups of rows with a matrix of their own each, in eight bits, with a scale for every row and column.
+
+The rows or columns that groups lie along may be cut: a rank counts the groups' ends in its stretch. Groups are not
+shared, and neither is the contracted dim, whose sums are rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.patterns.build import build
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import aten
+from autoshard.patterns.ops._positions import stretch_start
+from autoshard.patterns.ops.grouped_mm import GROUPED
+from autoshard.patterns.ops.matmul import in_units
+from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.rule import OpCall, Rule
+
+_UNIT = 16
+"""Kernels take so many elements of a row at a time."""
+
+
+@rule_maker("aten._scaled_grouped_mm")
+def scaled_grouped_mm(call: OpCall) -> Rule | None:
+    """Rows and columns; of a batch of matrices, the batch."""
+    if call.arg("bias") is not None or call.arg("scale_result") is not None:
+        return None
+    left, right, scale_a, _, *ends = call.operands
+    grouped = GROUPED.get((len(left.shape), len(right.shape)))
+    rows, columns = left.shape[-2], right.shape[-1]
+    groups = ends[0].shape[0] if ends else left.shape[0]
+    if scale_a.shape not in ((rows,), (groups, rows), (groups * rows,)):
+        return None  # scales of blocks
+    sizes = {"g": groups, "i": rows, "k": left.shape[-1]}
+    sizes["j"], sizes["j_lane"] = in_units(columns, _UNIT)
+    matrices = [["i"], ["k"]], [["k"], ["j", "j_lane"]]
+    scales: list[list[list[str]]] = [[["i"]], [["j", "j_lane"]]]
+    for place, meta in enumerate((left, right)):
+        if len(meta.shape) == 3:
+            matrices[place].insert(0, ["g"])
+            scales[place].insert(0, ["g"])
+        elif grouped == "k":
+            scales[place][0].insert(0, "g")  # every group's scales behind each other
+    result = [["i"], ["j", "j_lane"]]
+    return build(
+        sizes,
+        [*matrices, *scales, *([["g"]] for _ in ends)],
+        [result if grouped in ("i", "j") else [["g"], *result]],
+        whole=["k", "j_lane", *(["g"] if grouped else [])],
+        contiguous=[grouped] if grouped in ("i", "j") else [],
+        local=_local,
+    )
+
+
+def _local(call: LocalCall) -> Any:
+    """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
+    emit = call.emit
+    left, right, *rest = call.operands
+    grouped = GROUPED.get((len(emit.shape(left)), len(emit.shape(right))))
+    if grouped is not None and call.axes(grouped):
+        length = emit.shape(left)[0] if grouped == "i" else emit.shape(right)[1]
+        ends = emit.call(aten.sub.Tensor, rest[-1], stretch_start(call, grouped, length))
+        ends = emit.call(aten.clamp.default, ends, 0, length)
+        rest[-1] = emit.call(aten._to_copy.default, ends, dtype=emit.dtype(rest[-1]))
+    columns = emit.call(aten.contiguous.default, emit.call(aten.transpose.int, right, -2, -1))
+    return call.run(
+        operands=[
+            emit.call(aten.contiguous.default, left),
+            emit.call(aten.transpose.int, columns, -2, -1),
+            *(emit.call(aten.contiguous.default, value) for value in rest),
+        ]
+    )

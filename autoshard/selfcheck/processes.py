@@ -1,0 +1,143 @@
+"""The processes of the self-check: device, process group, and agreement on what every rank found."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoshard.errors import AutoshardError
+from autoshard.selfcheck._torch import HashStore, PrefixStore, Store, one_thread_gloo, rendezvous
+from autoshard.selfcheck.outcome import Outcome, worst_outcome
+
+FAILED = "The check could not be finished. Run it alone by --only, and report the message with your torch version."
+_PATIENCE = 5
+"""How many time limits of a collective a rank may be late at the end of a check: it plans and compiles in between."""
+
+
+class RankLostError(AutoshardError):
+    """A rank did not say what it found."""
+
+
+class Processes:
+    """This process among those of the job.
+
+    Ranks agree through the store and not by a collective: after a failure on one rank, others may still be inside one.
+
+    Args:
+        store: that all processes reach.
+        rank: of this process.
+        size: number of processes.
+        device: where this process computes.
+        timeout: seconds that a collective may take.
+        on_one_host: whether all processes share a host, and with it a folder.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: float = 60.0,
+        on_one_host: bool = True,
+    ) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.on_one_host = on_one_host
+        self._store = store
+        self._timeout = timedelta(seconds=timeout)
+        self._groups, self._checks = count(), count()
+
+    @staticmethod
+    def of_job(timeout: float = 60.0) -> Processes:
+        """The processes that torchrun started; this one alone, where it was not started so."""
+        if not dist.is_torchelastic_launched():
+            return Processes(HashStore(), 0, 1, _device(0, 1), timeout)
+        store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=_PATIENCE * timeout))))
+        local, on_host = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        return Processes(store, rank, size, _device(local, on_host), timeout, on_host == size)
+
+    def start(self, blocking: bool = True) -> None:
+        """Make the process group, anew if there is one.
+
+        Args:
+            blocking: whether the host waits for collectives of NCCL, so that one that is never answered raises an error
+                here and does not end the process. A profile measures without.
+        """
+        self.stop()
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = str(int(blocking))  # read when a group is made; nothing else sets it
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.set_device(self.device)
+        store = PrefixStore(f"group {next(self._groups)}", self._store)
+        backend = "nccl" if on_cuda else one_thread_gloo()
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout)
+
+    def stop(self) -> None:
+        """End the process group, if there is one: ranks that wait for this one in a collective are told."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def mesh(self, sizes: Sequence[int] | None = None, names: Sequence[str] = ("x",)) -> DeviceMesh:
+        """A mesh of all processes; by default with one axis."""
+        return init_device_mesh(self.device.type, tuple(sizes or (self.size,)), mesh_dim_names=tuple(names))
+
+    def agree(self, check: Callable[[Processes], Outcome]) -> Outcome:
+        """Run a check on every rank, and return the outcome of the worst on all.
+
+        A failure on any rank is the check's outcome, never an exception: groups are made anew after it.
+
+        Raises:
+            RankLostError: a rank did not answer in time, or groups could not be made anew; no check can follow.
+        """
+        name = f"check {next(self._checks)}"
+        try:
+            outcome = check(self)
+        except Exception as error:
+            order = self._store.add(f"{name}: failures", 1)
+            outcome = Outcome("wrong", _message(error), FAILED, failure=order)
+            self.stop()
+        outcomes = self._exchange(name, outcome)
+        if any(each.failure is not None for each in outcomes):
+            try:
+                self.start()
+            except Exception as error:
+                raise RankLostError(f"no process group could be made after a failure: {_message(error)}") from error
+        return worst_outcome(outcomes)
+
+    def _exchange(self, name: str, outcome: Outcome) -> list[Outcome]:
+        self._store.set(f"{name}: {self.rank}", outcome.to_json())
+        outcomes = []
+        for rank in range(self.size):
+            key = f"{name}: {rank}"
+            try:
+                self._store.wait([key], _PATIENCE * self._timeout)
+            except Exception as error:
+                limit = _PATIENCE * self._timeout.total_seconds()
+                raise RankLostError(
+                    f"rank {rank} said nothing for {limit:.0f} s: its process ended, or hangs. Look at its output "
+                    "(torchrun --tee 3), and raise --timeout where the machine is only slow."
+                ) from error
+            outcomes.append(Outcome(**json.loads(self._store.get(key))))
+        return outcomes
+
+
+def _device(local_rank: int, processes: int) -> torch.device:
+    """The CUDA device of that number, where there is one for every process of the host; else the CPU."""
+    if torch.cuda.is_available() and processes <= torch.cuda.device_count():
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def _message(error: Exception) -> str:
+    """Type and text of an error in short, and the line that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]} ({os.path.basename(place.filename)}:{place.lineno})"

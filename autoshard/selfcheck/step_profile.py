@@ -1,0 +1,234 @@
+"""One training step of a small GPT, measured: seconds, memory, communication behind compute, synchronisations."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import autoshard
+from autoshard.memory.budget import format_bytes
+from autoshard.plan_rows import format_seconds
+from autoshard.selfcheck import models
+from autoshard.selfcheck.against_one_device import moved
+from autoshard.selfcheck.checks import Check
+from autoshard.selfcheck.models import Inputs, Model, seeded
+from autoshard.selfcheck.outcome import Outcome
+from autoshard.selfcheck.processes import Processes
+
+SLOW = 1.5
+"""Measured over predicted seconds from which on a step is slow."""
+LARGE = 1.1
+"""Measured over predicted bytes, workspaces aside, from which on a peak is large."""
+WORKSPACES = 128 * 2**20  # of the libraries for matrix products, in bytes, which plans do not count
+_STEPS, _WARM = 5, 3
+_CALIBRATE = "Measure: torchrun --nproc-per-node N -m autoshard.cli calibrate my.json; then plan by cluster='my.json'."
+_NO_STEP = "there is no step to profile: see the step's line"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A parallelized model, its inputs and its optimizer."""
+
+    module: nn.Module
+    inputs: Inputs
+    optimizer: torch.optim.Optimizer
+    plan: autoshard.ShardingPlan
+
+    def train(self) -> None:
+        """Forward and backward, without the optimizer: what a plan predicts the seconds of."""
+        self.optimizer.zero_grad()
+        self.module(**self.inputs).backward()
+
+
+class StepProfile:
+    """The lines of one profile; the first makes the step that the others look at.
+
+    Args:
+        cluster: by which the step is planned, as `autoshard.parallelize` takes it.
+    """
+
+    def __init__(self, cluster: str | None = None) -> None:
+        self._cluster = cluster
+        self._step: Step | None = None
+        self._before = 0  # bytes allocated before there was a model
+        self._seconds = 0.0
+
+    def checks(self) -> tuple[Check, ...]:
+        """The lines, in order."""
+        return (
+            Check("step, seconds", self.seconds),
+            Check("step, peak memory", self.memory),
+            Check("step, communication hidden", self.hidden),
+            Check("step, synchronisations", self.synchronisations),
+            Check("step, host time", self.host),
+        )
+
+    def seconds(self, processes: Processes) -> Outcome:
+        """Measured over predicted seconds of a step."""
+        processes.start(blocking=False)
+        self._step = step = self._made(processes)
+        for _ in range(_WARM):
+            step.train()
+        self._seconds = statistics.median(_timed(step.train, processes) for _ in range(_STEPS))
+        predicted = step.plan.step_seconds
+        ratio = self._seconds / predicted
+        figure = (
+            f"{format_seconds(self._seconds)}, predicted {format_seconds(predicted)} ({ratio:.2f} x, "
+            f"by the cluster {step.plan.cluster})"
+        )
+        values = {"measured": self._seconds, "predicted": predicted}
+        if self._cluster is None and processes.device.type == "cpu":  # the preset is of no machine in particular
+            return Outcome("ok", figure, _CALIBRATE, values, ratio)
+        slow = ratio > SLOW
+        return Outcome("slow" if slow else "ok", figure, _CALIBRATE if slow else "", values, ratio)
+
+    def memory(self, processes: Processes) -> Outcome:
+        """Bytes allocated at the peak of a step with its optimizer, over those of the plan."""
+        if self._step is None:
+            return Outcome("skipped", _NO_STEP)
+        said = self._step.plan.memory.peak
+        if processes.device.type != "cuda":
+            return Outcome("skipped", f"a CPU counts no allocations (planned {format_bytes(said)})")
+        for _ in range(2):  # the state of the optimizer is there from the second on
+            torch.cuda.reset_peak_memory_stats()
+            self._step.train()
+            self._step.optimizer.step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - self._before
+        ratio = peak / (LARGE * said + WORKSPACES)
+        figure = f"{format_bytes(peak)} allocated, planned {format_bytes(said)}"
+        advice = "Leave so much more room in memory_limit, and report this line." if ratio > 1 else ""
+        values = {"measured": float(peak), "predicted": float(said)}
+        return Outcome("slow" if ratio > 1 else "ok", figure, advice, values, ratio)
+
+    def hidden(self, processes: Processes) -> Outcome:
+        """The share of the time of communication in which other kernels run."""
+        if self._step is None:
+            return Outcome("skipped", _NO_STEP)
+        if processes.device.type != "cuda":
+            return Outcome("skipped", "not measured on a CPU: gloo's threads leave no trace of a device")
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            self._step.train()
+            torch.cuda.synchronize()
+        kernels = [
+            (each.name, (each.time_range.start, each.time_range.end))
+            for each in trace.events() or ()
+            if each.device_type.name == "CUDA"
+        ]
+        communication = _union(span for name, span in kernels if name.startswith("nccl"))
+        compute = _union(span for name, span in kernels if not name.startswith("nccl"))
+        if not communication:
+            return Outcome("ok", "the step has no communication")
+        total = sum(end - start for start, end in communication)
+        share = _common(communication, compute) / total
+        return Outcome("ok", f"{share:.0%} of {format_seconds(total * 1e-6)}", "", {"share": share})
+
+    def synchronisations(self, processes: Processes) -> Outcome:
+        """How often the host waits for the device inside a step."""
+        if self._step is None:
+            return Outcome("skipped", _NO_STEP)
+        if processes.device.type != "cuda":
+            return Outcome("skipped", "a CPU has nobody to wait for")
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                self._step.train()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        places = [f"{each.filename}:{each.lineno}" for each in caught if "synchronizing" in str(each.message)]
+        values = {"synchronisations": float(len(places))}
+        if not places:
+            return Outcome("ok", "none", "", values)
+        advice = "The host waits there and queues no kernels: report this line."
+        return Outcome("slow", f"{len(places)}, the first at {places[0]}", advice, values, float(len(places)))
+
+    def host(self, processes: Processes) -> Outcome:
+        """The time in which the host queues a step, over the step's."""
+        if self._step is None:
+            return Outcome("skipped", _NO_STEP)
+        if processes.device.type != "cuda":
+            return Outcome("skipped", "on a CPU the host computes the step itself")
+        seconds = statistics.median(_queued(self._step.train) for _ in range(_STEPS))
+        ratio = seconds / self._seconds
+        figure = f"{format_seconds(seconds)} of {format_seconds(self._seconds)}"
+        slow = ratio > 0.9
+        advice = "The device waits for the host: try compile=True, or a larger batch per device." if slow else ""
+        return Outcome("slow" if slow else "ok", figure, advice, {"seconds": seconds}, ratio)
+
+    def _made(self, processes: Processes) -> Step:
+        on_cuda = processes.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.synchronize()
+            self._before = torch.cuda.memory_allocated()
+        make = _large_gpt if on_cuda else _medium_gpt
+        dtype = torch.bfloat16 if on_cuda else torch.float32
+        module, inputs = moved(seeded(make, processes.size), processes.device, dtype)
+        autoshard.parallelize(module, processes.mesh(), (), inputs, cluster=self._cluster, optimizer="adamw")
+        plan = module.sharding_plan
+        assert isinstance(plan, autoshard.ShardingPlan)
+        return Step(module, inputs, torch.optim.AdamW(module.parameters()), plan)
+
+
+def _medium_gpt(ranks: int) -> Model:
+    """What a CPU runs in a tenth of a second."""
+    return models.gpt(ranks, width=128, head=32, batch=4 * ranks, length=64)
+
+
+def _large_gpt(ranks: int) -> Model:
+    """What a GPU runs in some milliseconds."""
+    return models.gpt(ranks, layers=4, width=2048, head=128, batch=4 * ranks, length=1024)
+
+
+def _timed(run: Callable[[], None], processes: Processes) -> float:
+    """Seconds of a run, from when all ranks are there until the device is done."""
+    _synchronize(processes.device)
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    _synchronize(processes.device)
+    return time.perf_counter() - start
+
+
+def _queued(run: Callable[[], None]) -> float:
+    """Seconds until the host has queued a run."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return seconds
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+Span = tuple[float, float]
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """The spans that these cover, apart from one another and in order."""
+    united: list[Span] = []
+    for start, end in sorted(spans):
+        if united and start <= united[-1][1]:
+            united[-1] = united[-1][0], max(united[-1][1], end)
+        else:
+            united.append((start, end))
+    return united
+
+
+def _common(ours: Iterable[Span], theirs: Iterable[Span]) -> float:
+    """The length of what both cover; the spans of each are apart."""
+    others = list(theirs)
+    return sum(max(0.0, min(end, until) - max(start, since)) for start, end in ours for since, until in others)

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from autoshard.capture import capture, masks
+from autoshard.capture.attention import operators
+from tests.capture.interpret import run_joint
+
+LENGTH = 12
+
+
+class Masked(nn.Module):
+    """Attention under a mask that a function of the input makes."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor], queries: int = LENGTH) -> None:
+        super().__init__()
+        self.into, self.mask, self.queries = nn.Linear(8, 24).double(), mask, queries
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.into(x).unflatten(-1, (3, 2, 4)).movedim(-3, 0).transpose(-3, -2)
+        query = query[:, :, : self.queries]
+        return scaled_dot_product_attention(query, key, value, attn_mask=self.mask(x)).square().mean()
+
+
+def positions(x: Tensor) -> tuple[Tensor, Tensor]:
+    count = torch.arange(x.shape[1], device=x.device)
+    return count.unsqueeze(1), count
+
+
+def causal(x: Tensor) -> Tensor:
+    query, key = positions(x)
+    return key <= query
+
+
+def window(x: Tensor) -> Tensor:
+    query, key = positions(x)
+    return (key <= query) & (key > query - 5)
+
+
+def of_documents(x: Tensor) -> Tensor:
+    """Positions per sample, as models find out where packed samples begin: here in one piece."""
+    place = torch.arange(x.shape[1]).expand(x.shape[0], -1)
+    document = (place.diff(dim=-1, prepend=place[:, :1] - 1) != 1).cumsum(-1)
+    batch = torch.arange(x.shape[0])[:, None, None, None]
+    query, key = place[0][None, None, :, None], place[0][None, None, None, :]
+    return (document[batch, query] == document[batch, key]) & (key <= query)
+
+
+def as_numbers(x: Tensor) -> Tensor:
+    hidden = torch.full((x.shape[1], x.shape[1]), torch.finfo(x.dtype).min, dtype=x.dtype)
+    return hidden.triu(1)[None, None].expand(x.shape[0], 1, -1, -1)
+
+
+def nothing(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[0], 1, x.shape[1], x.shape[1], dtype=torch.bool)
+
+
+def zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
+
+
+def later_alone(x: Tensor) -> Tensor:
+    query, key = positions(x)
+    return key >= query
+
+
+def of_blocks(x: Tensor) -> Tensor:
+    query, key = positions(x)
+    return (key <= query) & (key // 4 == query // 4)
+
+
+def distances(x: Tensor) -> Tensor:
+    query, key = positions(x)
+    return -(query - key).abs().to(x.dtype)
+
+
+def of_numbers(x: Tensor) -> Tensor:
+    return causal(x) & (x.sum(-1) < 100)[:, None, None, :]
+
+
+KNOWN: dict[Callable[[Tensor], Tensor], tuple[bool, int]] = {
+    causal: (True, 0),
+    window: (True, 5),
+    of_documents: (True, 0),
+    as_numbers: (True, 0),
+    nothing: (False, 0),
+    zeros: (False, 0),
+}
+UNKNOWN = (later_alone, of_blocks, distances, of_numbers)
+
+
+def called(module: nn.Module) -> tuple[Any, Any]:
+    """The arguments of attention in the graph, and the graph."""
+    x = torch.randn(3, LENGTH, 8, dtype=torch.float64)
+    graph = capture(module, (x,), {})
+    (node,) = graph.graph_module.graph.find_nodes(op="call_function", target=operators.attention.default)
+    loss = module(x)
+    loss.backward()
+    run = run_joint(graph, module, (x,))
+    torch.testing.assert_close(run.output, loss, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(run.gradients["into.weight"], module.into.weight.grad, rtol=1e-9, atol=1e-9)
+    return node.args, graph.graph_module.graph
+
+
+@pytest.mark.parametrize("mask", KNOWN, ids=lambda mask: mask.__name__)
+@pytest.mark.parametrize("small", [1 << 22, 40])
+def test_what_a_flag_says(mask: Callable[[Tensor], Tensor], small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of masks so large that they are looked at rows at a time."""
+    monkeypatch.setattr(masks, "_SMALL", small)
+    args, graph = called(Masked(mask))
+    assert args[3] is None
+    assert tuple(args[5:7]) == KNOWN[mask]
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.arange.default)
+
+
+@pytest.mark.parametrize("mask", UNKNOWN, ids=lambda mask: mask.__name__)
+def test_what_no_flag_says_stays(mask: Callable[[Tensor], Tensor]) -> None:
+    args, _ = called(Masked(mask))
+    assert args[3] is not None
+    assert tuple(args[5:7]) == (False, 0)
+
+
+def test_fewer_queries_than_keys() -> None:
+    """A causal flag would count queries from the first key, and these do."""
+    args, _ = called(Masked(lambda x: causal(x)[:8], queries=8))
+    assert args[3] is not None
+    args, _ = called(Masked(lambda x: nothing(x)[:, :, :8], queries=8))
+    assert args[3] is None
+
+
+class Kept(Masked):
+    """A causal mask in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: self.get_buffer("kept"))
+        self.register_buffer("kept", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = lambda _: self.kept
+        return super().forward(x)
+
+
+def test_a_buffer_may_change() -> None:
+    args, _ = called(Kept())
+    assert args[3] is not None
+
+
+def test_models_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, vocab_size=32, use_cache=False
+    )
+    with torch.device("meta"):
+        module, ids = transformers.LlamaForCausalLM(config), torch.zeros(2, 8, dtype=torch.int64)
+    graph = capture(module, (), {"input_ids": ids, "labels": ids}).graph_module.graph
+    calls = graph.find_nodes(op="call_function", target=operators.attention.default)
+    assert [(call.args[3], call.args[5]) for call in calls] == [(None, True)] * 2

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, fx, nn
+
+from autoshard.capture.closures import TensorScope
+from autoshard.capture.fingerprint import fingerprint
+from autoshard.capture.joint import capture, capture_forward
+from autoshard.capture.python_calls import PythonCall
+from tests.models.gradients import Reverse, Small, gradients
+
+
+def _scaled(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
+    with scope:
+        return [tensors[0] * _SCALE * sizes[0]]
+
+
+_SCALE = torch.tensor(2.0)
+
+
+def test_a_call_reads_the_tensors_that_it_is_given_for_those_that_it_names() -> None:
+    call = PythonCall("scaled", "scaled", _scaled)
+    call.free.append((_SCALE,))
+    (result,) = call([torch.ones(()), torch.tensor(5.0)], [3])
+    assert result == 15
+    assert copy.deepcopy(call) is call
+
+
+def test_a_graph_with_calls_runs_as_code() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(PythonCall("scaled <lambda>", "scaled", _scaled), ([x], [3])))
+    module = copy.deepcopy(fx.GraphModule(nn.Module(), graph))
+    assert module(torch.ones(()))[0] == 6
+
+
+def _text(strength: float) -> str:
+    module, kwargs = gradients("reversal")
+    type(module).between = lambda model, x: Reverse.apply(x, strength)  # type: ignore[attr-defined]
+    exported, _ = capture_forward(module, (), kwargs)
+    return fingerprint(exported.inputs, (), exported.graph_module.graph)
+
+
+def test_forward_graphs_tell_calls_apart_by_what_they_do() -> None:
+    assert _text(2.0) == _text(2.0) != _text(3.0)
+
+
+def test_calls_that_may_differ_have_numbers() -> None:
+    def between(model: Small, x: Tensor) -> Tensor:
+        for factor in (2.0, 3.0):
+            x.register_hook(lambda gradient, factor=factor: gradient * factor)
+        return x
+
+    module, kwargs = gradients("reversal")
+    type(module).between = between  # type: ignore[attr-defined]
+    exported, _ = capture_forward(module, (), kwargs)
+    calls = [str(node.target) for node in exported.graph_module.graph.nodes if isinstance(node.target, PythonCall)]
+    assert calls == ["register_hook #0", "register_hook #1"]
+
+
+def test_joint_graphs_hold_operators_alone() -> None:
+    module, kwargs = gradients("lean linear")
+    graph = capture(module, (), kwargs).graph_module.graph
+    assert {node.op for node in graph.nodes} == {"placeholder", "call_function", "output"}
+    assert not any(isinstance(node.target, PythonCall) for node in graph.nodes)
+    weights = [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert {node.meta["module_path"] for node in weights} <= {"", "first", "second"}

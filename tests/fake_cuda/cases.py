@@ -1,0 +1,70 @@
+"""What the fake ranks run: models of the zoo, each on every mesh, in one of two types, with a kernel for attention."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import models
+from tests.kernels.choice import AMPERE, EFFICIENT, HOPPER, MATH
+from tests.numerics import MODELS
+
+WORLD = 8
+MESHES: dict[str, dict[str, int]] = {
+    "line": {"a": 8},
+    "square": {"a": 2, "b": 4},
+    "cube": {"a": 2, "b": 2, "c": 2},
+}
+KERNELS = {0: {"line": HOPPER, "square": AMPERE, "cube": (EFFICIENT, MATH)}, 3: dict.fromkeys(MESHES, (MATH,))}
+"""What GPUs prefer for attention, by rank and mesh: ranks must come to the same program all the same."""
+RANKS = tuple(KERNELS)  # on hosts of four devices or more, their devices have these numbers
+NAMES = tuple(MODELS)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on a mesh."""
+
+    model: str
+    mesh: str
+
+    @property
+    def plan(self) -> str:
+        """The name of the file with its plan."""
+        return f"{self.model}-{self.mesh}.json"
+
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh axes."""
+        return MESHES[self.mesh]
+
+
+def build(model: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model in bfloat16, every third one in float32, and the arguments of a call."""
+    module, inputs = models.ZOO[model](dtype=torch.float32 if NAMES.index(model) % 3 == 2 else torch.bfloat16)
+    return module, inputs
+
+
+def cases(rank: int) -> list[Case]:
+    """Two meshes of the three for every model, one of which the other rank has too: another for the next model."""
+    places = range(2) if rank == RANKS[0] else range(1, 3)
+    meshes = tuple(MESHES)
+    return [
+        Case(model, meshes[(number + place) % len(meshes)]) for number, model in enumerate(NAMES) for place in places
+    ]
+
+
+def wait_for(path: Path, seconds: float = 300.0) -> None:
+    """Until another process has written a file, whole.
+
+    Raises:
+        TimeoutError: it did not within so many seconds.
+    """
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{path.name} was not written within {seconds:g} s")
+        time.sleep(0.1)

@@ -1,0 +1,156 @@
+"""One rank of a job on eight GPUs, all of them fake: `python -m tests.fake_cuda.rank SHIM RANK FOLDER [MODEL ...]`.
+
+Reads plans from the folder as they appear, and writes what became of each case to `rank-RANK.json`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tests.fake_cuda.devices import pretend
+
+if __name__ == "__main__":
+    pretend(sys.argv[1], int(sys.argv[2]))  # before torch is imported
+
+import contextlib
+import functools
+import json
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoshard
+from autoshard import parallelizer
+from autoshard.capture.joint import JointGraph, capture
+from autoshard.partition.step import Program
+from tests.fake_cuda.attention import preferring
+from tests.fake_cuda.cases import KERNELS, WORLD, Case, build, cases, wait_for
+from tests.program_lint import program_findings
+from tests.training import loss_of, outputs_of
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class Collectives(TorchDispatchMode):
+    """While active, notes the collectives that are called: operator, shapes and types, options, mesh axes for groups.
+
+    Args:
+        mesh: whose groups they are called on.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.calls: list[list[Any]] = []
+        self._axes = {mesh.get_group(axis).group_name: axis for axis in range(mesh.ndim)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.namespace == "_c10d_functional" and func is not WAIT:
+            told = [self._told(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
+            self.calls.append([str(func), *told])
+        return func(*args, **(kwargs or {}))
+
+    def _told(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return [*leaf.shape, str(leaf.dtype)]
+        return f"axis {self._axes[leaf]}" if leaf in self._axes else leaf
+
+
+@contextlib.contextmanager
+def captured_once() -> Iterator[None]:
+    """While active, every capture is that of the first call."""
+    made: list[JointGraph] = []
+
+    @functools.wraps(capture)
+    def capture_once(*args: Any, **kwargs: Any) -> JointGraph:
+        if not made:
+            made.append(capture(*args, **kwargs))
+        return made[0]
+
+    with mock.patch.object(parallelizer, "capture", capture_once):
+        yield
+
+
+def run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
+    """Parallelise a model as planned elsewhere, run one step of it without numbers, and say what came of it."""
+    wait_for(folder / case.plan)
+    plan = autoshard.ShardingPlan.load(folder / case.plan)
+    sizes = case.axes()
+    mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    order = KERNELS[rank][case.mesh]
+    module, inputs = build(case.model)  # on the CPU; its tensors lose their numbers on their way to the device
+    with FakeTensorMode(allow_non_fake_inputs=True), preferring(order), Collectives(mesh) as collectives:
+        autoshard.parallelize(module, mesh, (), inputs, plan=plan, compile=False)
+        collectives.calls.clear()  # parameters are sent from the first rank
+        device = torch.device("cuda", torch.cuda.current_device())
+        outputs = outputs_of(module(**pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)))
+        loss_of(outputs).backward()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    tensors = {"output": outputs, "gradient": gradients, "parameter": dict(module.named_parameters())}
+    devices = {
+        f"{kind} {name}": str(_local(tensor).device) for kind, held in tensors.items() for name, tensor in held.items()
+    }
+    findings = [finding for program in _programs(module) for finding in program_findings(program)]
+    return {
+        "devices": devices,
+        "without gradient": sorted(_trained(module) - gradients.keys()),
+        "collectives": collectives.calls,
+        "lint": [f"{finding.node}: {finding.problem}" for finding in findings],
+    }
+
+
+def _programs(module: torch.nn.Module) -> list[Program]:
+    served = module.__dict__[parallelizer.RUNTIME]._served
+    return [call.program for call in served.values()]
+
+
+def _trained(module: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def main(rank: int, folder: Path, *models: str) -> None:
+    """Run the cases of a rank, model by model, and write the report after each."""
+    warnings.simplefilter("ignore")  # operators without a rule
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
+    report: dict[str, Any] = {}
+    by_model: dict[str, list[Case]] = {}
+    for case in cases(rank):
+        if not models or case.model in models:
+            by_model.setdefault(case.model, []).append(case)
+    for of_model in by_model.values():
+        with captured_once():
+            for case in of_model:
+                report[case.plan] = _tried(case, rank, folder)
+        (folder / f"rank-{rank}.json").write_text(json.dumps(report))
+
+
+def _tried(case: Case, rank: int, folder: Path) -> dict[str, Any]:
+    try:
+        return run(case, rank, folder) | {"error": ""}
+    except Exception:
+        return {"error": traceback.format_exc()[-4000:]}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

@@ -1,0 +1,91 @@
+"""Ranks of a job on GPUs run plans that were made without one: the same graph, device and collectives for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda.build import compiled, compiler
+from tests.fake_cuda.cases import MESHES, NAMES, RANKS, Case, cases
+from tests.programs import ROOT
+
+SECONDS = 500.0
+CASES = [(rank, case) for rank in RANKS for case in cases(rank)]
+Report = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Report]:
+    """What every rank says of its cases: each a process, as the shim can not be taken away again."""
+    found = compiler()
+    if found is None:
+        pytest.skip("no C++ compiler: what makes torch believe in GPUs is compiled from tests/fake_cuda/guard.cpp")
+    folder = tmp_path_factory.mktemp("fake_cuda")
+    shim = str(compiled(found, folder))
+    programs = [["plans", str(folder)], *(["rank", shim, str(rank), str(folder)] for rank in RANKS)]
+    _run_together(programs, folder)
+    return {rank: json.loads((folder / f"rank-{rank}.json").read_text()) for rank in RANKS}
+
+
+def _run_together(programs: list[list[str]], folder: Path) -> None:
+    """Run programs of this folder side by side until all have ended, or one has failed."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    logs = [(folder / f"{number}.log").open("w+") for number in range(len(programs))]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"tests.fake_cuda.{program}", *arguments],
+            cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
+        )
+        for (program, *arguments), log in zip(programs, logs, strict=True)
+    ]  # fmt: skip
+    try:
+        end = time.monotonic() + SECONDS
+        while any(process.poll() is None for process in running):
+            if any(process.returncode for process in running) or time.monotonic() > end:
+                break
+            time.sleep(0.2)
+        codes = [process.returncode for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    for log in logs:
+        log.seek(0)
+    said = "\n".join(log.read()[-3000:] for log in logs)
+    assert codes == [0] * len(programs), f"{programs} ended with {codes}:\n{said}"
+
+
+@pytest.mark.parametrize(("rank", "case"), CASES, ids=[f"{rank}-{case.model}-{case.mesh}" for rank, case in CASES])
+def test_a_plan_made_without_a_gpu_runs_on_the_device_of_the_rank(
+    reports: dict[int, Report], rank: int, case: Case
+) -> None:
+    report = reports[rank][case.plan]
+    assert not report["error"], report["error"]
+    assert {name: device for name, device in report["devices"].items() if device != f"cuda:{rank}"} == {}
+    assert not report["lint"]
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_ranks_call_the_same_collectives(reports: dict[int, Report], model: str) -> None:
+    names = {Case(model, mesh).plan for mesh in MESHES}
+    of_ranks = [{plan: said for plan, said in report.items() if plan in names} for report in reports.values()]
+    shared = set.intersection(*map(set, of_ranks))
+    assert shared
+    for plan in shared:
+        first, *others = (said[plan] for said in of_ranks)
+        assert not first["error"], first["error"]
+        assert all(other["collectives"] == first["collectives"] for other in others)
+        assert all(other["without gradient"] == first["without gradient"] for other in others)
+
+
+def test_there_are_collectives(reports: dict[int, Report]) -> None:
+    """Else the comparison of ranks compares nothing."""
+    called = [said["collectives"] for report in reports.values() for said in report.values() if not said["error"]]
+    assert sum(map(bool, called)) > 0.9 * len(CASES)

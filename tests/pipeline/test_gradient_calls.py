@@ -1,0 +1,55 @@
+"""Hooks, functions with their own backward and gradients inside of `forward`, cut into stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.capture import capture
+from autoshard.errors import CaptureError
+from autoshard.pipeline.cut import cut
+from autoshard.pipeline.exported import exported
+from autoshard.pipeline.stage_graph import StageGraph
+from tests.models.gradients import BETWEEN, gradients
+from tests.pipeline.chain import balanced
+from tests.pipeline.exporting import cost_model
+from tests.pipeline.test_cut import check
+
+PARAMETER, MODULE = "hook of a parameter", "hook of a module"
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("name", [name for name in BETWEEN if name not in (PARAMETER, MODULE)])
+def test_stages_have_the_gradients_that_forward_says(name: str) -> None:
+    module, inputs = gradients(name, layers=6)
+    graph = exported(module, (), inputs)
+    for stages in (2, 3):
+        check(graph, inputs, balanced(graph, stages), stages)
+    assert StageGraph.of(graph, cost_model())
+
+
+@pytest.mark.parametrize("name", ["straight-through", "hooks set late", "gradient inside"])
+def test_stages_are_captured_with_their_gradients(name: str) -> None:
+    module, inputs = gradients(name, layers=6)
+    graph = exported(module, (), inputs)
+    for part in cut(graph, balanced(graph, 2), 2):
+        capture(part.module, *part.example, tangents="all")
+
+
+def test_a_hook_stays_where_its_tensor_is_made() -> None:
+    module, inputs = gradients("hooks set late")
+    graph = exported(module, (), inputs)
+    hooks = [node for node in graph.operators if str(node.target).startswith("register_hook")]
+    assert len(hooks) == 2
+    for hook in hooks:
+        tensor = hook.args[0][0]
+        (group,) = (group for group in graph.together if hook.name in group)
+        assert tensor.name in group
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [(PARAMETER, "is on a parameter or an input"), (MODULE, "is of a module or function")]
+)
+def test_hooks_that_several_stages_share_are_refused(name: str, message: str) -> None:
+    module, inputs = gradients(name)
+    with pytest.raises(CaptureError, match=message):
+        exported(module, (), inputs)

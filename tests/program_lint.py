@@ -1,0 +1,219 @@
+"""What may not be in a program that runs on GPUs: looked for in its graphs, node by node.
+
+Sources: the types that torch has a type of NCCL for, and the reductions that it refuses, are those of
+`torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp` (`ncclDataType`, `getNcclReduceOp`, `allreduce`,
+`reduce_scatter_tensor_coalesced`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autoshard.capture.graph import JointGraph
+from autoshard.partition.step import Program
+
+aten = torch.ops.aten
+collectives = torch.ops._c10d_functional
+
+HOST_READS = {
+    aten._local_scalar_dense,
+    aten.item,
+    aten.is_nonzero,
+    aten.equal,
+    aten.allclose,
+    aten.nonzero,
+    aten.nonzero_numpy,
+    aten.masked_select,
+    aten.unique_consecutive,
+    aten.unique_dim,
+    aten._unique,
+    aten._unique2,
+}
+"""Operators whose results have numbers or shapes that only the device knows: the host waits for it."""
+
+PRODUCTS = {
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.baddbmm,
+    aten.convolution,
+    aten.convolution_backward,
+    aten._grouped_mm,
+    aten._scaled_mm,
+}
+"""Operators with compute enough to hide a collective behind; those of attention are known by their names."""
+
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+COMPLEX = frozenset({torch.complex64, torch.complex128})
+TYPES = FLOAT8 | {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+REDUCTIONS = ("sum", "avg", "product", "min", "max")
+_REDUCES = (collectives.all_reduce, collectives.all_reduce_coalesced, collectives.reduce_scatter_tensor)
+_VIEWS = (aten.view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.detach, aten.alias, aten._to_copy)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A node of a graph, and what is wrong with it."""
+
+    node: str
+    problem: str
+
+
+def program_findings(program: Program) -> list[Finding]:
+    """Findings of all kinds in the halves of a program, but for gathers that nothing hides."""
+    return [finding for graph in program.halves.graphs for finding in graph_findings(graph)]
+
+
+def graph_findings(graph: fx.Graph) -> list[Finding]:
+    """Reads of the device by the host, and collectives that NCCL does not have."""
+    return [*host_reads(graph), *unknown_collectives(graph)]
+
+
+def host_reads(graph: fx.Graph) -> list[Finding]:
+    """Nodes for which the host waits until the device has computed an operand."""
+    found = []
+    for node in graph.nodes:
+        packet = _packet(node)
+        if node.op != "call_function":
+            continue
+        if packet in HOST_READS:
+            found.append(Finding(str(node), f"{node.target} tells the host what the device computed"))
+        elif packet is aten.index and any(_type(part) == torch.bool for part in node.args[1]):
+            found.append(Finding(str(node), "indexed by a mask: the host has to know how many are true"))
+        elif node.target is aten.repeat_interleave.Tensor and node.kwargs.get("output_size") is None:
+            found.append(Finding(str(node), "repeated by a tensor without output_size"))
+        elif _moves_to_host(node):
+            found.append(Finding(str(node), "copied from the device to the host"))
+    return found
+
+
+def unknown_collectives(graph: fx.Graph) -> list[Finding]:
+    """Collectives of a type, or with a reduction, that NCCL does not have."""
+    found = []
+    for node in graph.nodes:
+        packet = _packet(node)
+        if node.op != "call_function" or not _is_collective(node):
+            continue
+        for dtype in {value.dtype for value in _tensors(node.args[0])}:
+            problem = _refusal(packet, dtype, _reduction(node))
+            if problem:
+                found.append(Finding(str(node), f"{node.target}: {problem}"))
+    return found
+
+
+def exposed_gathers(graph: fx.Graph) -> list[Finding]:
+    """Gathers of parameters awaited with no product since their start, though there are products before the wait.
+
+    The first gather has nothing to hide behind.
+    """
+    nodes = list(graph.nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    products = [place[node] for node in nodes if is_product(node)]
+    found = []
+    for node in nodes:
+        if _packet(node) is not collectives.all_gather_into_tensor or not _is_parameter(node.args[0]):
+            continue
+        awaited = min((place[user] for user in node.users if _packet(user) is collectives.wait_tensor), default=0)
+        before = [product for product in products if product < awaited]
+        if before and not any(product > place[node] for product in before):
+            found.append(Finding(str(node), "no product runs between its start and its wait"))
+    return found
+
+
+def gathers(graph: fx.Graph) -> int:
+    """How many gathers of parameters there are."""
+    return sum(
+        _packet(node) is collectives.all_gather_into_tensor and _is_parameter(node.args[0]) for node in graph.nodes
+    )
+
+
+def named_devices(graph: JointGraph) -> list[Finding]:
+    """Nodes of a captured graph that name a device: its fingerprint would, too."""
+    return [
+        Finding(str(node), f"names the device {leaf}")
+        for node in graph.graph_module.graph.nodes
+        for leaf in pytree.tree_leaves((node.args, node.kwargs))
+        if isinstance(leaf, torch.device)
+    ]
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is compute enough to hide a collective behind."""
+    return _packet(node) in PRODUCTS or (node.op == "call_function" and "attention" in str(node.target))
+
+
+def _refusal(packet: object, dtype: torch.dtype, reduction: str | None) -> str | None:
+    """Why NCCL, as torch calls it, does not run the collective; None if it does."""
+    if dtype in COMPLEX:
+        viewed = packet in (collectives.all_reduce, collectives.all_reduce_coalesced) and reduction in ("sum", "avg")
+        return None if viewed else f"{dtype}"
+    if dtype not in TYPES:
+        return f"{dtype}"
+    if reduction is None:
+        return None
+    if reduction not in REDUCTIONS:
+        return f'reduction "{reduction}"'
+    if dtype in FLOAT8 or (dtype == torch.bool and reduction == "avg"):
+        return f'reduction "{reduction}" of {dtype}'
+    return None
+
+
+def _reduction(node: fx.Node) -> str | None:
+    return str(node.args[1]).lower() if _packet(node) in _REDUCES else None
+
+
+def _is_collective(node: fx.Node) -> bool:
+    target = node.target
+    named = isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional"
+    return named and _packet(node) is not collectives.wait_tensor
+
+
+def _is_parameter(node: object) -> bool:
+    """Whether a node is a placeholder, or only a view or a cast of one."""
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        if _packet(node) not in _VIEWS:
+            return False
+        node = node.args[0]
+    return isinstance(node, fx.Node)
+
+
+def _moves_to_host(node: fx.Node) -> bool:
+    source = next(iter(node.all_input_nodes), None)
+    values = [next(_tensors(end), None) for end in (source, node)] if source is not None else []
+    if _packet(node) not in (aten._to_copy, aten.to, aten.copy, torch.ops.prims.device_put) or None in values:
+        return False
+    before, after = (value.device.type for value in values if value is not None)
+    return before not in ("cpu", "meta") and after == "cpu"
+
+
+def _packet(node: object) -> object:
+    target = getattr(node, "target", None)
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+
+
+def _type(node: object) -> torch.dtype | None:
+    value = next(_tensors(node), None)
+    return None if value is None else value.dtype
+
+
+def _tensors(node: object) -> Iterator[Tensor]:
+    """Tensors without numbers that nodes make, as far as they are known."""
+    ends: Iterable[object] = node if isinstance(node, (list, tuple)) else (node,)
+    for end in ends:
+        meta = end.meta.get("val") if isinstance(end, fx.Node) else None
+        yield from (value for value in pytree.tree_leaves(meta) if isinstance(value, Tensor))
