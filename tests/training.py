@@ -114,6 +114,7 @@ def unlike_devices(devices: str = "1xV100 + 1xP100") -> Cluster:
     """Devices of which all that counts is what they compute."""
     data = json.loads(Cluster.parse(devices, between=Link(1e16, 1e-15)).to_json())
     for stretch in data["stretches"]:
+        stretch["inside"] = {"bandwidth": 1e16, "latency": 1e-15}
         stretch["device"] |= {"kernel_overhead": 1e-15, "memory_bandwidth": 1e18}
         for measured in ("operators", "dispatch", "compiled_dispatch", "sources"):
             stretch["device"].pop(measured, None)

@@ -175,11 +175,14 @@ def test_the_update_is_what_the_plan_counts(benchmarks: SimpleNamespace, small: 
 
 
 def test_two_depths_are_continued_to_the_whole(
-    benchmarks: SimpleNamespace, small: Any, exact: Any, monkeypatch: pytest.MonkeyPatch
+    benchmarks: SimpleNamespace, small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    deeper = dataclasses.replace(benchmarks.models.MODELS["mpt-small"], layers=6)
+    monkeypatch.setitem(benchmarks.models.MODELS, "mpt-deeper", deeper)
     monkeypatch.setattr(benchmarks.steps, "DEPTHS", (2, 3))
-    continued = benchmarks.steps.predict(small)
-    assert continued.layers == (2, 3)
+    row = dataclasses.replace(small, model="mpt-deeper")
+    continued, exact = benchmarks.steps.predict(row), benchmarks.steps.predict(row, exact=True)
+    assert (continued.layers, exact.layers) == ((2, 3), (6,))
     assert continued.seconds == pytest.approx(exact.seconds, rel=0.01)
 
 
