@@ -1,0 +1,38 @@
+"""A plan on a laptop, a run on the cluster: the two commands of the README, the second of them on fake GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fake_cuda.build import compiled, compiler
+from tests.programs import ROOT, by_command
+
+RANKS = (0, 3)
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = compiler()
+    if found is None:
+        pytest.skip("no C++ compiler: what makes torch believe in GPUs is compiled from tests/fake_cuda/guard.cpp")
+    return compiled(found, tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that the first command writes, in a process that knows of no GPU."""
+    folder = tmp_path_factory.mktemp("laptop")
+    path = folder / "gpt.plan.json"
+    by_command(ROOT / "examples" / "laptop_to_cluster.py", None, folder, "--plan", str(path))
+    return path
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_the_second_command_trains_on_the_device_of_the_rank(shim: Path, plan: Path, rank: int, tmp_path: Path) -> None:
+    program = ROOT / "tests" / "fake_cuda" / "example.py"
+    said = json.loads(by_command(program, None, tmp_path, str(shim), str(rank), str(plan)))
+    assert said["devices"] == [f"cuda:{rank}"]
+    assert said["tensors"] > 100, "parameters, gradients and states of the optimizer"
