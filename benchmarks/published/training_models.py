@@ -26,6 +26,9 @@ _MEGATRON = Roles(
 )
 
 
+_DROPPED = 0.1  # Megatron-LM's default for scores and for the residual stream
+
+
 @dataclass(frozen=True)
 class Model:
     """An architecture of some size.
@@ -120,12 +123,14 @@ def _language_model(
 class Block(nn.Module):
     """A layer of Megatron's GPT before FlashAttention: scores are held, softmax is one kernel with scale and mask.
 
-    That kernel reads and writes the scores once, so that here it is a softmax alone: nothing else touches the scores.
+    That kernel reads and writes the scores once, so that here it is a softmax alone. Dropout follows it, as Korthikanti
+    et al. count its masks (2022, Section 4), and the output of both halves (Narayanan et al. 2021, Section 4.2).
     """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
+        self.dropout = nn.Dropout(_DROPPED)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -133,8 +138,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         scores = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
-        x = x + self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        attended = self.dropout(scores.softmax(-1)) @ value
+        x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class MegatronGPT(nn.Module):
@@ -161,7 +167,7 @@ class MegatronGPT(nn.Module):
         groups = [list(self.blocks)[each * stage : each * (stage + 1)] for stage in range(self.stages)]
         with self._stage():
             x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-            x = nn.Sequential(*groups[0])(x)
+            x = nn.Sequential(*groups[0])(F.dropout(x, _DROPPED, self.training))
             if self.stages == 1:
                 return self._loss(x, targets)
         for group in groups[1:-1]:
