@@ -21,13 +21,13 @@ _ITEMS = {
 """Dims by argument: b samples, h hidden units, g gates of each, w numbers that are kept of each."""
 
 _RESULTS = {
-    **dict.fromkeys(("autoshard::lstm_cell", "aten::_thnn_fused_lstm_cell"), [_UNITS, _UNITS, _KEPT]),
-    **dict.fromkeys(("autoshard::gru_cell", "aten::_thnn_fused_gru_cell"), [_UNITS, _KEPT]),
-    "autoshard::lstm_cell_backward": [_GATES, _UNITS],
-    "aten::_thnn_fused_lstm_cell_backward": [_GATES, _GATES, _UNITS, _BIAS, _BIAS],
-    "aten::_thnn_fused_lstm_cell_backward_impl": [_GATES, _UNITS, _BIAS],
-    "autoshard::gru_cell_backward": [_GATES, _GATES, _UNITS],
-    "aten::_thnn_fused_gru_cell_backward": [_GATES, _GATES, _UNITS, _BIAS, _BIAS],
+    **dict.fromkeys(("autoshard::lstm_cell", "aten::_thnn_fused_lstm_cell"), (_UNITS, _UNITS, _KEPT)),
+    **dict.fromkeys(("autoshard::gru_cell", "aten::_thnn_fused_gru_cell"), (_UNITS, _KEPT)),
+    "autoshard::lstm_cell_backward": (_GATES, _UNITS),
+    "aten::_thnn_fused_lstm_cell_backward": (_GATES, _GATES, _UNITS, _BIAS, _BIAS),
+    "aten::_thnn_fused_lstm_cell_backward_impl": (_GATES, _UNITS, _BIAS),
+    "autoshard::gru_cell_backward": (_GATES, _GATES, _UNITS),
+    "aten::_thnn_fused_gru_cell_backward": (_GATES, _GATES, _UNITS, _BIAS, _BIAS),
 }
 """Dims of the results by operator: new states and what is kept, or gradients of gates, state and biases."""
 

@@ -49,8 +49,8 @@ def batch_advice(name: str, rule: str) -> str:
     if not rule:
         return f'Register one with autoshard.register_rule("{name}", "..."), see docs/rules.md.'
     return (
-        f'Register one with autoshard.register_rule: if samples, the steps of dim 0, are independent, "{rule}" splits '
-        f'the batch (results without samples are summed): autoshard.register_rule("{name}", "{rule}"). See docs/rules.md.'
+        f'If samples, the steps of dim 0, are independent, autoshard.register_rule("{name}", "{rule}") splits the '
+        "batch (results without samples are summed over the parts); see docs/rules.md."
     )
 
 

@@ -81,9 +81,7 @@ def encode_backward(
 
 
 @encode_backward.register_fake
-def _(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(weight)
 
 
