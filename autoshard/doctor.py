@@ -23,6 +23,7 @@ from autoshard.cluster.cost import CostModel
 from autoshard.doctor_report import Operator, Problem, Report
 from autoshard.errors import AutoshardError
 from autoshard.patterns.graph import GraphRules
+from autoshard.patterns.ops.unknown import batch_advice
 from autoshard.patterns.registry import is_borrowed, rule_for
 from autoshard.patterns.rule import OpCall
 from autoshard.patterns.variants import WHOLE
@@ -71,6 +72,7 @@ class _Calls:
 
     count: int = 0
     seconds: float = 0.0
+    advice: str = ""
     modules: dict[str, None] = field(default_factory=dict)
 
 
@@ -104,7 +106,7 @@ class _Examination:
 
     def report(self, model: str) -> Report:
         operators = [
-            Operator(name, source, calls.count, tuple(calls.modules), calls.seconds)
+            Operator(name, source, calls.count, tuple(calls.modules), calls.seconds, calls.advice)
             for (name, source), calls in self.operators.items()
         ]
         operators.sort(key=lambda one: (one.source != "replicated", -one.seconds))
@@ -156,6 +158,8 @@ class _Examination:
             call = rules.calls[node]
             calls = self.operators.setdefault((str(call.op), _source(call, graph.pin(node) is not None)), _Calls())
             calls.count += 1
+            if str(call.op) in rules.batch_rules:
+                calls.advice = calls.advice or batch_advice(str(call.op), rules.batch_rules[str(call.op)])
             calls.seconds += self.tables.strategy_seconds(call, rules.rules[node], (WHOLE,))
             calls.modules[".".join(filter(None, (path, graph.module_path(node))))] = None
 

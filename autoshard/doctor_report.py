@@ -49,6 +49,7 @@ class Operator:
         count: calls in one step, forward and backward.
         modules: paths of the modules that call it, `""` for the root, each once.
         seconds: predicted time of all its calls on one device.
+        advice: what to do about it where it is replicated.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Operator:
     count: int
     modules: tuple[str, ...]
     seconds: float
+    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ def report_page(report: Report) -> Group:
         if known[_ROWS:]:
             rest = format_seconds(sum(one.seconds for one in known[_ROWS:]))
             parts.append(Text(f"and {len(known) - _ROWS} more operators with a rule, {rest} together"))
+        parts += [Text(f"{one.name}: no sharding rule. {one.advice}") for one in report.replicated]
     return Group(*parts)
 
 

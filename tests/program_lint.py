@@ -9,32 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.attention import operators
 from autoshard.capture.graph import JointGraph
 from autoshard.partition.step import Program
+from autoshard.patterns.ops._draws import draws
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
 
-HOST_READS = {
-    aten._local_scalar_dense,
-    aten.item,
-    aten.is_nonzero,
-    aten.equal,
-    aten.allclose,
-    aten.nonzero,
-    aten.nonzero_numpy,
-    aten.masked_select,
-    aten.unique_consecutive,
-    aten.unique_dim,
-    aten._unique,
-    aten._unique2,
+DRAWS = {
+    getattr(draws, name).default
+    for name in ("uniform", "normal", "integers", "bernoulli", "poisson", "gamma", "dirichlet", "binomial")
 }
-"""Operators whose results have numbers or shapes that only the device knows: the host waits for it."""
+"""Operators that read their seed and their shard."""
+
+READERS = DRAWS | {operators.attention.default, operators.attention_backward.default}
+"""Operators that take values of the host beside tensors of the device; attention reads where its queries begin."""
+
+_TOLD_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_UNTAGGED_READS = {aten.is_nonzero, aten.nonzero_numpy}
+"""Operators whose results have numbers or shapes that only the device knows, though torch does not mark them so."""
 
 PRODUCTS = {
     aten.mm,
@@ -84,22 +84,55 @@ def graph_findings(graph: fx.Graph) -> list[Finding]:
     return [*host_reads(graph), *unknown_collectives(graph)]
 
 
-def host_reads(graph: fx.Graph) -> list[Finding]:
-    """Nodes for which the host waits until the device has computed an operand."""
-    found = []
+def host_values(graph: fx.Graph) -> set[fx.Node]:
+    """The values of a program that are on the host: coordinates, the seed, and what is computed from them alone."""
+    found: set[fx.Node] = set()
     for node in graph.nodes:
-        packet = _packet(node)
-        if node.op != "call_function":
-            continue
-        if packet in HOST_READS:
-            found.append(Finding(str(node), f"{node.target} tells the host what the device computed"))
-        elif packet is aten.index and any(_type(part) == torch.bool for part in node.args[1]):
-            found.append(Finding(str(node), "indexed by a mask: the host has to know how many are true"))
-        elif node.target is aten.repeat_interleave.Tensor and node.kwargs.get("output_size") is None:
-            found.append(Finding(str(node), "repeated by a tensor without output_size"))
-        elif _moves_to_host(node):
-            found.append(Finding(str(node), "copied from the device to the host"))
+        given = node.op == "placeholder" and (node.target == "seed" or str(node.target).startswith("host_coordinate_"))
+        computed = node.op == "call_function" and node.target not in READERS and node.all_input_nodes
+        if given or (computed and found.issuperset(node.all_input_nodes)):
+            found.add(node)
     return found
+
+
+def host_reads(graph: fx.Graph) -> list[Finding]:
+    """Calls for which the host waits for the device, or in which a value of the host meets one of the device.
+
+    Operators of `autoshard` that exchange rows, as many as the data says, are left out: they have to read how many.
+    """
+    host = host_values(graph)
+    return [Finding(str(node), problem) for node in graph.nodes for problem in _reads(node, host)]
+
+
+def _reads(node: fx.Node, host: set[fx.Node]) -> Iterator[str]:
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace == "_c10d_functional":
+        return
+    of_host = [source for source in node.all_input_nodes if source in host]
+    if of_host and node not in host and op not in READERS:
+        yield f"mixes {of_host} of the host with tensors of the device"
+    if op in DRAWS and any(_argument(node, name) not in {*host, None} for name in ("seed", "shard")):
+        yield "reads a seed or a shard that is on the device"
+    if op is aten.index.Tensor:
+        if any(_type(part) in (torch.bool, torch.uint8) for part in node.args[1]):
+            yield "indexes by a mask: the host has to know how many are true"
+    elif op is aten.repeat_interleave.Tensor:
+        if _argument(node, "output_size") is None:
+            yield "repeats by a tensor without output_size"
+    elif _TOLD_BY_DATA.intersection(op.tags) or op.overloadpacket in _UNTAGGED_READS:
+        yield f"{op} tells the host what the device computed"
+    if _moves_to_host(node):
+        yield "copies from the device to the host"
+    made = next(_tensors(node), None)
+    if node.all_input_nodes and made is not None and node.kwargs.get("device", made.device) != made.device:
+        yield "moves a tensor to another device"
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The argument of a call by its name."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = names.index(name)
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
 
 
 def unknown_collectives(graph: fx.Graph) -> list[Finding]:

@@ -16,6 +16,7 @@ from autoshard.capture.bags import embedding_bag
 from autoshard.capture.ctc import ctc_loss
 from autoshard.capture.devices import without_devices
 from autoshard.capture.recurrent import gru, lstm, rnn_relu, rnn_tanh
+from autoshard.capture.recurrent_cells import gru_cell, lstm_cell
 from autoshard.capture.rms_norm import rms_norm
 from autoshard.errors import CaptureError
 
@@ -128,16 +129,20 @@ class Exportable(TorchFunctionMode):
         return _CALLED_AS.get(func, func)(*args, **kwargs)
 
 
-_LAYERS: dict[Any, Callable[..., Any]] = {
+_TRACED_AS: dict[Any, Callable[..., Any]] = {
+    aten.rms_norm.default: rms_norm,
+    aten.lstm_cell.default: lstm_cell,
+    aten.gru_cell.default: gru_cell,
     aten.lstm.input: lstm,
     aten.gru.input: gru,
     aten.rnn_tanh.input: rnn_tanh,
     aten.rnn_relu.input: rnn_relu,
 }
+"""Functions by the operator that they stand for; they are told the element type that `torch.export` noted."""
 
 
 def replace_composites(module: fx.GraphModule) -> None:
-    """Let recurrent layers, attention and root-mean-square norms be traced as the functions of this room.
+    """Let recurrent layers and cells, attention and root-mean-square norms be traced as the functions of this room.
 
     Regions under autocast or without gradients are modules of their own inside of the exported one.
     """
@@ -155,10 +160,8 @@ def _replace(graph: fx.Graph) -> None:
         else:
             node.target = attention
             node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
-    for node in graph.find_nodes(op="call_function", target=aten.rms_norm.default):
-        node.target = rms_norm
-        node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
-    for target, function in _LAYERS.items():
+    for target, function in _TRACED_AS.items():
         for node in graph.find_nodes(op="call_function", target=target):
             node.target = function
-            node.kwargs = {**node.kwargs, "dtype": node.meta["val"][0].dtype}
+            value = node.meta["val"]
+            node.kwargs = {**node.kwargs, "dtype": (value if isinstance(value, Tensor) else value[0]).dtype}

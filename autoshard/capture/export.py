@@ -93,10 +93,9 @@ def export_forward(
     call = call_layout(twin, structure, leaves)
     graph_module = program.graph_module
     inputs = _take_inputs(program, names, call, leaves, mode, bool(sizes))
-    if not sizes:
-        placeholders = graph_module.graph.find_nodes(op="placeholder")
-        known = {node: item.value for node, item in zip(placeholders, inputs, strict=True) if item.value is not None}
-        replace_position_masks(graph_module.graph, known)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    known = {node: item.value for node, item in zip(placeholders, inputs, strict=True) if item.value is not None}
+    replace_position_masks(graph_module.graph, known)
     outputs, result = _take_outputs(program, assigned.found)
     return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes)
 

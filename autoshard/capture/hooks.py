@@ -33,6 +33,13 @@ class HookHandle:
 
 def hook_tensor(calls: PythonCalls, tensor: Tensor, hook: Hook) -> HookHandle:
     """`tensor.register_hook(hook)` while a module is exported."""
+    if getattr(hook, "__globals__", None) is vars(torch.autograd.graph):  # it sets hooks of its own on every tensor
+        raise CaptureError(
+            f"{running_line()} sets one hook for the gradients of several tensors, which changes none of them: it "
+            "would run while the step is captured, without numbers, and not in the steps themselves. Set a hook on "
+            "each tensor to change its gradient, tensor.register_hook(hook), and take what is to be looked at from "
+            "torch.autograd.grad."
+        )
     if not tensor.requires_grad:
         tensor.register_hook(hook)  # torch says what is wrong with that
     return _set_hook(calls, "register_hook", tensor, hook, _itself)

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from autoshard.capture._torch import OpOverload, pytree
 from autoshard.capture.attention import attention
+from autoshard.capture.position_forms import Meaning, meaning_at_all_sizes
 from autoshard.capture.simplify import is_random
 
 aten = torch.ops.aten
@@ -62,11 +63,12 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
     """Say by flags what the masks of attention say that no input decides.
 
     Args:
-        graph: an exported graph, whose sizes are numbers.
+        graph: an exported graph; where sizes are symbols, flags have to say it at all of them.
         constants: placeholders that stand for tensors with known numbers.
     """
-    evaluation = _Evaluation(constants)
-    meanings: dict[fx.Node, _Meaning | None] = {}
+    changed = _changed_in_place(graph)
+    evaluation = _Evaluation({node: value for node, value in constants.items() if node not in changed}, changed)
+    meanings: dict[fx.Node, Meaning | None] = {}
     for node in graph.find_nodes(op="call_function", target=attention):
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
         if not isinstance(mask, fx.Node):
@@ -81,6 +83,23 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
             _drop(mask)
 
 
+def _changed_in_place(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Nodes whose memory some operator writes to: they do not keep the numbers that they were made with."""
+    base: dict[fx.Node, fx.Node] = {}
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        base[node] = node
+        if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
+            continue
+        schema = node.target._schema
+        if any(result.alias_info is not None for result in schema.returns):
+            base[node] = base[node.all_input_nodes[0]]
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+                written.add(base[value])
+    return frozenset(node for node, own in base.items() if own in written)
+
+
 def _drop(node: fx.Node) -> None:
     """Erase a node that nothing reads any more, and what was computed for it alone."""
     stack = {node: None}
@@ -91,24 +110,21 @@ def _drop(node: fx.Node) -> None:
             latest.graph.erase_node(latest)
 
 
-@dataclass(frozen=True, slots=True)
-class _Meaning:
-    """What a mask says: that keys behind a query are hidden, and those more than a window before it."""
-
-    causal: bool
-    window: int = 0
-
-
-def _meaning(mask: fx.Node, call: fx.Node, evaluation: _Evaluation) -> _Meaning | None:
+def _meaning(mask: fx.Node, call: fx.Node, evaluation: _Evaluation) -> Meaning | None:
     operands: Any = call.args
     query, key = (operand.meta["val"].shape[-2] for operand in operands[:2])
     shape = mask.meta["val"].shape
-    if len(shape) < 2 or tuple(shape[-2:]) != (query, key) or query * key > _MOST:
+    if len(shape) < 2 or list(map(str, shape[-2:])) != [str(query), str(key)]:
+        return None
+    if not all(isinstance(size, int) for size in (*shape, query, key)):
+        square = str(query) == str(key)  # of symbols, == would ask for their values
+        return meaning_at_all_sizes(mask, evaluation.constants, evaluation.changed) if square else None
+    if query * key > _MOST:
         return None
     try:
         value = evaluation.of(mask)
         window = int(_kept(value.rows(query - 1, query), 1, key)[0].sum())
-        none, causal = _Meaning(False), _Meaning(True, 0 if window == key else window)
+        none, causal = Meaning(False), Meaning(True, 0 if window == key else window)
         candidates = [none] if query != key else [none, causal]
         for first in range(0, query, step := max(1, _SMALL // key)):
             end = min(first + step, query)
@@ -131,7 +147,7 @@ def _kept(rows: Tensor, queries: int, keys: int) -> Tensor:
     return rows.expand(*rows.shape[:-2], queries, keys).reshape(-1, queries, keys)
 
 
-def _equals(found: Tensor, meaning: _Meaning, first: int, end: int, keys: int) -> bool:
+def _equals(found: Tensor, meaning: Meaning, first: int, end: int, keys: int) -> bool:
     if not meaning.causal:
         return bool(found.all())
     position, others = torch.arange(first, end).unsqueeze(1), torch.arange(keys)
@@ -195,7 +211,8 @@ _Value = _Held | _Computed | _Triangle
 class _Evaluation:
     """The numbers of nodes that no input decides."""
 
-    def __init__(self, constants: Mapping[fx.Node, Tensor]) -> None:
+    def __init__(self, constants: Mapping[fx.Node, Tensor], changed: frozenset[fx.Node]) -> None:
+        self.constants, self.changed = constants, changed
         self._values: dict[fx.Node, _Value] = {node: _Held(value) for node, value in constants.items()}
 
     def of(self, node: fx.Node) -> _Value:
@@ -205,6 +222,8 @@ class _Evaluation:
         return self._values[node]
 
     def _value(self, node: fx.Node) -> _Value:
+        if node in self.changed:
+            raise _UnknownError
         op: Any = node.target
         val, known = node.meta.get("val"), cast(Any, self._values.__getitem__)
         if not isinstance(op, OpOverload) or not isinstance(val, Tensor) or is_random(node) or op._schema.is_mutable:

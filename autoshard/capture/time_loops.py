@@ -6,6 +6,8 @@ dim, in torch's order: input, forget, cell, output for LSTM (4·H); reset, updat
 The hidden units may be shared by several ranks, each of which has their columns of every tensor and their rows of the
 weight: `units` then puts the state together before every step. P, the columns of the weight, is whole.
 
+A step of LSTM and GRU behind its product is that of `recurrent_cells`, which has a kernel on GPUs.
+
 Source: the formulas in the documentation of `torch.nn.LSTM`, `torch.nn.GRU` and `torch.nn.RNN`.
 """
 
@@ -16,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+from autoshard.capture.recurrent_cells import gru_step, gru_step_backward, lstm_step, lstm_step_backward
 
 
 class HiddenUnits(Protocol):
@@ -47,14 +51,11 @@ def lstm(
     """Outputs `[T, B, P]`, cell states `[T, B, H]` and gates after their activation `[T, B, 4·H]`."""
     outputs, cells, active = [], [], []
     for gate in gates:
-        into, forget, new, out = (gate + linear(units.gathered(h), weight)).chunk(4, -1)
-        into, forget, new, out = into.sigmoid(), forget.sigmoid(), new.tanh(), out.sigmoid()
-        c = forget * c + into * new
-        h = out * c.tanh()
+        h, c, workspace = lstm_step(gate, linear(units.gathered(h), weight), c)
         h = h if projection is None else linear(h, projection)
         outputs.append(h)
         cells.append(c)
-        active.append(torch.cat([into, forget, new, out], -1))
+        active.append(workspace)
     return torch.stack(outputs), torch.stack(cells), torch.stack(active)
 
 
@@ -73,23 +74,12 @@ def lstm_backward(
     grad_c = torch.zeros_like(c)
     grad_gates, totals = [], []
     for step in reversed(range(cells.shape[0])):
-        into, forget, new, out = active[step].chunk(4, -1)
-        squashed = cells[step].tanh()
         total = grad_h if grad_output is None else grad_h + grad_output[step]
         grad_hidden = total if projection is None else total @ projection
-        grad_cell = grad_c + grad_hidden * out * (1 - squashed * squashed)
-        grad_cell = grad_cell if grad_cells is None else grad_cell + grad_cells[step]
+        grad_c = grad_c if grad_cells is None else grad_c + grad_cells[step]
         before = cells[step - 1] if step else c
-        grad_gate = torch.cat(
-            [
-                grad_cell * new * into * (1 - into),
-                grad_cell * before * forget * (1 - forget),
-                grad_cell * into * (1 - new * new),
-                grad_hidden * squashed * out * (1 - out),
-            ],
-            -1,
-        )
-        grad_h, grad_c = units.summed(grad_gate @ weight), grad_cell * forget
+        grad_gate, grad_c = lstm_step_backward(grad_hidden, grad_c, before, cells[step], active[step])
+        grad_h = units.summed(grad_gate @ weight)
         grad_gates.append(grad_gate)
         totals.append(total)
     return torch.stack(grad_gates[::-1]), grad_h, grad_c, torch.stack(totals[::-1])
@@ -99,14 +89,10 @@ def gru(gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, units: Hi
     """Outputs `[T, B, H]`, gates after their activation `[T, B, 3·H]`, and h's part of the new gate `[T, B, H]`."""
     outputs, active, candidates = [], [], []
     for gate in gates:
-        from_reset, from_update, candidate = linear(units.gathered(h), weight, bias).chunk(3, -1)
-        reset, update, new = gate.chunk(3, -1)
-        reset, update = (reset + from_reset).sigmoid(), (update + from_update).sigmoid()
-        new = (new + reset * candidate).tanh()
-        h = (h - new) * update + new
+        h, workspace = gru_step(gate, linear(units.gathered(h), weight, bias), h)
         outputs.append(h)
-        active.append(torch.cat([reset, update, new], -1))
-        candidates.append(candidate)
+        active.append(workspace[:, : gate.shape[1]])
+        candidates.append(workspace[:, gate.shape[1] + h.shape[1] :])  # between them: the state before, kept as output
     return torch.stack(outputs), torch.stack(active), torch.stack(candidates)
 
 
@@ -123,15 +109,12 @@ def gru_backward(
     grad_h = torch.zeros_like(h)
     grad_gates, grad_added = [], []
     for step in reversed(range(output.shape[0])):
-        reset, update, new = active[step].chunk(3, -1)
-        total = grad_h + grad_output[step]
         before = output[step - 1] if step else h
-        grad_new = total * (1 - update) * (1 - new * new)
-        grad_reset = grad_new * candidates[step] * reset * (1 - reset)
-        grad_update = total * (before - new) * update * (1 - update)
-        grad_gates.append(torch.cat([grad_reset, grad_update, grad_new], -1))
-        grad_added.append(torch.cat([grad_reset, grad_update, grad_new * reset], -1))
-        grad_h = total * update + units.summed(grad_added[-1] @ weight)
+        workspace = torch.cat([active[step], before, candidates[step]], -1)
+        of_input, of_hidden, direct = gru_step_backward(grad_h + grad_output[step], workspace)
+        grad_gates.append(of_input)
+        grad_added.append(of_hidden)
+        grad_h = direct + units.summed(of_hidden @ weight)
     return torch.stack(grad_gates[::-1]), torch.stack(grad_added[::-1]), grad_h
 
 

@@ -22,7 +22,7 @@ from autoshard.capture.recompute import RECOMPUTES
 from autoshard.capture.simplify import is_random
 from autoshard.errors import HintError
 from autoshard.patterns.generic import generic_sizes
-from autoshard.patterns.ops.unknown import whole_rule
+from autoshard.patterns.ops.unknown import batch_rule, whole_rule
 from autoshard.patterns.padding import zero_results
 from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Factor, OpCall, Rule, TensorMeta, refine
@@ -108,7 +108,9 @@ class GraphRules:
         rules: its rule, refined by the cuts that travel through the graph.
         generic: sizes that stand for all that calls may have, where some are dynamic: no axis divides them, and they
             equal no other size of the graph. What rules are made of does not depend on the example's then.
-        unknown: names of operators without a rule, which are replicated.
+        unknown: names of operators without a rule, which are replicated, and how often they are called.
+        batch_rules: for each of them, the rule in text that would split its batch if samples are independent; empty
+            where no dim looks like one of samples.
         uses: for every value, where it is used.
         outputs_of: for every value that the step hands back, the outputs that it is.
 
@@ -128,6 +130,7 @@ class GraphRules:
         calls_of = ((node, at(op_call(node, known), self.generic)) for node in self.operators)
         self.calls = {node: interned.setdefault(call, call) for node, call in calls_of}
         self.unknown: dict[str, int] = {}
+        self.batch_rules: dict[str, str] = {}
         self._pinned: dict[tuple[fx.Node, MeshShape], Spec] = {}
         merged: dict[OpCall, Rule] = {}  # equal calls share one rule
         plain = {}
@@ -243,6 +246,7 @@ class GraphRules:
         rule = rule_for(call)
         if rule is None:
             self.unknown[str(call.op)] = self.unknown.get(str(call.op), 0) + 1
+            self.batch_rules.setdefault(str(call.op), batch_rule(call))
             return whole_rule(call)
         return rule
 

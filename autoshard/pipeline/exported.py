@@ -18,6 +18,7 @@ from autoshard.capture.effects import Effects
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.joint import capture_forward
 from autoshard.capture.python_calls import is_effect
+from autoshard.capture.recurrent_cells import gru_cell, lstm_cell
 from autoshard.capture.rms_norm import rms_norm
 from autoshard.capture.simplify import is_random
 from autoshard.capture.task_graphs import TaskGraph, defaults_of, mark_defaults
@@ -29,6 +30,9 @@ aten = torch.ops.aten
 _ASSERTIONS = frozenset({aten._assert_tensor_metadata.default})
 
 # Of a node's meta: where in the model it is, and in which task graph.
+_DRAWLESS = (attention, gru_cell, lstm_cell, rms_norm)
+"""Functions in place of operators that draw no random numbers."""
+
 _PLACE = ("nn_module_stack", "custom")
 
 
@@ -211,4 +215,4 @@ def _draws(node: fx.Node, module: fx.GraphModule) -> bool:
         region = module.get_submodule(str(source.target)) if source.op == "get_attr" else None
         if isinstance(region, fx.GraphModule):
             return any(_draws(inner, region) for inner in region.graph.nodes)
-    return is_random(node) or not (isinstance(node.target, OpOverload) or node.target in (attention, rms_norm))
+    return is_random(node) or not (isinstance(node.target, OpOverload) or node.target in _DRAWLESS)

@@ -22,6 +22,7 @@ from autoshard.memory.footprint import Memory, held
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph import GraphRules, Value
+from autoshard.patterns.ops.unknown import batch_advice
 from autoshard.plan import ShardingPlan
 from autoshard.planner.account import Account
 from autoshard.planner.allocations import allocations
@@ -176,8 +177,8 @@ class Planner:
         """
         for name, count in self.rules.unknown.items():
             warnings.warn(
-                f"no sharding rule for {name} ({count} calls): it is replicated on every device. Register one with "
-                f'autoshard.register_rule("{name}", "..."), see docs/rules.md.',
+                f"no sharding rule for {name} ({count} calls): it is replicated on every device. "
+                + batch_advice(name, self.rules.batch_rules[name]),
                 stacklevel=2,
             )
         try:

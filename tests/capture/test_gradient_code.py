@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 
 from autoshard.capture import capture
 from autoshard.errors import CaptureError
@@ -125,6 +125,14 @@ def _hooks_accumulation(model: Small, x: Tensor) -> Tensor:
     return x
 
 
+def _hooks_several(mode: str) -> Between:
+    def between(model: Small, x: Tensor) -> Tensor:
+        register_multi_grad_hook([x, model.scale], lambda gradients: None, mode=mode)
+        return x
+
+    return between
+
+
 def _saves_otherwise(model: Small, x: Tensor) -> Tensor:
     with saved_tensors_hooks(lambda saved: saved.half(), lambda packed: packed.double()):
         return x.square()
@@ -182,6 +190,8 @@ REFUSED: dict[Between, str] = {
     (lambda model, x: _KernelBackward.apply(x)): r"\(return torch.from_numpy\(2 .*Wrap it in torch.library.custom_op",
     _hooks_an_operator: r"\(x.grad_fn.register_hook.* sets a hook on AddmmBackward0",
     _hooks_accumulation: r"\(model.scale.register_post_accumulate_grad_hook.* where every call would set another",
+    _hooks_several("all"): r"\(register_multi_grad_hook.* sets one hook for the gradients of several tensors",
+    _hooks_several("any"): r"\(register_multi_grad_hook.* sets one hook for the gradients of several tensors",
     _saves_otherwise: r"\(with saved_tensors_hooks.* sets hooks for the tensors that backward reads",
     _sets_numbers: r"\(x.data = .* by setting its data",
     _changes_numbers: r"\(x.data.mul_.* changes the numbers of a tensor that has a gradient",

@@ -84,21 +84,66 @@ def of_numbers(x: Tensor) -> Tensor:
     return causal(x) & (x.sum(-1) < 100)[:, None, None, :]
 
 
+def triangle(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+
+
+def one_row_shown(x: Tensor) -> Tensor:
+    mask = causal(x)
+    mask[2] = True
+    return mask
+
+
+def one_key_moved(x: Tensor) -> Tensor:
+    query, key = positions(x)
+    key = key + 0
+    key[3] = 7
+    return key <= query
+
+
+def one_row_of_ones(x: Tensor) -> Tensor:
+    mask = triangle(x)
+    mask[2, :] = True
+    return mask
+
+
+def beside(x: Tensor) -> Tensor:
+    query, key = positions(x)
+    return (key <= query + 1) & (key > query - 5)
+
+
+def every_other(x: Tensor) -> Tensor:
+    count = torch.arange(0, 2 * x.shape[1], 2)
+    return torch.arange(x.shape[1]) <= count.unsqueeze(1)
+
+
 KNOWN: dict[Callable[[Tensor], Tensor], tuple[bool, int]] = {
     causal: (True, 0),
+    triangle: (True, 0),
     window: (True, 5),
     of_documents: (True, 0),
     as_numbers: (True, 0),
     nothing: (False, 0),
     zeros: (False, 0),
 }
-UNKNOWN = (later_alone, of_blocks, distances, of_numbers)
+UNKNOWN = (
+    later_alone,
+    of_blocks,
+    distances,
+    of_numbers,
+    one_row_shown,
+    one_key_moved,
+    one_row_of_ones,
+    beside,
+    every_other,
+)
+NUMBERS = (as_numbers, zeros)  # masks of numbers, which are not followed at sizes that change
 
 
-def called(module: nn.Module) -> tuple[Any, Any]:
+def called(module: nn.Module, dynamic: bool = False) -> tuple[Any, Any]:
     """The arguments of attention in the graph, and the graph."""
     x = torch.randn(3, LENGTH, 8, dtype=torch.float64)
-    graph = capture(module, (x,), {})
+    graph = capture(module, (x,), {}, dynamic={"x": {0: "batch", 1: "length"}} if dynamic else None)
     (node,) = graph.graph_module.graph.find_nodes(op="call_function", target=operators.attention.default)
     loss = module(x)
     loss.backward()
@@ -161,3 +206,44 @@ def test_models_of_transformers() -> None:
     graph = capture(module, (), {"input_ids": ids, "labels": ids}).graph_module.graph
     calls = graph.find_nodes(op="call_function", target=operators.attention.default)
     assert [(call.args[3], call.args[5]) for call in calls] == [(None, True)] * 2
+
+
+@pytest.mark.parametrize("mask", KNOWN, ids=lambda mask: mask.__name__)
+def test_what_a_flag_says_at_all_sizes(mask: Callable[[Tensor], Tensor]) -> None:
+    args, graph = called(Masked(mask, 1 << 60), dynamic=True)
+    if mask in NUMBERS:
+        assert args[3] is not None
+        return
+    assert args[3] is None
+    assert tuple(args[5:7]) == KNOWN[mask]
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.arange.default)
+
+
+@pytest.mark.parametrize("mask", UNKNOWN, ids=lambda mask: mask.__name__)
+def test_what_no_flag_says_stays_at_all_sizes(mask: Callable[[Tensor], Tensor]) -> None:
+    assert called(Masked(mask, 1 << 60), dynamic=True)[0][3] is not None
+
+
+def _language_model(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    common = {"vocab_size": 40, "attn_implementation": "sdpa", "use_cache": False}
+    if name == "llama":
+        sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+        config = transformers.LlamaConfig(hidden_size=16, **sizes, **common)
+        return transformers.LlamaForCausalLM(config).double()
+    drops = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=4, n_positions=32, **drops, **common)
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_language_models_of_dynamic_sizes_are_causal(name: str) -> None:
+    torch.manual_seed(0)
+    module = _language_model(name)
+    dims = {0: "batch", 1: "length"}
+    graph = capture(
+        module, (), {"input_ids": torch.ones(3, 8, dtype=torch.int64)}, grad=False, dynamic={"input_ids": dims}
+    )
+    (node,) = graph.graph_module.graph.find_nodes(op="call_function", target=operators.attention.default)
+    assert node.args[3] is None
+    assert tuple(node.args[5:7]) == (True, 0)

@@ -15,9 +15,9 @@ from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.ops._draws import draws
 from autoshard.planner.problem import Wishes
 from tests import models
-from tests.partition.host_reads import aten, host_reads, host_values
 from tests.partition.meshes import simulated
 from tests.planner.steps import planner_of
+from tests.program_lint import aten, host_reads, host_values
 from tests.random_plans import random_plan
 
 
@@ -86,16 +86,16 @@ def _graph(op: torch._ops.OpOverload, *names: str) -> fx.Graph:
 @pytest.mark.parametrize(
     ("op", "names", "why"),
     [
-        (aten._local_scalar_dense.default, ["primals_0"], "read on the host"),
-        (aten.nonzero.default, ["primals_0"], "read on the host"),
-        (aten.masked_select.default, ["primals_0", "primals_1"], "read on the host"),
+        (aten._local_scalar_dense.default, ["primals_0"], "tells the host"),
+        (aten.nonzero.default, ["primals_0"], "tells the host"),
+        (aten.masked_select.default, ["primals_0", "primals_1"], "tells the host"),
         (aten.mul.Tensor, ["primals_0", "host_coordinate_x"], "mixes"),
         (aten.add.Tensor, ["primals_0", "seed"], "mixes"),
     ],
 )
 def test_reads_are_found(op: torch._ops.OpOverload, names: list[str], why: str) -> None:
     (fault,) = host_reads(_graph(op, *names))
-    assert why in fault
+    assert why in fault.problem
 
 
 def test_what_follows_from_the_coordinates_of_the_host_is_on_the_host() -> None:
@@ -112,4 +112,4 @@ def test_a_draw_whose_shard_is_on_the_device_is_found() -> None:
     for node in graph.nodes:
         node.meta["val"] = torch.ones(2)
     (fault,) = host_reads(graph)
-    assert "on the device" in fault
+    assert "on the device" in fault.problem

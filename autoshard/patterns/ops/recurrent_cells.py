@@ -1,4 +1,4 @@
-"""The fused cells of LSTM and GRU that CUDA has: one step of a recurrent layer behind its products.
+"""One step of LSTM and GRU behind its products: the operators of capture, and the kernels of CUDA that they run.
 
 Samples and hidden units are independent. Gates stand side by side in one dim, and so does what a cell keeps for its
 backward: a strided shard of such a dim is all gates of some units, on which the cell runs as it is.
@@ -6,6 +6,7 @@ backward: a strided shard of such a dim is all gates of some units, on which the
 
 from __future__ import annotations
 
+from autoshard.capture import recurrent_cells as recurrent_cells  # it defines the operators
 from autoshard.patterns.ops._helpers import bind_named
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -19,29 +20,30 @@ _ITEMS = {
 }
 """Dims by argument: b samples, h hidden units, g gates of each, w numbers that are kept of each."""
 
+_RESULTS = {
+    **dict.fromkeys(("autoshard::lstm_cell", "aten::_thnn_fused_lstm_cell"), (_UNITS, _UNITS, _KEPT)),
+    **dict.fromkeys(("autoshard::gru_cell", "aten::_thnn_fused_gru_cell"), (_UNITS, _KEPT)),
+    "autoshard::lstm_cell_backward": (_GATES, _UNITS),
+    "aten::_thnn_fused_lstm_cell_backward": (_GATES, _GATES, _UNITS, _BIAS, _BIAS),
+    "aten::_thnn_fused_lstm_cell_backward_impl": (_GATES, _UNITS, _BIAS),
+    "autoshard::gru_cell_backward": (_GATES, _GATES, _UNITS),
+    "aten::_thnn_fused_gru_cell_backward": (_GATES, _GATES, _UNITS, _BIAS, _BIAS),
+}
+"""Dims of the results by operator: new states and what is kept, or gradients of gates, state and biases."""
 
-@rule_maker("aten._thnn_fused_lstm_cell", "aten._thnn_fused_gru_cell")
+
+@rule_maker(*_RESULTS)
 def cell(call: OpCall) -> Rule:
-    """The new state, of an LSTM the new cell too, and what is kept."""
-    states = [_UNITS] * (len(call.results) - 1)
-    return bind_named(call, _ITEMS, [*states, _KEPT], sizes=_sizes(call), uneven=True)
-
-
-@rule_maker(
-    "aten._thnn_fused_lstm_cell_backward",
-    "aten._thnn_fused_lstm_cell_backward_impl",
-    "aten._thnn_fused_gru_cell_backward",
-)
-def cell_backward(call: OpCall) -> Rule:
-    """Gradients of gates, state and biases; linear in the incoming ones together."""
-    results = [_GATES, _UNITS, _BIAS] if len(call.results) == 3 else [_GATES, _GATES, _UNITS, _BIAS, _BIAS]
+    """A forward or backward; a gradient is linear in the incoming ones together."""
+    name = call.op._schema.name
+    gates, kept = (4, 4) if "lstm" in name else (3, 5)
+    backward = "backward" in name
     return bind_named(
-        call, _ITEMS, results, linear=[{"grad_hy", "grad_cy"}], sizes=_sizes(call), uneven=True, fill={"b": 0.0}
+        call,
+        _ITEMS,
+        _RESULTS[name],
+        linear=[{"grad_hy", "grad_cy"}] if backward else (),
+        sizes={"g": gates, "w": kept},
+        uneven=True,
+        fill={"b": 0.0} if backward else None,  # gradients of biases are summed over samples
     )
-
-
-def _sizes(call: OpCall) -> dict[str, int]:
-    """How many gates there are of a hidden unit, and how many numbers are kept of it."""
-    if "lstm" in call.op.name():
-        return {"g": 4, "w": 4}
-    return {"g": 3, "w": 5}

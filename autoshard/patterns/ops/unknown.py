@@ -1,7 +1,8 @@
-"""The rule of an operator that nobody wrote a rule for: it runs whole on every rank."""
+"""The rule of an operator that nobody wrote a rule for: it runs whole on every rank; and a rule that it may have."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -21,6 +22,36 @@ def whole_rule(call: OpCall) -> Rule:
     draws = torch.Tag.nondeterministic_seeded in call.op.tags
     operands = tuple(((),) * len(meta.shape) for meta in call.operands)
     return Rule((), operands, tuple(whole(meta) for meta in call.results), local=_drawn_by_the_first if draws else None)
+
+
+def batch_rule(call: OpCall) -> str:
+    """The rule in text of an operator whose samples, the steps of dim 0, are independent; empty where there is none.
+
+    Whether they are, only who wrote the operator can say. Dims count as samples that are as long as dim 0 of the first
+    result, or of the first operand where that result has no dims; a result without samples is a sum over them.
+    """
+    tensors = [*call.results, *call.operands]
+    size = next((meta.shape[0] for meta in tensors if meta is not None and meta.shape), 1)
+    if size == 1 or any(meta is None for meta in call.results):
+        return ""
+    names = (f"d{number}!" for number in itertools.count())
+
+    def item(meta: TensorMeta | None) -> str:
+        shape = () if meta is None else meta.shape
+        return " ".join("b" if dim == 0 and length == size else next(names) for dim, length in enumerate(shape))
+
+    operands, results = (", ".join(map(item, metas)) for metas in (call.operands, call.results))
+    return f"{operands} -> {results}" if "b" in operands.replace(",", "").split() else ""
+
+
+def batch_advice(name: str, rule: str) -> str:
+    """What to do about an operator without a rule, whose `batch_rule` is given."""
+    if not rule:
+        return f'Register one with autoshard.register_rule("{name}", "..."), see docs/rules.md.'
+    return (
+        f'If samples, the steps of dim 0, are independent, autoshard.register_rule("{name}", "{rule}") splits the '
+        "batch (results without samples are summed over the parts); see docs/rules.md."
+    )
 
 
 def _drawn_by_the_first(call: LocalCall) -> Any:

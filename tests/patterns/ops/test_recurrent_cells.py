@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.patterns.ops import cells
+from autoshard.capture.recurrent_cells import operators
+from tests.kernels import cells
 from tests.patterns.ops.soundness import assert_sound, aten, normal
 
 SAMPLES, UNITS = 4, 6
@@ -87,3 +88,19 @@ def test_gradients_of_gru_cells(bias: bool) -> None:
     _, kept = cells.gru(*_gates(3))
     op = aten._thnn_fused_gru_cell_backward.default
     assert_sound(op, normal(SAMPLES, UNITS) + 1, kept, bias, shards="b h")
+
+
+def test_steps_of_lstm() -> None:
+    h, c = normal(SAMPLES, UNITS), normal(SAMPLES, UNITS) + 1
+    gates = _gates(4)
+    assert_sound(operators.lstm_cell.default, *gates, shards="b h")
+    _, cy, workspace = operators.lstm_cell(*gates)
+    for grads in ((h, c), (h, None), (None, c)):
+        assert_sound(operators.lstm_cell_backward.default, *grads, gates[2], cy, workspace, shards="b h")
+
+
+def test_steps_of_gru() -> None:
+    gates = _gates(3)
+    assert_sound(operators.gru_cell.default, *gates, shards="b h")
+    _, workspace = operators.gru_cell(*gates)
+    assert_sound(operators.gru_cell_backward.default, normal(SAMPLES, UNITS) + 1, workspace, shards="b h")

@@ -1,0 +1,374 @@
+"""Masks of attention as inequalities of positions, which hold at all sizes: what a mask of dynamic sizes says.
+
+A tensor of integers is followed as a linear form of its own indices, as `arange` is one, and one of booleans as linear
+forms that all are zero or less. Each operator here is exact in these terms for tensors of every size; where one is not,
+the mask stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoshard.capture._torch import OpOverload
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a mask says: that keys behind a query are hidden, and those more than a window before it."""
+
+    causal: bool
+    window: int = 0
+
+
+class _UnknownError(Exception):
+    """A value is no linear form of positions, or is not known to be one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """Integers: the sum of the indices of an element times `slopes`, plus `start`."""
+
+    slopes: tuple[int, ...]
+    start: int
+
+    def plus(self, other: _Linear, times: int) -> _Linear:
+        """The sum with `times` another, broadcast."""
+        ndim = max(len(self.slopes), len(other.slopes))
+        pairs = zip(_aligned(self.slopes, ndim), _aligned(other.slopes, ndim), strict=True)
+        return _Linear(tuple(left + times * right for left, right in pairs), self.start + times * other.start)
+
+    @property
+    def constant(self) -> int:
+        """The number that all elements are."""
+        if any(self.slopes):
+            raise _UnknownError
+        return self.start
+
+
+@dataclass(frozen=True, slots=True)
+class _Truth:
+    """Booleans: whether all of some linear forms are zero or less; or whether none of the elements is true."""
+
+    ndim: int
+    forms: frozenset[_Linear] = frozenset()
+    never: bool = False
+
+    def of(self, ndim: int, change: Callable[[_Linear], _Linear]) -> _Truth:
+        """The value whose forms are changed."""
+        return replace(self, ndim=ndim, forms=frozenset(map(change, self.forms)))
+
+
+_Form = _Linear | _Truth
+
+
+def meaning_at_all_sizes(
+    mask: fx.Node, constants: Mapping[fx.Node, Tensor], changed: Collection[fx.Node]
+) -> Meaning | None:
+    """What a mask `[..., queries, keys]`, as many keys as queries, says at every size; None where that is not known.
+
+    Args:
+        mask: a node of an exported graph, whose sizes may be symbols.
+        constants: placeholders that stand for tensors with known numbers.
+        changed: nodes that are changed in place somewhere, of which nothing is known.
+    """
+    try:
+        truth = _Forms(constants, changed).of(mask)
+    except _UnknownError:
+        return None
+    if not isinstance(truth, _Truth) or truth.never or truth.ndim < 2:
+        return None
+    left = {(*_aligned(form.slopes, truth.ndim), form.start) for form in truth.forms if not _always_holds(form)}
+    if not left:
+        return Meaning(False)
+    others = (0,) * (truth.ndim - 2)
+    behind = (*others, -1, 1, 0)  # key - query <= 0
+    before = {form for form in left if form[:-1] == (*others, 1, -1)}  # query - key - window + 1 <= 0
+    if behind not in left or left - before != {behind} or any(form[-1] >= 0 for form in before):
+        return None
+    return Meaning(True, min((1 - form[-1] for form in before), default=0))
+
+
+def _always_holds(form: _Linear) -> bool:
+    """Whether the form is zero or less at all indices, none of which is negative."""
+    return form.start <= 0 and all(slope <= 0 for slope in form.slopes)
+
+
+class _Forms:
+    """The linear forms of nodes."""
+
+    def __init__(self, constants: Mapping[fx.Node, Tensor], changed: Collection[fx.Node]) -> None:
+        self._constants, self._changed = constants, changed
+        self._known: dict[fx.Node, _Form] = {}
+
+    def of(self, node: fx.Node) -> _Form:
+        """The form of a node, or `_UnknownError`."""
+        if node not in self._known:
+            self._known[node] = _on_sizes_of_one(self._form(node), node)
+        return self._known[node]
+
+    def _form(self, node: fx.Node) -> _Form:
+        value, op = node.meta.get("val"), node.target
+        if (
+            node in self._changed
+            or not isinstance(value, Tensor)
+            or value.dtype not in (torch.bool, torch.int32, torch.int64)
+        ):
+            raise _UnknownError
+        if node in self._constants and self._constants[node].numel() == 1:
+            return _filled(value, self._constants[node].item())
+        rule = _RULES.get(op) if isinstance(op, OpOverload) else None
+        if rule is None:
+            raise _UnknownError
+        form = rule(self, node)
+        if isinstance(form, _Truth) != (value.dtype == torch.bool):
+            raise _UnknownError
+        return form
+
+    def linear(self, value: object) -> _Linear:
+        """The form of an operand that is a tensor of integers, or a number."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            return _Linear((), value)
+        form = self.of(value) if isinstance(value, fx.Node) else None
+        if not isinstance(form, _Linear):
+            raise _UnknownError
+        return form
+
+    def truth(self, value: object) -> _Truth:
+        """The form of an operand that is a tensor of booleans."""
+        form = self.of(value) if isinstance(value, fx.Node) else None
+        if not isinstance(form, _Truth):
+            raise _UnknownError
+        return form
+
+
+def _on_sizes_of_one(form: _Form, node: fx.Node) -> _Form:
+    """The form without indices of dims of size one, which are zero."""
+    shape = node.meta["val"].shape
+
+    def change(linear: _Linear) -> _Linear:
+        slopes = _aligned(linear.slopes, len(shape))
+        kept = (0 if isinstance(size, int) and size == 1 else slope for slope, size in zip(slopes, shape, strict=True))
+        return replace(linear, slopes=tuple(kept))
+
+    return change(form) if isinstance(form, _Linear) else form.of(len(shape), change)
+
+
+def _aligned(slopes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    return (0,) * (ndim - len(slopes)) + slopes
+
+
+def _number(value: object) -> int:
+    """An argument that is a number in the graph."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _UnknownError
+    return value
+
+
+def _filled(value: Tensor, number: object) -> _Form:
+    if value.dtype == torch.bool:
+        return _Truth(value.dim(), never=not number)
+    return _Linear((0,) * value.dim(), int(number))  # type: ignore[call-overload]
+
+
+def _argument(node: fx.Node, name: str, default: object = None) -> Any:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = names.index(name) if name in names else len(node.args)
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+
+
+def _arange(forms: _Forms, node: fx.Node) -> _Form:
+    return _Linear((_number(_argument(node, "step", 1)),), _number(_argument(node, "start", 0)))
+
+
+def _same(forms: _Forms, node: fx.Node) -> _Form:
+    return forms.of(node.all_input_nodes[0])
+
+
+def _fill(forms: _Forms, node: fx.Node) -> _Form:
+    name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    number = 1 if "ones" in name else 0 if "zeros" in name else _argument(node, "fill_value")
+    if not isinstance(number, int):
+        raise _UnknownError
+    return _filled(node.meta["val"], number)
+
+
+def _sum(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
+    def form(forms: _Forms, node: fx.Node) -> _Form:
+        times = sign * _number(node.kwargs.get("alpha", 1))
+        return forms.linear(node.args[0]).plus(forms.linear(node.args[1]), times)
+
+    return form
+
+
+def _on_dims(form: _Form, ndim: int, change: Callable[[_Linear], _Linear]) -> _Form:
+    return change(form) if isinstance(form, _Linear) else form.of(ndim, change)
+
+
+def _unsqueeze(forms: _Forms, node: fx.Node) -> _Form:
+    source, ndim = node.all_input_nodes[0], node.meta["val"].dim()
+    dim = _number(node.args[1]) % ndim
+
+    def change(linear: _Linear) -> _Linear:
+        slopes = _aligned(linear.slopes, ndim - 1)
+        return replace(linear, slopes=(*slopes[:dim], 0, *slopes[dim:]))
+
+    return _on_dims(forms.of(source), ndim, change)
+
+
+def _slice(forms: _Forms, node: fx.Node) -> _Form:
+    source, ndim = node.all_input_nodes[0], node.meta["val"].dim()
+    dim = _number(_argument(node, "dim", 0)) % ndim
+    start = _number(_argument(node, "start") or 0)
+    if start < 0 or _number(_argument(node, "step", 1)) != 1:
+        raise _UnknownError
+
+    def change(linear: _Linear) -> _Linear:
+        return replace(linear, start=linear.start + start * _aligned(linear.slopes, ndim)[dim])
+
+    return _on_dims(forms.of(source), ndim, change)
+
+
+def _select(forms: _Forms, node: fx.Node) -> _Form:
+    source, ndim = node.all_input_nodes[0], node.meta["val"].dim()
+    dim, index = _number(node.args[1]) % (ndim + 1), _number(node.args[2])
+    if index < 0:
+        raise _UnknownError
+
+    def change(linear: _Linear) -> _Linear:
+        slopes = _aligned(linear.slopes, ndim + 1)
+        return _Linear((*slopes[:dim], *slopes[dim + 1 :]), linear.start + index * slopes[dim])
+
+    return _on_dims(forms.of(source), ndim, change)
+
+
+def _differences(forms: _Forms, node: fx.Node) -> _Form:
+    """One number where the first element follows the one put before it as all others follow theirs."""
+    source, before = forms.linear(node.args[0]), forms.linear(_argument(node, "prepend"))
+    dim = _number(_argument(node, "dim", -1))
+    ndim = node.meta["val"].dim()
+    slopes = list(_aligned(source.slopes, ndim))
+    step, slopes[dim] = slopes[dim], 0
+    single = _argument(node, "prepend").meta["val"].shape[dim]
+    at_first = replace(source, slopes=tuple(slopes)).plus(before, -1)
+    if _number(_argument(node, "n", 1)) != 1 or _argument(node, "append") is not None or str(single) != "1":
+        raise _UnknownError
+    if at_first.constant != step:
+        raise _UnknownError
+    return _Linear((), step)
+
+
+def _running_sum(forms: _Forms, node: fx.Node) -> _Form:
+    """Of zeros alone."""
+    form = forms.of(node.all_input_nodes[0])
+    if not (form.never if isinstance(form, _Truth) else form.constant == 0):
+        raise _UnknownError
+    return _Linear((), 0)
+
+
+def _read_at(forms: _Forms, node: fx.Node) -> _Form:
+    """Numbers read at positions, none of them negative, of all dims."""
+    source, places = forms.linear(node.args[0]), node.args[1]
+    assert isinstance(places, Sequence)
+    indices = [forms.linear(place) for place in places]
+    ndim = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    if len(indices) != ndim or any(index.start < 0 or min(index.slopes, default=0) < 0 for index in indices):
+        raise _UnknownError
+    result = _Linear((), source.start)
+    for slope, index in zip(_aligned(source.slopes, ndim), indices, strict=True):
+        result = result.plus(index, slope)
+    return result
+
+
+def _compared(sign: int, margin: int) -> Callable[[_Forms, fx.Node], _Form]:
+    """`sign` times the difference, plus `margin`, is zero or less."""
+
+    def form(forms: _Forms, node: fx.Node) -> _Form:
+        difference = forms.linear(node.args[0]).plus(forms.linear(node.args[1]), -1)
+        signed = _Linear((), margin).plus(difference, sign)
+        if any(signed.slopes):
+            return _Truth(node.meta["val"].dim(), frozenset([signed]))
+        return _Truth(node.meta["val"].dim(), never=signed.start > 0)
+
+    return form
+
+
+def _equal(wanted: bool) -> Callable[[_Forms, fx.Node], _Form]:
+    """Of numbers whose difference is the same everywhere."""
+
+    def form(forms: _Forms, node: fx.Node) -> _Form:
+        difference = forms.linear(node.args[0]).plus(forms.linear(node.args[1]), -1).constant
+        return _Truth(node.meta["val"].dim(), never=(difference == 0) != wanted)
+
+    return form
+
+
+def _both(forms: _Forms, node: fx.Node) -> _Form:
+    left, right = map(forms.truth, node.args)
+    ndim = node.meta["val"].dim()
+    parts = (_Linear(_aligned(form.slopes, ndim), form.start) for form in (*left.forms, *right.forms))
+    return _Truth(ndim, frozenset(parts), left.never or right.never)
+
+
+def _triangle(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
+    """What is left of booleans on one side of a diagonal; `sign` is 1 for the lower one."""
+
+    def form(forms: _Forms, node: fx.Node) -> _Form:
+        truth, diagonal = forms.truth(node.args[0]), _number(_argument(node, "diagonal", 0))
+        inside = _Linear((0,) * (truth.ndim - 2) + (-sign, sign), -sign * diagonal)
+        return replace(truth, forms=truth.forms | {inside})
+
+    return form
+
+
+_RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
+    **dict.fromkeys((aten.arange.default, aten.arange.start, aten.arange.start_step), _arange),
+    **dict.fromkeys(
+        (
+            aten.to.dtype,
+            aten.to.dtype_layout,
+            aten.to.device,
+            aten._to_copy.default,
+            aten.alias.default,
+            aten.clone.default,
+            aten.contiguous.default,
+            aten.expand.default,
+        ),
+        _same,
+    ),
+    **dict.fromkeys(
+        (
+            aten.ones.default,
+            aten.zeros.default,
+            aten.full.default,
+            aten.new_ones.default,
+            aten.new_zeros.default,
+            aten.new_full.default,
+        ),
+        _fill,
+    ),
+    aten.add.Tensor: _sum(1),
+    aten.sub.Tensor: _sum(-1),
+    aten.unsqueeze.default: _unsqueeze,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.diff.default: _differences,
+    aten.cumsum.default: _running_sum,
+    aten.tril.default: _triangle(1),
+    aten.triu.default: _triangle(-1),
+    aten.index.Tensor: _read_at,
+    **dict.fromkeys((aten.le.Tensor, aten.le.Scalar), _compared(1, 0)),
+    **dict.fromkeys((aten.lt.Tensor, aten.lt.Scalar), _compared(1, 1)),
+    **dict.fromkeys((aten.ge.Tensor, aten.ge.Scalar), _compared(-1, 0)),
+    **dict.fromkeys((aten.gt.Tensor, aten.gt.Scalar), _compared(-1, 1)),
+    **dict.fromkeys((aten.eq.Tensor, aten.eq.Scalar), _equal(True)),
+    **dict.fromkeys((aten.ne.Tensor, aten.ne.Scalar), _equal(False)),
+    **dict.fromkeys((aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default), _both),
+}
+"""How the form of a result follows from those of operands, by operator."""
