@@ -28,6 +28,8 @@ DRAWS = {
     for name in ("uniform", "normal", "integers", "bernoulli", "poisson", "gamma", "dirichlet", "binomial")
 }
 """Operators that read their seed and their shard."""
+_GIVEN = ("seed", "host_coordinate_", "key_default")
+"""How inputs of a half are named that are on the host; the last are seeds that the forward half made."""
 
 READERS = DRAWS | {operators.attention.default, operators.attention_backward.default}
 """Operators that take values of the host beside tensors of the device; attention reads where its queries begin."""
@@ -88,7 +90,7 @@ def host_values(graph: fx.Graph) -> set[fx.Node]:
     """The values of a program that are on the host: coordinates, the seed, and what is computed from them alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        given = node.op == "placeholder" and (node.target == "seed" or str(node.target).startswith("host_coordinate_"))
+        given = node.op == "placeholder" and str(node.target).startswith(_GIVEN)
         computed = node.op == "call_function" and node.target not in READERS and node.all_input_nodes
         if given or (computed and found.issuperset(node.all_input_nodes)):
             found.add(node)

@@ -25,6 +25,8 @@ class Attention:
         causal: whether a query attends to no key behind its own, the last query's being the last key.
         window: how many keys a query of a causal call attends to at most, its own last; 0 for all.
         scale: of the scores.
+        dropout: the probability with which a weight is dropped.
+        seed: of the numbers that say which.
     """
 
     query: Tensor
@@ -34,6 +36,8 @@ class Attention:
     causal: bool
     window: int
     scale: float
+    dropout: float = 0.0
+    seed: int = 0
 
     @property
     def groups(self) -> int:
@@ -70,11 +74,12 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What the forward half of a call gave, and the gradient of its result."""
+    """What the forward half of a call gave, the gradient of its result, and whether that of the mask is wanted."""
 
     out: Tensor
     logsumexp: Tensor
     grad_out: Tensor
+    mask_gradient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,24 +140,38 @@ def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
     return weights.masked_fill((logsumexp == -math.inf).unsqueeze(-1), 0)
 
 
+def _dropped(call: Attention, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Weights, zero where they are dropped and larger where they are kept; of one seed, always the same ones."""
+    if not call.dropout:
+        return weights
+    generator = torch.Generator(call.query.device).manual_seed(call.seed)
+    shape = (*call.query.shape[:3], call.key.shape[2])
+    drawn = torch.empty(shape, dtype=torch.bool, device=call.query.device)
+    kept = drawn.bernoulli_(1 - call.dropout, generator=generator)
+    larger = 1 / (1 - call.dropout) if call.dropout < 1 else 0.0
+    return tuple(each * kept * larger for each in weights)
+
+
 def _math_forward(call: Attention) -> tuple[Tensor, Tensor]:
     scores = _scores(call.with_mask())
     logsumexp = scores.logsumexp(-1)
-    return (_weights(scores, logsumexp) @ _precise(call.value)).to(call.query.dtype), logsumexp
+    (weights,) = _dropped(call, _weights(scores, logsumexp))
+    return (weights @ _precise(call.value)).to(call.query.dtype), logsumexp
 
 
 def _math_backward(call: Attention, attended: Attended) -> Gradients:
     call, gradient, dtype = call.with_mask(), _precise(attended.grad_out), call.query.dtype
     weights = _weights(_scores(call), attended.logsumexp)
     inner = (gradient * _precise(attended.out)).sum(-1, keepdim=True)
-    of_scores = weights * (gradient @ _precise(call.value).transpose(-2, -1) - inner)
+    kept, of_kept = _dropped(call, weights, gradient @ _precise(call.value).transpose(-2, -1))
+    of_scores = weights * (of_kept - inner)
     grad_mask = no_gradient(call)
     if call.mask is not None and call.mask.dtype != torch.bool:
         grad_mask = of_scores.sum_to_size(call.mask.shape).to(call.mask.dtype)
     of_scores = of_scores * call.scale
     grad_query = of_scores @ _precise(call.key)
     grad_key = of_scores.transpose(-2, -1) @ _precise(call.query)
-    grad_value = weights.transpose(-2, -1) @ gradient
+    grad_value = kept.transpose(-2, -1) @ gradient
     return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype), grad_mask
 
 

@@ -2,16 +2,20 @@
 
 All take and give one form: a result `[b, h, s, e]`, and for each query the natural logarithm of its sum of exponentials
 `[b, h, s]`. A kernel's backward needs no more than these and its inputs, so that the forward and the backward half need
-not take the same kernel.
+not take the same kernel. Where weights are dropped they do: every kernel draws in a way of its own which ones, from the
+device's generator, which is seeded for the call, so that the numbers can be drawn again.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 from torch.nn.functional import pad
 
 from autoshard.capture.attention_call import MATH, Attended, Attention, Gradients, Kernel, no_gradient
@@ -42,6 +46,56 @@ def choose(call: Attention) -> tuple[Kernel, Attention]:
     return kernels.get(choice, MATH), call
 
 
+def choose_drawing(call: Attention) -> int:
+    """The kernel that drops weights of a call: its backward has to be the same kernel's, which draws them again."""
+    if call.dropout >= 1:
+        return _MATH
+    call = call.with_repeated_keys()
+    if not call.is_simple:
+        kernels = _KERNELS.get(call.query.device.type, _OF_GPUS)
+        if _BANDED in kernels and _choice(replace(call, causal=False, window=0)) == _FLASH:
+            return _BANDED
+        return _choice(call.with_mask())
+    if call.mask is None or call.mask.dtype == torch.bool:
+        return _choice(call)
+    with _without_cudnn():
+        return _choice(call)
+
+
+def drawing(call: Attention, number: int) -> tuple[Kernel, Attention]:
+    """The kernel of this number, and the call in the form in which it drops weights."""
+    call = call.with_repeated_keys()
+    kernel = _KERNELS.get(call.query.device.type, _OF_GPUS).get(number, MATH)
+    return kernel, call if number == _BANDED or call.is_simple else call.with_mask()
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Context in which cuDNN's kernel, which gives no gradient of a mask, is not chosen."""
+    enabled = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(enabled)
+
+
+@contextmanager
+def _seeded(call: Attention) -> Iterator[None]:
+    """Context in which the device's generator has the seed of a call that draws; it is then what it was before."""
+    if not call.dropout:
+        yield
+        return
+    device = call.query.device
+    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    state = generator.get_state()
+    generator.manual_seed(call.seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
 def _choice(call: Attention) -> int:
     return int(
         aten._fused_sdp_choice(
@@ -49,7 +103,7 @@ def _choice(call: Attention) -> int:
             call.key,
             call.value,
             call.mask,
-            0.0,
+            call.dropout,
             call.causal,
             scale=call.scale,
             enable_gqa=call.groups > 1,
@@ -102,16 +156,25 @@ def _gradients(call: Attention, gradients: tuple[Tensor, Tensor, Tensor]) -> Gra
     return query, key, value, no_gradient(call)
 
 
-def _no_draws(call: Attention) -> tuple[Tensor, Tensor]:
-    """What kernels keep of dropout, where there is none."""
-    return tuple(torch.zeros((), dtype=torch.int64, device=call.query.device) for _ in range(2))  # type: ignore[return-value]
+def _state(call: Attention, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+    """What a generator holds that was just seeded, on the device of a call or another: its seed, and how far it is."""
+    device = call.query.device if device is None else device
+    seed, drawn = (torch.full((), number, dtype=torch.int64, device=device) for number in (call.seed, 0))
+    return seed, drawn
+
+
+def _flash_state(call: Attention) -> tuple[Tensor, Tensor]:
+    """The same as flash attention keeps it: both in the first tensor."""
+    seed, drawn = _state(call)
+    return torch.stack((seed, drawn)).view(torch.uint64), drawn
 
 
 def _flash_forward(call: Attention) -> tuple[Tensor, Tensor]:
     wide = _with_wide_heads(call)
-    out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
-        wide.query, wide.key, wide.value, 0.0, call.causal, False, scale=call.scale
-    )
+    with _seeded(call):
+        out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
+            wide.query, wide.key, wide.value, call.dropout, call.causal, False, scale=call.scale
+        )
     return out[..., : call.value.shape[-1]], logsumexp
 
 
@@ -129,9 +192,9 @@ def _flash_backward(call: Attention, attended: Attended) -> Gradients:
         None,
         call.query.shape[2],
         call.key.shape[2],
-        0.0,
+        call.dropout,
         call.causal,
-        *_no_draws(call),
+        *_flash_state(call),
         scale=call.scale,
     )
     return _gradients(call, gradients)
@@ -152,9 +215,10 @@ def _banded_forward(call: Attention) -> tuple[Tensor, Tensor]:
     wide = _with_wide_heads(call)
     operands = (each.transpose(1, 2) for each in (wide.query, wide.key, wide.value))
     lengths = call.query.shape[2], call.key.shape[2]
-    out, logsumexp, *_ = aten._flash_attention_forward(
-        *operands, None, None, *lengths, 0.0, True, False, **_limits(call)
-    )
+    with _seeded(call):
+        out, logsumexp, *_ = aten._flash_attention_forward(
+            *operands, None, None, *lengths, call.dropout, True, False, **_limits(call)
+        )
     return out.transpose(1, 2)[..., : call.value.shape[-1]], logsumexp
 
 
@@ -165,7 +229,7 @@ def _banded_backward(call: Attention, attended: Attended) -> Gradients:
     operands = (each.transpose(1, 2) for each in (grad_out, wide.query, wide.key, wide.value, out))
     lengths = call.query.shape[2], call.key.shape[2]
     query, key, value = aten._flash_attention_backward(
-        *operands, attended.logsumexp, None, None, *lengths, 0.0, True, *_no_draws(call), **_limits(call)
+        *operands, attended.logsumexp, None, None, *lengths, call.dropout, True, *_flash_state(call), **_limits(call)
     )
     return _gradients(call, (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)))
 
@@ -189,15 +253,16 @@ def _aligned_mask(call: Attention) -> Tensor | None:
 
 
 def _efficient_forward(call: Attention) -> tuple[Tensor, Tensor]:
-    out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
-        call.query, call.key, call.value, _aligned_mask(call), True, 0.0, call.causal, scale=call.scale
-    )
+    with _seeded(call):
+        out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
+            call.query, call.key, call.value, _aligned_mask(call), True, call.dropout, call.causal, scale=call.scale
+        )
     return out, logsumexp[..., : call.query.shape[2]]
 
 
 def _efficient_backward(call: Attention, attended: Attended) -> Gradients:
     logsumexp = pad(attended.logsumexp, (0, -call.query.shape[2] % 32), value=math.inf)
-    gradients = aten._scaled_dot_product_efficient_attention_backward(
+    query, key, value, mask = aten._scaled_dot_product_efficient_attention_backward(
         attended.grad_out,
         call.query,
         call.key,
@@ -205,13 +270,15 @@ def _efficient_backward(call: Attention, attended: Attended) -> Gradients:
         _aligned_mask(call),
         attended.out,
         logsumexp,
-        *_no_draws(call),
-        0.0,
-        [True, True, True, False],
+        *_state(call, "cpu"),
+        call.dropout,
+        [True, True, True, attended.mask_gradient],
         call.causal,
         scale=call.scale,
     )
-    return (*gradients[:3], no_gradient(call))
+    if not attended.mask_gradient or call.mask is None:
+        return query, key, value, no_gradient(call)
+    return query, key, value, mask.sum_to_size(call.mask.shape).to(call.mask.dtype)
 
 
 EFFICIENT = Kernel(_efficient_forward, _efficient_backward)
@@ -228,9 +295,10 @@ def _full_mask(call: Attention) -> Tensor | None:
 
 
 def _cudnn_forward(call: Attention) -> tuple[Tensor, Tensor]:
-    out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
-        call.query, call.key, call.value, _full_mask(call), True, 0.0, call.causal, False, scale=call.scale
-    )
+    with _seeded(call):
+        out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
+            call.query, call.key, call.value, _full_mask(call), True, call.dropout, call.causal, False, scale=call.scale
+        )
     return out, logsumexp.reshape(call.query.shape[:3])
 
 
@@ -242,13 +310,13 @@ def _cudnn_backward(call: Attention, attended: Attended) -> Gradients:
         call.value,
         attended.out,
         attended.logsumexp.unsqueeze(-1),
-        *_no_draws(call),
+        *_state(call),
         _full_mask(call),
         None,
         None,
         call.query.shape[2],
         call.key.shape[2],
-        0.0,
+        call.dropout,
         call.causal,
         scale=call.scale,
     )

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture.attention import attention
+from autoshard.capture.attention import attention, attention_with_dropout
 from autoshard.capture.bags import embedding_bag
 from autoshard.capture.ctc import ctc_loss
 from autoshard.capture.devices import without_devices
@@ -21,15 +21,6 @@ from autoshard.capture.rms_norm import rms_norm
 from autoshard.errors import CaptureError
 
 aten = torch.ops.aten
-
-
-def attention_with_dropout(*args: Any, **kwargs: Any) -> Tensor:
-    """`aten.scaled_dot_product_attention` as matrix products, softmax and dropout.
-
-    Fused kernels keep one random state for all samples and heads, so that no shard could draw its part again.
-    """
-    result: Tensor = aten._scaled_dot_product_attention_math.default(*args, **kwargs)[0]
-    return result
 
 
 def attend(
@@ -42,8 +33,6 @@ def attend(
     **options: Any,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` in code that is traced without having been exported."""
-    if dropout_p:
-        return attention_with_dropout(query, key, value, attn_mask, dropout_p, is_causal, **options)
     cast = torch.is_autocast_enabled("cpu") and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype("cpu") if cast else query.dtype
     return attention(query, key, value, attn_mask, dropout_p, is_causal, **options, dtype=dtype)
@@ -155,11 +144,8 @@ def replace_composites(module: fx.GraphModule) -> None:
 def _replace(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        if dropout:
-            node.target = attention_with_dropout
-        else:
-            node.target = attention
-            node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
+        node.target = attention_with_dropout if dropout else attention
+        node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
     for target, function in _TRACED_AS.items():
         for node in graph.find_nodes(op="call_function", target=target):
             node.target = function

@@ -14,6 +14,7 @@ from autoshard.capture.assigned import AssignedTensors
 from autoshard.capture.calls import Attribute, CallLayout, Constant, ResultLayout, call_layout, result_names
 from autoshard.capture.composites import Exportable, replace_composites
 from autoshard.capture.dynamic import Dynamic, export_dynamic
+from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.opaque import OpaqueOutputs
@@ -76,7 +77,12 @@ def export_forward(
     twin.register_forward_hook(opaque)
     twin.register_forward_hook(assigned)
     calls = PythonCalls(twin)
-    with assigned.told(type(twin).__name__), GradientCode(calls).watching(twin), Exportable():
+    with (
+        assigned.told(type(twin).__name__),
+        GradientCode(calls).watching(twin),
+        capturable_flex_attention(),
+        Exportable(),
+    ):
         if dynamic:
             program, sizes = export_dynamic(twin, args, kwargs, dynamic)
         else:

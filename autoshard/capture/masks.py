@@ -7,6 +7,7 @@ out; one that hides later keys alone, all of them or all but a window, becomes `
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.capture._torch import OpOverload, pytree
-from autoshard.capture.attention import attention
+from autoshard.capture.attention import attention, attention_with_dropout
 from autoshard.capture.position_forms import Meaning, meaning_at_all_sizes
 from autoshard.capture.simplify import is_random
 
@@ -69,7 +70,8 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
     changed = _changed_in_place(graph)
     evaluation = _Evaluation({node: value for node, value in constants.items() if node not in changed}, changed)
     meanings: dict[fx.Node, Meaning | None] = {}
-    for node in graph.find_nodes(op="call_function", target=attention):
+    calls = [graph.find_nodes(op="call_function", target=target) for target in (attention, attention_with_dropout)]
+    for node in itertools.chain(*calls):
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
         if not isinstance(mask, fx.Node):
             continue
@@ -78,6 +80,8 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
         meaning = meanings[mask]
         if meaning is not None:
             kept = {name: value for name, value in node.kwargs.items() if name not in ("attn_mask", "is_causal")}
+            if len(node.args) > 4:
+                kept["dropout_p"] = node.args[4]
             node.args = node.args[:3]
             node.kwargs = kept | {"is_causal": meaning.causal, "window": meaning.window}
             _drop(mask)

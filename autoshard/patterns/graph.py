@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Placement, Replicate
 
+from autoshard.capture.attention import operators as attentions
 from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.capture.layers import parameter_layers
 from autoshard.capture.mixed_precision import REDUCED
@@ -35,6 +36,7 @@ from autoshard.specs.layout import canonical, is_placeable
 from autoshard.specs.spec import Spec, placement_text
 
 _ADD = torch.ops.aten.add.Tensor
+_SEED = attentions.attention_seed.default
 _LONGEST_CHAIN = 6
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
 
@@ -212,6 +214,20 @@ class GraphRules:
         if any(one.name == "dropout_p" for one in call.op._schema.arguments) and call.arg("dropout_p") == 0:
             return None  # attention, whose kernels could drop and do not
         return self._by_name.get(node.meta[RECOMPUTES])
+
+    def shares_seed(self, node: fx.Node) -> fx.Node | None:
+        """The first attention that drops weights by the same seed as another: it drops the same ones if split alike."""
+        return self._by_seed.get(node)
+
+    @cached_property
+    def _by_seed(self) -> dict[fx.Node, fx.Node]:
+        first: dict[str, fx.Node] = {}
+        shared: dict[fx.Node, fx.Node] = {}
+        for seed in self.operators:
+            if seed.target is _SEED:
+                drawn = first.setdefault(seed.meta.get(RECOMPUTES, seed.name), next(iter(seed.users)))
+                shared |= {user: drawn for user in seed.users if user is not drawn}
+        return shared
 
     @cached_property
     def _by_name(self) -> dict[str, fx.Node]:

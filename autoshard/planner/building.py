@@ -470,8 +470,15 @@ class _Build:
             first = self.rules.repeats_draw(node)
             if first is not None and self.rules.pinned(node, self.mesh) is None:
                 drawn, again = (_splits(self.variables[self.of_node[one]]) for one in (first, node))
-                costs = np.array([[0.0 if one == other else np.inf for other in again] for one in drawn])
-                self.edges.append(Edge(self.of_node[first], self.of_node[node], costs))
+                self._tie(first, node, drawn, again)
+            first = self.rules.shares_seed(node)
+            if first is not None:
+                drawn, again = (_splits(self.variables[self.of_node[one]], results=1) for one in (first, node))
+                self._tie(first, node, drawn, again)
+
+    def _tie(self, first: fx.Node, second: fx.Node, splits: Sequence[object], others: Sequence[object]) -> None:
+        costs = np.array([[0.0 if one == other else np.inf for other in others] for one in splits])
+        self.edges.append(Edge(self.of_node[first], self.of_node[second], costs))
 
 
 def _numbered(specs: SpecList) -> list[list[int]]:
@@ -481,10 +488,13 @@ def _numbered(specs: SpecList) -> list[list[int]]:
     return [rows[place] for place in specs.index]
 
 
-def _splits(variable: Variable) -> list[tuple[object, ...]]:
-    """For every option, what the numbers that an operator draws depend on: axes that split it, specs of its results."""
+def _splits(variable: Variable, results: int | None = None) -> list[tuple[object, ...]]:
+    """For every option, what the numbers that an operator draws depend on: axes that split it, specs of its results.
+
+    Of attention, that of the first result: it has the dims of the queries, forward and backward.
+    """
     return [
-        (tuple(choice >= 0 for choice in choices), *(specs[option] for specs in variable.results))  # type: ignore[attr-defined]
+        (tuple(choice >= 0 for choice in choices), *(specs[option] for specs in variable.results[:results]))  # type: ignore[attr-defined]
         for option, choices in enumerate(variable.options)
     ]
 

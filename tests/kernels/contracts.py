@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -47,17 +50,42 @@ def check_counts(kernel: str, told: tuple[int, int], held: tuple[int, int]) -> N
     assert told == held, f"{kernel}: told of {told[0]} queries and {told[1]} keys, has {held[0]} and {held[1]}"
 
 
-def draw_seed(probability: float) -> int:
-    """The next seed of the default generator, which stays as it is where nothing is dropped."""
-    return int(torch.randint(2**31, ())) if probability else 0
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where a GPU's generator stands: numbers that it gives depend on both."""
+
+    seed: int = 0
+    offset: int = 0
+
+    @property
+    def number(self) -> int:
+        """One number for both."""
+        return self.seed + self.offset
 
 
-def number_of(state: Tensor | None, probability: float) -> int:
-    """The seed that forward kept: the first number of its state."""
+def draw_state(probability: float) -> State:
+    """The state of the default generator, which then goes on; it stays as it is where nothing is dropped."""
     if not probability:
-        return 0
-    assert state is not None, "dropout in backward needs the state that forward kept"
-    return int(state.flatten().tolist()[0])
+        return State()
+    generator = torch.default_generator
+    seed, state = generator.initial_seed(), generator.get_state()
+    fresh = torch.equal(state, torch.Generator().manual_seed(seed).get_state())
+    offset = 0 if fresh else 1 + zlib.crc32(state.numpy().tobytes())
+    torch.rand((), generator=generator)
+    return State(seed % (1 << 62), offset)
+
+
+def state_of(name: str, probability: float, *kept: Tensor | None, dtype: torch.dtype = torch.int64) -> State:
+    """The state that forward kept: seed and offset, in two tensors or one."""
+    if not probability:
+        return State()
+    numbers = []
+    for tensor in kept:
+        assert tensor is not None, f"{name}: dropout in backward needs the state that forward kept"
+        assert tensor.dtype == dtype, f"{name}: state of {tensor.dtype}, not {dtype}"
+        assert tensor.shape == (2,) if len(kept) == 1 else tensor.dim() == 0, f"{name}: state {list(tensor.shape)}"
+        numbers += tensor.flatten().tolist()
+    return State(*numbers)
 
 
 def written_like(value: Tensor, like: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from tests.kernels.contracts import (
     check_shapes,
     check_statistics,
     check_types,
-    draw_seed,
-    number_of,
+    draw_state,
+    state_of,
     written_like,
 )
 
@@ -54,12 +54,12 @@ class Cudnn:
         The statistics are `[b, h, s, 1]`. A query that sees no key has NaN for a result: nothing is promised of it.
         """
         self._check(query, key, value, attn_bias, dropout_p)
-        seed = draw_seed(dropout_p)
+        state = draw_state(dropout_p)
         scores = Scores(scale, _four_dims(attn_bias, query, key), _hidden(query, key, is_causal))
-        result, statistics = forward(query, key, value, scores, Dropout(dropout_p, seed), -math.inf)
+        result, statistics = forward(query, key, value, scores, Dropout(dropout_p, state.number), -math.inf)
         kept = statistics.unsqueeze(-1) if compute_log_sumexp else None
-        state = (torch.tensor(seed), torch.tensor(0), None)
-        return _laid_like(result, query), kept, None, None, query.shape[2], key.shape[2], *state
+        drawn = (torch.tensor(state.seed), torch.tensor(state.offset), None)
+        return _laid_like(result, query), kept, None, None, query.shape[2], key.shape[2], *drawn
 
     def scaled_backward(
         self,
@@ -90,7 +90,7 @@ class Cudnn:
         sizes = (query.shape[2], key.shape[2])
         check_counts("cudnn", (max_q, max_k), sizes)
         statistics = check_statistics("cudnn", logsumexp, (*query.shape[:3], 1)).squeeze(-1)
-        dropout = Dropout(dropout_p, number_of(philox_seed, dropout_p))
+        dropout = Dropout(dropout_p, state_of("cudnn", dropout_p, philox_seed, philox_offset).number)
         scores = Scores(scale, _four_dims(attn_bias, query, key), _hidden(query, key, is_causal))
         made = backward(grad_out, query, key, value, out, statistics, scores, dropout)
         return tuple(written_like(x, like) for x, like in zip(made, (query, key, value), strict=False))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.arithmetic import Dropout, Scores, backward, causal_from_first, forward
-from tests.kernels.contracts import HALVES, check_last_stride, check_shapes, check_types, draw_seed, number_of
+from tests.kernels.contracts import HALVES, check_last_stride, check_shapes, check_types, draw_state, state_of
 
 ROWS = 32  # of which the statistics hold a multiple
 BIAS_COLUMNS = 16  # of which a row of a bias' gradient takes a multiple of elements in memory
@@ -46,14 +46,14 @@ class Efficient:
         so is its result. Seed and offset are tensors of no dims.
         """
         self._check(query, key, value, attn_bias)
-        seed = draw_seed(dropout_p)
+        state = draw_state(dropout_p)
         scores = Scores(scale, attn_bias, _hidden(query, key, is_causal))
-        result, statistics = forward(query, key, value, scores, Dropout(dropout_p, seed), 0.0)
+        result, statistics = forward(query, key, value, scores, Dropout(dropout_p, state.number), 0.0)
         rows = _rows(query.shape[2]) if compute_log_sumexp else 0
         kept = statistics.new_full((*statistics.shape[:2], rows), math.inf)
         if compute_log_sumexp:
             kept[..., : query.shape[2]] = statistics
-        return _by_position(result, query.dtype), kept, torch.tensor(seed), torch.tensor(0)
+        return _by_position(result, query.dtype), kept, torch.tensor(state.seed), torch.tensor(state.offset)
 
     def scaled_backward(
         self,
@@ -83,7 +83,7 @@ class Efficient:
         assert out.shape == grad_out_.shape == (*query.shape[:3], value.shape[3]), "efficient: results of other shapes"
         self._check_statistics(logsumexp, query)
         assert attn_bias is not None or not grad_input_mask[3], "efficient: gradient of a bias that is not there"
-        dropout = Dropout(dropout_p, number_of(philox_seed, dropout_p))
+        dropout = Dropout(dropout_p, state_of("efficient", dropout_p, philox_seed, philox_offset).number)
         scores = Scores(scale, attn_bias, _hidden(query, key, is_causal))
         statistics = logsumexp[..., : query.shape[2]]
         *made, of_scores = backward(grad_out_, query, key, value, out, statistics, scores, dropout)

@@ -21,8 +21,8 @@ from tests.kernels.contracts import (
     check_shapes,
     check_statistics,
     check_types,
-    draw_seed,
-    number_of,
+    draw_state,
+    state_of,
     written_like,
 )
 
@@ -62,12 +62,12 @@ class Flash:
         self._check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
         assert not return_debug_mask, "flash: the reference makes no debug mask"
         hidden = _hidden(query, key, is_causal, window_size_left, window_size_right)
-        seed = draw_seed(dropout_p)
+        state = draw_state(dropout_p)
         operands = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        result, statistics = forward(*operands, Scores(scale, None, hidden), Dropout(dropout_p, seed), math.inf)
-        state = torch.tensor([seed, 0], dtype=torch.uint64)
+        result, statistics = forward(*operands, Scores(scale, None, hidden), Dropout(dropout_p, state.number), math.inf)
+        kept = torch.tensor([state.seed, state.offset], dtype=torch.uint64)
         unused_state = torch.zeros((), dtype=torch.uint64)
-        return written_like(result.transpose(1, 2), query), statistics, state, unused_state, query.new_empty(0)
+        return written_like(result.transpose(1, 2), query), statistics, kept, unused_state, query.new_empty(0)
 
     def backward(
         self,
@@ -96,7 +96,7 @@ class Flash:
         assert out.shape == grad_out.shape == query.shape, "flash: results and their gradients have other shapes"
         statistics = check_statistics("flash", logsumexp, (query.shape[0], query.shape[2], query.shape[1]))
         hidden = _hidden(query, key, is_causal, window_size_left, window_size_right)
-        dropout = Dropout(dropout_p, number_of(rng_state, dropout_p))
+        dropout = Dropout(dropout_p, state_of("flash", dropout_p, rng_state, dtype=torch.uint64).number)
         operands = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
         made = backward(*operands, statistics, Scores(scale, None, hidden), dropout)
         return tuple(written_like(x.transpose(1, 2), like) for x, like in zip(made, (query, key, value), strict=False))

@@ -30,6 +30,7 @@ _STEP = "Tensor seed, int stream, Tensor? shard"
 _library.define(f"poisson(Tensor rate, {_STEP}) -> Tensor")
 _library.define(f"gamma(Tensor concentration, {_STEP}) -> Tensor")
 _library.define(f"dirichlet(Tensor concentration, {_STEP}) -> Tensor")
+_library.define(f"key({_STEP}) -> Tensor")
 _library.define(f"binomial(Tensor count, Tensor probability, {_STEP}) -> Tensor")
 
 
@@ -176,6 +177,11 @@ def _binomial(count: Tensor, probability: Tensor, seed: Tensor, stream: int, sha
     return torch.binomial(count, probability, generator(seed, stream, shard, count.device))
 
 
+def _key_tensor(seed: Tensor, stream: int, shard: Tensor | None) -> Tensor:
+    """A seed of one shard of one random operator: a 0-d tensor on the host, no negative number."""
+    return torch.full((), _key(seed, stream, shard) >> 1, dtype=torch.int64, device="cpu")
+
+
 def _fake_like(parameter: Tensor, *_: object) -> Tensor:
     return torch.empty_like(parameter)
 
@@ -219,6 +225,7 @@ _implement("bernoulli", _bernoulli, _fake_of_one)
 _implement("poisson", _poisson, _fake_like)
 _implement("gamma", _gamma, _fake_like)
 _implement("dirichlet", _dirichlet, _fake_like)
+_implement("key", _key_tensor, _fake_like)
 _implement("binomial", _binomial, _fake_like)
 
 draws = torch.ops.autoshard

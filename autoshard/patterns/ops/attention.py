@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, bind_named, shape_of
+from autoshard.patterns.notation import bind
+from autoshard.patterns.ops._draws import draws
+from autoshard.patterns.ops._helpers import aten, bind_named, operand_names, shape_of
+from autoshard.patterns.ops.random import split_index, step_of
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 from autoshard.patterns.units.attention import attention_variants
@@ -75,8 +78,8 @@ def _is_own(call: OpCall) -> bool:
 
 
 def _supported(call: OpCall) -> bool:
-    """Not with dropout: what a kernel drew is kept as one state for all samples and heads, which no shard can tell
-    its part of. Capture spells attention with dropout out; only kernels that are called by name come here with it.
+    """Kernels that are called by name, not with dropout: what one drew is kept as one state for all samples and heads,
+    which no shard can tell its part of. The operator of captured graphs is given a seed.
     """
     if _is_own(call):
         return True
@@ -141,8 +144,14 @@ def _bound(call: OpCall, items: dict[str, str], results: list[str], **options: A
     return bind_named(call, items, results, sizes=sizes, local=_attention, variants=variants, **options)
 
 
+@rule_maker("autoshard.attention_seed")
+def attention_seed(call: OpCall) -> Rule:
+    """A number, the same on every rank."""
+    return bind("->", call, local=lambda local: local.emit.call(draws.key.default, *step_of(local)))
+
+
 def _attention(call: LocalCall) -> Any:
-    """The operator itself, told which queries this rank has."""
+    """The operator itself, told which queries this rank has; every shard drops weights of its own."""
     schema = [argument.name for argument in call.call.op._schema.arguments]
     changed: dict[str, Any] = {}
     if "max_q" in schema:
@@ -150,4 +159,7 @@ def _attention(call: LocalCall) -> Any:
     if call.arg("is_causal") and call.axes("s"):
         part = call.linear_index(call.axes("s"), host=True)
         changed["start"] = call.emit.call(aten.mul.Tensor, part, call.size("s"))
+    if _is_own(call.call) and call.arg("dropout_p"):
+        seed = call.operands[operand_names(call.call).index("seed")]
+        changed["seed"] = call.emit.call(draws.key.default, seed, 0, split_index(call))
     return call.run(**changed)

@@ -52,8 +52,12 @@ def step_of(call: LocalCall) -> tuple[Any, int, Any]:
 
     Seed and shard are on the CPU: generators are seeded by the host.
     """
-    shard = call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0], host=True)
-    return call.emit.seed(), call.emit.stream(), shard
+    return call.emit.seed(), call.emit.stream(), split_index(call)
+
+
+def split_index(call: LocalCall) -> Any:
+    """Which shard of a call this rank has, on the CPU: ranks with the same one have the same number."""
+    return call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0], host=True)
 
 
 @rule_maker("aten.native_dropout")

@@ -45,15 +45,17 @@ def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequen
         options: those of the rule, as `bind_named` takes them, with the `sizes` of its names.
 
     Returns:
-        None where queries and keys are not of one length, where there is a mask or a window, and for kernels that are
-        not known to hand out one natural logarithm per query (the operator of captured graphs, those of flash attention
-        and of cuDNN are).
+        None where queries and keys are not of one length, where there is a mask, a window or dropout, and for kernels
+        that are not known to hand out one natural logarithm per query (the operator of captured graphs, those of flash
+        attention and of cuDNN are).
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
     plain = all(name not in operands or call.arg(name) is None for name in ("attn_mask", "attn_bias"))
     own = call.op.namespace == "autoshard"
     known = own or any(kernel in call.op.name() for kernel in ("flash", "cudnn"))
-    if not known or query[2] != key[2] or not plain or (own and call.arg("window")):
+    if not known or query[2] != key[2] or not plain:
+        return None
+    if own and (call.arg("window") or call.arg("dropout_p")):
         return None
     backward = "grad_out" in operand_names(call)
     reduce = {name: kinds for name, kinds in options.pop("reduce").items() if name != "s"}

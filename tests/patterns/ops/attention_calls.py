@@ -25,4 +25,4 @@ def backward_args(
 ) -> tuple[Any, ...]:
     """Arguments of the backward operator, with what the forward one gives; the options are those of `forward_args`."""
     args = forward_args(tensors, *options, **keywords)
-    return (gradient, *tensors, *FORWARD(*args), *args[3:], mask_gradient)
+    return (gradient, *tensors, *FORWARD(*args)[:2], *args[3:], mask_gradient)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from autoshard.capture.attention import operators as attentions
 from autoshard.patterns._torch import has_philox
 from autoshard.patterns.local import LocalCall, emit_local
 from autoshard.patterns.lockstep import Lockstep, PerRank
@@ -116,6 +117,26 @@ def test_dropout(train: bool | None) -> None:
         assert mask.dtype == torch.bool
         torch.testing.assert_close(result, X * mask / 0.75)
         assert abs(mask.double().mean().item() - 0.75) < 5 * (0.25 * 0.75 / COUNT) ** 0.5
+
+
+def test_dropout_of_attention() -> None:
+    """Samples, heads and queries drop weights of their own, of which the results here tell which were kept."""
+    query, key, value = (
+        torch.zeros(8, 8, 16, 4).double(),
+        normal(8, 4, 12, 4),
+        torch.eye(12).double().expand(8, 4, -1, -1),
+    )
+    for causal in (False, True):
+        drawn = _drawn(
+            attentions.attention.default, query, key, value, None, None, causal, 0, 1.0, 0.25, torch.tensor(5)
+        )
+        assert len(drawn) > 9
+        for result, *_ in drawn:
+            kept = result[..., 12:, :] != 0  # queries that attend to all keys
+            assert abs(kept.double().mean().item() - 0.75) < 5 * 0.75**0.5 * 0.5 / kept.numel() ** 0.5
+            stretches = result.unflatten(2, (2, 8)) if not causal else kept.unsqueeze(2)
+            parts = stretches.flatten(0, 2)
+            assert not any(torch.equal(one, other) for one, other in itertools.combinations(parts, 2))
 
 
 def test_dropout_at_its_ends() -> None:

@@ -1,0 +1,99 @@
+"""Dropout of attention weights in planned models: one draw for all that reads it, whatever the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard.capture.attention import operators
+from autoshard.capture.joint import capture
+from autoshard.specs.axes import MeshShape
+from tests import models
+from tests.partition.meshes import simulated
+from tests.random_plans import random_plan
+from tests.training import fast_links, held_by_ranks, loss_of, outputs_of
+from tests.widen import Widened, doubles
+
+RATE = 0.25
+STEP = 1e-5
+
+
+def build(name: str) -> models.Model:
+    with Widened():
+        return models.ZOO[name](dtype=torch.float64, layers=1, dropout=RATE)
+
+
+def loss(module: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The loss of a step of which the seed is always the same."""
+    torch.manual_seed(3)
+    return loss_of(outputs_of(module(**inputs)))
+
+
+def the_number(tensor: torch.Tensor) -> float:
+    """A number that all ranks agree on."""
+    first, *others = held_by_ranks(tensor.detach())
+    assert all(torch.equal(first, other) for other in others)
+    return float(first)
+
+
+def gradients_disagree(module: nn.Module, inputs: Mapping[str, Any]) -> float:
+    """How far gradients are from differences of the loss, which drops the same weights at all points."""
+    parameters = list(module.parameters())
+    loss(module, inputs).backward()
+    directions = [parameter.grad.detach().clone() for parameter in parameters if parameter.grad is not None]
+    moved = [parameter for parameter in parameters if parameter.grad is not None]
+    expected = sum(the_number(_whole((each * each).sum())) for each in directions)
+    around = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for parameter, direction in zip(moved, directions, strict=True):
+                parameter.add_(direction, alpha=sign * STEP)
+        around.append(the_number(loss(module, inputs)))
+        with torch.no_grad():
+            for parameter, direction in zip(moved, directions, strict=True):
+                parameter.sub_(direction, alpha=sign * STEP)
+    found = (around[0] - around[1]) / (2 * STEP)
+    return abs(found - expected) / abs(expected)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf_gpt2", "hf_bert"])
+def test_attention_with_dropout_is_captured_as_one_operator(name: str) -> None:
+    module, inputs = build(name)
+    graph = capture(module, (), inputs)
+    targets = [node.target for node in graph.graph.nodes]
+    assert targets.count(operators.attention.default) == 1
+    assert targets.count(operators.attention_seed.default) == 1
+    (backward,) = graph.graph.find_nodes(op="call_function", target=operators.attention_backward.default)
+    assert backward.args[12] == RATE
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", ["gpt", "hf_gpt2", "hf_bert"])
+def test_planned_gradients_are_those_of_what_was_dropped(name: str, recompute: Literal["none", "full"]) -> None:
+    module, inputs = build(name)
+    with simulated(dp=2, tp=2) as mesh:
+        with Widened():
+            autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), recompute=recompute)
+        with doubles():
+            assert gradients_disagree(module, inputs) < 1e-7
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gradients_under_random_plans(seed: int) -> None:
+    module, inputs = build("gpt")
+    plan = random_plan(capture(module, (), inputs), MeshShape.of({"a": 2, "b": 2}), seed, recompute=seed % 2)
+    with simulated(a=2, b=2) as mesh:
+        with Widened():
+            autoshard.parallelize(module, mesh, (), inputs, plan=plan)
+        with doubles():
+            assert gradients_disagree(module, inputs) < 1e-7
