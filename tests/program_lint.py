@@ -7,6 +7,7 @@ Sources: the types that torch has a type of NCCL for, and the reductions that it
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -161,9 +162,9 @@ def exposed_gathers(graph: fx.Graph) -> list[Finding]:
     products = [place[node] for node in nodes if is_product(node)]
     found = []
     for node in nodes:
-        if _packet(node) is not collectives.all_gather_into_tensor or not _is_parameter(node.args[0]):
+        if not _gathers_parameters(node):
             continue
-        awaited = min((place[user] for user in node.users if _packet(user) is collectives.wait_tensor), default=0)
+        awaited = min((place[wait] for wait in _waits(node)), default=0)
         before = [product for product in products if product < awaited]
         if before and not any(product > place[node] for product in before):
             found.append(Finding(str(node), "no product runs between its start and its wait"))
@@ -171,10 +172,8 @@ def exposed_gathers(graph: fx.Graph) -> list[Finding]:
 
 
 def gathers(graph: fx.Graph) -> int:
-    """How many gathers of parameters there are."""
-    return sum(
-        _packet(node) is collectives.all_gather_into_tensor and _is_parameter(node.args[0]) for node in graph.nodes
-    )
+    """How many gathers of parameters there are; one that is joined of several counts once."""
+    return sum(map(_gathers_parameters, graph.nodes))
 
 
 def named_devices(graph: JointGraph) -> list[Finding]:
@@ -216,6 +215,23 @@ def _is_collective(node: fx.Node) -> bool:
     target = node.target
     named = isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional"
     return named and _packet(node) is not collectives.wait_tensor
+
+
+def _gathers_parameters(node: fx.Node) -> bool:
+    """Whether a node gathers parameters, one or several at once, and nothing else."""
+    if _packet(node) not in (collectives.all_gather_into_tensor, collectives.all_gather_into_tensor_coalesced):
+        return False
+    gathered = node.args[0]
+    return all(map(_is_parameter, gathered if isinstance(gathered, (list, tuple)) else [gathered]))
+
+
+def _waits(node: fx.Node) -> Iterator[fx.Node]:
+    """Where the results of a collective are awaited; those of a joined one are taken from its list."""
+    for user in node.users:
+        if _packet(user) is collectives.wait_tensor:
+            yield user
+        elif user.target is operator.getitem:
+            yield from _waits(user)
 
 
 def _is_parameter(node: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -110,15 +111,21 @@ def test_collectives_that_nccl_has(dtype: torch.dtype) -> None:
         assert not graph_findings(_reduced(dtype, "sum"))
 
 
-def _two_gathers(*, ahead: bool) -> fx.Graph:
-    """Two layers with gathered weights; the second gather starts before the first product, or behind it."""
+def _two_gathers(*, ahead: bool, joined: bool = False) -> fx.Graph:
+    """Two layers with gathered weights; the second gather starts before the first product, or behind it.
+
+    A gather may be joined of several, though it is of one.
+    """
     graph = fx.Graph()
     x, first, second = (graph.placeholder(name) for name in ("x", "first", "second"))
 
     def start(weight: fx.Node) -> fx.Node:
         view = graph.call_function(torch.ops.aten.view.default, (weight, [4]))
         cast = graph.call_function(torch.ops.aten._to_copy.default, (view,), {"dtype": torch.bfloat16})
-        return graph.call_function(collectives.all_gather_into_tensor.default, (cast, 2, "0"))
+        if not joined:
+            return graph.call_function(collectives.all_gather_into_tensor.default, (cast, 2, "0"))
+        started = graph.call_function(collectives.all_gather_into_tensor_coalesced.default, ([cast], 2, "0"))
+        return graph.call_function(operator.getitem, (started, 0))
 
     def wait(started: fx.Node) -> fx.Node:
         return graph.call_function(collectives.wait_tensor.default, (started,))
@@ -130,10 +137,11 @@ def _two_gathers(*, ahead: bool) -> fx.Graph:
     return graph
 
 
-def test_gathers_that_nothing_hides() -> None:
-    assert gathers(_two_gathers(ahead=True)) == 2
-    assert not exposed_gathers(_two_gathers(ahead=True))
-    assert len(exposed_gathers(_two_gathers(ahead=False))) == 1
+@pytest.mark.parametrize("joined", [False, True])
+def test_gathers_that_nothing_hides(joined: bool) -> None:
+    assert gathers(_two_gathers(ahead=True, joined=joined)) == 2
+    assert not exposed_gathers(_two_gathers(ahead=True, joined=joined))
+    assert len(exposed_gathers(_two_gathers(ahead=False, joined=joined))) == 1
 
 
 class Stack(nn.Module):

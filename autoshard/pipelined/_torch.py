@@ -98,10 +98,16 @@ class ActionsRuntime(_PipelineScheduleRuntime):
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
     def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
-        """Agree with neighbours that all sizes are known, from torch 2.13 on; it takes them for pairs there."""
+        """Make communicators of neighbours by torch's vote on whether all sizes are known, from torch 2.13 on.
+
+        They are, so the host need not wait for the device to tell it. The vote takes neighbours for pairs.
+        """
         if all(stage.is_paired for stage in stages):
-            super()._warmup_p2p(stages, has_backward, p2p_done)
-            return
+            vote: torch.Tensor | None = None
+            for stage in stages:
+                vote = stage._warmup_forward_vote(has_backward, vote)
+            for stage in reversed(stages):
+                vote = stage._warmup_backward_result(vote)
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 

@@ -111,7 +111,7 @@ class Servings:
         stage_of = {name: stage for name, stage in plan.stage_of.items() if name in names}
         again = {name: stages for name, stages in plan.recomputed.items() if name in names}
         stages = tuple(cut(graph, stage_of, plan.schedule.stages, again))
-        device = torch.device(self.device_mesh.device_type)
+        device = _current_device(self.device_mesh)
         held = [(stage, self._boundaries.messages(stage)) for stage in self.held(stages)]
         return Serving(calls, stages, PipelineRuntime(held, plan.schedule, self._station, device, calls.loss()))
 
@@ -182,3 +182,9 @@ class Servings:
         """Where what the stages of this rank hold is in `whole`."""
         constants = serving.calls.constants
         return tuple(entry for stage in self.held(serving.stages) for entry in entries(stage.module, whole, constants))
+
+
+def _current_device(device_mesh: DeviceMesh) -> torch.device:
+    """The device of this rank, by its number: a thread that another device is current in means the same by it."""
+    kind = device_mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())

@@ -19,6 +19,9 @@ MESHES: dict[str, dict[str, int]] = {
     "square": {"a": 2, "b": 4},
     "cube": {"a": 2, "b": 2, "c": 2},
 }
+PIPELINES: dict[str, dict[str, int]] = {"rows": {"pp": 2, "a": 4}, "columns": {"a": 4, "pp": 2}}
+"""Meshes with a pipeline: both ranks are on its first stage, or one on each."""
+PIPELINED = ("hf_gpt2", "hf_llama", "hf_qwen3")
 KERNELS = {0: {"line": HOPPER, "square": AMPERE, "cube": (EFFICIENT, MATH)}, 3: dict.fromkeys(MESHES, (MATH,))}
 """What GPUs prefer for attention, by rank and mesh: ranks must come to the same program all the same."""
 RANKS = tuple(KERNELS)  # on hosts of four devices or more, their devices have these numbers
@@ -39,7 +42,7 @@ class Case:
 
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh axes."""
-        return MESHES[self.mesh]
+        return (MESHES | PIPELINES)[self.mesh]
 
 
 def build(model: str) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -55,6 +58,11 @@ def cases(rank: int) -> list[Case]:
     return [
         Case(model, meshes[(number + place) % len(meshes)]) for number, model in enumerate(NAMES) for place in places
     ]
+
+
+def pipelines() -> list[Case]:
+    """Every model that is made a pipeline of, on every mesh with one."""
+    return [Case(model, mesh) for model in PIPELINED for mesh in PIPELINES]
 
 
 def wait_for(path: Path, seconds: float = 300.0) -> None:

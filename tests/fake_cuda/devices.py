@@ -41,6 +41,9 @@ def pretend(shim: str, device: int) -> None:
         "get_device_capability": lambda *asked: (PROPERTIES.major, PROPERTIES.minor),
         "get_device_properties": lambda *asked: PROPERTIES,
         "is_bf16_supported": lambda *asked, **options: True,
+        # A state is a tensor with numbers, which fake ones have not.
+        "get_rng_state": lambda *asked: None,
+        "set_rng_state": lambda *said: None,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)

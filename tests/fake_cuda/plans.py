@@ -6,9 +6,12 @@ import argparse
 import logging
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import autoshard
+from autoshard import PipelinePlan
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.patterns.decisions import Decisions
 from autoshard.plan import ShardingPlan
@@ -17,7 +20,7 @@ from autoshard.planner.planner import Planner, Settings
 from autoshard.planner.problem import Wishes
 from autoshard.solver.solve import solve
 from autoshard.specs.axes import MeshShape
-from tests.fake_cuda.cases import MESHES, NAMES, Case, build
+from tests.fake_cuda.cases import MESHES, NAMES, Case, build, pipelines
 from tests.random_plans import plan_of
 from tests.training import fast_links
 
@@ -47,10 +50,22 @@ def write_plans(model: str, folder: Path) -> None:
     module, inputs = build(model)
     graph = capture(module, (), inputs)
     for name, mesh in SHAPES.items():
-        path = folder / Case(model, name).plan
-        part = path.with_suffix(".part")
-        planned(graph, mesh).save(part)
-        part.rename(path)
+        _write(planned(graph, mesh), folder / Case(model, name).plan)
+
+
+def write_pipeline_plan(case: Case, folder: Path) -> None:
+    """The plan of a pipeline of two stages, each sharded."""
+    module, inputs = build(case.model)
+    options: dict[str, Any] = {"cluster": fast_links(), "effort": "fast", "time_limit": 5.0}
+    plan = autoshard.plan(module, case.axes(), (), inputs, schedule="1F1B", microbatches=2, **options)
+    _write(plan, folder / case.plan)
+
+
+def _write(plan: ShardingPlan | PipelinePlan, path: Path) -> None:
+    """Save a plan whole, or not at all."""
+    part = path.with_suffix(".part")
+    plan.save(part)
+    part.rename(path)
 
 
 def main() -> None:
@@ -64,6 +79,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for model in asked.models or NAMES:
         write_plans(model, asked.folder)
+    for case in pipelines():
+        if not asked.models or case.model in asked.models:
+            write_pipeline_plan(case, asked.folder)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One rank of a job on eight GPUs, all of them fake: `python -m tests.fake_cuda.rank SHIM RANK FOLDER [MODEL ...]`.
 
-Reads plans from the folder as they appear, and writes what became of each case to `rank-RANK.json`.
+Reads plans from the folder as they appear, and writes what became of all cases to `rank-RANK.json`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,9 +38,12 @@ import autoshard
 from autoshard import parallelizer
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.partition.step import Program
+from autoshard.pipelined.places import forward_fingerprint
+from autoshard.pipelined.runtime import StageCall
 from tests.fake_cuda.attention import preferring
-from tests.fake_cuda.cases import KERNELS, WORLD, Case, build, cases, wait_for
-from tests.program_lint import program_findings
+from tests.fake_cuda.cases import KERNELS, WORLD, Case, build, cases, pipelines, wait_for
+from tests.kernels.choice import MATH
+from tests.program_lint import exposed_gathers, gathers, program_findings
 from tests.training import loss_of, outputs_of
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -61,11 +65,11 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func.namespace == "_c10d_functional" and func is not WAIT:
-            told = [self._told(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
+            told = [self._word(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
             self.calls.append([str(func), *told])
         return func(*args, **(kwargs or {}))
 
-    def _told(self, leaf: Any) -> Any:
+    def _word(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return [*leaf.shape, str(leaf.dtype)]
         return f"axis {self._axes[leaf]}" if leaf in self._axes else leaf
@@ -100,16 +104,56 @@ def run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         device = torch.device("cuda", torch.cuda.current_device())
         outputs = outputs_of(module(**pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)))
         loss_of(outputs).backward()
+    return _told(module, [module], outputs, collectives)
+
+
+def run_pipeline(case: Case, rank: int, folder: Path) -> dict[str, Any]:
+    """The same for the stages of a rank of a pipeline."""
+    wait_for(folder / case.plan)
+    plan = autoshard.PipelinePlan.load(folder / case.plan)
+    sizes = case.axes()
+    mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    module, inputs = build(case.model)
+    outputs: dict[str, Tensor] = {}
+
+    def note(stage: torch.nn.Module, operands: Any, results: Any) -> None:
+        if isinstance(stage, StageCall):
+            outputs.update((f"{len(outputs)}", result) for result in results)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), preferring((MATH,)), Collectives(mesh) as collectives:
+        pipeline = autoshard.parallelize(module, mesh, (), inputs, plan=plan, compile=False)
+        collectives.calls.clear()
+        device = torch.device("cuda", torch.cuda.current_device())
+        with register_module_forward_hook(note):
+            batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+            loss = pipeline.train_step(**batch)
+    (serving,) = pipeline._serving.values()
+    stages = [stage.module for stage in serving.stages]
+    told = _told(pipeline, stages, outputs | {"loss": loss}, collectives)
+    return told | {"fingerprints": [plan.fingerprint, forward_fingerprint(serving.calls.graph)]}
+
+
+def _told(
+    module: torch.nn.Module,
+    parallelized: list[torch.nn.Module],
+    outputs: dict[str, Tensor],
+    collectives: Collectives,
+) -> dict[str, Any]:
+    """What is said of a step: of the tensors of a module, and of the programs of what was parallelised of it."""
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     tensors = {"output": outputs, "gradient": gradients, "parameter": dict(module.named_parameters())}
     devices = {
         f"{kind} {name}": str(_local(tensor).device) for kind, held in tensors.items() for name, tensor in held.items()
     }
-    findings = [finding for program in _programs(module) for finding in program_findings(program)]
+    programs = [program for part in parallelized for program in _programs(part)]
+    findings = [finding for program in programs for finding in program_findings(program)]
+    graphs = [graph for program in programs for graph in program.halves.graphs]
     return {
         "devices": devices,
         "without gradient": sorted(_trained(module) - gradients.keys()),
         "collectives": collectives.calls,
+        "gathers": sum(map(gathers, graphs)),
+        "exposed gathers": sum(len(exposed_gathers(graph)) for graph in graphs),
         "lint": [f"{finding.node}: {finding.problem}" for finding in findings],
     }
 
@@ -128,7 +172,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def main(rank: int, folder: Path, *models: str) -> None:
-    """Run the cases of a rank, model by model, and write the report after each."""
+    """Run the cases of a rank, model by model, and write the report."""
     warnings.simplefilter("ignore")  # operators without a rule
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -141,11 +185,14 @@ def main(rank: int, folder: Path, *models: str) -> None:
     for of_model in by_model.values():
         with captured_once():
             for case in of_model:
-                report[case.plan] = _tried(case, rank, folder)
-        (folder / f"rank-{rank}.json").write_text(json.dumps(report))
+                report[case.plan] = _tried(run, case, rank, folder)
+    for case in pipelines():
+        if not models or case.model in models:
+            report[case.plan] = _tried(run_pipeline, case, rank, folder)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(report))
 
 
-def _tried(case: Case, rank: int, folder: Path) -> dict[str, Any]:
+def _tried(run: Callable[[Case, int, Path], dict[str, Any]], case: Case, rank: int, folder: Path) -> dict[str, Any]:
     try:
         return run(case, rank, folder) | {"error": ""}
     except Exception:

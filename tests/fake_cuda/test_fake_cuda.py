@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.fake_cuda.build import compiled, compiler
-from tests.fake_cuda.cases import MESHES, NAMES, RANKS, Case, cases
+from tests.fake_cuda.cases import MESHES, NAMES, PIPELINED, RANKS, Case, cases, pipelines
 from tests.programs import ROOT
 
 SECONDS = 500.0
@@ -70,6 +70,29 @@ def test_a_plan_made_without_a_gpu_runs_on_the_device_of_the_rank(
     assert not report["error"], report["error"]
     assert {name: device for name, device in report["devices"].items() if device != f"cuda:{rank}"} == {}
     assert not report["lint"]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("case", pipelines(), ids=[f"{case.model}-{case.mesh}" for case in pipelines()])
+def test_a_pipeline_planned_without_a_gpu_runs_on_the_device_of_the_rank(
+    reports: dict[int, Report], rank: int, case: Case
+) -> None:
+    report = reports[rank][case.plan]
+    assert not report["error"], report["error"]
+    planned, captured = report["fingerprints"]
+    assert captured == planned
+    kinds = {name.split()[0] for name in report["devices"]}
+    assert kinds == {"output", "gradient", "parameter"}
+    assert {name: device for name, device in report["devices"].items() if device != f"cuda:{rank}"} == {}
+    assert not report["without gradient"]
+    assert not report["lint"]
+
+
+@pytest.mark.parametrize("model", PIPELINED)
+def test_ranks_of_one_stage_call_the_same_collectives(reports: dict[int, Report], model: str) -> None:
+    first, second = (said[Case(model, "rows").plan] for said in reports.values())
+    assert first["collectives"]
+    assert first["collectives"] == second["collectives"]
 
 
 @pytest.mark.parametrize("model", NAMES)
