@@ -324,7 +324,8 @@ def test_dropout_stays_random_and_is_not_merged() -> None:
     module, kwargs = models.gpt(dropout=0.5, layers=1)
     graph = capture(module, (), kwargs)
     targets = [node.target for node in graph.graph.nodes]
-    assert targets.count(torch.ops.aten.native_dropout.default) >= 3
+    assert targets.count(torch.ops.aten.native_dropout.default) == 2
+    assert targets.count(torch.ops.autoshard.attention.default) == 1  # drops weights by a seed that is drawn anew
     torch.manual_seed(0)
     first = run_joint(graph, module, (), kwargs).output[1]
     second = run_joint(graph, module, (), kwargs).output[1]
