@@ -49,9 +49,9 @@ def _graphs(model: nn.Module) -> list[fx.Graph]:
 
 
 def _communication(graph: fx.Graph) -> list[str]:
-    """Names of collectives and of random operators, in order, without the waits."""
+    """Names of collectives and of random operators, in order, without the waits and what seeds are made of."""
     targets = [str(node.target) for node in graph.nodes if getattr(node.target, "namespace", "") in NAMESPACES]
-    return [target for target in targets if "wait_tensor" not in target]
+    return [target for target in targets if "wait_tensor" not in target and "key" not in target]
 
 
 def test_what_the_plan_recomputes_is_recomputed_in_the_halves_for_inductor(mesh: DeviceMesh) -> None:
@@ -59,7 +59,7 @@ def test_what_the_plan_recomputes_is_recomputed_in_the_halves_for_inductor(mesh:
     for half, other in zip(compiled, eager, strict=True):
         assert Counter(_communication(half)) == Counter(_communication(other))
     draws = [_communication(half).count("autoshard.bernoulli.default") for half in compiled]
-    assert draws[0] == 3
+    assert draws[0] == 2
     assert draws[1] > 0
 
 
@@ -67,7 +67,7 @@ def test_nothing_is_repeated_in_the_halves_for_inductor(mesh: DeviceMesh) -> Non
     compiled, eager = (_graphs(_parallelized(mesh, compile)[0]) for compile in (True, False))
     for half, other in zip(compiled, eager, strict=True):
         assert Counter(_communication(half)) == Counter(_communication(other))
-    assert Counter(target for graph in compiled for target in _communication(graph))["autoshard.bernoulli.default"] == 3
+    assert Counter(target for graph in compiled for target in _communication(graph))["autoshard.bernoulli.default"] == 2
     kinds = {target.split(".")[1] for graph in compiled for target in _communication(graph)}
     assert kinds >= {"all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor"}
 

@@ -25,7 +25,7 @@ _library.define(
 )
 _library.define(
     "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
-    f"{_OPTIONS}, bool mask_gradient, {_DROPOUT}, Tensor? kernel=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"{_OPTIONS}, bool mask_gradient, {_DROPOUT}, Tensor? drawn_by=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define("attention_seed() -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
 
