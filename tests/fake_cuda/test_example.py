@@ -7,18 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_cuda.build import compiled, compiler
 from tests.programs import ROOT, by_command
 
 RANKS = (0, 3)
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = compiler()
-    if found is None:
-        pytest.skip("no C++ compiler: what makes torch believe in GPUs is compiled from tests/fake_cuda/guard.cpp")
-    return compiled(found, tmp_path_factory.mktemp("shim"))
 
 
 @pytest.fixture(scope="module")
