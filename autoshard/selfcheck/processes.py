@@ -18,6 +18,7 @@ from autoshard.selfcheck._torch import HashStore, PrefixStore, Store, one_thread
 from autoshard.selfcheck.outcome import Outcome, worst_outcome
 
 FAILED = "The check could not be finished. Run it alone by --only, and report the message with your torch version."
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _PATIENCE = 5
 """How many time limits of a collective a rank may be late at the end of a check: it plans and compiles in between."""
 
@@ -54,6 +55,7 @@ class Processes:
         self._store = store
         self._timeout = timedelta(seconds=timeout)
         self._groups, self._checks = count(), count()
+        self._waits = os.environ.get(_BLOCKING_WAIT)  # what the user asked for, which `stop` puts back
 
     @staticmethod
     def of_job(timeout: float = 60.0) -> Processes:
@@ -72,7 +74,7 @@ class Processes:
                 here and does not end the process. A profile measures without.
         """
         self.stop()
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = str(int(blocking))  # read when a group is made; nothing else sets it
+        os.environ[_BLOCKING_WAIT] = str(int(blocking))  # read whenever a group is made; nothing else sets it
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)
@@ -84,6 +86,9 @@ class Processes:
         """End the process group, if there is one: ranks that wait for this one in a collective are told."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        os.environ.pop(_BLOCKING_WAIT, None)
+        if self._waits is not None:
+            os.environ[_BLOCKING_WAIT] = self._waits
 
     def mesh(self, sizes: Sequence[int] | None = None, names: Sequence[str] = ("x",)) -> DeviceMesh:
         """A mesh of all processes; by default with one axis."""

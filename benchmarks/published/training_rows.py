@@ -85,8 +85,8 @@ _LOADING = (
     "and eight together {} times as many. No loading is predicted."
 )
 _TRITON = (
-    "Attention is FlashAttention 1 in Triton there (llm-foundry's issue 57), {} of the step that is predicted at the "
-    "rates of FlashAttention 2, which is 1.3 to 2.5 times as fast (Dao 2023, Section 4.1)."
+    "Attention is FlashAttention 1 in Triton there (github.com/mosaicml/llm-foundry/issues/57), {} of the step that is "
+    "predicted at the rates of FlashAttention 2, which is 1.3 to 2.5 times as fast (Dao 2023, Section 4.1)."
 )
 
 
