@@ -19,8 +19,29 @@ from autoshard.capture.graph import JointGraph
 
 _FEWEST = 3  # operators that a layer has, on average
 _WHOLE = 10**18  # more bytes than anything crosses: no cut parts an operator from the names of its results
+aten = torch.ops.aten
 Key = TypeVar("Key")
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+PREPARATIONS = frozenset(
+    (
+        operator.getitem,  # names one of several that were gathered together
+        aten._to_copy.default,  # the cast of a policy of precisions
+        aten.alias.default,
+        aten.clone.default,
+        aten.constant_pad_nd.default,  # uneven shards
+        aten.permute.default,
+        aten.reshape.default,
+        aten.slice.Tensor,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+        aten.view_as_real.default,
+    )
+)
+"""Cheap calls of one operand, through which a parameter may pass before it is gathered."""
 
 
 @dataclass(frozen=True, slots=True)

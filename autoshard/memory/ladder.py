@@ -21,11 +21,11 @@ def first_that_fits(
 ) -> Plan:
     """The fastest plan within a limit among those on a ladder, of which few are made.
 
-    Smaller limits never give faster plans, nor plans that hold more, whatever `make` returns. Plans are made at middles
-    of intervals, and what is made between two plans depends on these two alone, not on the limit. One that does not lie
-    between them, both in seconds and in bytes, is left out. What is left is one row of plans for all limits, in which
-    bytes fall and seconds rise; bisection finds the first that fits. It ends where the two plans are about as fast as
-    each other, which depends on these two alone as well.
+    Plans are made at middles of intervals, and what is made between two plans depends on these two alone, not on the
+    limit. One that does not lie between them, both in seconds and in bytes, is left out. What is left is one row of
+    plans for all limits, in which bytes fall and seconds rise, whatever `make` returns; bisection finds the first that
+    fits. It ends where the two plans are about as fast as each other, which depends on these two alone as well. A plan
+    that was left out is taken where it fits and is faster: no limit gives a slower plan than the row has for it.
 
     Args:
         fastest: a plan that does not fit.
@@ -39,10 +39,13 @@ def first_that_fits(
             the middle.
     """
     low, high, left, right = fastest, leanest, 0, rungs + 1
+    fitting = [leanest]
     while right - left > 1 and measure(high)[0] > (1.0 + alike) * measure(low)[0]:
         middle = (left + right) // 2 if begin is None or not left < begin < right else begin
         plan = make(middle)
         seconds, held = measure(plan)
+        if held <= limit:
+            fitting.append(plan)
         if seconds < measure(low)[0] or held >= measure(low)[1]:
             left = middle
         elif seconds > measure(high)[0] or held <= measure(high)[1]:
@@ -51,4 +54,4 @@ def first_that_fits(
             high, right = plan, middle
         else:
             low, left = plan, middle
-    return high
+    return min((high, *fitting), key=lambda one: measure(one)[0])

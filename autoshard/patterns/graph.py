@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from autoshard.capture.attention import operators as attentions
 from autoshard.capture.joint import JointGraph, JointOutput
-from autoshard.capture.layers import parameter_layers
+from autoshard.capture.layers import PREPARATIONS, parameter_layers
 from autoshard.capture.mixed_precision import REDUCED
 from autoshard.capture.recompute import RECOMPUTES
 from autoshard.capture.simplify import is_random
@@ -200,6 +200,27 @@ class GraphRules:
     def parameter_layers(self) -> dict[str, str]:
         """The layer that every parameter belongs to."""
         return parameter_layers(self.graph)
+
+    @cached_property
+    def parameter_needs(self) -> dict[tuple[fx.Node, str], int]:
+        """When each half first computes with a parameter.
+
+        Keys are nodes that are a parameter, or made of one alone by `PREPARATIONS`, with `"forward"` or `"backward"`;
+        values are numbers of operators.
+        """
+        prepared = {source.node for source in self.graph.inputs if source.kind == "parameter"}
+        for node in self.operators:
+            if node.target in PREPARATIONS and prepared.issuperset(value.node for value in self.operands[node]):
+                prepared.add(node)
+        needs: dict[tuple[fx.Node, str], int] = {}
+        for number, node in reversed(tuple(enumerate(self.operators))):  # what is made before who made it
+            passed = {half: needs[node, half] for half in ("forward", "backward") if (node, half) in needs}
+            first = passed if node in prepared else {self.graph.phase(node): number}
+            for value in self.operands[node]:
+                if value.node in prepared:
+                    for half, moment in first.items():
+                        needs[value.node, half] = min(moment, needs.get((value.node, half), moment))
+        return needs
 
     @cached_property
     def _pins(self) -> dict[fx.Node, tuple[Placement, ...]]:

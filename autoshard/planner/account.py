@@ -14,6 +14,7 @@ from autoshard.patterns.graph import Use, Value, uncast
 from autoshard.patterns.strategy import describe
 from autoshard.plan import Collective, Decision
 from autoshard.planner.options import OptionTables
+from autoshard.planner.problem import HideableKind
 from autoshard.reshard.path import Path, Resharder
 from autoshard.specs.spec import Spec
 
@@ -165,6 +166,16 @@ class Account:
             )
             for (kind, axis, size, module, phase, gradient), count in counts.items()
         )
+
+    def hideable(self, kind: HideableKind) -> Iterator[tuple[float, int]]:
+        """Seconds of the reshards of a kind that compute may hide, and the moment of each, as of `Hideable`."""
+        needs = self.rules.parameter_needs
+        for leg in self.legs:
+            if kind == "reductions" and leg.gradient:
+                yield leg.path.seconds, leg.position
+            needed = needs.get((leg.value.node, leg.phase))
+            if kind == "gathers" and not leg.gradient and needed is not None:
+                yield leg.path.seconds, needed
 
     def gathered(self) -> Iterator[tuple[str, str]]:
         """The parameters, under all their names, that the step gathers: `"again"` where both halves do, or `"once"`."""

@@ -38,7 +38,7 @@ class BudgetSearch:
     A ladder leads from the plan without a limit to the leanest one that is found. On its lower rungs the largest
     parameters are forced to be sharded, more from rung to rung (Rhino 4.4); on the upper ones all are, and memory gets
     a price at the moments at which most is held. What stands on a rung does not depend on the limit; `first_that_fits`
-    chooses, so that smaller limits never give faster plans, nor such that hold more. With `method="ilp"`, rows of
+    chooses among those in which less memory takes more time, and what was made on the way and is faster. With `method="ilp"`, rows of
     memory in the problem itself (Rhino 4.2) are tried too; with `method="force"`, the lower rungs alone.
 
     Args:

@@ -14,12 +14,11 @@ from torch.distributed.tensor import Placement
 from autoshard.capture.joint import JointInput, JointOutput
 from autoshard.patterns.decisions import Decisions, phase_of
 from autoshard.patterns.graph import GraphRules, Use, Value, value_of
-from autoshard.patterns.rule import TensorMeta
 from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.edge_tables import FORBIDDEN, EdgeTables
 from autoshard.planner.hubs import Reuse, rereads
 from autoshard.planner.options import Options, OptionTables, SpecList
-from autoshard.planner.problem import BuiltProblem, Crossing, Hiding, Rent, Variable, Wishes
+from autoshard.planner.problem import BuiltProblem, Crossing, Hideable, Hiding, Rent, Variable, Wishes
 from autoshard.planner.resting import Resting
 from autoshard.planner.task_graphs import Restrictions, restrictions
 from autoshard.reshard.loose import LooseResharder
@@ -82,7 +81,7 @@ class ProblemBuilder:
             current: the decisions so far.
             prices: of memory, in seconds per byte, at every moment of the step (a moment per operator and one after
                 the last). What options and copies hold is then part of their seconds.
-            hiding: what reductions of gradients count; all their seconds by default.
+            hiding: what collectives of a kind count; all their seconds by default.
             reuse: of what the backward half may keep copies that the forward half made, or make them again (see
                 `planner.hubs`). Where memory does not count ("none"), keeping is as good: it can have no prices then,
                 and no limit, and nothing is said of what options hold.
@@ -180,7 +179,7 @@ class _Build:
         self.phases = {node: self.rules.graph.phase(node) for node in self.rules.operators}
         self.variables: list[Variable] = []
         self.edges: list[Edge] = []
-        self.reductions: dict[int, tuple[np.ndarray, int]] = {}
+        self.hideable: dict[int, Hideable] = {}
         self.crossings: dict[int, Crossing] = {}
         self.edge_rents: dict[int, tuple[Rent, ...]] = {}
         self.tables: dict[tuple[int, str], np.ndarray] = {}
@@ -200,7 +199,7 @@ class _Build:
         self._tie_tangents()
         self._tie_draws()
         rents = [variable.rents for variable in self.variables]
-        return BuiltProblem(self._problem(), self.variables, self.reductions, self.crossings, rents, self.edge_rents)
+        return BuiltProblem(self._problem(), self.variables, self.hideable, self.crossings, rents, self.edge_rents)
 
     def _problem(self) -> Problem:
         costs = tuple(np.asarray(variable.seconds, dtype=np.float64) for variable in self.variables)
@@ -424,13 +423,13 @@ class _Build:
         return self.of_node[self.builder.held[output.name]]
 
     def _edges(self, value: Value, source: _End, targets: Iterable[_End]) -> None:
-        meta, forbidden = value.meta, self._forbidden(value)
         for target in targets:
             # A tensor may be handed back where it came from (an unchanged buffer): nothing to pay.
             if source.variable != target.variable:
-                self._edge(meta, source, target, forbidden)
+                self._edge(value, source, target)
 
-    def _edge(self, meta: TensorMeta, source: _End, target: _End, forbidden: str) -> None:
+    def _edge(self, value: Value, source: _End, target: _End) -> None:
+        meta, forbidden = value.meta, self._forbidden(value)
         seconds = self.builder.edge_tables.between(meta, source.specs, target.specs, target.gradient)
         # Equal layers share a table where nothing is added, or the same is.
         key = (id(seconds), forbidden)
@@ -439,12 +438,19 @@ class _Build:
         costs = self.tables[key]
         if costs.size > 1 or costs.any() or source.specs.distinct != target.specs.distinct:
             if target.gradient:
-                self.reductions[len(self.edges)] = (seconds, target.life[0])
+                self.hideable[len(self.edges)] = Hideable("reductions", seconds, target.life[0])
+            elif (needed := self._needed(value, target)) is not None:
+                self.hideable[len(self.edges)] = Hideable("gathers", seconds, needed)
             self.crossings[len(self.edges)] = Crossing(meta, source.specs, target.specs, target.gradient)
             if self.memory_counts and target.life[0] < target.life[1]:
                 copied = self.builder.edge_tables.copied(meta, source.specs, target.specs, self.mesh)
                 self.edge_rents[len(self.edges)] = (Rent(copied, *target.life),)
             self.edges.append(Edge(source.variable, target.variable, costs))
+
+    def _needed(self, value: Value, target: _End) -> int | None:
+        """The moment at which a parameter, brought to where it is read, is needed; None of what is none."""
+        read = self.rules.operators[target.life[0]] if target.life[0] < len(self.rules.operators) else None
+        return None if read is None else self.rules.parameter_needs.get((value.node, self.phases[read]))
 
     def _forbidden(self, value: Value) -> str:
         """In what way reshards of the value are limited, one of `FORBIDDEN`; empty where they are not."""

@@ -82,7 +82,7 @@ class FrontierSearch:
     Neither is a sum over operators: the time is that of a timeline on which communication hides behind compute, the
     peak is a maximum over moments. Candidates come from sums that stand for them, and the account decides.
 
-    * The plan without a limit, its reductions hidden, is the fast end.
+    * The plan without a limit, its collectives hidden, is the fast end.
     * Where memory alone has a price, at the moments at which the plans so far held most, the plans are the lean end
       (fictitious play, as where a limit has to be met).
     * Between them lie the plans of the frontier of cost and memory summed at those moments (`solver.cost_frontier`);

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.planner.problem import BuiltProblem, Crossing, Hiding
+from autoshard.planner.problem import BuiltProblem, Crossing, HideableKind, Hiding
 from autoshard.reshard.path import Resharder
 from autoshard.solver import Edge
 from autoshard.solver.warm import Messages
@@ -24,15 +24,21 @@ _SAME = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Glance:
-    """What was seen of all options of the problem, or of its tied layers, at one price of hidden reductions.
+    """What was seen of all options of the problem, or of its tied layers, where hidden seconds have one price.
 
     Attributes:
-        price: what a hidden second counts.
+        hiding: what hidden seconds count; None where they count in full.
         near: per variable, the options that are near the best.
     """
 
-    price: float
+    hiding: Hiding | None
     near: Sequence[np.ndarray]
+
+    def price(self, kind: HideableKind) -> float | None:
+        """What a hidden second of a kind of collectives counts; None where one of another kind counts less."""
+        if self.hiding is None:
+            return 1.0
+        return self.hiding.price if self.hiding.kind == kind else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,27 +49,28 @@ class Lessons:
         built: the problem, with the exact prices known so far.
         messages: along every edge and against it, of the problem (of its tied layers, if there are any), as they were
             passed last. Those of an answer are a good start to the next.
-        glances: at some prices of hidden reductions, in the order in which they were made.
+        glances: at some prices of hidden seconds, in the order in which they were made.
     """
 
     built: BuiltProblem
     messages: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] | None = None
     glances: tuple[Glance, ...] = ()
 
-    def looked(self, price: float, near: Sequence[np.ndarray], messages: Messages) -> Lessons:
+    def looked(self, hiding: Hiding | None, near: Sequence[np.ndarray], messages: Messages) -> Lessons:
         """With what was seen of all options at a price, and the messages that told it."""
-        return replace(self, messages=(messages.along, messages.against), glances=(*self.glances, Glance(price, near)))
+        return replace(self, messages=(messages.along, messages.against), glances=(*self.glances, Glance(hiding, near)))
 
-    def around(self, price: float) -> list[np.ndarray] | None:
+    def around(self, hiding: Hiding) -> list[np.ndarray] | None:
         """The options that are near the best at any price, if it was looked for at a lower and at a higher one."""
-        prices = [glance.price for glance in self.glances]
-        if not prices or not min(prices) <= price <= max(prices):
+        same = [glance for glance in self.glances if glance.price(hiding.kind) is not None]
+        prices = [price for glance in same if (price := glance.price(hiding.kind)) is not None]
+        if not prices or not min(prices) <= hiding.price <= max(prices):
             return None
-        every = zip(*(glance.near for glance in self.glances), strict=True)
+        every = zip(*(glance.near for glance in same), strict=True)
         return [np.unique(np.concatenate(options)) for options in every]
 
     def asked(self, hiding: Hiding | None) -> BuiltProblem:
-        """The problem in which reductions of gradients count so."""
+        """The problem in which hidden collectives count so."""
         return self.built if hiding is None else self.built.hiding(hiding)
 
     def after(self, assignment: Sequence[int], resharder: Resharder) -> Lessons | None:
@@ -92,17 +99,17 @@ class Lessons:
         return replace(self, built=self._with({table: some for table, some in lessons.items() if some}))
 
     def _with(self, lessons: dict[int, list[_Lesson]]) -> BuiltProblem:
-        edges, reductions = list(self.built.problem.edges), dict(self.built.reductions)
+        edges, hideable = list(self.built.problem.edges), dict(self.built.hideable)
         corrected = _once(lambda costs, crossing, some: _corrected(costs, crossing, some))
         for number, crossing in self.built.crossings.items():
             edge = edges[number]
             some = lessons.get(id(edge.costs))
             if some:
                 edges[number] = Edge(edge.source, edge.target, corrected(edge.costs, crossing, some))
-                if number in reductions:
-                    seconds, moment = reductions[number]
-                    reductions[number] = corrected(seconds, crossing, some), moment
-        return replace(self.built, problem=replace(self.built.problem, edges=tuple(edges)), reductions=reductions)
+                if number in hideable:
+                    one = hideable[number]
+                    hideable[number] = replace(one, seconds=corrected(one.seconds, crossing, some))
+        return replace(self.built, problem=replace(self.built.problem, edges=tuple(edges)), hideable=hideable)
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ from autoshard.planner.asked import Ask, Solved
 from autoshard.planner.budget import BudgetSearch
 from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.found import Found, Run
-from autoshard.planner.hidden import HiddenReductions
+from autoshard.planner.hidden import HiddenCollectives
 from autoshard.planner.many_axes import ManyAxes
 from autoshard.planner.options import OptionTables
 from autoshard.planner.problem import BuiltProblem, Hiding, Wishes
@@ -223,7 +223,7 @@ class Planner:
         if self._fastest is None:
             # What is reduced once for several runs has no compute of one run to hide behind.
             plain = self.settings.effort == "fast" or self.settings.runs_per_reduction > 1
-            self._fastest = cheapest if plain else HiddenReductions(self, cheapest).run()
+            self._fastest = cheapest if plain else HiddenCollectives(self, cheapest).run()
         return self._fastest
 
     def solve(
@@ -243,7 +243,7 @@ class Planner:
             method: one of the solver's; by default that of the settings.
             limit: bytes that what operators and parameters hold may reach at any moment.
             prices: of memory, in seconds per byte at every moment; they decide, and are no part of the cost found.
-            hiding: what reductions of gradients count; it decides, and is no part of the cost found.
+            hiding: what collectives of a kind count; it decides, and is no part of the cost found.
             work: of the solver on a single problem, in its units; by default what the settings say.
 
         Raises:

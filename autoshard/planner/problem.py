@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch.distributed.tensor import Placement
@@ -27,6 +27,8 @@ from autoshard.solver import Edge, Problem
 from autoshard.solver.blend import Blend, BlendedEdge, Part, blend
 from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec
+
+HideableKind = Literal["reductions", "gathers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +61,37 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Hiding:
-    """What reductions of gradients count while compute hides them.
+    """What collectives of one kind count while compute hides them.
 
     Attributes:
-        behind: seconds of compute that follow every moment of the step: what a reduction that starts there hides
-            behind.
+        kind: `"reductions"` of gradients, or `"gathers"` of parameters.
+        compute: seconds of compute that may hide one of every moment of the step: those that follow a reduction, and
+            those before what needs a gather, in the same half.
         price: of a hidden second, from 0 to 1.
     """
 
-    behind: np.ndarray
+    kind: HideableKind
+    compute: np.ndarray
     price: float
 
     def hidden(self, seconds: np.ndarray, moment: int) -> np.ndarray:
-        """The part of a reduction's seconds that compute hides if it starts at a moment."""
-        return np.minimum(seconds, self.behind[moment])
+        """The part of a collective's seconds that compute hides."""
+        return np.minimum(seconds, self.compute[moment])
+
+
+@dataclass(frozen=True, slots=True)
+class Hideable:
+    """What compute may hide of an edge.
+
+    Attributes:
+        kind: as of `Hiding`.
+        seconds: of the reshard, for every pair of options.
+        moment: of a reduction, at which it starts; of a gather, at which its result is needed.
+    """
+
+    kind: HideableKind
+    seconds: np.ndarray
+    moment: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,8 +157,8 @@ class BuiltProblem:
     Attributes:
         problem: the problem.
         variables: its nodes.
-        reductions: number of an edge on which a gradient goes to its optimizer -> seconds of that reshard, and the
-            moment at which it starts.
+        hideable: number of an edge on which a gradient goes to its optimizer, or a parameter to its use -> what
+            compute may hide of it.
         crossings: number of an edge that is a reshard and nothing else -> that.
         rents: what the options of a variable hold, per variable.
         edge_rents: number of an edge -> what the pairs of options hold.
@@ -148,7 +167,7 @@ class BuiltProblem:
 
     problem: Problem
     variables: list[Variable]
-    reductions: dict[int, tuple[np.ndarray, int]] = field(default_factory=dict)
+    hideable: dict[int, Hideable] = field(default_factory=dict)
     crossings: dict[int, Crossing] = field(default_factory=dict)
     rents: list[tuple[Rent, ...]] = field(default_factory=list)
     edge_rents: dict[int, tuple[Rent, ...]] = field(default_factory=dict)
@@ -197,14 +216,17 @@ class BuiltProblem:
         return replace(self, problem=problem, crossings={}, origin=self.plain)
 
     def hiding(self, hiding: Hiding) -> BuiltProblem:
-        """The same problem where reductions of gradients count less as far as compute hides them."""
+        """The same problem where collectives of a kind count less as far as compute hides them."""
         edges, made = list(self.problem.edges), dict[tuple[int, int, float], np.ndarray]()
-        for number, (seconds, moment) in self.reductions.items():
+        for number, one in self.hideable.items():
+            if one.kind != hiding.kind:
+                continue
             edge = edges[number]
-            most = seconds.max(initial=0.0, where=np.isfinite(seconds))
-            key = (id(edge.costs), id(seconds), min(float(hiding.behind[moment]), most))  # equal layers share a table
+            most = one.seconds.max(initial=0.0, where=np.isfinite(one.seconds))
+            compute = min(float(hiding.compute[one.moment]), most)
+            key = (id(edge.costs), id(one.seconds), compute)  # equal layers share a table
             if key not in made:
-                made[key] = edge.costs - (1.0 - hiding.price) * hiding.hidden(seconds, moment)
+                made[key] = edge.costs - (1.0 - hiding.price) * hiding.hidden(one.seconds, one.moment)
             edges[number] = Edge(edge.source, edge.target, made[key])
         return replace(self, problem=replace(self.problem, edges=tuple(edges)), origin=self.plain)
 

@@ -53,7 +53,8 @@ class Resting:
         if source.kind == "input" and wishes.local_inputs:
             candidates = self._leading_specs(value)
         else:
-            candidates = [s for s in self._open_specs(rule, source.kind == "parameter") if self._rests(value, s)]
+            opened = _with_plain_shards(self._open_specs(rule, source.kind == "parameter"))
+            candidates = [s for s in opened if self._rests(value, s)]
         allowed = [spec for spec in candidates if _agrees(spec, pinned)]
         apart = self.restrictions.apart.get(source.name, ())
         allowed = [spec for spec in allowed if all(axis in spec.shard_axes for axis in apart)] or allowed
@@ -132,6 +133,12 @@ def _plain_nest(spec: Spec) -> bool:
     splits = [(placement.dim, split_factor_of(placement)) for placement in spec if is_shard(placement)]  # type: ignore[attr-defined]
     dims = [dim for dim, _ in splits]
     return all(factor == 1 or dims.count(dim) == 1 for dim, factor in splits)
+
+
+def _with_plain_shards(specs: Sequence[Spec]) -> list[Spec]:
+    """The specs, and those with plain shards for strided ones: to gather these takes no copy."""
+    plain = (Spec.of(*(Shard(one.dim) if is_shard(one) else one for one in spec)) for spec in specs)  # type: ignore[attr-defined]
+    return list(dict.fromkeys((*specs, *plain)))
 
 
 def _agrees(spec: Spec, pinned: Sequence[Placement | None]) -> bool:

@@ -75,7 +75,7 @@ def taught(
         resharder: the exact ones.
         tiling: which variables repeat others; None where nothing does.
         search: limits.
-        hiding: what reductions of gradients count; all their seconds by default. The answer is then a proposal: tied
+        hiding: what collectives of a kind count; all their seconds by default. The answer is then a proposal: tied
             layers are enough, if they come close to what bounds them, and nothing is proved.
 
     Returns:
@@ -102,7 +102,7 @@ class _Course:
 
     def run(self) -> Answer:
         enough = _LEARNED if self.hiding is None else _PROPOSED
-        around = None if self.hiding is None else self.lessons.around(self.hiding.price)
+        around = None if self.hiding is None else self.lessons.around(self.hiding)
         if around is not None:
             self._learn(around)
             return self.best
@@ -146,7 +146,7 @@ class _Course:
         close = _LEARNED if np.isfinite(known) else _SEEN
         relaxed, interrupted = passes(messages, looked, self.search, known, close)
         near = messages.near(_NEAR * abs(relaxed.bound) * self._repeated())
-        self.lessons = self.lessons.looked(1.0 if self.hiding is None else self.hiding.price, near, messages)
+        self.lessons = self.lessons.looked(self.hiding, near, messages)
         if self.tiling is None and self.hiding is None:
             self.best = better(self.best, replace(answer_of(relaxed, interrupted), assignment=(), cost=float("inf")))
         if interrupted or np.isfinite(known) or self._over():

@@ -10,35 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.capture.layers import PREPARATIONS
 from autoshard.patterns.local import collectives
-
-aten = torch.ops.aten
 
 _WAIT = collectives.wait_tensor.default
 _GATHER = collectives.all_gather_into_tensor.default
 _JOINED_GATHER = collectives.all_gather_into_tensor_coalesced.default
 GATHERS = (_GATHER, _JOINED_GATHER)
 
-_PREPARES = frozenset(
-    (
-        operator.getitem,  # names one of several that were gathered together
-        aten._to_copy.default,  # the cast of a policy of precisions
-        aten.alias.default,
-        aten.clone.default,
-        aten.constant_pad_nd.default,  # uneven shards
-        aten.permute.default,
-        aten.reshape.default,
-        aten.slice.Tensor,
-        aten.t.default,
-        aten.transpose.int,
-        aten.unsqueeze.default,
-        aten.view.default,
-        aten.view_as_real.default,
-    )
-)
-"""Cheap calls of one operand, through which a parameter may pass before it is gathered."""
-
-_ON_THE_WAY = _PREPARES | {_WAIT, *GATHERS}
+_ON_THE_WAY = PREPARATIONS | {_WAIT, *GATHERS}
 
 GATHERED_BYTES = 512 * 2**20
 """Bytes that one joined gather makes at most, and twice those behind which no further one is started.
@@ -64,6 +44,11 @@ class _Gather:
     def key(self) -> tuple[Any, ...]:
         """Gathers of equal keys may be joined: of one layer and depth, over one group, in one dtype."""
         return self.node.meta["layer"], self.depth, _value(self.node.args[0]).dtype, self.node.args[1:]
+
+    @property
+    def group(self) -> Any:
+        """The group that it runs over."""
+        return self.node.args[-1]
 
     @property
     def bytes(self) -> int:
@@ -173,16 +158,17 @@ def _join(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
 def gather_ahead(graph: fx.Graph, limit: int = GATHERED_BYTES) -> None:
     """Start gathers early, so that they run behind compute: the next one always, more as far as bytes allow.
 
-    Another gather is started while those under way, behind the one that is awaited next, make less than half of `limit`
-    bytes, and of what the largest gather makes. So the large gathers run one by one, and small ones do not part them.
+    Another gather over the same group is started while those under way, behind the one that is awaited next, make less
+    than half of `limit` bytes, and of what the largest gather makes. So the large gathers run one by one, and small
+    ones do not part them. Groups gather at the same time, over links of their own.
     """
-    levels: dict[int, list[_Gather]] = {}
+    queues: dict[tuple[int, Any], list[_Gather]] = {}
     for gather in _gathers(graph):
         if gather.wait is not None:
-            levels.setdefault(gather.depth, []).append(gather)
+            queues.setdefault((gather.depth, gather.group), []).append(gather)
     # What goes through several gathers goes through each of them a turn earlier than through the one behind it.
-    for depth in sorted(levels, reverse=True):
-        _start_ahead(levels[depth], limit)
+    for _, queue in sorted(queues.items(), key=lambda one: -one[0][0]):
+        _start_ahead(queue, limit)
 
 
 def _start_ahead(gathers: Sequence[_Gather], limit: int) -> None:

@@ -20,15 +20,31 @@ def _first(plans: list[Plan], limit: int, tried: list[int], alike: float = 0.0, 
     return first_that_fits(FASTEST, LEANEST, len(plans), make, lambda plan: plan, limit, alike, begin)
 
 
+def _front(plans: list[Plan]) -> list[Plan]:
+    """The plans that no other is faster than and holds less than, as a ladder has them."""
+    return sorted(
+        plan for plan in set(plans) if not any(one != plan and one[0] <= plan[0] and one[1] <= plan[1] for one in plans)
+    )
+
+
 @given(PLANS, st.sampled_from([0.0, 0.1, 1.0]), st.none() | st.integers(1, 20))
-def test_smaller_limits_never_give_faster_plans_nor_plans_that_hold_more(
+def test_where_slower_plans_hold_less_smaller_limits_never_give_faster_plans_nor_plans_that_hold_more(
     plans: list[Plan], alike: float, begin: int | None
 ) -> None:
-    found = [_first(plans, limit, [], alike, begin) for limit in range(90, 210)]
+    found = [_first(_front(plans), limit, [], alike, begin) for limit in range(90, 210)]
     assert all(held <= limit for limit, (_, held) in zip(range(90, 210), found, strict=True))
     for (slower, less), (faster, more) in itertools.pairwise(found):
         assert slower >= faster
         assert less <= more
+
+
+@given(PLANS, st.integers(90, 209), st.none() | st.integers(1, 20))
+def test_of_the_plans_made_the_fastest_that_fits_is_taken(plans: list[Plan], limit: int, begin: int | None) -> None:
+    tried: list[int] = []
+    found = _first(plans, limit, tried, begin=begin)
+    fitting = [LEANEST, *(plans[rung - 1] for rung in tried if plans[rung - 1][1] <= limit)]
+    assert found[0] == min(seconds for seconds, _ in fitting)
+    assert found in fitting
 
 
 @given(PLANS, st.integers(90, 209))
@@ -47,6 +63,7 @@ def test_where_plans_hold_ever_less_the_first_that_fits_is_found(limit: int) -> 
 
 @given(PLANS, st.integers(90, 209))
 def test_between_plans_that_are_about_as_fast_none_is_made(plans: list[Plan], limit: int) -> None:
+    plans = _front(plans)
     near: list[int] = []
     found = _first(plans, limit, near, 0.25)
     far: list[int] = []
@@ -58,8 +75,9 @@ def test_between_plans_that_are_about_as_fast_none_is_made(plans: list[Plan], li
     assert not tried
 
 
-def test_what_is_no_better_than_the_rung_to_begin_with_is_left_out() -> None:
+def test_the_rung_to_begin_with_is_looked_at_first() -> None:
     plans = [(12.0, 190), (13.0, 150), (14.0, 151), (15.0, 130)]
-    assert _first(plans, 155, [], begin=3) == (14.0, 151)
-    assert _first(plans, 155, [], begin=2) == (13.0, 150)
+    tried: list[int] = []
+    assert _first(plans, 155, tried, begin=3) == (13.0, 150)
+    assert tried[0] == 3
     assert _first(plans, 140, [], begin=2) == (15.0, 130)

@@ -10,7 +10,7 @@ import pytest
 from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.lessons import Glance, Lessons
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import BuiltProblem
+from autoshard.planner.problem import BuiltProblem, HideableKind, Hiding
 from autoshard.reshard.loose import LooseResharder
 from tests.planner.steps import captured, links, planner_of
 
@@ -66,10 +66,15 @@ def test_what_was_learned_is_exact(seed: int) -> None:
 
 def test_between_prices_that_were_looked_at_what_is_near_at_any_is_near() -> None:
     first, second, third = (np.array(places) for places in ([0, 2], [1, 2], [4]))
-    glances = (Glance(1.0, [first]), Glance(0.2, [third]), Glance(0.5, [second]))
+
+    def hiding(price: float, kind: HideableKind = "reductions") -> Hiding:
+        return Hiding(kind, np.zeros(1), price)
+
+    glances = (Glance(None, [first]), Glance(hiding(0.2), [third]), Glance(hiding(0.5), [second]))
     lessons = Lessons(loose(), glances=glances)
-    between = lessons.around(0.7)
+    between = lessons.around(hiding(0.7))
     assert between is not None
     assert [options.tolist() for options in between] == [[0, 1, 2, 4]]
-    assert lessons.around(0.1) is None
-    assert Lessons(loose()).around(0.5) is None
+    assert lessons.around(hiding(0.1)) is None
+    assert lessons.around(hiding(0.7, "gathers")) is None
+    assert Lessons(loose()).around(hiding(0.5)) is None

@@ -17,7 +17,7 @@ import pytest
 from autoshard.plan import ShardingPlan
 from autoshard.planner import solving
 from autoshard.planner.found import Found
-from autoshard.planner.hidden import HiddenReductions
+from autoshard.planner.hidden import HiddenCollectives
 from autoshard.planner.planner import Planner
 from autoshard.planner.progress import Progress
 from autoshard.planner.solving import Answer, Search, answered, better
@@ -34,7 +34,7 @@ from tests.planner.steps import links, planner_of
 from tests.planner.test_tiling import Stack
 from autoshard.planner import solving
 from autoshard.planner.found import Found
-from autoshard.planner.hidden import HiddenReductions
+from autoshard.planner.hidden import HiddenCollectives
 solving._LARGE = 0
 graph = capture(Stack(7), (torch.empty(32, 16),), {}, grad=True)
 plan = planner_of(graph, {"a": 2, "b": 4}, cluster=links(4e9, 1e-6)).plan()
@@ -110,7 +110,7 @@ def test_an_interrupted_search_hands_back_the_best_plan_met() -> None:
 def test_ctrl_c_hands_back_the_best_plan_met(monkeypatch: pytest.MonkeyPatch) -> None:
     searching = threading.Event()
 
-    def long(search: HiddenReductions) -> Found:
+    def long(search: HiddenCollectives) -> Found:
         searching.set()
         for _ in range(6000):  # a signal that another thread takes does not wake this one
             time.sleep(0.01)
@@ -121,7 +121,7 @@ def test_ctrl_c_hands_back_the_best_plan_met(monkeypatch: pytest.MonkeyPatch) ->
         os.kill(os.getpid(), signal.SIGINT)
 
     planner = _planner()
-    monkeypatch.setattr(HiddenReductions, "run", long)
+    monkeypatch.setattr(HiddenCollectives, "run", long)
     pressing = threading.Thread(target=press)
     pressing.start()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -21,7 +21,7 @@ from tests.planner.test_tiling import built, stack_planner, tiling_of
 
 @pytest.mark.parametrize("price", [None, 0.3])
 def test_what_is_proved_is_true_of_the_exact_problem(price: float | None) -> None:
-    hiding = None if price is None else Hiding(np.full(len(planner().rules.operators) + 2, 1e-6), price)
+    hiding = None if price is None else Hiding("reductions", np.full(len(planner().rules.operators) + 2, 1e-6), price)
     asked = exact() if hiding is None else exact().hiding(hiding)
     optimum = solve(asked.problem, time_limit=300)
     assert optimum.status == "optimal"
@@ -42,11 +42,11 @@ def test_a_price_between_two_is_answered_from_what_is_near_at_either() -> None:
     search = Search("auto", math.inf)
     behind = np.full(len(planner().rules.operators) + 2, 1e-6)
     _, lessons = taught(Lessons(loose()), planner().resharder, None, search)
-    _, lessons = taught(lessons, planner().resharder, None, search, Hiding(behind, 0.2))
+    _, lessons = taught(lessons, planner().resharder, None, search, Hiding("reductions", behind, 0.2))
     looked = len(lessons.glances)
-    answer, after = taught(lessons, planner().resharder, None, search, Hiding(behind, 0.6))
+    answer, after = taught(lessons, planner().resharder, None, search, Hiding("reductions", behind, 0.6))
     assert len(after.glances) == looked
-    optimum = solve(exact().hiding(Hiding(behind, 0.6)).problem, time_limit=300)
+    optimum = solve(exact().hiding(Hiding("reductions", behind, 0.6)).problem, time_limit=300)
     assert optimum.cost * (1 - 1e-9) <= answer.cost <= optimum.cost * (1 + 1e-3)
 
 

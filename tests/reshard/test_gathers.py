@@ -133,6 +133,19 @@ def test_what_is_gathered_over_two_axes_goes_through_the_first_a_turn_earlier() 
         assert starts.index(f"start{index}x") < starts.index(f"use{index - 2}")
 
 
+def test_gathers_of_one_group_do_not_hold_back_those_of_another() -> None:
+    program = _Program()
+    for index in range(3):
+        for group in "xy":
+            name = f"{index}{group}"
+            program.used(program.gathered(program.parameter(f"p{name}"), name, group=group), name)
+    gather_ahead(program.done())
+    order = program.names("start", "use")
+    for index in range(1, 3):
+        for group in "xy":
+            assert order.index(f"start{index}{group}") < order.index(f"use{index - 1}{group}")
+
+
 def test_gathers_of_activations_stay_where_their_data_is_made() -> None:
     program = _Program()
     for index in range(2):
