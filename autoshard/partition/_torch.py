@@ -31,6 +31,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 # How a DTensor lies: what its public constructors work out anew at every call, at six times the price.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# Modules that write the code of a graph when it first runs: none of the graphs between a step and its halves does.
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # Makes a graph that takes its arguments as a list and lets go of each after its last use.
@@ -59,15 +62,22 @@ class SymbolicNumbers:
         return symbolic_integer(self.env, value, number, small=True)
 
 
+def unwritten(graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph, without code until it runs."""
+    return _LazyGraphModule(torch.nn.Module(), graph)
+
+
 def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph whose tangents are placeholders called `tangents_*` into forward and backward.
 
     The forward graph returns its outputs and then what it saves, which the backward graph takes before the tangents.
+    Neither has code yet.
     """
     output: Any = next(iter(joint.graph.find_nodes(op="output")))
     output.meta.setdefault("desc", [None] * len(output.args[0]))
     partition = min_cut_rematerialization_partition if recompute else default_partition
-    forward, backward = partition(joint, None, num_fwd_outputs=forward_outputs)
+    with _use_lazy_graph_module(True):
+        forward, backward = partition(joint, None, num_fwd_outputs=forward_outputs)
     if not recompute:
         _save_what_is_read(forward, backward, forward_outputs)
     return forward, backward
@@ -86,14 +96,20 @@ def _save_what_is_read(forward: fx.GraphModule, backward: fx.GraphModule, forwar
         else:
             backward.graph.erase_node(placeholder)
     output.args = ((*results[:forward_outputs], *kept),)
-    forward.recompile()
-    backward.recompile()
 
 
-def take_list(graph: fx.GraphModule) -> None:
-    """Make a graph take its arguments as one list, which it empties; they are then freed after their last use."""
-    graph.graph.set_codegen(_BoxedCodeGen())
+def write_code(graph: fx.GraphModule, take_list: bool = False) -> None:
+    """Write the code of a graph that is finished.
+
+    Args:
+        graph: becomes a module that can run.
+        take_list: whether it takes its arguments as one list, which it empties; they are then freed after their last
+            use.
+    """
+    if take_list:
+        graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
+    _LazyGraphModule.force_recompile(graph)
 
 
 def compile_graph(graph: fx.GraphModule, dynamic: bool) -> Any:

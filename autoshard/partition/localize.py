@@ -14,6 +14,7 @@ from autoshard.capture.joint import JointInput
 from autoshard.capture.recompute import RECOMPUTES
 from autoshard.capture.twin import DEVICE
 from autoshard.errors import PlanError
+from autoshard.partition._torch import unwritten
 from autoshard.partition.emitter import GraphEmitter
 from autoshard.partition.shares_emitter import SharesEmitter
 from autoshard.patterns.decisions import Flow, phase_of
@@ -149,7 +150,7 @@ class Localizer:
             for value in (value_of(output.node),)
         ]
         self.emit.graph.output(tuple(self.results[border.kind, border.name] for border in outputs))
-        module = fx.GraphModule(torch.nn.Module(), self.emit.graph)
+        module = unwritten(self.emit.graph)
         again = any(key.endswith("@backward") for key in self.flow.decisions.hubs)
         again = again or bool(self.flow.graph.recomputed)
         return LocalStep(module, tuple(inputs), tuple(outputs), again, self._shared)

@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 from torch import fx
 
-from autoshard.partition._torch import compile_graph, split_joint, take_list
+from autoshard.partition._torch import compile_graph, split_joint, write_code
 from autoshard.partition.localize import LocalStep
 from autoshard.partition.overlap import Arrangement, arrange_own
 from autoshard.partition.weights import Part, part, part_at_ends
@@ -110,13 +110,10 @@ def split(
     backward_sizes = () if backward is None else (*taken, *take_sizes(backward.graph))
     for half in (forward, *backwards):
         half.graph.lint()
-        half.recompile()
+        write_code(half, take_list=not compile and half is not forward)
     output = next(iter(forward.graph.find_nodes(op="output")))
     saved = len(output.args[0]) - len(step.forward_outputs)
-    if not compile:
-        for half in backwards:
-            take_list(half)
-    else:
+    if compile:
         dynamic = bool(forward_sizes or backward_sizes)
         forward = compile_graph(forward, dynamic=dynamic)
         backward = None if backward is None else compile_graph(backward, dynamic=dynamic)
@@ -139,7 +136,7 @@ def _reduction(unreduced: Unreduced, ends: fx.GraphModule | Part, compile: bool,
         return Reduction(unreduced.places, Part(compile_graph(graph, dynamic=dynamic), takes, makes), None)
     last, end = (replace(one, makes=tuple(makes[place] for place in one.makes)) for one in part_at_ends(graph, own))
     for half in (last, end):
-        take_list(half.graph)
+        write_code(half.graph, take_list=True)
     return Reduction(unreduced.places, last, end)
 
 
