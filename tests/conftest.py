@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 
 import hypothesis
@@ -35,6 +36,18 @@ def four() -> Iterator[Workers]:
     """Four of them."""
     with Workers(4) as started:
         yield started
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that share the tests take files as they are ordered here; xdist would order them by number of tests."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the most slow tests come first, so that no process is left with one while the others have ended."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 def pytest_collection_finish() -> None:
