@@ -52,8 +52,8 @@ def build(model: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 def cases(rank: int) -> list[Case]:
-    """Two meshes of the three for every model, one of which the other rank has too: another for the next model."""
-    places = range(2) if rank == RANKS[0] else range(1, 3)
+    """Two meshes of the three for every model, others for the next model; the other rank has the second of the two."""
+    places = range(2) if rank == RANKS[0] else range(1, 2)
     meshes = tuple(MESHES)
     return [
         Case(model, meshes[(number + place) % len(meshes)]) for number, model in enumerate(NAMES) for place in places

@@ -20,11 +20,10 @@ from autoshard.planner.planner import Planner, Settings
 from autoshard.planner.problem import Wishes
 from autoshard.solver.solve import solve
 from autoshard.specs.axes import MeshShape
-from tests.fake_cuda.cases import MESHES, NAMES, Case, build, pipelines
+from tests.fake_cuda.cases import NAMES, RANKS, Case, build, cases, pipelines
 from tests.random_plans import plan_of
 from tests.training import fast_links
 
-SHAPES = {name: MeshShape.of(sizes) for name, sizes in MESHES.items()}
 SECONDS = 2.0  # of search per axis
 SMALL = 340  # nodes of a graph whose decisions for two axes take a second or two
 
@@ -46,11 +45,11 @@ def planned(graph: JointGraph, mesh: MeshShape) -> ShardingPlan:
 
 
 def write_plans(model: str, folder: Path) -> None:
-    """Plans of a model for every mesh, as files that another process may wait for."""
+    """Plans of a model for all of its meshes, as files that another process may wait for."""
     module, inputs = build(model)
     graph = capture(module, (), inputs)
-    for name, mesh in SHAPES.items():
-        _write(planned(graph, mesh), folder / Case(model, name).plan)
+    for case in dict.fromkeys(case for rank in RANKS for case in cases(rank) if case.model == model):
+        _write(planned(graph, MeshShape.of(case.axes())), folder / case.plan)
 
 
 def write_pipeline_plan(case: Case, folder: Path) -> None:

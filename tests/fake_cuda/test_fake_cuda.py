@@ -16,6 +16,8 @@ from tests.fake_cuda.build import compiled, compiler
 from tests.fake_cuda.cases import MESHES, NAMES, PIPELINED, RANKS, Case, cases, pipelines
 from tests.programs import ROOT
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 500.0
 CASES = [(rank, case) for rank in RANKS for case in cases(rank)]
 Report = dict[str, dict[str, Any]]
