@@ -23,6 +23,8 @@ from autoshard.size import is_dynamic
 from autoshard.specs.axes import MeshShape
 from tests.models.common import seeded
 from tests.training import (
+    OF_ONE_LAYER,
+    ONE_LAYER,
     TOLERANCE,
     Trace,
     Widened,
@@ -160,7 +162,7 @@ def test_heads_are_split_in_shares(two: Workers) -> None:
 
 def test_language_models_are_split_in_shares(two: Workers) -> None:
     assert two.run(language_model, "gpt", (3, 1)) == [{(12, 12, 144)}, {(12, 12, 48)}]
-    two.run(language_model, "hf_llama", (2, 1))
+    two.run(language_model, "hf_llama" + OF_ONE_LAYER, (2, 1))
 
 
 def unmarked(name: str, shares: tuple[int, int]) -> None:
@@ -169,7 +171,7 @@ def unmarked(name: str, shares: tuple[int, int]) -> None:
 
 def test_two_dims_of_a_tensor_lie_in_parts_of_one_number(two: Workers) -> None:
     """Samples and positions of the same size, which one range counts."""
-    two.run(unmarked, "gpt", (2, 1))
+    two.run(unmarked, ONE_LAYER, (2, 1))
 
 
 def test_parameters_in_shards_of_another_axis_lie_in_parts_on_this_one() -> None:
@@ -182,8 +184,9 @@ def test_parameters_in_shards_of_another_axis_lie_in_parts_on_this_one() -> None
 @pytest.mark.slow
 def test_dims_that_can_not_all_lie_in_parts_do_so_alone() -> None:
     module, example = build("resnet18")
+    options = {"shares": {"dp": (3, 1)}, "cluster": fast_links(), "effort": "fast"}
     with Widened():
-        plan = autoshard.plan(module, {"dp": 2, "tp": 2}, (), example, shares={"dp": (3, 1)}, cluster=fast_links())
+        plan = autoshard.plan(module, {"dp": 2, "tp": 2}, (), example, **options)
     assert len(plan.parts) == 1
 
 
@@ -193,7 +196,7 @@ def test_parts_beside_an_axis_that_splits_the_batch(four: Workers) -> None:
 
 
 def beside_data_parallelism() -> set[tuple[int, ...]]:
-    (module, example), (alone, _) = build("gpt"), build("gpt")
+    (module, example), (alone, _) = build(ONE_LAYER), build(ONE_LAYER)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     options = {"shares": {"tp": (3, 1)}, "hints": {"": autoshard.split("tp")}, "cluster": fast_links()}
     with Widened():

@@ -74,10 +74,10 @@ def test_calls_cost_what_they_cost_in_the_replay() -> None:
             assert arrange.seconds(node, None) == arrange.prices.seconds(node)
 
 
-def _trains_as_one_device(options: dict[str, Any]) -> int:
+def _trains_as_one_device(options: dict[str, Any], layers: int = 2) -> int:
     """A step and an evaluation beside one device's; how many collectives the program has."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    (alone, kwargs), (model, _) = (models.gpt(dtype=torch.float64) for _ in range(2))
+    (alone, kwargs), (model, _) = (models.gpt(dtype=torch.float64, layers=layers) for _ in range(2))
     hints = {"*": {"x": Shard(0)}}
     autoshard.parallelize(model, mesh, (), kwargs, hints=hints, cluster=fast_links(), **options)
     for _ in range(2):
@@ -106,7 +106,7 @@ def test_torch_overlap_with_recomputation_gives_the_numbers_of_one_device(two: W
 @pytest.mark.slow
 @pytest.mark.parametrize("name", overlap.OVERLAPS)
 def test_compiled_programs_give_the_numbers_of_one_device(two: Workers, name: str) -> None:
-    two.run(_trains_as_one_device, {"overlap": name, "compile": True})
+    two.run(_trains_as_one_device, {"overlap": name, "compile": True}, 1)
 
 
 def test_an_unknown_overlap_is_refused() -> None:
