@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoshard.patterns.rule import Dims, OpCall, Rule
-from autoshard.patterns.shares import is_share
+from autoshard.patterns.shares import is_share, shares_of_ranks
 from autoshard.patterns.strategy import Choices, local_size, uneven_axis
 from autoshard.specs.axes import MeshShape
 
@@ -133,16 +133,51 @@ def without_padding(call: LocalCall, operand: int, value: Any, names: Sequence[s
 
 
 def without_padded_steps(call: LocalCall, value: Any, dims: Sequence[str], fill: float = 0.0) -> Any:
-    """A value with one factor per dim, its padding replaced along all of them.
+    """A value whose padding is replaced along all factors that are named.
 
     Args:
         call: the call.
         value: a local value, such as one number for every step of some factors.
-        dims: the factor of every dim.
+        dims: the factors of every dim, major to minor, such as `"n"` or `"k s0"`; `""` for dims that are left alone.
         fill: what to put in the place of padding.
     """
-    placed = tuple(call.rule.indices(name) for name in dims)
+    placed = tuple(tuple(index for name in dim.split() for index in call.rule.indices(name)) for dim in dims)
     return _replaced(call, value, placed, [factor for dim in placed for factor in dim], fill)
+
+
+def is_padded(call: LocalCall, names: Sequence[str]) -> bool:
+    """Whether a rank may hold padding along any of the factors `names`."""
+    padded = padded_factors(call.rule, call.choices, call.mesh)
+    return any(
+        index in padded
+        and not is_share(call.emit, padded[index], local_size(call.rule, call.choices, call.mesh, index, padded[index]))
+        for name in names
+        for index in call.rule.indices(name)
+    )
+
+
+def steps_of_ranks(call: LocalCall, axis: int, device: torch.device) -> Any:
+    """How many steps each rank of an axis has of the factor that the axis splits, padding left out.
+
+    Args:
+        call: the call.
+        axis: of the mesh.
+        device: where to make the numbers.
+
+    Returns:
+        Integers `[ranks]`; None where the axis divides what it splits.
+    """
+    emit, factor, ranks = call.emit, call.choices[axis], call.mesh.sizes[axis]
+    if padded_factors(call.rule, call.choices, call.mesh).get(factor) != axis:
+        return None
+    true = local_size(call.rule, call.choices, call.mesh, factor, axis)
+    shares = shares_of_ranks(emit, axis, true)
+    if shares is not None:
+        each = [emit.call(aten.full.default, [1], share, dtype=torch.int64, device=device) for share in shares]
+        return emit.call(aten.cat.default, each)
+    block = local_size(call.rule, call.choices, call.mesh, factor)
+    starts = emit.call(aten.mul.Scalar, emit.call(aten.arange.default, ranks, device=device), block)
+    return emit.call(aten.clamp.default, emit.call(aten.rsub.Scalar, starts, true), 0, block)
 
 
 def _replaced(call: LocalCall, value: Any, dims: Dims, factors: Sequence[int], fill: float) -> Any:

@@ -34,6 +34,13 @@ def is_share(emit: object, axis: int, size: int) -> bool:
     return isinstance(emit, KnowsShares) and emit.shared.axis == axis and emit.shared.is_whole(size)
 
 
+def shares_of_ranks(emit: object, axis: int, size: int) -> list[int] | None:
+    """What every rank of an axis holds of a size; None where the ranks do not hold shares of it."""
+    if not isinstance(emit, KnowsShares) or not is_share(emit, axis, size):
+        return None
+    return [emit.share(emit.shared.of_rank(rank)) for rank in range(emit.shared.ranks)]
+
+
 def keeps_shares(rule: Rule, choice: int, shared: SharedAxis) -> bool:
     """Whether a choice for the shared axis leaves shares as they are.
 

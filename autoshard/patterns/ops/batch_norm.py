@@ -22,7 +22,7 @@ from autoshard.patterns.ops._helpers import (
     shape_of,
     split_axes,
 )
-from autoshard.patterns.ops.norm import pooled_moments
+from autoshard.patterns.ops.moments import joined_moments, moments_exchange
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -70,7 +70,7 @@ def batch_norm(call: OpCall) -> Rule:
         {"input": _image(call), **dict.fromkeys(_CHANNELS, "c")},
         [_image(call), *later[1:]],
         reduce={**dict.fromkeys(names), "c": None},
-        exchange=dict.fromkeys(names, 16 * channels if _training(call) else 0),
+        exchange=dict.fromkeys(names, moments_exchange(channels, call.operands[0].dtype) if _training(call) else 0),
         local=_batch_norm if _training(call) else None,
         uneven=True,
         fill={"c": None} | dict.fromkeys(names, 0.0 if _training(call) else None),
@@ -83,10 +83,9 @@ def _batch_norm(call: LocalCall) -> Any:
         return call.run()
     emit, values = call.emit, named_values(call)
     x = values["input"]
-    dims = [dim for dim in range(len(emit.shape(x))) if dim != 1]
-    wide = cast(call, x, accumulation_dtype(emit.dtype(x)))
-    variance, mean = emit.call(aten.var_mean.correction, wide, dims, correction=0)
-    mean, variance = pooled_moments(call, mean, variance, names)
+    batch, *spatial = names
+    moments = joined_moments(call, x, [batch, "", *spatial])
+    mean, variance = (emit.call(aten.view.default, value, [-1]) for value in moments)
     scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, variance, call.arg("eps")))
     parameters = [cast(call, values[name], emit.dtype(mean)) if name in values else None for name in ("weight", "bias")]
     # The statistics are known now: the inference kernel applies them in one pass.

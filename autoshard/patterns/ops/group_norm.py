@@ -24,7 +24,7 @@ from autoshard.patterns.ops._helpers import (
     shape_of,
     split_axes,
 )
-from autoshard.patterns.ops.norm import pooled_moments
+from autoshard.patterns.ops.moments import joined_moments, moments_exchange
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -42,22 +42,17 @@ def _sizes(call: OpCall) -> dict[str, int]:
     return {"g": call.arg("group"), "k": call.arg("C") // call.arg("group")}
 
 
-def _statistics_bytes(call: OpCall, itemsize: int) -> int:
-    """Bytes of two numbers per group and sample."""
-    return 2 * itemsize * call.arg("N") * call.arg("group")
-
-
 @rule_maker("aten.native_group_norm")
 def group_norm(call: OpCall) -> Rule:
     """Result, mean and reciprocal deviation."""
-    names = _reduced_dims(call)
+    names, means = _reduced_dims(call), call.arg("N") * call.arg("group")
     return bind_named(
         call,
         {"input": _image(call), "weight": "(g k)", "bias": "(g k)"},
         [_image(call), "n g", "n g"],
         sizes=_sizes(call),
         reduce=dict.fromkeys(names),
-        exchange=dict.fromkeys(names, _statistics_bytes(call, 8)),
+        exchange=dict.fromkeys(names, moments_exchange(means, call.operands[0].dtype)),
         local=_group_norm,
         uneven=True,
         fill=dict.fromkeys(names, 0.0),
@@ -70,8 +65,8 @@ def _group_norm(call: LocalCall) -> Any:
         return _run(call)
     emit, values = call.emit, named_values(call)
     x = _grouped(call, values["input"])
-    variance, mean = emit.call(aten.var_mean.correction, x, [2], correction=0)
-    mean, variance = pooled_moments(call, mean, variance, names)
+    moments = joined_moments(call, x, ["", "", " ".join(names)])
+    mean, variance = (emit.call(aten.squeeze.dim, value, 2) for value in moments)
     scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, variance, call.arg("eps")))
     result = emit.call(aten.mul.Tensor, emit.call(aten.sub.Tensor, x, _column(call, mean)), _column(call, scale))
     result = emit.call(aten.view.default, result, list(emit.shape(values["input"])))
@@ -118,7 +113,7 @@ def group_norm_backward(call: OpCall) -> Rule:
         [image, "(g k)", "(g k)"],
         linear=[{"grad_out"}],
         sizes=_sizes(call),
-        exchange=dict.fromkeys(_reduced_dims(call), _statistics_bytes(call, itemsize)),
+        exchange=dict.fromkeys(_reduced_dims(call), 2 * itemsize * call.arg("N") * call.arg("group")),
         local=_group_norm_backward,
         uneven=True,
         fill=dict.fromkeys(_reduced_dims(call), 0.0),

@@ -1,19 +1,134 @@
-"""Variance and deviation over sharded dims, in two passes: the mean of all first, then the deviations from it.
+"""Mean and variance over sharded dims: every rank takes those of its part, and one gather joins them.
 
-Sums of squares minus the square of the sum would need one exchange less, and lose all digits where the mean is large.
+Sums of squares minus the square of the sum would be one all-reduce, and lose all digits where the mean is large beside
+the deviations. Two passes, a sum first and then the squares of deviations from the mean, would be two. Moments of parts
+are joined as exactly by one gather. It takes as long as one of these while it has few numbers: on eight H100 it is the
+faster way up to a hundred thousand means.
+
+Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (1983): pairwise joins, shifted data.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import accumulation_dtype, aten, cast, reduced, result_dtype
+import torch
+
+from autoshard.patterns.local import LocalCall, collectives
+from autoshard.patterns.ops._helpers import accumulation_dtype, aten, cast, result_dtype
 from autoshard.patterns.ops.reduction import reduced_dims, reduction_rule, sharded_dims
-from autoshard.patterns.padding import without_padding
+from autoshard.patterns.padding import is_padded, steps_of_ranks, without_padded_steps
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule
+from autoshard.patterns.rule import Exchange, OpCall, Rule
+
+
+def moments_exchange(means: int, dtype: torch.dtype) -> list[Exchange]:
+    """What `joined_moments` exchanges when one factor is sharded.
+
+    Args:
+        means: how many there are.
+        dtype: of what they are the means of.
+    """
+    return [("gather_of_each", 3 * means * accumulation_dtype(dtype).itemsize)]
+
+
+def joined_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[Any, Any]:
+    """Mean and biased variance over dims of which the ranks hold parts, as exact as those of one device.
+
+    Args:
+        call: the call.
+        value: what a rank holds. Padding along the factors of `layout` is zero.
+        layout: for every dim of `value`, the factors that it is made of, such as `"k s0"`; `""` for dims that stay.
+
+    Returns:
+        Both in the dtype that sums are taken in, with one step along the dims that are reduced, equal on all ranks that
+        share the factors.
+    """
+    factors = {index for dim in layout for name in dim.split() for index in call.rule.indices(name)}
+    moments = _own_moments(call, value, layout)
+    for axis, choice in enumerate(call.choices):
+        if choice in factors:
+            moments = _joined(call, moments, axis)
+    origin, offset, variance = moments
+    return call.emit.call(aten.add.Tensor, origin, offset), variance
+
+
+def _own_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[Any, Any, Any]:
+    """Moments of a rank's part: an origin, how far the mean lies from it, and the biased variance.
+
+    The origin is the first element, so that neither the mean nor its distance to those of other ranks is rounded as
+    coarsely as the numbers themselves. Where all of the part is padding, the moments are zero.
+    """
+    emit, dims = call.emit, [dim for dim, factors in enumerate(layout) if factors]
+    origin = value
+    for dim in dims:
+        origin = emit.call(aten.slice.Tensor, origin, dim, 0, 1)
+    origin = cast(call, origin, accumulation_dtype(emit.dtype(value)))
+    value = emit.call(aten.sub.Tensor, value, origin)
+    names = [name for dim in layout for name in dim.split()]
+    if not is_padded(call, names):
+        variance, mean = emit.call(aten.var_mean.correction, value, dims, correction=0, keepdim=True)
+        return origin, mean, variance
+    count = emit.call(aten.clamp_min.default, _own_count(call, origin, names), 1)
+
+    def average(value: Any) -> Any:
+        value = without_padded_steps(call, value, layout)
+        return emit.call(aten.div.Tensor, emit.call(aten.sum.dim_IntList, value, dims, True), count)
+
+    mean = average(value)
+    deviation = emit.call(aten.sub.Tensor, value, mean)
+    return origin, mean, average(emit.call(aten.mul.Tensor, deviation, deviation))
+
+
+def _own_count(call: LocalCall, like: Any, names: Sequence[str]) -> Any:
+    """How many elements a rank has along some factors, padding left out: `[1]`, in the dtype of `like`."""
+    emit, count = call.emit, None
+    for name in names:
+        ones = emit.call(aten.full.default, [call.size(name)], 1, dtype=emit.dtype(like), device=emit.device(like))
+        own = emit.call(aten.sum.dim_IntList, without_padded_steps(call, ones, [name]), [0], True)
+        count = own if count is None else emit.call(aten.mul.Tensor, count, own)
+    return count
+
+
+def _joined(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) -> tuple[Any, Any, Any]:
+    """Moments of what the ranks of an axis have together, from those of each rank's part.
+
+    The origin is the first rank's, which has something wherever any rank has.
+    """
+    emit, size = call.emit, call.mesh.sizes[axis]
+    own = emit.call(aten.unsqueeze.default, emit.call(aten.stack.default, list(moments)), 0)
+    pending = emit.call(collectives.all_gather_into_tensor.default, own, size, emit.group(axis))
+    gathered = emit.call(collectives.wait_tensor.default, pending)
+    origins, offsets, variances = (emit.call(aten.select.int, gathered, 1, index) for index in range(3))
+    weights = _weights(call, offsets, axis)
+
+    def average(values: Any) -> Any:
+        if weights is None:
+            return emit.call(aten.mean.dim, values, [0])
+        return emit.call(aten.sum.dim_IntList, emit.call(aten.mul.Tensor, values, weights), [0])
+
+    origin = emit.call(aten.select.int, origins, 0, 0)
+    offsets = emit.call(aten.add.Tensor, emit.call(aten.sub.Tensor, origins, origin), offsets)
+    offset = average(offsets)
+    deviation = emit.call(aten.sub.Tensor, offsets, offset)
+    squares = emit.call(aten.mul.Tensor, deviation, deviation)
+    return origin, offset, average(emit.call(aten.add.Tensor, variances, squares))
+
+
+def _weights(call: LocalCall, like: Any, axis: int) -> Any:
+    """What every rank of an axis has of all elements, as a factor of a value `[ranks, ...]`; None where it is the same.
+
+    It differs where the axis pads its factor, or shares it: what other axes do with a rank's part, they do with those
+    of all ranks of this one.
+    """
+    emit, steps = call.emit, steps_of_ranks(call, axis, call.emit.device(like))
+    if steps is None:
+        return None
+    steps = cast(call, steps, emit.dtype(like))
+    weights = emit.call(aten.div.Tensor, steps, emit.call(aten.sum.default, steps))
+    return emit.call(aten.view.default, weights, [-1, *[1] * (len(emit.shape(like)) - 1)])
 
 
 @rule_maker("aten.var", "aten.std", "aten.var_mean", "aten.std_mean")
@@ -22,22 +137,20 @@ def _moments(call: OpCall) -> Rule:
     if dtype.is_complex:
         return reduction_rule(call, split=False)
     assert call.results[0] is not None
-    exchange = 2 * math.prod(call.results[0].shape) * accumulation_dtype(dtype).itemsize
+    exchange = moments_exchange(math.prod(call.results[0].shape), dtype)
     return reduction_rule(call, kinds=(None,), local=_local_moments, exchange=exchange, fill=0.0)
 
 
 def _local_moments(call: LocalCall) -> Any:
-    names = sharded_dims(call)
-    if not names:
+    if not sharded_dims(call):
         return call.run()
-    emit, dims = call.emit, list(reduced_dims(call.call))
-    value = cast(call, call.operands[0], accumulation_dtype(call.call.operands[0].dtype))
-    count = math.prod(call.call.operands[0].shape[dim] for dim in dims)
-    mean = emit.call(aten.div.Scalar, emit.call(aten.sum.dim_IntList, value, dims, True), count)
-    mean = reduced(call, mean, names)
-    deviation = without_padding(call, 0, emit.call(aten.sub.Tensor, value, mean), names, 0.0)
-    squares = emit.call(aten.sum.dim_IntList, emit.call(aten.mul.Tensor, deviation, deviation), dims, True)
-    spread = emit.call(aten.div.Scalar, reduced(call, squares, names), max(0.0, count - _correction(call.call)))
+    emit, dims, shape = call.emit, reduced_dims(call.call), call.call.operands[0].shape
+    layout = [f"d{dim}" if dim in dims else "" for dim in range(len(shape))]
+    mean, spread = joined_moments(call, call.operands[0], layout)
+    count = math.prod(shape[dim] for dim in dims)
+    left = max(0.0, count - _correction(call.call))
+    if left != count:
+        spread = emit.call(aten.div.Scalar, emit.call(aten.mul.Scalar, spread, count), left)
     name = call.call.op._schema.name
     if name.startswith("aten::std"):
         spread = emit.call(aten.sqrt.default, spread)

@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
@@ -25,25 +23,9 @@ from autoshard.patterns.ops._helpers import (
     shape_of,
     split_axes,
 )
+from autoshard.patterns.ops.moments import joined_moments, moments_exchange
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import OpCall, Rule
-
-
-def pooled_moments(call: LocalCall, mean: Any, variance: Any, names: Sequence[str]) -> tuple[Any, Any]:
-    """Mean and biased variance over all ranks that share the factors `names`, from those of each rank's part.
-
-    Each part counts for what it has of all elements: padding is of a part, and holds zeros.
-    One collective: the moments about zero travel in float64, so that nothing cancels that single precision tells apart.
-    """
-    emit, dtype = call.emit, call.emit.dtype(mean)
-    factors = [call.rule.factors[index] for name in names for index in call.rule.indices(name)]
-    share = math.prod(call.size(name) for name in names) / math.prod(factor.size for factor in factors)
-    mean, variance = cast(call, mean, torch.float64), cast(call, variance, torch.float64)
-    square = emit.call(aten.add.Tensor, variance, emit.call(aten.mul.Tensor, mean, mean))
-    parts = [emit.call(aten.mul.Scalar, value, share) for value in (mean, square)]
-    mean, square = reduced_together(call, parts, names)
-    variance = emit.call(aten.sub.Tensor, square, emit.call(aten.mul.Tensor, mean, mean))
-    return cast(call, mean, dtype), cast(call, emit.call(aten.clamp_min.default, variance, 0.0), dtype)
+from autoshard.patterns.rule import Exchange, OpCall, Rule
 
 
 def _normalized(call: OpCall) -> list[str]:
@@ -55,10 +37,18 @@ def _last_dims(call: OpCall) -> list[int]:
     return list(range(-len(call.arg("normalized_shape")), 0))
 
 
-def _statistics_bytes(call: OpCall, tensors: int, itemsize: int) -> int:
-    """Bytes of one number per row, `tensors` times."""
+def _rows(call: OpCall) -> int:
+    """How many there are of what is normalised."""
     shape = shape_of(call, "input")
-    return tensors * itemsize * math.prod(shape[: len(shape) - len(call.arg("normalized_shape"))])
+    return math.prod(shape[: len(shape) - len(call.arg("normalized_shape"))])
+
+
+def _forward_exchange(call: OpCall) -> int | list[Exchange]:
+    """Moments are joined; mean squares are summed."""
+    dtype = call.operands[0].dtype
+    if call.op.namespace == "autoshard":
+        return _rows(call) * accumulation_dtype(dtype).itemsize
+    return moments_exchange(_rows(call), dtype)
 
 
 @rule_maker("aten.native_layer_norm", "autoshard.rms_norm")
@@ -72,7 +62,7 @@ def normalization(call: OpCall) -> Rule:
         {"input": f"... {inner}", "weight": inner, "bias": inner},
         [f"... {inner}", *[f"... {ones}"] * statistics],
         reduce=dict.fromkeys(names),
-        exchange=dict.fromkeys(names, _statistics_bytes(call, statistics, 8)),
+        exchange=dict.fromkeys(names, _forward_exchange(call)),
         local=_layer_norm if statistics == 2 else _rms_norm,
         uneven=True,
         fill=dict.fromkeys(names, 0.0),
@@ -84,9 +74,9 @@ def _layer_norm(call: LocalCall) -> Any:
     if not split_axes(call, names):
         return call.run()
     emit, values = call.emit, named_values(call)
-    x = cast(call, values["input"], accumulation_dtype(emit.dtype(values["input"])))
-    variance, mean = emit.call(aten.var_mean.correction, x, _last_dims(call.call), correction=0, keepdim=True)
-    mean, variance = pooled_moments(call, mean, variance, names)
+    x = values["input"]
+    batch = len(emit.shape(x)) - len(names)
+    mean, variance = joined_moments(call, x, [*[""] * batch, *names])
     scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, variance, call.arg("eps")))
     result = emit.call(aten.mul.Tensor, emit.call(aten.sub.Tensor, x, mean), scale)
     result = _affine(call, result)
@@ -135,14 +125,15 @@ def normalization_backward(call: OpCall) -> Rule:
     names = _normalized(call)
     inner, ones = " ".join(names), " ".join("1" for _ in names)
     statistics, whole = f"... {ones}", f"... {inner}"
-    dtype = call.operands[0].dtype
+    sums = 1 if call.op.namespace == "autoshard" else 2
+    itemsize = accumulation_dtype(call.operands[0].dtype).itemsize
     results = [whole, *[inner] * (len(call.results) - 1)]
     return bind_named(
         call,
         {"grad_out": whole, "input": whole, "mean": statistics, "rstd": statistics, "weight": inner, "bias": inner},
         [_dims_of(call, index, dims) for index, dims in enumerate(results)],
         linear=[{"grad_out"}],
-        exchange=dict.fromkeys(names, _statistics_bytes(call, 2, accumulation_dtype(dtype).itemsize)),
+        exchange=dict.fromkeys(names, sums * _rows(call) * itemsize),
         local=_normalization_backward,
         uneven=True,
         fill=dict.fromkeys(names, 0.0),

@@ -13,7 +13,7 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, cast, reduced, result_dtype
 from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.rule import LocalProgram, OpCall, Rule
+from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ def reduction_rule(
     contiguous: bool = False,
     linear: Sequence[Collection[int]] = (),
     local: LocalProgram | None = None,
-    exchange: int = 0,
+    exchange: int | Sequence[Exchange] = 0,
     fill: float | None = None,
     uneven: bool = False,
 ) -> Rule:
@@ -47,7 +47,7 @@ def reduction_rule(
             where `local` reduces inside.
         split: whether a reduced dim may be sharded at all.
         contiguous: whether of a reduced dim only whole stretches may be taken.
-        exchange: bytes that `local` all-reduces inside.
+        exchange: bytes that `local` all-reduces inside, or the collectives that it runs.
         fill: the number that does not change the result, where there is one; it takes the place of padding.
         uneven: whether `local` copes with padding of a reduced dim where no one number does.
     """

@@ -63,6 +63,6 @@ def test_backward_in_inference(shape: tuple[int, ...]) -> None:
 
 def test_exchange_is_priced_in_training_only() -> None:
     op, x = aten._native_batch_norm_legit_functional.default, normal(12, 6, 4)
-    for training, expected in ((True, (("all_reduce", 2 * 8 * 6),)), (False, ())):
+    for training, expected in ((True, (("gather_of_each", 3 * 8 * 6),)), (False, ())):
         _, rule = bound(op, x, *_channels(), training, 0.1, 1e-5)
         assert rule.factors[rule.indices("n")[0]].exchanges == expected

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import autoshard
+from tests.partition.meshes import simulated
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
+from tests.training import TOLERANCE, fast_links, held_by_ranks, relative_difference
 
 X = normal(4, 12, 6)
 OPS = [aten.var, aten.std, aten.var_mean, aten.std_mean]
@@ -37,11 +43,60 @@ def test_reduced_dims_of_complex_numbers_stay_whole() -> None:
 
 
 def test_large_means_cost_no_digits() -> None:
-    """Two passes: the sum of squares alone would leave nothing of a variance of 1 beside a mean of 1e9."""
+    """The sum of squares alone would leave nothing of a variance of 1 beside a mean of 1e9."""
     assert_sound(aten.var.correction, normal(12) + 1e9, [0], shards="d0")
 
 
 def test_the_exchange_is_priced_in_the_dtype_that_is_exchanged() -> None:
     _, rule = bound(aten.var.correction, X.bfloat16(), [1])
     (exchange,) = rule.factors[1].exchanges
-    assert exchange == ("all_reduce", 2 * 4 * 6 * 4)
+    assert exchange == ("gather_of_each", 3 * 4 * 6 * 4)
+
+
+class WrittenOut(nn.Module):
+    """A batch norm as users write it."""
+
+    running_mean: torch.Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, variance = x.mean(0), x.var(0, correction=0)
+        self.running_mean.lerp_(mean.detach(), 0.1)
+        squares = (x - mean).pow(2).mean(0)
+        return self.weight * (x - mean) / (variance + 1e-5).sqrt() + squares / x.std(0)
+
+
+class Weighed(nn.Module):
+    """A norm of a layer's outputs far from zero, and a loss that weighs what it gives."""
+
+    def __init__(self, norm: nn.Module, channels: int) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(channels, channels, bias=False), norm
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (self.norm(self.layer(x) + 1e5) * weights).sum()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, WrittenOut])
+@pytest.mark.parametrize("samples", [800, 805])
+def test_a_batch_norm_far_from_zero_trains_as_on_one_device(norm: Callable[[int], nn.Module], samples: int) -> None:
+    torch.manual_seed(0)
+    module = Weighed(norm(6), 6).double()
+    inputs = {"x": normal(samples, 6), "weights": normal(samples, 6).flip(0)}
+    alone = copy.deepcopy(module)
+    alone(**inputs).backward()
+    with simulated(dp=4) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast")
+        module(**inputs).backward()
+        found, expected = (
+            {
+                name: held_by_ranks(value)
+                for name, value in [*each.named_buffers(), *((n, p.grad) for n, p in each.named_parameters())]
+            }
+            for each in (module, alone)
+        )
+    assert relative_difference(found, expected) <= TOLERANCE
