@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,19 @@ def lost_digits(recorded: Recorded, meshes: Sequence[MeshShape]) -> list[str]:
                     strategy = describe(refined, choices, mesh)
                     found.append(f"{recorded.op} in {recorded.source} with {strategy} on {mesh}: {problem}")
     return found
+
+
+def moved(recorded: Recorded, by: float) -> Recorded | None:
+    """The call with a number added to all floating operands; None where the operator does not take such operands."""
+
+    def farther(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + by if tensor.is_floating_point() else tensor
+
+    args, kwargs = tree_map_only(torch.Tensor, farther, (recorded.args, recorded.kwargs))
+    try:
+        return replace(recorded, args=args, kwargs=kwargs, results=recorded.op(*args, **kwargs))
+    except RuntimeError:
+        return None
 
 
 def _uncertainties(recorded: Recorded, whole: Sequence[Any]) -> list[float]:

@@ -14,9 +14,10 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.registry import register_rule
 from autoshard.specs.axes import MeshShape
 from tests.patterns.soundness._torch import tree_map_only
-from tests.patterns.soundness.conditioning import lost_digits
+from tests.patterns.soundness.conditioning import lost_digits, moved
 from tests.patterns.soundness.record import record
 from tests.patterns.soundness.samples import own_functions
+from tests.patterns.soundness.sweep import NOT_COMPARED, collect, everything
 
 aten = torch.ops.aten
 
@@ -106,11 +107,23 @@ def test_a_variance_by_sums_of_squares_is_found_out() -> None:
 def test_every_operator_of_neural_networks_is_as_exact_as_on_one_device(name: str) -> None:
     function, args = own_functions()[name]
 
-    def moved(tensor: Tensor) -> Tensor:
+    def farther(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         return (tensor.detach() + 1e6).requires_grad_(tensor.requires_grad)
 
-    calls = record(function, tree_map_only(Tensor, moved, args), {}, name)
+    calls = record(function, tree_map_only(Tensor, farther, args), {}, name)
     found = [problem for call in calls for problem in lost_digits(call, [FOUR, FIVE])]
+    assert not found, "\n".join(found[:5])
+
+
+@pytest.mark.slow
+def test_every_operator_that_torch_samples_meet_is_as_exact_as_on_one_device() -> None:
+    """One call of each, whose floating operands lie far from zero, whatever they are."""
+    chosen = [recorded for met in collect(everything(most=6), 1).values() for recorded in met.chosen]
+    double = [call for call in chosen if any(meta.dtype == torch.float64 for meta in call.call.operands)]
+    compared = [call for call in double if call.op._schema.name not in NOT_COMPARED]
+    far = [call for recorded in compared if (call := moved(recorded, 1e6)) is not None]
+    assert len(far) > 400
+    found = [problem for call in far for problem in lost_digits(call, [FOUR, FIVE])]
     assert not found, "\n".join(found[:5])
