@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import autoshard
+from autoshard.capture.rms_norm import operators
+from autoshard.patterns.local import LocalCall, collectives, emit_local
+from autoshard.patterns.lockstep import Lockstep, PerRank
+from autoshard.patterns.registry import rule_for
+from autoshard.patterns.soundness import shard_unevenly
+from autoshard.patterns.strategy import fits, operand_spec
+from autoshard.specs.axes import MeshShape
 from tests.partition.meshes import simulated
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
+from tests.patterns.soundness.record import record
 from tests.training import TOLERANCE, fast_links, held_by_ranks, relative_difference
 
 X = normal(4, 12, 6)
@@ -51,6 +60,50 @@ def test_the_exchange_is_priced_in_the_dtype_that_is_exchanged() -> None:
     _, rule = bound(aten.var.correction, X.bfloat16(), [1])
     (exchange,) = rule.factors[1].exchanges
     assert exchange == ("gather_of_each", 3 * 4 * 6 * 4)
+
+
+class Counting(Lockstep):
+    """Runs a local program, and keeps what it exchanges: the collective, and the bytes that a rank gives."""
+
+    def __init__(self, mesh: MeshShape) -> None:
+        super().__init__(mesh)
+        self.sent: list[tuple[str, int]] = []
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if op.namespace == "_c10d_functional" and op != collectives.wait_tensor.default:
+            self.sent.append((op._schema.name.split("::")[1], args[0].values[0].nbytes))
+        return super().call(op, *args, **kwargs)
+
+
+NORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "variance": lambda x: torch.var_mean(x, 1),
+    "batch norm": lambda x: functional.batch_norm(x, None, None, training=True),
+    "layer norm": lambda x: functional.layer_norm(x, (6,)),
+    "rms norm": lambda x: operators.rms_norm(x, [6], None, 1e-5),
+    "group norm": lambda x: functional.group_norm(x, 2),
+}
+KINDS = {"gather_of_each": "all_gather_into_tensor", "all_reduce": "all_reduce"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", list(NORMS))
+def test_what_is_priced_is_what_is_exchanged(name: str, dtype: torch.dtype) -> None:
+    mesh, compared = MeshShape.of({"x": 2}), 0
+    for recorded in record(NORMS[name], (X.to(dtype).requires_grad_(),), {}, name):
+        rule = rule_for(recorded.call)
+        assert rule is not None
+        for index, factor in enumerate(rule.factors):
+            if factor.exchanges and fits(rule, (index,), mesh):
+                held = [
+                    PerRank(tuple(shards[place] for place in mesh.coordinates()))
+                    for position, operand in enumerate(arg for arg in recorded.args if isinstance(arg, torch.Tensor))
+                    for shards in [shard_unevenly(operand, operand_spec(rule, (index,), mesh, position), mesh)]
+                ]
+                emitter = Counting(mesh)
+                emit_local(LocalCall(recorded.call, rule, (index,), mesh, emitter, held))
+                assert emitter.sent == [(KINDS[kind], size) for kind, size, *_ in factor.exchanges]
+                compared += 1
+    assert compared
 
 
 class WrittenOut(nn.Module):
