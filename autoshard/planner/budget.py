@@ -38,8 +38,9 @@ class BudgetSearch:
     A ladder leads from the plan without a limit to the leanest one that is found. On its lower rungs the largest
     parameters are forced to be sharded, more from rung to rung (Rhino 4.4); on the upper ones all are, and memory gets
     a price at the moments at which most is held. What stands on a rung does not depend on the limit; `first_that_fits`
-    chooses among those in which less memory takes more time, and what was made on the way and is faster. With `method="ilp"`, rows of
-    memory in the problem itself (Rhino 4.2) are tried too; with `method="force"`, the lower rungs alone.
+    looks for one where less memory takes more time, and takes the fastest that it met and that fits. With
+    `method="ilp"`, rows of memory in the problem itself (Rhino 4.2) are tried too; with `method="force"`, the lower
+    rungs alone.
 
     Args:
         planner: solves problems.
