@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.function import _SingleLevelFunction as FunctionBase  # whose `apply` all functions end up in
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # no public name yet
+from torch.export import _trace as export_trace  # which follows assignments to buffers of the root module
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import traceback  # what is said of the operators that are traced, and whether nodes keep it
 from torch.fx.experimental.proxy_tensor import get_proxy_mode  # what writes a graph while code runs, if anything does
@@ -38,6 +39,7 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,  # the sizes in a value that depend on data
 )
 from torch.multiprocessing.reductions import StorageWeakRef  # the identity of a tensor's memory
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy  # parameters whose shape is not known yet
 from torch.overrides import _get_current_function_mode_stack as function_modes  # the active TorchFunctionModes
 from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export sees them
@@ -90,6 +92,7 @@ __all__ = [
     "tracing_annotations",
     "transforms_active",
     "version_of",
+    "without_root_buffers",
 ]
 
 
@@ -233,3 +236,14 @@ def attribute_patch(owner: Any, name: str, value: object) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def without_root_buffers() -> Iterator[None]:
+    """Context in which torch.export does not write into the buffers of a root module what `forward` sets them to."""
+
+    def follow_none(*_: object) -> Any:
+        return register_module_buffer_registration_hook(lambda *_: None)
+
+    with attribute_patch(export_trace, "register_buffer_assignment_hook", follow_none):
+        yield

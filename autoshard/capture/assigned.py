@@ -1,4 +1,4 @@
-"""Tensors that `forward` leaves in attributes of its modules: outputs of the graph beside those that it returns."""
+"""Tensors that `forward` leaves in attributes and buffers of its modules: outputs of the graph beside its results."""
 
 from __future__ import annotations
 
@@ -6,50 +6,130 @@ import contextlib
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
+from autoshard.capture._torch import without_root_buffers
 from autoshard.capture.calls import Attribute
+from autoshard.capture.failure import running_line
+from autoshard.errors import CaptureError
 
 _ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (?:was|were) assigned during export")
 _WEIGHT_LISTS = re.compile(r"_flat_weights\[\d+\]")  # of recurrent modules: the same again when torch.export is done
 
 
-class AssignedTensors:
-    """A forward hook of a root module that returns, beside the output, the tensors that attributes were set to.
+@dataclass(frozen=True, slots=True)
+class SetBuffer:
+    """A buffer that forward set to another tensor.
 
-    Mixtures of experts leave the loss that balances them so, and networks with a memory their state. torch.export
-    takes such assignments back.
+    Attributes:
+        name: of the buffer.
+        fault: why the module can't hold the new tensor; None where it can.
+    """
+
+    name: str
+    fault: str | None
+
+
+class AssignedTensors:
+    """Hooks of a root module by which a call returns, beside its output, the tensors that it left in the module.
+
+    Mixtures of experts leave the loss that balances them in an attribute, and networks with a memory their state;
+    running statistics are buffers. torch.export takes assignments to attributes back, and follows those to buffers in
+    the root module alone.
 
     Args:
         root: the module, before its call.
 
     Attributes:
-        found: what the call set.
+        found: the attributes that the call set to tensors.
+        buffers: the buffers that it set to other tensors, which are returned behind those of `found`.
     """
 
     def __init__(self, root: nn.Module) -> None:
+        self.root = root
         self.before = dict(_tensors(root))
         self.found: tuple[Attribute, ...] = ()
+        self.buffers: tuple[SetBuffer, ...] = ()
+        self._held: dict[str, torch.Tensor | None] = {}
+        self._lines: dict[tuple[int, str], str] = {}  # where a buffer of a module was set last
 
-    def __call__(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The output and the assigned tensors; the output alone where there are none."""
+    def _begin(self, *_: Any) -> None:
+        """Remember the buffers as the call finds them: torch.export has put others in the place of the module's."""
+        self._held = dict(_buffers(self.root))
+
+    def _set(self, module: nn.Module, name: str, buffer: object) -> None:
+        self._lines[id(module), name] = running_line()
+
+    def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The output, what attributes were set to and what buffers were; the output alone where nothing was."""
         found = {path: value for path, value in _tensors(root) if self.before.get(path) is not value}
         self.found = tuple(Attribute(path, value.requires_grad) for path, value in found.items())
-        return (output, tuple(found.values())) if found else output
+        buffers = dict(self._new_buffers())
+        self.buffers = tuple(buffers)
+        return (output, tuple(found.values()), tuple(buffers.values())) if found or buffers else output
+
+    def _new_buffers(self) -> Iterator[tuple[SetBuffer, torch.Tensor]]:
+        """The buffers that were set to other tensors, and these.
+
+        Raises:
+            CaptureError: no graph can hold what was done.
+        """
+        now = dict(_buffers(self.root))
+        for name in self._held | now:
+            old, new = self._held.get(name), now.get(name)
+            if new is old:
+                continue
+            owner, _, last = name.rpartition(".")
+            line = self._lines.get((id(self.root.get_submodule(owner)), last), f"forward of {type(self.root).__name__}")
+            if new is None:
+                raise CaptureError(
+                    f"{line} sets the buffer {name} to None or deletes it: a parallelised module keeps its buffers. "
+                    f"Fill it with zeros (self.{last}.zero_()), or keep a flag in a plain attribute."
+                )
+            others = [other for other, held in self._held.items() if held is old and other != name]
+            if old is not None and others:
+                raise CaptureError(
+                    f"{line} sets the buffer {name}, which is registered as {', '.join(others)} too: these would be "
+                    f"different tensors from then on. Change it in place (self.{last}.copy_(new)), or register two "
+                    "tensors."
+                )
+            if new.requires_grad:
+                raise CaptureError(
+                    f"{line} sets the buffer {name} to a tensor that requires a gradient, which would reach from every "
+                    f"call into those before. Set it to the detached tensor: self.{last} = new.detach()."
+                )
+            fits = old is not None and old.dtype == new.dtype and _shape(old) == _shape(new)
+            fault = (
+                f"{line} sets the buffer {name}, which {_described(old)}, to a tensor that {_described(new)}: a "
+                "parallelised module keeps its buffers, with their shapes and dtypes. Register it as it will be, keep "
+                f"what changes in a plain attribute (self.{last} = ... without register_buffer), or return it."
+            )
+            yield SetBuffer(name, None if fits else fault), new
 
     @contextlib.contextmanager
-    def told(self, model: str) -> Iterator[None]:
-        """Context of a call of torch.export, in which its warning of lost assignments names those alone that are lost.
+    def watching(self) -> Iterator[None]:
+        """Context of a call of torch.export: its warning of lost assignments names those alone that are lost."""
+        hooks = (
+            self.root.register_forward_pre_hook(self._begin),
+            self.root.register_forward_hook(self._end),
+            register_module_buffer_registration_hook(self._set),
+        )
+        try:
+            with warnings.catch_warnings(record=True) as raised, without_root_buffers():
+                warnings.filterwarnings("always", "The tensor attribute")
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._tell(raised)
 
-        Args:
-            model: what the message calls the module.
-        """
-        with warnings.catch_warnings(record=True) as raised:
-            warnings.filterwarnings("always", "The tensor attribute")
-            yield
+    def _tell(self, raised: list[warnings.WarningMessage]) -> None:
+        """Raise warnings again, of lost assignments only those that are."""
         names: list[str] = []
         for warning in raised:
             match = _ASSIGNED.search(str(warning.message))
@@ -61,9 +141,9 @@ class AssignedTensors:
         lost = [name for name in names if name not in kept and not _WEIGHT_LISTS.search(name)]
         if lost:
             warnings.warn(
-                f"forward of {model} keeps tensors in containers ({', '.join(lost)}): the parallelised module does "
-                "not. Return the tensors, or set attributes to them.",
-                stacklevel=3,
+                f"forward of {type(self.root).__name__} keeps tensors in containers ({', '.join(lost)}): the "
+                "parallelised module does not. Return the tensors, or set attributes to them.",
+                stacklevel=4,
             )
 
 
@@ -73,3 +153,21 @@ def _tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor):
                 yield (f"{path}.{name}" if path else name), value
+
+
+def _buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """All buffers by path, also those that are None."""
+    for path, part in root.named_modules():
+        for name, value in part._buffers.items():
+            yield (f"{path}.{name}" if path else name), value
+
+
+def _shape(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The shape, symbols by their names: a comparison of these would be a condition on the sizes."""
+    return tuple(map(str, tensor.shape))
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "was not there"
+    return f"is of shape ({', '.join(_shape(tensor))}) and {tensor.dtype}"

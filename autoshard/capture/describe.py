@@ -21,6 +21,7 @@ from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.fingerprint import fingerprint
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import reduce_gradients
+from autoshard.capture.old_values import keep_old_values
 from autoshard.capture.refresh import refresh_views
 from autoshard.capture.simplify import simplify
 from autoshard.capture.symbols import with_sizes
@@ -61,6 +62,7 @@ def describe(
     simplify(graph)
     parameters = {item.node for item in inputs if item.kind == "parameter"}
     refresh_views(graph, parameters, lambda node: "backward" in node.meta["partitioner_tag"])
+    keep_old_values(graph, inputs, outputs)
     final = next(reversed(graph.nodes)).args[0]
     outputs = [replace(output, node=value) for output, value in zip(outputs, final, strict=True)]
     if mp_policy is not None:
@@ -132,15 +134,20 @@ def _joint_output(
 ) -> JointOutput | None:
     if description is None:  # the place of a gradient that nobody asked for
         return None
+    assigned = [name for name, _ in exported.assigned]
     if isinstance(description, InputMutationAOTOutput):
-        return JointOutput("mutation", _plain(description.mutated_input, exported).name, value)
+        name = _plain(description.mutated_input, exported).name
+        return None if name in assigned else JointOutput("mutation", name, value)
     if isinstance(description, GradAOTOutput):
         item = _plain(description.grad_of, exported)
         return JointOutput("gradient", item.name, value) if item.fake.requires_grad else None
     assert isinstance(description, PlainAOTOutput)
     assert value is not None
     assert value.target is aten.clone.default
-    name = exported.result.names[description.idx]
+    names = exported.result.names
+    if description.idx >= len(names):
+        return JointOutput("mutation", assigned[description.idx - len(names)], value.all_input_nodes[0])
+    name = names[description.idx]
     return JointOutput("output", name, value.all_input_nodes[0], name if name in tangents else None)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
 from autoshard.capture._torch import FakeTensor, FakeTensorMode, InputKind, TensorArgument, pytree
-from autoshard.capture.assigned import AssignedTensors
-from autoshard.capture.calls import Attribute, CallLayout, Constant, ResultLayout, call_layout, result_names
+from autoshard.capture.assigned import AssignedTensors, SetBuffer
+from autoshard.capture.calls import CallLayout, Constant, ResultLayout, call_layout, result_names
 from autoshard.capture.composites import Exportable, replace_composites
 from autoshard.capture.dynamic import Dynamic, export_dynamic
 from autoshard.capture.flex_attention import capturable_flex_attention
@@ -20,9 +20,16 @@ from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.opaque import OpaqueOutputs
 from autoshard.capture.python_calls import PythonCalls, replace_python_calls
 from autoshard.capture.routes import replace_routing
+from autoshard.capture.simplify import is_random
 from autoshard.capture.twin import fake_like
+from autoshard.errors import CaptureError
 
 ExportedKind = Literal["parameter", "buffer", "constant", "input"]
+
+aten = torch.ops.aten
+
+ASSIGNS = "assigns"
+"""In the meta of a copy into a buffer behind all that reads the buffer."""
 
 _KINDS: dict[InputKind, ExportedKind] = {
     InputKind.PARAMETER: "parameter",
@@ -44,7 +51,11 @@ class ExportedInput:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A module's forward graph: tensors in, tensors out, buffers still changed in place."""
+    """A module's forward graph: tensors in, tensors out, buffers still changed in place.
+
+    `assigned` are the buffers, by first name, that have another value when all is done: it is written over the old one,
+    which the graph reads until then.
+    """
 
     graph_module: fx.GraphModule
     inputs: tuple[ExportedInput, ...]
@@ -53,6 +64,7 @@ class Exported:
     result: ResultLayout
     aliases: dict[str, tuple[str, ...]]
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    assigned: tuple[tuple[str, fx.Node], ...] = ()
 
 
 @dataclass(slots=True)
@@ -75,10 +87,9 @@ def export_forward(
     opaque = OpaqueOutputs()
     assigned = AssignedTensors(twin)
     twin.register_forward_hook(opaque)
-    twin.register_forward_hook(assigned)
     calls = PythonCalls(twin)
     with (
-        assigned.told(type(twin).__name__),
+        assigned.watching(),
         GradientCode(calls).watching(twin),
         capturable_flex_attention(),
         Exportable(),
@@ -102,8 +113,11 @@ def export_forward(
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     known = {node: item.value for node, item in zip(placeholders, inputs, strict=True) if item.value is not None}
     replace_position_masks(graph_module.graph, known)
-    outputs, result = _take_outputs(program, assigned.found)
-    return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes)
+    outputs, result = _take_outputs(program, assigned)
+    count = len(outputs) - len(assigned.buffers)
+    kinds = dict(zip(placeholders, (item.kind for item in inputs), strict=True))
+    buffers = tuple(_take_buffers(zip(assigned.buffers, outputs[count:], strict=True), names, kinds))
+    return Exported(graph_module, inputs, outputs[:count], call, result, names.aliases, sizes, buffers)
 
 
 def named_tensors(module: nn.Module) -> NamedTensors:
@@ -165,15 +179,15 @@ def _take_inputs(
 
 
 def _take_outputs(
-    program: torch.export.ExportedProgram, attributes: tuple[Attribute, ...]
+    program: torch.export.ExportedProgram, assigned: AssignedTensors
 ) -> tuple[tuple[fx.Node, ...], ResultLayout]:
-    """The nodes that the user gets, and how they become the object that `forward` returns, then `attributes`."""
+    """The nodes that the user gets, and how they become the object that `forward` returns, then what was assigned."""
     output = next(reversed(program.graph_module.graph.nodes))
     structure = program.call_spec.out_spec
     assert structure is not None
     specs = program.graph_signature.output_specs
     assert len(specs) == structure.num_leaves == len(output.args[0])
-    if attributes:
+    if assigned.found or assigned.buffers:
         structure = pytree.tree_flatten(structure.unflatten(range(structure.num_leaves))[0])[1]
     leaves: list[str | Constant] = []
     nodes = []
@@ -183,4 +197,62 @@ def _take_outputs(
             nodes.append(node)
         else:
             leaves.append(Constant(spec.arg.value))
-    return (*nodes, *output.args[0][len(leaves) :]), ResultLayout(structure, tuple(leaves), attributes)
+    return (*nodes, *output.args[0][len(leaves) :]), ResultLayout(structure, tuple(leaves), assigned.found)
+
+
+def _take_buffers(
+    assigned: Iterable[tuple[SetBuffer, fx.Node]], names: NamedTensors, kinds: Mapping[fx.Node, ExportedKind]
+) -> Iterator[tuple[str, fx.Node]]:
+    """The buffers whose new values are to be kept, and these.
+
+    A cache that is made of no input, parameter or buffer, such as a table of positions, may be made anew by every call.
+
+    Args:
+        assigned: what forward set, and the nodes of the new values.
+        names: of the buffers that the module has.
+        kinds: of the placeholders.
+
+    Raises:
+        CaptureError: the module can't hold a new value.
+    """
+    for buffer, node in assigned:
+        if buffer.fault is None:
+            yield names.first[buffer.name], node
+        elif any(kinds.get(source, "constant") != "constant" or is_random(source) for source in _ancestors(node)):
+            raise CaptureError(buffer.fault)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node and all that it is made of."""
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def with_copies(exported: Exported) -> Exported:
+    """The graph with what is assigned to buffers as copies into them, the last operators, marked in their meta.
+
+    What reads such a buffer reads a copy of its old value: autograd and views never meet the new one.
+    """
+    graph = exported.graph_module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    held = {item.name: node for item, node in zip(exported.inputs, placeholders, strict=True) if item.kind == "buffer"}
+    old: dict[fx.Node, fx.Node] = {}
+    for buffer in (held[name] for name, _ in exported.assigned):
+        if buffer.users:
+            with graph.inserting_before(min(buffer.users)):
+                copy = old[buffer] = graph.call_function(aten.clone.default, (buffer,))
+            copy.meta = {**copy.next.meta, "val": buffer.meta["val"]}
+            for user in [user for user in buffer.users if user is not copy]:
+                user.replace_input_with(buffer, copy)
+    with graph.inserting_before(graph.output_node()):
+        for name, assigned in exported.assigned:
+            value = old.get(assigned, assigned)
+            copy = graph.call_function(aten.copy_.default, (held[name], value))
+            copy.meta = {**value.meta, "val": held[name].meta["val"], ASSIGNS: True}
+    return replace(exported, outputs=tuple(old.get(node, node) for node in exported.outputs), assigned=())

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from autoshard.capture._torch import pytree
 from autoshard.capture.calls import ResultLayout, call_layout, result_names
-from autoshard.capture.export import Exported, ExportedInput, named_tensors
+from autoshard.capture.export import ASSIGNS, Exported, ExportedInput, named_tensors
 
 _KEY = "autoshard_flat"
 
@@ -50,6 +50,7 @@ def flat_forward(twin: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[st
         env[node] = graph.node_copy(node)
         inputs.append(ExportedInput("input", str(name), fake, None))
     regions = nn.Module()
+    assigned: list[tuple[str, fx.Node]] = []
     for node in twin.graph.nodes:
         target = str(node.target)
         if node.op == "get_attr" and target in names.first:
@@ -57,6 +58,9 @@ def flat_forward(twin: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[st
         elif node.op == "get_attr":
             regions.add_module(target, twin.get_submodule(target))
             env[node] = graph.node_copy(node)
+        elif ASSIGNS in node.meta:
+            buffer, value = node.all_input_nodes
+            assigned.append((names.first[str(buffer.target)], env[value]))
         elif node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)
     (returned,) = twin.graph.output_node().args
@@ -65,4 +69,5 @@ def flat_forward(twin: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[st
     graph.output(outputs)
     results = pytree.tree_flatten(outputs)[1]
     layout = ResultLayout(results, tuple(result_names(results)), ())
-    return Exported(fx.GraphModule(regions, graph), tuple(inputs), outputs, call, layout, names.aliases)
+    graph_module = fx.GraphModule(regions, graph)
+    return Exported(graph_module, tuple(inputs), outputs, call, layout, names.aliases, assigned=tuple(assigned))

@@ -20,7 +20,7 @@ from autoshard.capture.checks import check_sizes
 from autoshard.capture.describe import describe
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.effects import Effects, effects_of
-from autoshard.capture.export import Exported, export_forward
+from autoshard.capture.export import Exported, export_forward, with_copies
 from autoshard.capture.failure import capture_error, known_error
 from autoshard.capture.flat import flat_forward, is_flat
 from autoshard.capture.flat_symbols import with_symbols, without_sizes
@@ -111,7 +111,7 @@ def capture_forward(
         mode = fake_mode()
         twin = fake_twin(module, mode, None)
         signature_of(twin, args, kwargs, grad)  # refuses what no call can be known by
-        exported = _export(twin, args, kwargs, mode, dynamic, mp_policy)
+        exported = with_copies(_export(twin, args, kwargs, mode, dynamic, mp_policy))
         if exported.dynamic:
             exported = _with_sizes(exported)
         return exported, effects_of(exported, mode)
@@ -204,12 +204,13 @@ def _trace(exported: Exported, differentiated: tuple[bool, ...]) -> fx.GraphModu
     """The joint graph, with outputs that are not differentiated cut off from the backward half.
 
     Every output is a fresh copy while it is traced, so that outputs that alias inputs, parameters or each other are
-    treated like all others; the copies are removed again.
+    treated like all others; the copies are removed again. What is assigned to buffers follows the outputs.
     """
     module = exported.graph_module
     module.graph.erase_node(next(reversed(module.graph.nodes)))
     results = []
-    for node, wanted in zip(exported.outputs, differentiated, strict=True):
+    assigned = [(node, False) for _, node in exported.assigned]
+    for node, wanted in [*zip(exported.outputs, differentiated, strict=True), *assigned]:
         source = node if wanted else module.graph.call_function(aten.detach.default, (node,))
         results.append(module.graph.call_function(aten.clone.default, (source,)))
     module.graph.output(tuple(results))

@@ -232,9 +232,9 @@ class Runtime:
     planned_outputs = False
 
     def _update(self, served: Served, border: Border, value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the new value of a buffer, or of an input that the module changes in place."""
+        """Write the new value of a buffer, or of what else the module changes in place."""
         for source, tensor in zip(served.program.step.inputs, tensors, strict=False):
-            if source.name == border.name and source.kind in ("buffer", "input", "constant"):
+            if source.name == border.name and source.kind != "tangent":
                 with torch.no_grad():
                     (local_of(tensor) if isinstance(tensor, DTensor) else tensor).copy_(value)
 

@@ -321,3 +321,41 @@ def test_names_that_a_graph_module_cannot_hold_are_refused() -> None:
     graph = exported(_Coded(), (torch.randn(3, 4),), {})
     with pytest.raises(CaptureError, match=r"parameter code.weight: .* attribute `code` of its own"):
         cut(graph, balanced(graph, 2), 2)
+
+
+class _Averaged(nn.Module):
+    """Sets buffers of submodules, one of them to what another one was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("before", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * self.before
+        self.before, self.mean = self.mean, 0.5 * self.mean + y.detach().mean(0)
+        return y - self.mean
+
+
+class _AveragedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Averaged(), _Averaged()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def test_stages_set_the_buffers_that_the_model_sets() -> None:
+    module, x = _AveragedTwice(), torch.randn(3, 4, dtype=torch.float64)
+    graph = exported(module, (), {"x": x})
+    paths = {node.name: str(node.meta.get("nn_module_stack")) for node in graph.operators}
+    stages = settled(graph, {name: int("first" not in path) for name, path in paths.items()})
+    for _ in range(2):
+        check(graph, {"x": x}, stages, 2)
+    changed = [
+        {output.name for output in capture(stage.module, *stage.example).outputs if output.kind == "mutation"}
+        for stage in cut(graph, stages, 2)
+    ]
+    assert changed == [{"first.mean", "first.before"}, {"second.mean", "second.before"}]
