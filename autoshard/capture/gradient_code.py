@@ -47,6 +47,7 @@ class GradientCode(TorchFunctionMode):
         super().__init__()
         self.calls = calls
         self.running = False
+        self.differentiates = False  # whether backward goes through what runs
         self._data: dict[int, Tensor] = {}  # what `.data` of tensors with a gradient gave
         self._handlers: dict[Any, Callable[..., Any]] = {
             _apply_by_modes: self._function,
@@ -75,14 +76,25 @@ class GradientCode(TorchFunctionMode):
                 f"{running_line()} changes the numbers of a tensor that has a gradient, unseen by autograd. Compute a "
                 "new tensor, or change a buffer."
             )
+        if self._is_watched_leaf(args) and _changes_first(func):
+            raise CaptureError(
+                f"{running_line()} changes a tensor in place that a gradient is taken for, such as a trained "
+                "parameter. Compute a new tensor (weight.clamp(...), not weight.clamp_(...)), or change the parameter "
+                "between steps, behind the optimizer's."
+            )
         return func(*args, **(kwargs or {}))
+
+    def _is_watched_leaf(self, args: tuple[Any, ...]) -> bool:
+        """Whether the first argument is a tensor that gradients are taken for, where autograd does not look."""
+        watched = self.running and self.differentiates and not torch.is_grad_enabled()
+        return watched and bool(args) and isinstance(args[0], Tensor) and args[0].is_leaf and args[0].requires_grad
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Context in which the mode is active, and looks at what runs in the forward of `module`."""
 
         def begin(*_: Any) -> None:
-            self.running = True
+            self.running, self.differentiates = True, torch.is_grad_enabled()
 
         def end(*_: Any) -> None:
             self.running = False
@@ -148,7 +160,7 @@ def _refuse_gradient(tensor: Tensor, gradient: object) -> None:
 def _refuse_data(tensor: Tensor, numbers: object) -> None:
     raise CaptureError(
         f"{running_line()} gives a tensor other numbers by setting its data: no graph can hold that. Compute a new "
-        "tensor; change a buffer with buffer.copy_(numbers) under torch.no_grad()."
+        "tensor; change a buffer, or a frozen parameter, with buffer.copy_(numbers) under torch.no_grad()."
     )
 
 

@@ -148,6 +148,12 @@ def _changes_numbers(model: Small, x: Tensor) -> Tensor:
     return x
 
 
+def _changes_a_weight(model: Small, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.scale.clamp_(-1, 1)
+    return x * model.scale
+
+
 def _freezes(model: Small, x: Tensor) -> Tensor:
     model.scale.requires_grad_(False)
     return x * model.scale
@@ -195,6 +201,7 @@ REFUSED: dict[Between, str] = {
     _saves_otherwise: r"\(with saved_tensors_hooks.* sets hooks for the tensors that backward reads",
     _sets_numbers: r"\(x.data = .* by setting its data",
     _changes_numbers: r"\(x.data.mul_.* changes the numbers of a tensor that has a gradient",
+    _changes_a_weight: r"\(model.scale.clamp_.* changes a tensor in place that a gradient is taken for",
     _freezes: r"\(model.scale.requires_grad_.* sets requires_grad of a parameter",
     _sets_gradient: r"\(model.scale.grad = .* sets the gradient of a tensor in forward",
     _transforms: r"\(return torch.func.grad.* inside of a transform of torch.func",
@@ -242,6 +249,13 @@ def test_without_gradients_functions_are_captured_all_the_same() -> None:
     module, kwargs = gradients("reversal")
     graph = capture(module, (), kwargs, grad=False)
     assert not graph.tangent_outputs
+
+
+def test_without_gradients_weights_may_be_changed_in_place() -> None:
+    module, kwargs = _small(_changes_a_weight)
+    with torch.no_grad():
+        graph = capture(module, (), kwargs, grad=False)
+    assert [output.name for output in graph.outputs if output.kind == "mutation"] == ["scale"]
 
 
 def test_capture_leaves_functions_as_they_were() -> None:
