@@ -21,7 +21,6 @@ from autoshard._torch import ModuleCall, break_reason, leave_dynamo, module_call
 from autoshard.api import parallelize
 from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.names import suggestion
-from autoshard.optimizers import hand_over
 from autoshard.plan import ShardingPlan
 from autoshard.use_mesh import current_mesh
 
@@ -101,7 +100,6 @@ def _parallelize(
     before = {name: parameter for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
     names = {id(tensor): name for name, tensor in (*before.items(), *module.named_buffers())}
     parallelize(module, mesh, call.args, call.kwargs, **options)
-    hand_over({parameter: module.get_parameter(name) for name, parameter in before.items()})
     leave_dynamo(call)
     wanted = output_values(graph)
     plan: ShardingPlan | None = module.sharding_plan  # type: ignore[assignment]

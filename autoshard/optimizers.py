@@ -16,8 +16,8 @@ from autoshard.errors import PlanError
 def hand_over(replaced: Mapping[Tensor, Tensor]) -> None:
     """Let every optimizer that holds a replaced parameter take the new one at its next step.
 
-    Torch runs the hook before every step of every optimizer; it holds old parameters weakly, and has nothing to do
-    once they are gone.
+    Where old parameters are left, somebody holds them: torch runs a hook before every step of every optimizer then. It
+    holds old parameters weakly, and has nothing to do once they are gone.
 
     Args:
         replaced: old parameter -> the one that stands in its place in the module.
@@ -25,13 +25,16 @@ def hand_over(replaced: Mapping[Tensor, Tensor]) -> None:
     Raises:
         PlanError: in `step`, if the optimizer has state for an old parameter: it has the shape of the whole.
     """
+    if not replaced:
+        return
     waiting = WeakTensorKeyDictionary(dict(replaced))
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not len(waiting):
             return
         for group in optimizer.param_groups:
-            group["params"] = [_new(optimizer, parameter, waiting) for parameter in group["params"]]
+            # In place: L-BFGS keeps the list.
+            group["params"][:] = [_new(optimizer, parameter, waiting) for parameter in group["params"]]
 
     register_optimizer_step_pre_hook(before_step)
 
@@ -43,8 +46,8 @@ def _new(optimizer: Optimizer, parameter: Tensor, waiting: WeakTensorKeyDictiona
     if optimizer.state.get(parameter):
         raise PlanError(
             f"this {type(optimizer).__name__} holds state for a parameter of shape {tuple(parameter.shape)} that was "
-            "placed on a mesh since. Make the optimizer after the compiled model's first call, or call "
-            "autoshard.parallelize before the training begins, and load the state into the optimizer made then."
+            "placed on a mesh since, and shards have no use for it. Make the optimizer after autoshard.parallelize (or "
+            "the compiled model's first call), and load the state into it."
         )
     optimizer.state.pop(parameter, None)
     return new

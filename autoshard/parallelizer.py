@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -10,16 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.batch_shares import planned_in_shares, settled
 from autoshard.capture import outside_modes
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.capture.twin import check_parameters
+from autoshard.optimizers import hand_over
 from autoshard.options import Options
 from autoshard.part_shares import parts_of, plan_shares
-from autoshard.partition.agree import from_first_rank, together
+from autoshard.partition.agree import compare, from_first_rank, together
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.gradient_sums import GradientSums
 from autoshard.partition.module import Runtime, Tangents, check_constants, wants_gradient
@@ -91,7 +94,13 @@ class Parallelizer:
             self.runtime.shares = self.mesh.index(axis), tuple(shares)
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan and place now if there is an example call, else replicate and plan at the first call."""
+        """Plan and place now if there is an example call, else replicate and plan at the first call.
+
+        Raises:
+            InputError: other ranks have other options, plans or examples; nothing was changed.
+        """
+        before = WeakTensorKeyDictionary({parameter: name for name, parameter in self.module.named_parameters()})
+        compare(self.device_mesh, self._said(args or kwargs), "Call parallelize with the same arguments on all ranks.")
         if args or kwargs:
             self.runtime.serve(args, kwargs, torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs))
         else:
@@ -105,6 +114,22 @@ class Parallelizer:
         install_hooks(self.module)
         self.runtime.install()
         self.module.__dict__[RUNTIME] = self.runtime
+        # Parameters that are left are held by somebody else, such as an optimizer that was made before.
+        left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
+        hand_over(left)
+
+    def _said(self, example: Any) -> dict[str, str]:
+        """What the user asked for, as far as all ranks must ask for the same."""
+        settings, plan = self.options.settings, self.plan
+        wanted = {name: getattr(self.options, name) for name in ("inputs", "overlap", "mp_policy")}
+        wanted |= {name: getattr(settings, name) for name in ("recompute", "method", "effort")}
+        return {
+            "whether an example call is given": "one" if example else "none",
+            "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
+            "the decisions of the plan that is given": _digest(None if plan is None else plan.to_json()),
+            **{f"the option {name}": str(value) for name, value in wanted.items()},
+            "the option compile": str(self.compile),
+        }
 
     def prepare(
         self,
@@ -117,6 +142,12 @@ class Parallelizer:
     ) -> tuple[JointGraph, Program]:
         """Graph and program of one call."""
         device = torch.device(self.device_mesh.device_type)
+        compare(
+            self.device_mesh,
+            self.runtime.told(args, kwargs, grad),
+            'All ranks call the module alike: with inputs="global" each passes the whole batch, with inputs="local" '
+            "its own rows of it.",
+        )
         graph, planner, seconds = together(
             self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic)
         )
@@ -210,6 +241,10 @@ class Parallelizer:
         replace_parameters(self.module, specs, self.device_mesh)
         self.placed = dict(decided.placements)
         self.module.sharding_plan = decided  # type: ignore[assignment]
+
+
+def _digest(text: str | None) -> str:
+    return "none" if text is None else hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def _differentiates_all(graph: JointGraph) -> bool:

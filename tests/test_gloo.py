@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -167,6 +168,47 @@ def plan_at_the_first_call() -> None:
     trace = train(module, inputs)  # makes its optimizer first
     assert compare(trace, expected).worst <= TOLERANCE
     assert any(placement != Replicate() for placements in trace.placements.values() for placement in placements)
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["example", "no example"])
+def test_an_optimizer_made_before_parallelize(four: Workers, planned: bool) -> None:
+    four.run(train_with_an_optimizer_made_before, planned)
+
+
+def train_with_an_optimizer_made_before(planned: bool) -> None:
+    for make in (torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS):
+        (module, inputs), (alone, _) = words(), words()
+        optimizers = [make(one.parameters(), lr=RATE) for one in (module, alone)]
+        autoshard.parallelize(module, mesh(), (), inputs if planned else {}, cluster=fast_links())
+        for _ in range(3):
+            for one, optimizer in zip((module, alone), optimizers, strict=True):
+                loss = partial(backward, one, inputs, optimizer)
+                loss()
+                optimizer.step(loss if make is torch.optim.LBFGS else None)  # type: ignore[arg-type]
+        ours = {name: [whole(value)] for name, value in module.named_parameters()}
+        theirs = {name: [value.detach()] for name, value in alone.named_parameters()}
+        assert relative_difference(ours, theirs) <= TOLERANCE, make
+
+
+def backward(module: nn.Module, inputs: dict[str, Any], optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss: torch.Tensor = module(**inputs)[1]
+    loss.backward()
+    return loss
+
+
+def an_optimizer_with_state() -> None:
+    module, inputs = words()
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(**inputs)[1].backward()
+    optimizer.step()
+    autoshard.parallelize(module, mesh(), (), inputs, cluster=fast_links())
+    with pytest.raises(PlanError, match=r"AdamW holds state for a parameter of shape .* Make the optimizer after"):
+        optimizer.step()
+
+
+def test_an_optimizer_that_has_trained_before_parallelize_is_refused_at_its_step(four: Workers) -> None:
+    four.run(an_optimizer_with_state)
 
 
 def test_local_inputs_as_a_loader_yields_them(four: Workers) -> None:

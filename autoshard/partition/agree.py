@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import errors
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, InputError
 
 Made = TypeVar("Made")
 
+_SHOWN = 8  # ranks that an error names
 _FAKE_BACKEND = "fake"  # torch's process group that stands for a world without one: there is nobody to agree with
 
 
@@ -57,6 +58,45 @@ def together(device_mesh: DeviceMesh, make: Callable[[], Made]) -> Made:
         kind, text = failure
         raise getattr(errors, kind, AutoshardError)(text)
     return made
+
+
+def compare(device_mesh: DeviceMesh, said: Mapping[str, str], advice: str) -> None:
+    """Have all ranks of the mesh say the same of what they are about to do.
+
+    Args:
+        device_mesh: the mesh; every rank of it calls this.
+        said: what each rank says, by what it is about, as texts to compare and to show.
+        advice: what to change, the end of the error.
+
+    Raises:
+        InputError: ranks say different things, on every rank; it tells which rank says what.
+    """
+    ranks = said_by_ranks(device_mesh, dict(said))
+    for subject in dict.fromkeys(subject for one in ranks.values() for subject in one):
+        by_text: dict[str, list[int]] = {}
+        for rank, one in ranks.items():
+            by_text.setdefault(one.get(subject, "nothing"), []).append(rank)
+        if len(by_text) > 1:
+            told = "; ".join(f"{text} on {named_ranks(some)}" for text, some in by_text.items())
+            raise InputError(f"the ranks differ in {subject}: {told}. {advice}")
+
+
+def said_by_ranks(device_mesh: DeviceMesh, said: Made) -> dict[int, Made]:
+    """What every rank of the mesh says, in the order of the ranks."""
+    if dist.get_backend(device_mesh.get_group(0)) == _FAKE_BACKEND:
+        return {dist.get_rank(): said}
+    ranks = [(dist.get_rank(), said)]
+    for axis in range(device_mesh.ndim):
+        found: list[list[tuple[int, Made]]] = [[]] * device_mesh.size(axis)
+        dist.all_gather_object(found, ranks, group=device_mesh.get_group(axis))
+        ranks = [one for some in found for one in some]
+    return dict(sorted(ranks, key=lambda one: one[0]))
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 3" or "ranks 1, 2"."""
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def said_by_all(device_mesh: DeviceMesh, axis: str, said: Made) -> list[Made]:

@@ -20,6 +20,7 @@ from autoshard.cluster.shares import divided
 from autoshard.errors import InputError
 from autoshard.partition.lengths import check_blocks, local_shares, whole_shapes
 from autoshard.partition.localize import Border
+from autoshard.partition.same_inputs import check_same_inputs
 from autoshard.partition.shards import local_of, on_device
 from autoshard.partition.step import Program
 from autoshard.size import Sizes, at
@@ -31,13 +32,21 @@ Tangents = Literal["loss", "all"]
 Prepare = Callable[[tuple[Any, ...], dict[str, Any], bool, Tangents, Hashable, bool], tuple[JointGraph, Program]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Served:
-    """One call signature: its graph, its program, and where the program's tensors are found in the module."""
+    """One call signature.
+
+    Attributes:
+        graph: its graph.
+        program: its program.
+        held: where the program's tensors are found in the module.
+        compared: whether the ranks have compared what they passed to the first call.
+    """
 
     graph: JointGraph
     program: Program
     held: tuple[tuple[dict[str, Any], str] | torch.Tensor | None, ...]
+    compared: bool = False
 
 
 class Runtime:
@@ -110,7 +119,33 @@ class Runtime:
         elif self.inputs == "local":
             (whole_args, whole_kwargs), counts = self._whole((args, kwargs))
         served, sizes = self.serve(whole_args, whole_kwargs, grad)
+        if not served.compared:
+            self._compare(served, args, kwargs)
         return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
+
+    def _compare(self, served: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have the ranks compare the first batch of a signature, where they are to pass the same."""
+        if self.inputs == "global" and self.only_call is None:
+            names = [border.name for border in served.program.step.inputs if border.kind == "input"]
+            given = served.graph.flatten_inputs(args, kwargs)
+            inputs = {name: tensor for name, tensor in zip(names, given, strict=False) if not tensor.is_meta}
+            check_same_inputs(self.device_mesh, inputs)
+        served.compared = True
+
+    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> dict[str, str]:
+        """What all ranks must have in common before they make a program for a call, in words."""
+        call = (args, kwargs)
+        tensors = {
+            name or f"number {place}": leaf
+            for place, (name, leaf) in enumerate(zip(_names(self.module, call), pytree.tree_leaves(call), strict=True))
+            if isinstance(leaf, torch.Tensor)
+        }
+        return {
+            "whether gradients are wanted": "yes" if grad else "no",
+            "whether the module is in training mode": "yes" if self.module.training else "no",
+            "the names of the tensors that are passed": ", ".join(tensors),
+            **{f"the input {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in tensors.items()},
+        }
 
     def _with_shares(self, served: Served, sizes: Sizes, counts: Sequence[int] | None) -> Sizes:
         """The sizes of a call with what this rank takes of the batch, where its program has such sizes.

@@ -1,0 +1,60 @@
+"""Whether all ranks were given the same batch, where each is to pass the whole one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import InputError
+from autoshard.partition.agree import named_ranks, said_by_ranks
+
+_SUMS = 4  # weighted sums that tell one batch of numbers from another
+_NEAR = 1e-2  # part of a tensor's norm by which such sums may differ: unlike devices round what they compute
+Print = str | tuple[float, ...]
+
+
+def check_same_inputs(device_mesh: DeviceMesh, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Compare the inputs of a call over all ranks, by few numbers of each.
+
+    Integers are compared exactly, other numbers by weighted sums, so that what ranks have computed may differ by
+    rounding.
+
+    Raises:
+        InputError: a rank has another batch than the first one, on every rank.
+    """
+    own = {name: _print(tensor) for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}
+    ranks = said_by_ranks(device_mesh, own)
+    first, said = next(iter(ranks.items()))
+    for name in own:
+        others = [rank for rank, one in ranks.items() if not _is_near(one[name], said[name])]
+        if others:
+            raise InputError(
+                f"the input {name} has other numbers on {named_ranks(others)} than on rank {first}, although "
+                'inputs="global" asks every rank for the same whole batch: each would compute with its part of another '
+                'one. Where every rank loads samples of its own, as with a DistributedSampler, pass inputs="local" to '
+                "parallelize; else give all ranks the same seed."
+            )
+
+
+def _print(tensor: torch.Tensor) -> Print:
+    """Few numbers that other tensors do not have."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.is_floating_point():
+        plain = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        return hashlib.blake2b(plain.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+    if not flat.isfinite().all():
+        flat = flat.nan_to_num()
+    place = torch.arange(len(flat), device=flat.device, dtype=torch.float32)
+    weights = (torch.cos(place * (0.7 + number)) for number in range(_SUMS))
+    norm = flat.float().norm().item()
+    return (norm, *(torch.dot(flat.float(), weight).item() for weight in weights))
+
+
+def _is_near(one: Print, other: Print) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return all(abs(here - there) <= _NEAR * other[0] for here, there in zip(one, other, strict=True))
