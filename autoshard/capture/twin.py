@@ -26,7 +26,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 def fake_twin(module: nn.Module, mode: FakeTensorMode, training: bool | None, *, one_device: bool = True) -> nn.Module:
     """A copy of `module` with fake parameters and buffers; nothing of the module is touched or copied.
 
-    Tied tensors stay tied. A `forward` that autoshard set on the instance gives way to the module's own.
+    Tied tensors stay tied. A `forward` that autoshard set on the instance gives way to the one that the module had.
 
     Raises:
         CaptureError: parameters have no shape yet, or are on different devices though `one_device` is asked for; or
@@ -53,7 +53,7 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode, training: bool | None, *,
             "Keep what copy.deepcopy refuses (locks, generators, process groups, tensors with a history) "
             "out of the module's attributes."
         ) from error
-    _restore_forward(twin)
+    _restore_forward(module, twin, memo)
     for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_pre_hooks, twin._backward_hooks):
         hooks.clear()  # those of the module itself run around its forward, not in it
     if training is not None and training != twin.training:
@@ -81,11 +81,15 @@ def _attributes(module: nn.Module) -> Iterator[torch.Tensor]:
                 yield value
 
 
-def _restore_forward(twin: nn.Module) -> None:
+def _restore_forward(module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
     """Undo an instance attribute `forward` set by autoshard; one set by the user is part of the model."""
     forward = twin.__dict__.get("forward")
-    if forward is not None and _is_ours(forward):
-        del twin.__dict__["forward"]
+    if forward is None or not _is_ours(forward):
+        return
+    del twin.__dict__["forward"]
+    before = getattr(forward, "__wrapped__", None)
+    if before is not None and getattr(before, "__func__", None) is not type(module).forward:
+        twin.__dict__["forward"] = copy.deepcopy(before, memo)  # bound to the twin, where it was bound to the module
 
 
 def _is_ours(value: object) -> bool:

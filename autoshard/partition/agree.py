@@ -17,13 +17,18 @@ _SHOWN = 8  # ranks that an error names
 _FAKE_BACKEND = "fake"  # torch's process group that stands for a world without one: there is nobody to agree with
 
 
+def is_alone(device_mesh: DeviceMesh) -> bool:
+    """Whether there is no other rank to talk to."""
+    return device_mesh.size() == 1 or dist.get_backend(device_mesh.get_group(0)) == _FAKE_BACKEND
+
+
 def from_first_rank(device_mesh: DeviceMesh, make: Callable[[], str]) -> str:
     """The text that `make` returns on the first rank of the mesh, on every rank of it.
 
     Raises:
         AutoshardError: the one that `make` raised on the first rank, on every rank, so that none waits for the others.
     """
-    if dist.get_backend(device_mesh.get_group(0)) == _FAKE_BACKEND:
+    if is_alone(device_mesh):
         return make()
     payload: list[object] = [None, None]
     if all(coordinate == 0 for coordinate in device_mesh.get_coordinate() or ()):
@@ -46,7 +51,7 @@ def together(device_mesh: DeviceMesh, make: Callable[[], Made]) -> Made:
     Raises:
         Exception: what `make` raised here; where it failed elsewhere, an AutoshardError that tells the rank.
     """
-    if dist.get_backend(device_mesh.get_group(0)) == _FAKE_BACKEND:
+    if is_alone(device_mesh):
         return make()
     try:
         made = make()
@@ -83,7 +88,7 @@ def compare(device_mesh: DeviceMesh, said: Mapping[str, str], advice: str) -> No
 
 def said_by_ranks(device_mesh: DeviceMesh, said: Made) -> dict[int, Made]:
     """What every rank of the mesh says, in the order of the ranks."""
-    if dist.get_backend(device_mesh.get_group(0)) == _FAKE_BACKEND:
+    if is_alone(device_mesh):
         return {dist.get_rank(): said}
     ranks = [(dist.get_rank(), said)]
     for axis in range(device_mesh.ndim):

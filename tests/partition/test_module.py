@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -288,3 +290,31 @@ def test_attributes_that_a_graph_holds_move_to_the_device_of_the_mesh() -> None:
     assert isinstance(value, torch.Tensor)
     assert value.device.type == "meta"
     assert shared.device.type == "cpu"
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).pow(2).mean()
+
+
+def _patched(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return 2 * module.up(x).sin().mean()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("bind", [types.MethodType, functools.partial], ids=["method", "partial"])
+def test_a_forward_that_the_user_set_serves_every_kind_of_call(mesh: DeviceMesh, bind: Any) -> None:
+    module = _Scaled()
+    alone = copy.deepcopy(module)
+    for one in (module, alone):
+        one.forward = bind(_patched, one)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
+    _same(module(x), alone(x), mesh)
+    with torch.no_grad():
+        _same(module(x), alone(x), mesh)
+    _same(module.eval()(x), alone.eval()(x), mesh)
+    _same(module(x[:2]), alone(x[:2]), mesh)
