@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from autoshard import finite_json
 from autoshard.errors import AutoshardError, BudgetError, PlanError
 from autoshard.memory.budget import format_bytes, parse_bytes
 from autoshard.plan import ShardingPlan
@@ -236,7 +237,7 @@ class Frontier(Sequence[ShardingPlan]):
         """
         what = f"frontier file {os.fspath(path)!r}"
         try:
-            data = json.loads(Path(path).read_text("utf-8"))
+            data = finite_json.read(Path(path).read_text("utf-8"))
             if data["format"] != FORMAT or data["version"] != 1:
                 raise PlanError(
                     f"{what} is of format {data['format']!r}, version {data['version']!r}: not one of ours."

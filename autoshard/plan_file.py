@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 from torch.distributed.tensor import Placement
 
+from autoshard import finite_json
 from autoshard.errors import PlanError
 from autoshard.specs.spec import parse_placement, placement_text
 
@@ -211,12 +212,14 @@ def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
     """
     again = "Make the plan again, or take an unharmed copy."
     try:
-        envelope = json.loads(text)
+        envelope = finite_json.read(text)
     except json.JSONDecodeError as error:
         raise PlanError(
             f"{what} is cut short or damaged: it ends or breaks at line {error.lineno}, column {error.colno} "
             f"({error.msg}). {again}"
         ) from error
+    except ValueError as error:
+        raise PlanError(f"{what} was edited or damaged since it was saved: {error}. {again}") from error
     data = _open(envelope, what, format)
     if _checksum(data) != envelope["checksum"]:
         raise PlanError(

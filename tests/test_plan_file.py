@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -70,6 +71,14 @@ def test_data_with_a_right_checksum_must_follow_the_schema(part: str, value: obj
     data = plan_file.to_data(sample_plan()) | {part: value}
     with pytest.raises(PlanError, match=said):
         ShardingPlan.from_json(plan_file.encode(data))
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400"])
+def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
+    text = re.sub(r'"cost": [0-9.e+-]+', f'"cost": {number}', TEXT, count=1)
+    assert text != TEXT
+    with pytest.raises(PlanError, match=rf"edited or damaged since it was saved: {re.escape(number)} is not a finite"):
+        ShardingPlan.from_json(text)
 
 
 def test_decisions_with_names_that_are_numbers_keep_their_checksum() -> None:

@@ -70,10 +70,15 @@ class Cluster:
         """A cluster given as itself, as a preset's name, as a text that `parse` takes, or as a `.json` file's path.
 
         Raises:
-            MeshError: no preset has this name, the text or the file is not a cluster.
+            MeshError: it is none of these, no preset has this name, the text or the file is not a cluster.
         """
         if isinstance(cluster, Cluster):
             return cluster
+        if not isinstance(cluster, (str, os.PathLike)):
+            raise MeshError(
+                f"cluster={cluster!r} is {type(cluster).__name__}: pass a Cluster, a preset's name such as "
+                f'"h100" ({", ".join(Cluster.presets())}), or the path of a file that Cluster.save wrote.'
+            )
         if isinstance(cluster, str) and not cluster.endswith(".json"):
             return Cluster.parse(cluster) if is_devices(cluster) else Cluster.preset(cluster)
         return Cluster.load(cluster)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonschema
 
+from autoshard import finite_json
 from autoshard.errors import MeshError
 
 FORMAT = "autoshard cluster"
@@ -104,9 +105,11 @@ def check(text: str, what: str) -> dict[str, Any]:
         MeshError: naming `what`, the place in it and what is wrong there.
     """
     try:
-        data = json.loads(text)
+        data = finite_json.read(text)
     except json.JSONDecodeError as error:
         raise MeshError(f"{what} is not JSON: {error}. Was it cut short? Write it again by Cluster.save.") from error
+    except ValueError as error:
+        raise MeshError(f"{what} is not a cluster: {error}. Write it again by Cluster.save.") from error
     schema = LISTED if isinstance(data, dict) and "stretches" in data else EQUAL
     problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(data))
     if problem is not None:

@@ -26,6 +26,10 @@ class MeshAxis:
             raise MeshError(f"mesh axis {self.name!r} has size {self.size!r}: a size is a whole number of at least 1.")
 
 
+MOST_DEVICES = 2**20
+"""Devices that a mesh may have: ten times those of the largest clusters."""
+
+
 @dataclass(frozen=True, slots=True)
 class MeshShape:
     """The axes of a mesh without its devices: all that planning needs to know of it."""
@@ -41,6 +45,11 @@ class MeshShape:
             raise MeshError("a mesh needs at least one axis; got none.")
         if len(set(self.names)) != len(self.axes):
             raise MeshError(f"mesh axes must have different names; got {', '.join(self.names)}.")
+        if self.size > MOST_DEVICES:
+            raise MeshError(
+                f"a mesh of {self.size} devices ({', '.join(f'{axis.name}={axis.size}' for axis in self.axes)}) is "
+                f"larger than any cluster: at most {MOST_DEVICES} are planned for. Is a size a typing error?"
+            )
 
     @staticmethod
     def of(mesh: DeviceMesh | Mapping[str, int] | MeshShape) -> MeshShape:

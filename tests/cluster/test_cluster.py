@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -105,3 +106,17 @@ def test_what_is_no_json_is_refused() -> None:
 
 def test_links_compare_by_value() -> None:
     assert Link(1.0, 2.0) == Link(1.0, 2.0)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400"])
+def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
+    text = Cluster.preset("a100").to_json()
+    for name in sorted(set(re.findall(r'"(\w+)": [0-9.]+', text))):
+        edited = re.sub(rf'"{name}": [0-9.e+-]+', f'"{name}": {number}', text, count=1)
+        with pytest.raises(MeshError, match=f"{number} is not a finite number"):
+            Cluster.from_json(edited)
+
+
+def test_what_is_no_cluster_is_told_by_its_type() -> None:
+    with pytest.raises(MeshError, match=r"cluster=5 is int: pass a Cluster, a preset's name"):
+        Cluster.of(5)  # type: ignore[arg-type]

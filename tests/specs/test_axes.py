@@ -25,7 +25,7 @@ def test_coordinates_are_in_rank_order() -> None:
         assert MeshShape.of(world.device_mesh) == world.mesh
 
 
-@pytest.mark.parametrize("mesh", [{}, {"dp": 0}, {"dp": True}, {"dp": 1.5}, 8])
+@pytest.mark.parametrize("mesh", [{}, {"dp": 0}, {"dp": True}, {"dp": 1.5}, 8, {"dp": 10**30}])
 def test_what_is_no_mesh_is_refused(mesh: object) -> None:
     with pytest.raises(MeshError):
         MeshShape.of(mesh)  # type: ignore[arg-type]
