@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import hints as hint_rules
+from autoshard.capture.calls import said_of_passed
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.recompute import recomputed
 from autoshard.capture.task_graphs import assign_task_graphs, defaults_of
@@ -109,7 +110,7 @@ def planner_for(
     shared = shared_axis(graph, mesh, options)
     if shared is not None:
         pinned = {name: _whole_if_shared(graph, name, pins, shared) for name, pins in pinned.items()}
-    pinned.update(_input_pins(graph, mesh, options, placed_inputs or {}, shared))
+    pinned.update(_input_pins(module, graph, mesh, options, placed_inputs or {}, shared))
     planned = options.output_placements == "planned"
     wishes = Wishes(
         pinned=pinned,
@@ -142,6 +143,7 @@ def flow_of(planner: Planner, plan: ShardingPlan) -> Flow:
 
 
 def _input_pins(
+    module: nn.Module,
     graph: JointGraph,
     mesh: MeshShape,
     options: Options,
@@ -153,7 +155,7 @@ def _input_pins(
         raise PlanError('input_placements is for inputs="local": global inputs are sliced by the program, for free.')
     asked: dict[str, tuple[Placement | None, ...]] = {
         name: _spec_of(f"input_placements[{name!r}]", value, shapes[name], mesh).placements
-        for name, value in options.input_placements.items()
+        for name, value in said_of_passed(module, options.input_placements, shapes).items()
         if _known(name, shapes, "input")
     }
     shares: dict[str, tuple[Placement | None, ...]] = {}

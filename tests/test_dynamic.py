@@ -180,6 +180,33 @@ def test_evaluation_and_training_have_programs_of_their_own() -> None:
     assert programs(module) == 2
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8, dtype=torch.float64)
+        self.head = nn.Linear(8, 11, dtype=torch.float64)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.tokens(ids))
+        return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_call_may_leave_out_labels_that_are_said_to_be_dynamic() -> None:
+    module = Words()
+    alone = copy.deepcopy(module)
+    ids = torch.arange(24).reshape(4, 6) % 11
+    sizes = {0: "batch", 1: "length"}
+    with simulated(dp=2) as mesh:
+        autoshard.parallelize(
+            module, mesh, (ids, ids), dynamic={"ids": sizes, "labels": sizes}, cluster=fast_links(), effort="fast"
+        )
+        for length in (6, 4):
+            for given in ((ids[:, :length], ids[:, :length]), (ids[:, :length],)):
+                ours, theirs = held_by_ranks(module(*given).detach()), [alone(*given).detach()]
+                assert relative_difference({"": ours}, {"": theirs}) <= TOLERANCE
+    assert programs(module) == 2
+
+
 class Twice(nn.Module):
     """A loss, and an output that may be differentiated as well."""
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Mapping
+import re
+from collections.abc import Container, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from autoshard.capture._torch import pytree
 from autoshard.errors import InputError
+
+Said = TypeVar("Said")
 
 
 def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> Hashable:
@@ -152,6 +155,15 @@ def _positional_names(module: nn.Module, count: int) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [parameter.name for parameter in parameters if parameter.kind in kinds][1:]
     return [names[index] if index < len(names) else f"args[{index}]" for index in range(count)]
+
+
+def said_of_passed(module: nn.Module, said: Mapping[str, Said], passed: Container[str | Constant]) -> dict[str, Said]:
+    """What is said of inputs by name, without the arguments of `forward` that a call leaves out, such as labels.
+
+    Names that are no argument stay, for an error to tell them.
+    """
+    arguments = inspect.signature(type(module).forward).parameters
+    return {name: one for name, one in said.items() if name in passed or re.split(r"[.\[]", name)[0] not in arguments}
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard.capture._torch import FakeTensorMode, TangentAOTInput, fake_mode, outside_modes, pytree, trace_joint
 from autoshard.capture.annotate import capturing
 from autoshard.capture.autocast import autocast_of_gpus
-from autoshard.capture.calls import signature_of
+from autoshard.capture.calls import call_layout, said_of_passed, signature_of
 from autoshard.capture.checks import check_sizes
 from autoshard.capture.describe import describe
 from autoshard.capture.dynamic import Dynamic
@@ -145,7 +145,12 @@ def _export(
     if is_flat(twin):
         exported = flat_forward(twin, args, kwargs)
         exported = with_symbols(exported, mode) if dynamic else without_sizes(exported)
-    elif mp_policy is None:
+        check_sizes(exported.graph_module.graph)
+        return exported
+    if dynamic:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        dynamic = said_of_passed(twin, dynamic, call_layout(twin, structure, leaves).leaves)
+    if mp_policy is None:
         exported = export_forward(twin, args, kwargs, mode, dynamic)
     else:
         lowered = LoweredModule(twin, mp_policy)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.calls import call_layout, signature_of
+from autoshard.capture.calls import call_layout, said_of_passed, signature_of
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
 from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.cluster.shares import divided
@@ -177,16 +177,16 @@ class Runtime:
         Calls that the dynamic graph is not for, with sizes outside its range or a batch of one, have graphs of their
         own.
         """
-        if self.dynamic:
-            shapes = dict(_shapes(self.module, (args, kwargs)))
-            if may_be_dynamic(self.dynamic, shapes):
-                masked_args, masked_kwargs = _masked(self.module, (args, kwargs), self.dynamic)
-                signature = signature_of(self.module, masked_args, masked_kwargs, grad)
-                served = self._served.get(signature) or self.prepare(args, kwargs, grad, "loss", signature, True)
-                assert served.graph.dynamic is not None
-                sizes = served.graph.dynamic.sizes_of(shapes)
-                if served.graph.dynamic.serves(sizes):
-                    return served, sizes
+        shapes = dict(_shapes(self.module, (args, kwargs))) if self.dynamic else {}
+        dynamic = said_of_passed(self.module, self.dynamic, shapes)
+        if dynamic and may_be_dynamic(dynamic, shapes):
+            masked_args, masked_kwargs = _masked(self.module, (args, kwargs), dynamic)
+            signature = signature_of(self.module, masked_args, masked_kwargs, grad)
+            served = self._served.get(signature) or self.prepare(args, kwargs, grad, "loss", signature, True)
+            assert served.graph.dynamic is not None
+            sizes = served.graph.dynamic.sizes_of(shapes)
+            if served.graph.dynamic.serves(sizes):
+                return served, sizes
         signature = signature_of(self.module, args, kwargs, grad)
         served = self._served.get(signature) or self.prepare(args, kwargs, grad, "loss", signature, False)
         return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
