@@ -136,9 +136,13 @@ def _plain_nest(spec: Spec) -> bool:
 
 
 def _with_plain_shards(specs: Sequence[Spec]) -> list[Spec]:
-    """The specs, and those with plain shards for strided ones: to gather these takes no copy."""
-    plain = (Spec.of(*(Shard(one.dim) if is_shard(one) else one for one in spec)) for spec in specs)  # type: ignore[attr-defined]
-    return list(dict.fromkeys((*specs, *plain)))
+    """The specs, and those with a plain shard for a strided one: to gather it takes no copy."""
+    known = dict.fromkeys(specs)
+    for spec in specs:
+        dims = [one.dim for one in spec if is_shard(one)]  # type: ignore[attr-defined]
+        if len(set(dims)) == len(dims):
+            known[Spec.of(*(Shard(one.dim) if is_shard(one) else one for one in spec))] = None  # type: ignore[attr-defined]
+    return list(known)
 
 
 def _agrees(spec: Spec, pinned: Sequence[Placement | None]) -> bool:

@@ -21,11 +21,15 @@ from tests.planner.steps import flow_of, planner_of
 
 
 def step_on(
-    graph: JointGraph, mesh: DeviceMesh, wishes: Wishes | None = None, cluster: Cluster | None = None
+    graph: JointGraph,
+    mesh: DeviceMesh,
+    wishes: Wishes | None = None,
+    cluster: Cluster | None = None,
+    effort: str = "full",
 ) -> LocalStep:
     """The program of the plan for a graph."""
     shape = MeshShape.of(mesh)
-    planner = planner_of(graph, dict(zip(shape.names, shape.sizes, strict=True)), wishes, cluster)
+    planner = planner_of(graph, dict(zip(shape.names, shape.sizes, strict=True)), wishes, cluster, effort=effort)
     groups = Ranks(mesh, torch.device("cpu")).groups
     with outside_modes():
         return Localizer(flow_of(planner, planner.plan()), planner.resharder, groups).run()

@@ -138,7 +138,8 @@ def test_experts_on_one_axis_of_two() -> None:
     names = [name for name, _ in module.named_parameters() if "experts." in name]
     wishes = Wishes(planned_outputs=True, pinned=dict.fromkeys(names, (Shard(0), None)))
     graph = capture(module, (), inputs)
-    plan = planner_of(graph, {"outer": 2, "inner": 4}, wishes, Cluster.preset("h100")).plan()
+    # By the sum of seconds: to gather weights behind compute is as fast here, by a fifth of a percent.
+    plan = planner_of(graph, {"outer": 2, "inner": 4}, wishes, Cluster.preset("h100"), effort="fast").plan()
     sent = Counter(
         record.phase for record in _of_experts(plan) if (record.kind, record.axis) == ("all_to_all", "outer")
     )
