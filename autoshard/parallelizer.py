@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -126,7 +127,7 @@ class Parallelizer:
         return {
             "whether an example call is given": "one" if example else "none",
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
-            "the decisions of the plan that is given": _digest(None if plan is None else plan.to_json()),
+            "the decisions of the plan that is given": "none" if plan is None else _digest(plan),
             **{f"the option {name}": str(value) for name, value in wanted.items()},
             "the option compile": str(self.compile),
         }
@@ -243,8 +244,10 @@ class Parallelizer:
         self.module.sharding_plan = decided  # type: ignore[assignment]
 
 
-def _digest(text: str | None) -> str:
-    return "none" if text is None else hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+def _digest(plan: ShardingPlan) -> str:
+    """What differs between plans that decide other things, made when and wherever."""
+    decided = json.dumps([plan.decisions, plan.recomputed], sort_keys=True, default=str)
+    return hashlib.blake2b(decided.encode(), digest_size=6).hexdigest()
 
 
 def _differentiates_all(graph: JointGraph) -> bool:

@@ -367,7 +367,7 @@ def too_small_a_budget() -> str:
 def test_an_error_of_any_rank_is_one_of_all(four: Workers) -> None:
     for fault in ("model", "batch", "example that the plan is not of"):
         messages = four.run(one_rank_differs, fault)
-        assert all("rank 2: " in message for rank, message in enumerate(messages) if rank != 2), messages
+        assert all("rank 2" in message for rank, message in enumerate(messages) if rank != 2), messages
 
 
 def one_rank_differs(fault: str) -> str:
@@ -377,7 +377,7 @@ def one_rank_differs(fault: str) -> str:
         module = models.Mlp(24, 36)
     elif dist.get_rank() == 2:
         inputs = {name: tensor[:4] for name, tensor in inputs.items()}
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError if fault == "model" else InputError) as caught:
         autoshard.parallelize(module, mesh(), (), inputs, plan=plan)
     assert not isinstance(module.up.weight, DTensor)
     return str(caught.value)

@@ -87,7 +87,9 @@ def _restore_forward(module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -
     if forward is None or not _is_ours(forward):
         return
     del twin.__dict__["forward"]
-    before = getattr(forward, "__wrapped__", None)
+    before: Any = forward
+    while before is not None and _is_ours(before):  # torch.compiler.disable wraps it once more
+        before = getattr(before, "__wrapped__", None)
     if before is not None and getattr(before, "__func__", None) is not type(module).forward:
         twin.__dict__["forward"] = copy.deepcopy(before, memo)  # bound to the twin, where it was bound to the module
 
