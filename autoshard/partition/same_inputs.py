@@ -14,7 +14,7 @@ from autoshard.partition.agree import is_alone, named_ranks, said_by_ranks
 
 _SUMS = 4  # weighted sums that tell one batch of numbers from another
 _NEAR = 1e-2  # part of a tensor's norm by which such sums may differ: unlike devices round what they compute
-Print = str | tuple[float, ...]
+Summary = str | tuple[float, ...]
 
 
 def check_same_inputs(device_mesh: DeviceMesh, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -28,7 +28,7 @@ def check_same_inputs(device_mesh: DeviceMesh, inputs: Mapping[str, torch.Tensor
     """
     if is_alone(device_mesh):
         return
-    own = {name: _print(tensor) for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}
+    own = {name: _summary(tensor) for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}
     ranks = said_by_ranks(device_mesh, own)
     first, said = next(iter(ranks.items()))
     for name in own:
@@ -42,21 +42,23 @@ def check_same_inputs(device_mesh: DeviceMesh, inputs: Mapping[str, torch.Tensor
             )
 
 
-def _print(tensor: torch.Tensor) -> Print:
+def _summary(tensor: torch.Tensor) -> Summary:
     """Few numbers that other tensors do not have."""
     flat = tensor.detach().reshape(-1)
     if not flat.is_floating_point():
         plain = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
         return hashlib.blake2b(plain.cpu().numpy().tobytes(), digest_size=16).hexdigest()
-    if not flat.isfinite().all():
-        flat = flat.nan_to_num()
-    place = torch.arange(len(flat), device=flat.device, dtype=torch.float32)
-    weights = (torch.cos(place * (0.7 + number)) for number in range(_SUMS))
-    norm = flat.float().norm().item()
-    return (norm, *(torch.dot(flat.float(), weight).item() for weight in weights))
+    flat = flat.nan_to_num().cpu().double()
+    largest = flat.abs().max().item() if len(flat) else 0.0
+    flat = flat / largest if largest else flat  # masks hold the largest numbers that there are: their sums have none
+    place = torch.arange(len(flat), dtype=torch.float64)
+    sums = (torch.dot(flat, torch.cos(place * (0.7 + number))).item() for number in range(_SUMS))
+    return largest, flat.norm().item(), *sums
 
 
-def _is_near(one: Print, other: Print) -> bool:
+def _is_near(one: Summary, other: Summary) -> bool:
     if isinstance(one, str) or isinstance(other, str):
         return one == other
-    return all(abs(here - there) <= _NEAR * other[0] for here, there in zip(one, other, strict=True))
+    (largest, *sums), (other_largest, norm, *_) = one, other
+    same_size = abs(largest - other_largest) <= _NEAR * other_largest
+    return same_size and all(abs(here - there) <= _NEAR * norm for here, there in zip(sums, other[1:], strict=True))
