@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,7 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.arguments import check_dtypes, check_examples, check_mesh, check_module, check_plain, check_plan
 from autoshard.capture.dynamic import Dynamic
-from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import PlanError
 from autoshard.frontier import Frontier
@@ -25,7 +23,7 @@ from autoshard.pipelined.front import PipelineOptions, parallelize_pipeline, pla
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.plan import ShardingPlan
 from autoshard.planner.frontier import frontier_plans
-from autoshard.planning import planner_for, told
+from autoshard.planning import captured, planner_for, told
 from autoshard.progress import watched
 from autoshard.specs.axes import MeshShape
 
@@ -38,7 +36,7 @@ def plan(
     *,
     hints: Hints | None = None,
     memory_limit: int | str | None = None,
-    optimizer: str | type[torch.optim.Optimizer] | None = None,
+    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
     optimizer_bytes_per_element: float | None = None,
     cluster: str | Cluster | None = None,
     inputs: str = "global",
@@ -72,7 +70,7 @@ def plan(
         hints: globs of parameter or module paths -> placements that the planner must keep; or, of module paths,
             `autoshard.replicate(n)` or `autoshard.split(n)`. See docs/hints.md.
         memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach.
-        optimizer: what will train the model: a class of `torch.optim`, or a name such as `"adamw"` (the default),
+        optimizer: what will train the model: an optimizer, its class, or a name such as `"adamw"` (the default),
             `"sgd"`, `"momentum"` or `"adafactor"`. Its state, and what it makes on the way through a step, is memory.
         optimizer_bytes_per_element: of an optimizer that is none of these, the state that it keeps for every element
             of a trained parameter.
@@ -174,9 +172,7 @@ def plan(
     )
     if pipeline is not None:
         return planned_pipeline(module, shape, args, kwargs, pipeline, options)
-    start = time.perf_counter()
-    graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), dynamic=dynamic, mp_policy=options.mp_policy)
-    seconds = time.perf_counter() - start
+    graph, seconds = captured(module, args, kwargs, options, grad=torch.is_grad_enabled())
     return plan_shares(graph, shape, options, seconds, lambda graph, own: planner_for(module, graph, shape, own))
 
 
@@ -187,7 +183,7 @@ def frontier(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     hints: Hints | None = None,
-    optimizer: str | type[torch.optim.Optimizer] | None = None,
+    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
     optimizer_bytes_per_element: float | None = None,
     cluster: str | Cluster | None = None,
     inputs: str = "global",
@@ -248,9 +244,7 @@ def frontier(
         work_limit=work_limit,
         verbose=verbose,
     )
-    start = time.perf_counter()
-    graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), dynamic=dynamic, mp_policy=options.mp_policy)
-    seconds = time.perf_counter() - start
+    graph, seconds = captured(module, args, kwargs, options, grad=torch.is_grad_enabled())
     planner = planner_for(module, graph, shape, options)
     with watched(options.verbose) as planner.progress:
         plans = frontier_plans(planner, gaps)
@@ -265,7 +259,7 @@ def parallelize(
     *,
     hints: Hints | None = None,
     memory_limit: int | str | None = None,
-    optimizer: str | type[torch.optim.Optimizer] | None = None,
+    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
     optimizer_bytes_per_element: float | None = None,
     cluster: str | Cluster | None = None,
     inputs: str = "global",

@@ -9,19 +9,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from autoshard.errors import InputError, MeshError, PlanError
 from autoshard.partition.seeds import backends
 from autoshard.plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 
+_WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
+
 
 def check_module(module: object) -> None:
     """`InputError` unless it is a module."""
     if not isinstance(module, nn.Module):
         raise InputError(f"autoshard works on a torch.nn.Module, got {type(module).__name__}.")
+    for name, part in module.named_modules():
+        if isinstance(part, _WRAPPERS):
+            kind, where = type(part).__name__, name or "the module"
+            raise InputError(
+                f"{where} is wrapped in {kind}, which spreads it over devices in its own way. Unwrap it: pass what is "
+                "in it, its attribute `module`; autoshard splits the batch, and reduces gradients, where that is best."
+            )
 
 
 def check_examples(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:

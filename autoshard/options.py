@@ -46,7 +46,7 @@ def check_options(
     device_type: str | None,
     *,
     hints: Hints | None,
-    optimizer: str | type[torch.optim.Optimizer] | None,
+    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None,
     optimizer_bytes_per_element: float | None,
     cluster: str | Cluster | None,
     inputs: str,

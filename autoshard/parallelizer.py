@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,12 +17,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.batch_shares import planned_in_shares, settled
 from autoshard.capture import outside_modes
-from autoshard.capture.joint import JointGraph, capture
+from autoshard.capture.joint import JointGraph
 from autoshard.capture.twin import check_parameters
 from autoshard.optimizers import hand_over
 from autoshard.options import Options
 from autoshard.part_shares import parts_of, plan_shares
-from autoshard.partition.agree import compare, from_first_rank, together
+from autoshard.partition.agree import compare, from_first_rank, is_first_rank, together
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.gradient_sums import GradientSums
 from autoshard.partition.module import Runtime, Tangents, check_constants, wants_gradient
@@ -36,7 +35,7 @@ from autoshard.partition.step import Program, Ranks
 from autoshard.patterns.parts import in_parts
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
-from autoshard.planning import flow_of, planner_for
+from autoshard.planning import captured, flow_of, planner_for
 from autoshard.reshard.unreduced import Reduced
 from autoshard.simulate.program import KernelPrices
 from autoshard.specs.axes import MeshShape
@@ -193,19 +192,11 @@ class Parallelizer:
         dynamic: bool,
     ) -> tuple[JointGraph, Planner, float]:
         """The graph of one call, its planner, and the seconds that the capture took."""
-        start = time.perf_counter()
-        sizes = self.options.dynamic if dynamic else None
-        graph = capture(
-            self.module,
-            args,
-            kwargs,
-            grad=grad,
-            tangents=tangents,
-            dynamic=sizes,
-            mp_policy=self.options.mp_policy,
+        quiet = not is_first_rank(self.device_mesh)
+        graph, seconds = captured(
+            self.module, args, kwargs, self.options, grad=grad, tangents=tangents, dynamic=dynamic, quiet=quiet
         )
         check_constants(graph, self.module)
-        seconds = time.perf_counter() - start
         return graph, self._planner(graph), seconds
 
     def _planner(self, graph: JointGraph) -> Planner:
@@ -225,6 +216,12 @@ class Parallelizer:
         }
         decided = self.plan if self.placed is None else None
         if decided is None:
+            compare(
+                self.device_mesh,
+                {"the graph that was captured": graph.fingerprint[:12]},
+                "forward does something else there with arguments of the same shapes: check what in it hangs on chance "
+                "(Python's random, NumPy's), on the rank, or on attributes that are not the same on all ranks.",
+            )
             text = from_first_rank(self.device_mesh, lambda: self._planned(graph, planner, seconds).to_json())
             decided = ShardingPlan.from_json(text)
         together(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))

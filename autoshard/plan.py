@@ -13,7 +13,9 @@ from torch.distributed.tensor import Placement
 
 from autoshard import plan_file, plan_text
 from autoshard.errors import PlanError
+from autoshard.memory.budget import format_bytes
 from autoshard.memory.footprint import Memory
+from autoshard.plan_rows import format_seconds
 from autoshard.specs.axes import MeshShape
 
 Placements = tuple[Placement, ...]
@@ -152,6 +154,11 @@ class ShardingPlan:
     def fits(self) -> bool:
         """Whether the peak is within the `capacity`; True where that is not known."""
         return not self.capacity or self.memory.peak <= self.capacity
+
+    def __repr__(self) -> str:
+        peak, step = format_bytes(self.memory.peak), format_seconds(self.step_seconds)
+        held = f"{len(self.placements)} parameters and buffers"
+        return f"ShardingPlan({held} on {self.mesh}, {peak} at {step} per step; print it to see more)"
 
     def __str__(self) -> str:
         return plan_text.render(self)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 from torch import nn
@@ -12,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import hints as hint_rules
 from autoshard.capture.calls import said_of_passed
-from autoshard.capture.joint import JointGraph
+from autoshard.capture.joint import JointGraph, capture
 from autoshard.capture.recompute import recomputed
 from autoshard.capture.task_graphs import assign_task_graphs, defaults_of
 from autoshard.errors import HintError, PlanError
@@ -31,6 +33,33 @@ from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, dim_of, padded_segments_of
 from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec, is_shard
+
+
+def captured(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    *,
+    grad: bool,
+    tangents: Literal["loss", "all"] = "loss",
+    dynamic: bool = True,
+    quiet: bool = False,
+) -> tuple[JointGraph, float]:
+    """The graph of a call, and the seconds that its capture took, with a line about it where somebody watches.
+
+    Args:
+        module, args, kwargs, grad, tangents: as for `capture`.
+        options: what was asked for.
+        dynamic: whether the sizes that may be dynamic are to be.
+        quiet: nobody watches: somebody else captures the same.
+    """
+    start = time.perf_counter()
+    sizes = options.dynamic if dynamic else None
+    watching = contextlib.nullcontext() if quiet else watched(options.verbose, f"capture of {type(module).__name__}")
+    with watching:
+        graph = capture(module, args, kwargs, grad=grad, tangents=tangents, dynamic=sizes, mp_policy=options.mp_policy)
+    return graph, time.perf_counter() - start
 
 
 @older_objects_set_aside()

@@ -1,4 +1,4 @@
-"""A search as somebody at a terminal sees it: a line on standard error, or records in the log."""
+"""What takes long, as somebody sees it who waits: a line at a terminal, or now and then one in the log."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import logging
 import math
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -16,24 +18,64 @@ from autoshard.planner.progress import Progress
 
 _log = logging.getLogger("autoshard")
 
+SECONDS = 10.0
+"""Between lines in the log of what takes long."""
+
 
 @contextlib.contextmanager
-def watched(verbose: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """What a planner reports to while the block runs; None where nobody watches.
+def watched(verbose: bool, doing: str = "planning") -> Iterator[Callable[[Progress], None]]:
+    """What a planner reports to while the block runs.
 
     Args:
-        verbose: log every report at INFO level; else, where a terminal is at standard error, one line there tells
-            phase, cost and bound, and goes when the block ends.
+        verbose: log every report at INFO level. Else, where a terminal is at standard error, one line there tells
+            phase, cost and bound, and goes when the block ends; elsewhere the last report is logged every ten seconds.
+        doing: what the block does, for those who see it before there is a report.
     """
-    if verbose:
-        yield lambda one: _log.info("%s", described(one))
-    elif sys.stderr is not None and sys.stderr.isatty():
+    if not verbose and sys.stderr is not None and sys.stderr.isatty():
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Bar(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-            task = bar.add_task("planning")
+            task = bar.add_task(doing)
             yield lambda one: bar.update(task, description=described(one))
+        return
+    last: list[Progress] = []
+
+    def report(one: Progress) -> None:
+        last[:] = [one]
+        if verbose:
+            _say(described(one))
+
+    def tell(seconds: float) -> None:
+        _say("; ".join([f"{doing} for {seconds:.0f} s", *map(described, last)]))
+
+    with _every(SECONDS, tell):
+        yield report
+
+
+@contextlib.contextmanager
+def _every(seconds: float, say: Callable[[float], None]) -> Iterator[None]:
+    """Call a function of the seconds gone by, every so many of them, while the block runs."""
+    start, ended = time.monotonic(), threading.Event()
+
+    def run() -> None:
+        while not ended.wait(seconds):
+            say(time.monotonic() - start)
+
+    thread = threading.Thread(target=run, name="autoshard progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _say(text: str) -> None:
+    """A record at INFO level; on standard error where nobody has set up logging, as Python does with warnings."""
+    if _log.hasHandlers():
+        _log.info("%s", text)
     else:
-        yield None
+        record = _log.makeRecord(_log.name, logging.INFO, __file__, 0, "autoshard: %s", (text,), None)
+        logging.StreamHandler().handle(record)
 
 
 def described(one: Progress) -> str:

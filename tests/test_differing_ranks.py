@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -88,6 +89,17 @@ def _other_options(rank: int) -> None:
     _parallel(_batch(), inputs="local" if rank else "global")
 
 
+class _Random(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sin() if random.random() < 0.5 else super().forward(x)
+
+
+def _chance(rank: int) -> None:
+    random.seed(1 if rank else 2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    autoshard.parallelize(_Random(6, 6), mesh, (_batch(),))
+
+
 CASES: dict[Callable[[int], None], str] = {
     _samplers_batches: r'input has other numbers on rank 1 than on rank 0.*DistributedSampler.*inputs="local"',
     _tokens_of_other_batches: r'the input input has other numbers on rank 1.*inputs="local"',
@@ -99,6 +111,7 @@ CASES: dict[Callable[[int], None], str] = {
     _an_example_on_one: r"whether an example call is given: one on rank 0; none on rank 1",
     _a_plan_on_one: r"the plan that is given: one of the graph \w+ on rank 0; none on rank 1",
     _other_plans: r"the decisions of the plan that is given: \w+ on rank 0; \w+ on rank 1",
+    _chance: r"the graph that was captured: \w+ on rank 0; \w+ on rank 1.*chance",
     _other_options: r"the option inputs: global on rank 0; local on rank 1",
 }
 

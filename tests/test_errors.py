@@ -53,6 +53,13 @@ class Counting(Mlp):
         return self.up(x)[: int(x.sum().item())].sum()
 
 
+class Reducing(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        dist.all_reduce(hidden)
+        return self.down(hidden).sum()
+
+
 class Choosing(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
@@ -255,6 +262,23 @@ def test_control_flow_that_depends_on_data(mesh: DeviceMesh, module: type[Mlp], 
     assert "unhinted" not in said
 
 
+def test_errors_of_capture_come_without_what_torch_writes_on_the_way(capfd: pytest.CaptureFixture[str]) -> None:
+    x = torch.randn(4, 16)
+    for module, example in ((Branching(), x), (Mlp(), x.T)):
+        with pytest.raises(CaptureError):
+            autoshard.plan(module, {"tp": 2}, (example,))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_collective_in_forward(mesh: DeviceMesh) -> None:
+    refused(CaptureError, ["all_reduce", "dist.all_reduce(hidden)", "one device"], Reducing(), mesh, (X,))
+
+
+def test_a_collective_in_forward_without_a_process_group() -> None:
+    with pytest.raises(CaptureError, match=r"dist.all_reduce\(hidden\).*leave them out of forward"):
+        autoshard.plan(Reducing(), {"tp": 2}, (torch.randn(4, 16),))
+
+
 def test_an_operator_with_an_effect_besides_its_results(mesh: DeviceMesh) -> None:
     refused(CaptureError, ["_linalg_check_errors", "torch.linalg.inv_ex"], Inverting(), mesh, (X,))
 
@@ -332,6 +356,13 @@ def test_what_is_no_module(mesh: DeviceMesh) -> None:
     for call in (autoshard.parallelize, autoshard.plan):
         with pytest.raises(InputError, match=r"torch\.nn\.Module, got function"):
             call(lambda x: x, mesh, (X,))
+
+
+def test_what_spreads_a_module_in_its_own_way(mesh: DeviceMesh) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(Mlp())
+    for module, name in ((wrapped, "the module"), (nn.Sequential(wrapped), "0")):
+        with pytest.raises(InputError, match=f"{name} is wrapped in DistributedDataParallel.*attribute `module`"):
+            autoshard.parallelize(module, mesh, (X,))
 
 
 @pytest.mark.parametrize(

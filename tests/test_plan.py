@@ -27,6 +27,14 @@ def test_a_plan_is_equal_after_a_file(tmp_path) -> None:
     assert ShardingPlan.load(tmp_path / "plan.json") == plan
 
 
+def test_what_a_prompt_shows_of_a_plan_is_one_line() -> None:
+    plan = sample_plan()
+    shown = f"{len(plan.placements)} parameters and buffers on {plan.mesh}"
+    assert shown in repr(plan)
+    assert len(repr(plan)) < 160
+    assert "\n" not in repr(plan)
+
+
 def test_a_missing_file_is_a_plan_error(tmp_path) -> None:
     with pytest.raises(PlanError, match=r"no_such\.json.*cannot be read"):
         ShardingPlan.load(tmp_path / "no_such.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch.fx import traceback  # what is said of the operators that are traced,
 from torch.fx.experimental.proxy_tensor import get_proxy_mode  # what writes a graph while code runs, if anything does
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,  # that a size stays a symbol
+    GuardOnDataDependentSymNode,  # the way at a branch is asked of a tensor that has no numbers
     ShapeEnv,  # names sizes that depend on data, in errors, and holds what is known of dynamic ones
     free_unbacked_symbols,  # the sizes in a value that depend on data
 )
@@ -57,6 +59,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionBase",
     "GradAOTOutput",
+    "GuardOnDataDependentSymNode",
     "InputKind",
     "InputMutationAOTOutput",
     "OpOverload",
@@ -93,6 +96,7 @@ __all__ = [
     "transforms_active",
     "version_of",
     "without_root_buffers",
+    "without_tracebacks",
 ]
 
 
@@ -109,6 +113,26 @@ def survey_mode() -> FakeTensorMode:
 def outside_modes() -> contextlib.AbstractContextManager[Any]:
     """Context in which no dispatch mode of the caller (fake, local or other tensors) is active."""
     return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def without_tracebacks() -> Iterator[None]:
+    """Context in which torch does not log what fails on fake tensors: it raises it, too."""
+    logs = [
+        logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+    ]
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        failed = record.exc_info is not None or str(record.msg).startswith("Unable to find user code")
+        return not failed or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+
+    for log in logs:
+        log.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeFilter(is_wanted)
 
 
 def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:

@@ -16,20 +16,35 @@ logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional")
+
 
 def check_sizes(graph: fx.Graph) -> None:
     """Refuse an exported graph with sizes that depend on the numbers in a tensor: no plan can be made for them."""
     for node in graph.nodes:
-        if not _depends_on_data(node.meta.get("val")):
-            continue
-        stack = node.meta.get("nn_module_stack")
-        path = next(reversed(stack.values()))[0] if stack else ""
-        line = " ".join((node.meta.get("stack_trace") or "").split("\n")[-3:]).strip()
-        raise CaptureError(
-            f"{node.target} in {path or 'the root module'} has a size or value that depends on the numbers in a tensor"
-            + (f" ({line})" if line else "")
-            + ". Use an operator of fixed size, such as torch.where in place of boolean indexing."
-        )
+        if _depends_on_data(node.meta.get("val")):
+            raise CaptureError(
+                f"{_place(node, 'has a size or value that depends on the numbers in a tensor')}. Use an operator of "
+                "fixed size, such as torch.where in place of boolean indexing."
+            )
+
+
+def check_collectives(graph: fx.Graph) -> None:
+    """Refuse an exported graph in which devices talk to each other: it is to be the step of one device."""
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") in _COLLECTIVES:
+            raise CaptureError(
+                f"{_place(node, 'is a collective')}. What is captured is the step of one device, of which autoshard "
+                "makes the collectives: leave them out of forward, as in a program for one device."
+            )
+
+
+def _place(node: fx.Node, what: str) -> str:
+    """What is wrong with a node, with its module and the user's line."""
+    stack = node.meta.get("nn_module_stack")
+    path = next(reversed(stack.values()))[0] if stack else ""
+    line = " ".join((node.meta.get("stack_trace") or "").split("\n")[-3:]).strip()
+    return f"{node.target} in {path or 'the root module'} {what}" + (f" ({line})" if line else "")
 
 
 def _depends_on_data(value: object) -> bool:

@@ -14,6 +14,7 @@ from autoshard.capture.assigned import AssignedTensors, SetBuffer
 from autoshard.capture.calls import CallLayout, Constant, ResultLayout, call_layout, result_names
 from autoshard.capture.composites import Exportable, replace_composites
 from autoshard.capture.dynamic import Dynamic, export_dynamic
+from autoshard.capture.failure import refusing_branches
 from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.masks import replace_position_masks
@@ -89,6 +90,7 @@ def export_forward(
     twin.register_forward_hook(opaque)
     calls = PythonCalls(twin)
     with (
+        refusing_branches(twin),
         assigned.watching(),
         GradientCode(calls).watching(twin),
         capturable_flex_attention(),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import linecache
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
+from torch import nn
 
+from autoshard.capture._torch import GuardOnDataDependentSymNode
 from autoshard.errors import AutoshardError, CaptureError
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -44,6 +50,11 @@ _ADVICE = (
         "autoshard.register_rule it is sharded, and without a rule every rank runs it whole",
     ),
     (
+        ("process group has not been initialized", "group cannot be None"),
+        "what is captured is the step of one device, of which autoshard makes the collectives: leave them out of "
+        "forward",
+    ),
+    (
         ("Unexpected fake buffer",),
         "code that runs in backward reads a tensor of forward that it was not given. Pass it as an argument to the "
         "function, or save it with ctx.save_for_backward",
@@ -72,6 +83,27 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
         f"{model} could not be captured as one graph{where}: {type(error).__name__}: {reason.rstrip('.')}. "
         + (f"What to do: {advice}." if advice else "Check that the module runs with these arguments on one device.")
     )
+
+
+@contextlib.contextmanager
+def refusing_branches(module: nn.Module) -> Iterator[None]:
+    """While active, a branch on data in `forward` is a `CaptureError` at once: torch would write out the graph."""
+    forward, own = module.forward, module.__dict__.get("forward")
+
+    @functools.wraps(forward)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except GuardOnDataDependentSymNode as error:
+            raise capture_error(type(module).__name__, error) from error
+
+    module.forward = refusing
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
 
 
 def known_error(error: BaseException) -> AutoshardError | None:

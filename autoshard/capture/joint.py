@@ -12,11 +12,19 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.capture._torch import FakeTensorMode, TangentAOTInput, fake_mode, outside_modes, pytree, trace_joint
+from autoshard.capture._torch import (
+    FakeTensorMode,
+    TangentAOTInput,
+    fake_mode,
+    outside_modes,
+    pytree,
+    trace_joint,
+    without_tracebacks,
+)
 from autoshard.capture.annotate import capturing
 from autoshard.capture.autocast import autocast_of_gpus
 from autoshard.capture.calls import call_layout, said_of_passed, signature_of
-from autoshard.capture.checks import check_sizes
+from autoshard.capture.checks import check_collectives, check_sizes
 from autoshard.capture.describe import describe
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.effects import Effects, effects_of
@@ -158,6 +166,7 @@ def _export(
         exported = export_forward(twin, lowered_args, lowered_kwargs, mode, dynamic)
         exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
     check_sizes(exported.graph_module.graph)
+    check_collectives(exported.graph_module.graph)
     return exported
 
 
@@ -171,6 +180,7 @@ def _surroundings(module: nn.Module, grad: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_uncollected())
             stack.enter_context(outside_modes())
+            stack.enter_context(without_tracebacks())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
             if torch.get_default_device() != DEVICE:

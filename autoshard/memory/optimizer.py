@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from autoshard.errors import PlanError
 
@@ -94,13 +94,13 @@ _KNOWN = {
 
 
 def optimizer_memory(
-    optimizer: str | type[Optimizer] | None, bytes_per_element: float | None, foreach: bool
+    optimizer: str | type[Optimizer] | Optimizer | None, bytes_per_element: float | None, foreach: bool
 ) -> OptimizerMemory:
     """What an optimizer is known to hold.
 
     Args:
-        optimizer: a name such as `"adamw"`, `"momentum"` (SGD with it) or `"adafactor"`, or a class of `torch.optim`;
-            AdamW by default.
+        optimizer: a name such as `"adamw"`, `"momentum"` (SGD with it) or `"adafactor"`, a class of `torch.optim`, or
+            one of these made already; AdamW by default.
         bytes_per_element: in place of a name, the state that an optimizer of another kind keeps for every element of a
             trained parameter; its temporaries are taken to be Adam's.
         foreach: whether it updates all parameters with one call for each operator, as torch's do on accelerators.
@@ -120,10 +120,20 @@ def optimizer_memory(
                 "element of a trained parameter, such as 8 for Adam in float32, 4 for momentum, 0 for plain SGD."
             )
         return replace(_ADAM, name="", copies=0, numbers=0, bytes_per_element=bytes_per_element, foreach=foreach)
-    name = "adamw" if optimizer is None else optimizer if isinstance(optimizer, str) else optimizer.__name__
+    name = _name_of(optimizer)
     if name.lower() not in _KNOWN:
         raise PlanError(
             f"optimizer={optimizer!r} is not known: choose one of {', '.join(_KNOWN)}, or say what it keeps for every "
             "element of a trained parameter with optimizer_bytes_per_element."
         )
     return replace(_KNOWN[name.lower()], foreach=foreach)
+
+
+def _name_of(optimizer: object) -> str:
+    """The name of an optimizer, as in the table of those known, or for an error."""
+    if isinstance(optimizer, Optimizer):
+        keeps_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+        return "momentum" if type(optimizer) is SGD and keeps_momentum else type(optimizer).__name__
+    if isinstance(optimizer, type):
+        return optimizer.__name__
+    return "adamw" if optimizer is None else str(optimizer)

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.arguments import check_examples, check_module
 from autoshard.capture._torch import pytree
-from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import AutoshardError, BudgetError, MeshError, PlanError
 from autoshard.mesh_search.candidate import Candidate
@@ -26,6 +25,7 @@ from autoshard.options import Hints, Options, check_options
 from autoshard.pipeline.microbatch import samples
 from autoshard.pipelined.captured import Call, Captured
 from autoshard.pipelined.planning import plan_pipeline
+from autoshard.planning import captured as captured_step
 
 _PIPELINES: dict[bool | str, Pipeline] = {False: "none", True: "outer", "outer": "outer", "inner": "inner"}
 
@@ -39,7 +39,7 @@ def search(
     cluster: str | Cluster | None = None,
     option: str = "mini-time",
     memory_limit: int | str | None = None,
-    optimizer: str | type[torch.optim.Optimizer] | None = None,
+    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
     optimizer_bytes_per_element: float | None = None,
     hints: Hints | None = None,
     pipeline: bool | str = True,
@@ -164,8 +164,7 @@ def searched(
 ) -> SearchResult:
     """What `search` returns, of checked arguments."""
     start = time.perf_counter()
-    graph = capture(module, args, kwargs, grad=torch.is_grad_enabled(), mp_policy=options.mp_policy)
-    capture_seconds = time.perf_counter() - start
+    graph, capture_seconds = captured_step(module, args, kwargs, options, grad=torch.is_grad_enabled(), dynamic=False)
     own_memory = options.settings.memory_limit is None
     limit = options.settings.memory_limit or options.cluster.device.memory
     options = replace(options, settings=replace(options.settings, memory_limit=limit))

@@ -22,6 +22,11 @@ def is_alone(device_mesh: DeviceMesh) -> bool:
     return device_mesh.size() == 1 or dist.get_backend(device_mesh.get_group(0)) == _FAKE_BACKEND
 
 
+def is_first_rank(device_mesh: DeviceMesh) -> bool:
+    """Whether this is the rank that decides for all of the mesh."""
+    return all(coordinate == 0 for coordinate in device_mesh.get_coordinate() or ())
+
+
 def from_first_rank(device_mesh: DeviceMesh, make: Callable[[], str]) -> str:
     """The text that `make` returns on the first rank of the mesh, on every rank of it.
 
@@ -31,7 +36,7 @@ def from_first_rank(device_mesh: DeviceMesh, make: Callable[[], str]) -> str:
     if is_alone(device_mesh):
         return make()
     payload: list[object] = [None, None]
-    if all(coordinate == 0 for coordinate in device_mesh.get_coordinate() or ()):
+    if is_first_rank(device_mesh):
         try:
             payload = ["", make()]
         except AutoshardError as error:

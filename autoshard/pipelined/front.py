@@ -16,6 +16,7 @@ from autoshard.partition.agree import from_first_rank
 from autoshard.pipelined.module import PipelineModule, pipelined
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.planning import plan_pipeline
+from autoshard.progress import watched
 from autoshard.specs.axes import MeshShape
 
 PIPELINE_AXIS = "pp"
@@ -85,18 +86,19 @@ def planned_pipeline(
         AutoshardError: as for `plan_pipeline`.
     """
     _check_example(args, kwargs)
-    return plan_pipeline(
-        module,
-        mesh,
-        args,
-        kwargs,
-        axis=wanted.axis,
-        schedule=wanted.schedule,
-        microbatches=wanted.microbatches,
-        virtual=wanted.virtual,
-        options=options,
-        batch_dims=wanted.batch_dims,
-    )
+    with watched(options.verbose, f"planning of {type(module).__name__} as a pipeline"):
+        return plan_pipeline(
+            module,
+            mesh,
+            args,
+            kwargs,
+            axis=wanted.axis,
+            schedule=wanted.schedule,
+            microbatches=wanted.microbatches,
+            virtual=wanted.virtual,
+            options=options,
+            batch_dims=wanted.batch_dims,
+        )
 
 
 def parallelize_pipeline(

@@ -17,6 +17,7 @@ from autoshard.pipeline.simulation import Simulation, simulate
 from autoshard.pipeline.tasks import task_graph
 from autoshard.pipelined import plan_data, plan_tables
 from autoshard.plan import ShardingPlan
+from autoshard.plan_rows import format_seconds
 from autoshard.report.gantt import gantt
 from autoshard.report.trace import trace
 from autoshard.reshard.unreduced import Reduced
@@ -130,6 +131,12 @@ class PipelinePlan:
     def simulation(self) -> Simulation:
         """The predicted step, event by event, on one device of every pipeline rank."""
         return simulate(task_graph(self.schedule, self.costs), self.contention)
+
+    def __repr__(self) -> str:
+        return (
+            f"PipelinePlan({self.schedule.stages} stages on {self.mesh}, {self.microbatches} microbatches, "
+            f"{format_seconds(self.step_seconds)} per step; print it to see more)"
+        )
 
     def __str__(self) -> str:
         return plan_tables.render(self)

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard import parallelizer
+from autoshard import parallelizer, planning
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.partition.step import Program
 from autoshard.pipelined.places import forward_fingerprint
@@ -86,7 +86,7 @@ def captured_once() -> Iterator[None]:
             made.append(capture(*args, **kwargs))
         return made[0]
 
-    with mock.patch.object(parallelizer, "capture", capture_once):
+    with mock.patch.object(planning, "capture", capture_once):
         yield
 
 

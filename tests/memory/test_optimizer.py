@@ -105,6 +105,10 @@ def test_fused_optimizers_take_dtensors_and_make_no_temporaries(kind: type[torch
 def test_what_an_optimizer_is_called() -> None:
     assert optimizer_memory(torch.optim.AdamW, None, foreach=True) == optimizer_memory("AdamW", None, foreach=True)
     assert optimizer_memory(None, None, foreach=True).name == "adamw"
+    made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    assert optimizer_memory(made, None, foreach=True).name == "sgd"
+    made.param_groups[0]["momentum"] = 0.9
+    assert optimizer_memory(made, None, foreach=True).name == "momentum"
     own = optimizer_memory(None, 6.0, foreach=True)
     assert own.state_bytes((8, 4), (4, 4), 4) == 96
     assert own.step_bytes([64, 32]) == 96
@@ -116,6 +120,8 @@ def test_what_an_optimizer_is_called() -> None:
 def test_what_is_not_known_is_said() -> None:
     with pytest.raises(PlanError, match=r"optimizer='lamb' is not known: choose one of adam, .*bytes_per_element"):
         optimizer_memory("lamb", None, foreach=True)
+    with pytest.raises(PlanError, match="optimizer=3 is not known"):
+        optimizer_memory(3, None, foreach=True)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="give one of them"):
         optimizer_memory("sgd", 4.0, foreach=True)
     with pytest.raises(PlanError, match="=-1: it is what"):

@@ -48,6 +48,12 @@ def plan_of(**changes: object) -> PipelinePlan:
     return dataclasses.replace(plan, **changes)
 
 
+def test_what_a_prompt_shows_of_a_plan_is_one_line() -> None:
+    assert repr(plan_of()) == (
+        "PipelinePlan(2 stages on pp=2, dp=2, tp=4, 4 microbatches, 12.3 ms per step; print it to see more)"
+    )
+
+
 def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
     plan = plan_of()
     plan.save(tmp_path / "plan.json")

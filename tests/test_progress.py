@@ -1,0 +1,48 @@
+"""What takes long is told of: now and then in the log, where there is no terminal."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from autoshard import progress
+from autoshard.planner.progress import Progress
+
+
+def _wait(seconds: float) -> None:
+    with progress.watched(False, "capture of Model"):
+        time.sleep(seconds)
+
+
+def test_what_takes_long_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.02)
+    with caplog.at_level(logging.INFO, "autoshard"), progress.watched(False) as report:
+        report(Progress("messages", 2.0, 1.0, 3.0))
+        time.sleep(0.2)
+    said = [record.getMessage() for record in caplog.records]
+    assert 2 <= len(said) <= 10
+    assert said[0] == "planning for 0 s; messages: 2 s per step, at least 1 (gap 50.00%), after 3.0 s"
+
+
+def test_what_is_done_soon_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "autoshard"):
+        _wait(0.0)
+    assert not caplog.records
+
+
+def test_every_report_is_logged_where_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "autoshard"), progress.watched(True) as report:
+        for cost in (3.0, 2.0):
+            report(Progress("messages", cost, 1.0, 3.0))
+    assert [record.getMessage()[:13] for record in caplog.records] == ["messages: 3 s", "messages: 2 s"]
+
+
+def test_it_is_seen_where_nobody_set_up_logging(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.02)
+    monkeypatch.setattr(progress, "_log", logging.Logger("autoshard"))  # which has no handlers, nor parents
+    _wait(0.1)
+    assert capsys.readouterr().err.startswith("autoshard: capture of Model for 0 s\n")
