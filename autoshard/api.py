@@ -23,7 +23,7 @@ from autoshard.pipelined.front import PipelineOptions, parallelize_pipeline, pla
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.plan import ShardingPlan
 from autoshard.planner.frontier import frontier_plans
-from autoshard.planning import captured, planner_for, told
+from autoshard.planning import Planners, captured, planner_for, told
 from autoshard.progress import watched
 from autoshard.specs.axes import MeshShape
 
@@ -173,7 +173,7 @@ def plan(
     if pipeline is not None:
         return planned_pipeline(module, shape, args, kwargs, pipeline, options)
     graph, seconds = captured(module, args, kwargs, options, grad=torch.is_grad_enabled())
-    return plan_shares(graph, shape, options, seconds, lambda graph, own: planner_for(module, graph, shape, own))
+    return plan_shares(graph, shape, options, seconds, Planners(module, shape).of)
 
 
 def frontier(

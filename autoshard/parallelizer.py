@@ -35,7 +35,7 @@ from autoshard.partition.step import Program, Ranks
 from autoshard.patterns.parts import in_parts
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
-from autoshard.planning import captured, flow_of, planner_for
+from autoshard.planning import Planners, captured, flow_of
 from autoshard.reshard.unreduced import Reduced
 from autoshard.simulate.program import KernelPrices
 from autoshard.specs.axes import MeshShape
@@ -80,6 +80,7 @@ class Parallelizer:
         self.compile = compile
         self.plan = plan
         self.placed: dict[str, tuple[Placement, ...]] | None = None
+        self.planners = Planners(module, self.mesh)
         self.runtime = Runtime(module, device_mesh, self.prepare, options.inputs, options.dynamic)
         if options.shares != "auto":
             self._share(options.shares or {})
@@ -174,6 +175,7 @@ class Parallelizer:
         if self.placed is None:
             self._place(decided)
         self.runtime.know_inputs(step.inputs)
+        self.planners.forget()
         general = None
         if grad and tangents != "all" and not _differentiates_all(graph):
             like_args, like_kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
@@ -204,7 +206,7 @@ class Parallelizer:
 
     def _planner_with(self, graph: JointGraph, options: Options) -> Planner:
         known = self.runtime.input_placements if options.inputs == "local" else {}
-        return planner_for(self.module, graph, self.mesh, options, self.placed, known)
+        return self.planners.of(graph, options, self.placed, known)
 
     def _decide(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
         """The plan given by the user for the first call; else the first rank's."""

@@ -152,6 +152,44 @@ def planner_for(
     return Planner(graph, mesh, options.cluster, wishes, options.settings, like=like)
 
 
+class Planners:
+    """Planners of the calls of one module on one mesh: what one works out of operators and tensors serves the others.
+
+    Args:
+        module, mesh: as for `planner_for`.
+    """
+
+    def __init__(self, module: nn.Module, mesh: MeshShape) -> None:
+        self.module = module
+        self.mesh = mesh
+        self._first: list[Planner] = []  # of those that share prices
+
+    def of(
+        self,
+        graph: JointGraph,
+        options: Options,
+        placed: Mapping[str, tuple[Placement, ...]] | None = None,
+        placed_inputs: Mapping[str, tuple[Placement, ...]] | None = None,
+    ) -> Planner:
+        """A planner for one graph; arguments as for `planner_for`."""
+        shared = shared_axis(graph, self.mesh, options)
+        alike = (
+            one
+            for one in self._first
+            if (one.wishes.shared, one.cluster, one.settings) == (shared, options.cluster, options.settings)
+        )
+        like = next(alike, None)
+        planner = planner_for(self.module, graph, self.mesh, options, placed, placed_inputs, like=like)
+        if like is None:
+            self._first.append(planner)
+        return planner
+
+    def forget(self) -> None:
+        """Keep what serves other planners alone: what was found holds much."""
+        for one in self._first:
+            one.forget()
+
+
 def _whole_if_shared(
     graph: JointGraph, name: str, pins: tuple[Placement | None, ...], shared: SharedAxis
 ) -> tuple[Placement | None, ...]:

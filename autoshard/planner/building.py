@@ -50,6 +50,10 @@ class ProblemBuilder:
         self._plain: dict[tuple[frozenset[int], Reuse], BuiltProblem] = {}
         self._last: tuple[frozenset[int], Decisions | None, Reuse, BuiltProblem] | None = None
 
+    def forget(self) -> None:
+        """Drop the problems that were built; the tables stay."""
+        self._plain, self._last = {}, None
+
     def wishing(self, wishes: Wishes) -> ProblemBuilder:
         """A builder for other wishes that shares the tables made so far; itself for its own."""
         if wishes is self.wishes:

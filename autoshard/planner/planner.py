@@ -161,6 +161,14 @@ class Planner:
             if like is not None:
                 self.rules.share(like.rules)
 
+    def forget(self) -> None:
+        """Drop what was found: what serves planners like this one stays."""
+        self.unlimited = self._fastest = self.best = None
+        self.rungs, self._asked, self._tilings, self._found = {}, {}, {}, []
+        self._accounts.clear()
+        if "builder" in self.__dict__:
+            self.builder.forget()
+
     def gradient_price(self, kind: str, bytes: int, axis: int) -> float:
         """What a collective counts by which a gradient goes to its optimizer."""
         return self.cost.gradient_collective(kind, bytes, axis) / self.settings.runs_per_reduction
