@@ -1,16 +1,19 @@
-"""Optimizers that were made before the parameters were placed."""
+"""Optimizers of placed parameters: those made before, those that can't step, and the state that all save."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoshard.errors import PlanError
+from autoshard.errors import InputError, PlanError
+from autoshard.partition.checkpoint import checkpointable
 
 
 def hand_over(replaced: Mapping[Tensor, Tensor]) -> None:
@@ -51,3 +54,50 @@ def _new(optimizer: Optimizer, parameter: Tensor, waiting: WeakTensorKeyDictiona
         )
     optimizer.state.pop(parameter, None)
     return new
+
+
+def serve(module: nn.Module) -> None:
+    """Make optimizers of a module's parameters ready at their first step.
+
+    Their state is saved and loaded rightly from then on (`torch.distributed.checkpoint.state_dict` has an optimizer
+    without state take a step before anything else), and those that can't step on shards are refused.
+
+    Args:
+        module: its parameters are `DTensor`s; it is referred to weakly.
+
+    Raises:
+        InputError: in `step`, before anything is changed.
+    """
+    watched = weakref.ref(module)
+    known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # parameters that it had
+    ready: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        module = watched()
+        if known.get(optimizer) == count or module is None:
+            return
+        ours = {id(parameter): name for name, parameter in module.named_parameters()}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in ours]
+        for parameter in held:
+            _check_steps(optimizer, ours[id(parameter)], parameter)
+        if held and optimizer not in ready:
+            ready.add(optimizer)
+            checkpointable(optimizer)
+
+    weakref.finalize(module, register_optimizer_step_pre_hook(before_step).remove)
+
+
+_WHOLE_ONLY = (Adafactor, Rprop)
+"""Optimizers whose operators `DTensor` has in place for whole parameters alone."""
+
+
+def _check_steps(optimizer: Optimizer, name: str, parameter: Tensor) -> None:
+    sharded = isinstance(parameter, DTensor) and any(not one.is_replicate() for one in parameter.placements)
+    captured = all(group.get("capturable") for group in optimizer.param_groups)  # Rprop's other code, on GPUs
+    if sharded and isinstance(optimizer, _WHOLE_ONLY) and not captured:
+        raise InputError(
+            f"{type(optimizer).__name__} can't step on sharded parameters: torch's has no operators for them as "
+            f"DTensors, and {name!r} lies as {parameter.placements}. Take another optimizer, or keep the parameters "  # type: ignore[attr-defined]
+            'whole: autoshard.parallelize(..., hints={"*": Replicate()}).'
+        )

@@ -19,7 +19,7 @@ from autoshard.batch_shares import planned_in_shares, settled
 from autoshard.capture import outside_modes
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.twin import check_parameters
-from autoshard.optimizers import hand_over
+from autoshard.optimizers import hand_over, serve
 from autoshard.options import Options
 from autoshard.part_shares import parts_of, plan_shares
 from autoshard.partition.agree import compare, from_first_rank, is_first_rank, together
@@ -118,6 +118,7 @@ class Parallelizer:
         # Parameters that are left are held by somebody else, such as an optimizer that was made before.
         left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
         hand_over(left)
+        serve(self.module)
 
     def _said(self, example: Any) -> dict[str, str]:
         """What the user asked for, as far as all ranks must ask for the same."""

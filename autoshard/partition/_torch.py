@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
@@ -26,8 +27,9 @@ from torch._subclasses import FakeTensorMode as FakeTensorMode
 
 # Runs a function once per rank where one process holds all ranks, and plainly elsewhere.
 from torch.distributed._local_tensor import LocalTensor, maybe_run_for_local_tensor
+from torch.distributed.checkpoint import hf_storage, state_dict, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 # How a DTensor lies: what its public constructors work out anew at every call, at six times the price.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -284,3 +286,46 @@ def has_views(tensor: Tensor) -> bool:
     shards = tensor._local_tensors.values() if isinstance(tensor, LocalTensor) else [tensor]
     # One user is the tensor, one the storage object made here. A plain count of tensors is not to be had otherwise.
     return any(torch._C._storage_Use_Count(shard.untyped_storage()._cdata) > 2 for shard in shards)
+
+
+def broadcasts_from_first_rank() -> bool:
+    """Whether the caller serves a load of `torch.distributed.checkpoint.state_dict` with `broadcast_from_rank0`.
+
+    Found on the stack: torch tells nobody. A release that names its functions or their variables otherwise says no.
+    """
+    loads = {_code(state_dict, name) for name in ("_load_model_state_dict", "_load_optim_state_dict")}
+    infos = (frame.f_locals.get("info") for frame in _stack() if frame.f_code in loads)
+    return any(getattr(info, "broadcast_from_rank0", False) for info in infos)
+
+
+def saves_in_hugging_face_files() -> bool:
+    """Whether the caller serves a `torch.distributed.checkpoint.save` with a `HuggingFaceStorageWriter`.
+
+    Found on the stack, as `broadcasts_from_first_rank` is.
+    """
+    place = state_dict_saver.__file__
+    frames = (frame for frame in _stack() if frame.f_code.co_filename == place)
+    writer = hf_storage.HuggingFaceStorageWriter
+    return any(isinstance(frame.f_locals.get("storage_writer"), writer) for frame in frames)
+
+
+def _code(module: Any, name: str) -> Any:
+    return getattr(inspect.unwrap(getattr(module, name, None)), "__code__", None)  # type: ignore[arg-type]
+
+
+def _stack() -> Iterator[FrameType]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def let_autograd_look_for_nan() -> None:
+    """Give `DTensor` the rule that `torch.autograd.detect_anomaly` needs, where this release of torch has none."""
+    from torch.distributed.tensor.experimental import register_sharding  # gives DTensor a rule for an operator
+
+    operator = torch.ops.aten._is_any_true.default  # asks whether any number of a gradient is no number
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
+    if not any(operator in getattr(propagator, table, ()) for table in tables):
+        register_sharding(operator)(lambda flags: [([Replicate()], [Replicate()])])

@@ -7,7 +7,8 @@ tensors are given the methods of that protocol, which tell every stretch apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from autoshard.errors import InputError
+from autoshard.partition import _torch
 from autoshard.partition.blocks import Block, blocks_of
 from autoshard.partition.shards import coordinate_of, cut, distribute, local_of, set_parameter, wrap_like
 from autoshard.specs.axes import MeshShape
@@ -31,10 +34,10 @@ Target = TypeVar("Target")
 def checkpointable(target: Target) -> Target:
     """Make strided shards known to `torch.distributed.checkpoint`.
 
-    The `state_dict()` of a parallelised module is so already. What holds other `DTensor`s, an optimizer above all, is
-    made so by this function: `dcp.save({"optimizer": autoshard.checkpointable(optimizer.state_dict())})`, or once and
-    for all by `autoshard.checkpointable(optimizer)`, which serves `torch.distributed.checkpoint.state_dict` too. Do it
-    before loading as before saving: without it torch refuses to save a strided shard, and loads wrong numbers into it.
+    The `state_dict()` of a parallelised module is so already, and that of an optimizer of its parameters from the
+    first step on (`torch.distributed.checkpoint.state_dict` takes one of its own where there was none). Whatever else
+    holds `DTensor`s, such as averages of weights, is made so by this function, before loading as before saving: without
+    it torch refuses to save a strided shard, and loads wrong numbers into it.
 
     Args:
         target: a state dict, nested or not, whose `DTensor`s may lie anyhow; or an optimizer, whose `state_dict()` will
@@ -59,6 +62,7 @@ def install_hooks(module: nn.Module) -> None:
     * `load_state_dict` takes whole tensors, the same on every rank, of which every rank keeps its part without
       communication, and `DTensor`s placed in another way. With `assign=True` parameters may be on the meta device.
     * Tied parameters stay tied, with `assign=True` too.
+    * What torch would load wrongly into strided shards is refused.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -67,6 +71,49 @@ def install_hooks(module: nn.Module) -> None:
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(loading.before)
     module.register_load_state_dict_post_hook(loading.after)
+    if not hasattr(module, _NAMES_HOOK):
+        # Asked for before anything is loaded; a module without children is not asked, and refuses in `before`.
+        setattr(module, _NAMES_HOOK, _Names(module))
+
+
+_NAMES_HOOK = "_fqn_modifiers"  # by default, what a module tells `torch.distributed.checkpoint` about its names
+
+
+class _Names:
+    """What a module says of its names to `torch.distributed.checkpoint.state_dict`: nothing, but it may refuse.
+
+    Args:
+        module: is referred to weakly.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> dict[str, str]:
+        module = self._module()
+        _refuse_broadcast({} if module is None else dict(module.named_parameters()))
+        return {}
+
+    def __reduce__(self) -> Any:
+        return dict, ()  # a copy is bound to nothing
+
+
+def _refuse_broadcast(tensors: Mapping[str, Any]) -> None:
+    """Refuse that torch broadcasts whole tensors into strided shards: it takes each for one stretch.
+
+    Raises:
+        InputError: it is about to, and one of `tensors` is several stretches.
+    """
+    if not _torch.broadcasts_from_first_rank():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and _is_strided(Spec(tuple(tensor.placements))):
+            raise InputError(
+                f"broadcast_from_rank0=True puts wrong numbers into {name!r}, which lies as "
+                f"{Spec(tuple(tensor.placements))}: torch takes the shard of a rank for one stretch of the tensor, and "
+                "it is several. Let every rank pass the whole state, with full_state_dict=True alone, or load from "
+                "a file: torch.distributed.checkpoint.load, autoshard.load_safetensors."
+            )
 
 
 def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -76,6 +123,9 @@ def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def _after_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    for number, state in state_dict["state"].items():
+        if isinstance(state, dict):
+            _refuse_broadcast({f"{name} of parameter {number}": value for name, value in state.items()})
     checkpointable(state_dict)
 
 
@@ -93,6 +143,7 @@ class _Loading:
     def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Replace every tensor that is to fill a `DTensor` by one that lies alike."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
+        _refuse_broadcast(parameters)
         self._held = {name: parameters[name] for names in self._tied for name in names if name in parameters}
         for name, parameter in parameters.items():
             value = state_dict.get(prefix + name)
@@ -125,11 +176,9 @@ def _alike(value: Tensor, parameter: DTensor) -> Tensor:
 
 def _describe(tensor: DTensor) -> None:
     """Give the local tensor of a `DTensor` the methods of the checkpoint protocol, where it is not one stretch."""
-    spec = Spec(tuple(tensor.placements))
-    dims = [dim_of(spec[axis], tensor.ndim) for axis in spec.shard_axes]
-    nested = len(set(dims)) < len(dims)
-    if spec.partial_axes or not (nested or any(split_factor_of(spec[axis]) > 1 for axis in spec.shard_axes)):
+    if not _in_pieces(tensor):
         return
+    spec = Spec(tuple(tensor.placements))
     local: Any = local_of(tensor)
     # The pieces refer to another tensor object of the same memory: `local` itself would be a cycle.
     coordinate = tuple(coordinate_of(tensor.device_mesh))
@@ -137,6 +186,18 @@ def _describe(tensor: DTensor) -> None:
     local.__create_write_items__ = pieces.write_items
     local.__create_chunk_list__ = pieces.chunks
     local.__get_tensor_shard__ = pieces.shard
+
+
+def _in_pieces(tensor: DTensor) -> bool:
+    """Whether a rank's part may be something else than the stretch that `torch.distributed.checkpoint` takes it for."""
+    spec = Spec(tuple(tensor.placements))
+    dims = [dim_of(spec[axis], tensor.ndim) for axis in spec.shard_axes]
+    nested = len(set(dims)) < len(dims)
+    return not spec.partial_axes and (nested or _is_strided(spec))
+
+
+def _is_strided(spec: Spec) -> bool:
+    return any(split_factor_of(spec[axis]) > 1 for axis in spec.shard_axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +226,19 @@ class _Pieces:
         return [_chunk(block) for block in self.blocks()]
 
     def write_items(self, name: str, tensor: DTensor) -> list[WriteItem]:
-        """The blocks, when saving."""
+        """The blocks, when saving.
+
+        Raises:
+            InputError: they are several, and go to files that hold one tensor under every name.
+        """
+        blocks = list(self.blocks())
+        if len(blocks) > 1 and _torch.saves_in_hugging_face_files():
+            raise InputError(
+                f"HuggingFaceStorageWriter keeps one stretch of {name!r} per rank; it lies as {self.spec}, of which "
+                f"this rank has {len(blocks)}. Save whole tensors with it, those of get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), or save with "
+                "torch.distributed.checkpoint's own writer."
+            )
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
@@ -173,7 +246,7 @@ class _Pieces:
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=_chunk(block), properties=properties, size=torch.Size(self.shape)),
             )
-            for block in self.blocks()
+            for block in blocks
         ]
 
     def shard(self, index: MetadataIndex) -> Tensor:

@@ -18,6 +18,7 @@ from autoshard.capture.dynamic import Dynamic, may_be_dynamic
 from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.cluster.shares import divided
 from autoshard.errors import InputError
+from autoshard.partition import _torch
 from autoshard.partition.lengths import check_blocks, local_shares, whole_shapes
 from autoshard.partition.localize import Border
 from autoshard.partition.same_inputs import check_same_inputs
@@ -109,6 +110,10 @@ class Runtime:
 
         forward.__module__ = __name__  # by which the capture knows it from a forward of the user's
         self.module.forward = forward
+        _torch.let_autograd_look_for_nan()
+        for name, part in self.module.named_modules():
+            if callable(getattr(part, _RESIZE, None)):
+                part.__dict__[_RESIZE] = functools.partial(_refuse_resize, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grad = torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs)
@@ -393,6 +398,17 @@ def _masked(
 
     args, kwargs = pytree.tree_map(masked, call)
     return args, kwargs
+
+
+_RESIZE = "resize_token_embeddings"  # what language models call the change of their vocabulary
+
+
+def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> None:
+    path = f"{name}.{_RESIZE}" if name else _RESIZE
+    raise InputError(
+        f"{path}: the embeddings of a parallelised module lie on its mesh, and its programs are made for their sizes. "
+        f"Call {_RESIZE} before autoshard.parallelize."
+    )
 
 
 def _names(module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[str]:
