@@ -232,6 +232,12 @@ def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[_Pin | None], m
             raise HintError(
                 f"{told}: that is less than one element for each of the {parts} parts. Use fewer or other axes."
             )
+        strided = any(split_factor_of(pin.placement) > 1 for pin in sharding.values())
+        if strided and sum(mesh.axes[axis].size > 1 for axis in sharding) > 1:
+            raise HintError(
+                f"{told}, as {', '.join(placement_text(pin.placement) for pin in sharding.values())}: torch gathers a "
+                f"dim wrongly that several axes split, one of them strided. Use plain Shards, or one axis."
+            )
         if not _divides(size, {axis: pin.placement for axis, pin in sharding.items()}, mesh):
             raise HintError(
                 f"{told}, as {', '.join(placement_text(pin.placement) for pin in sharding.values())}: {size} does not "

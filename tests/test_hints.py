@@ -105,6 +105,10 @@ def test_an_uneven_dim_may_be_sharded_over_one_axis() -> None:
         ({"small.weight": Shard(1)}, r"of size 10, over dp=2 and tp=4, as S\(1\), S\(1\): 10 does not divide evenly"),
         ({"small.weight": {"dp": shard_placement(1, 3)}}, r"over dp=2, as S\(1,f=3\): 10 does not divide evenly"),
         (
+            {"layers.0.mlp.up.weight": (shard_placement(0, 3), Shard(0))},
+            r"as S\(0,f=3\), S\(0\): torch gathers a dim wrongly that several axes split, one of them strided",
+        ),
+        (
             {"embed.weight": {"tp": Shard(0)}, "lm_head": {"tp": Shard(1)}},
             r"contradict.*embed\.weight, mesh axis 'tp': 'embed\.weight' asks for S\(0\), 'lm_head' for S\(1\)",
         ),
