@@ -123,7 +123,7 @@ def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def _after_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    for number, state in state_dict["state"].items():
+    for number, state in state_dict.get("state", {}).items():
         if isinstance(state, dict):
             _refuse_broadcast({f"{name} of parameter {number}": value for name, value in state.items()})
     checkpointable(state_dict)
