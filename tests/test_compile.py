@@ -98,9 +98,6 @@ def _compiled_equals_eager() -> None:
         torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-12 * float(largest))
     assert issued == issued_eagerly
     assert "wait_tensor" in issued
-    with torch.no_grad():
-        compiled.eval(), eager.eval()
-        torch.testing.assert_close(compiled(**kwargs)[0], eager(**kwargs)[0], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -123,9 +120,10 @@ def _compiled_equals_one_device(rows: Sequence[int], options: dict[str, Any]) ->
     for name, parameter in alone.named_parameters():
         found = model.get_parameter(name).grad.full_tensor()
         torch.testing.assert_close(found, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
-    with torch.no_grad():
-        model.eval(), alone.eval()
-        torch.testing.assert_close(model(**own)[1], alone(**kwargs)[1], rtol=1e-9, atol=0)
+    if end == 12:  # a compiled evaluation is compiled anew, which takes as long
+        with torch.no_grad():
+            model.eval(), alone.eval()
+            torch.testing.assert_close(model(**own)[1], alone(**kwargs)[1], rtol=1e-9, atol=0)
 
 
 @pytest.mark.slow

@@ -346,8 +346,8 @@ def _unlimited(task: _Task) -> _Outcome:
         work = _WORK * task.network.cells
         task.note("without the limit, elimination" if task.moments else "elimination", found, exact.cost, work)
         return _Outcome(found, exact.cost, True, "eliminate")
-    except WidthError as error:
-        task.note(str(error), NOTHING, float("-inf"), 0)
+    except WidthError:
+        task.note("search", NOTHING, float("-inf"), 0)
     found = _search(task, task.course.stretch(0.4))
     task.note("search", found, float("-inf"), 0)
     if found.choices and not task.fits(found.choices):

@@ -11,7 +11,7 @@ import torch
 
 from tests import models
 from tests.kernels.choice import AMPERE, EFFICIENT, HOPPER, MATH
-from tests.numerics import MODELS
+from tests.numerics import CORE, MODELS
 
 WORLD = 8
 MESHES: dict[str, dict[str, int]] = {
@@ -52,11 +52,12 @@ def build(model: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 def cases(rank: int) -> list[Case]:
-    """Two meshes of the three for every model, others for the next model; the other rank has the second of the two."""
-    places = range(2) if rank == RANKS[0] else range(1, 2)
+    """A mesh for every model, another one for the next model; for the first rank and the first models one more."""
     meshes = tuple(MESHES)
     return [
-        Case(model, meshes[(number + place) % len(meshes)]) for number, model in enumerate(NAMES) for place in places
+        Case(model, meshes[(number + place) % len(meshes)])
+        for number, model in enumerate(NAMES)
+        for place in (range(2) if rank == RANKS[0] and model in CORE else range(1, 2))
     ]
 
 
