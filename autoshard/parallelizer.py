@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -28,7 +29,7 @@ from autoshard.partition.gradient_sums import GradientSums
 from autoshard.partition.module import Runtime, Tangents, check_constants, wants_gradient
 from autoshard.partition.overlap import Arrangement, TorchArrangement, arrange_own
 from autoshard.partition.seeds import Seeds
-from autoshard.partition.shards import place_buffers, replace_parameters
+from autoshard.partition.shards import check_fits, place_buffers, replace_parameters
 from autoshard.partition.split import split
 from autoshard.partition.steady import steady_step
 from autoshard.partition.step import Program, Ranks
@@ -146,7 +147,7 @@ class Parallelizer:
         device = torch.device(self.device_mesh.device_type)
         compare(
             self.device_mesh,
-            self.runtime.told(args, kwargs, grad),
+            self.runtime.told(args, kwargs, grad, signature),
             'All ranks call the module alike: with inputs="global" each passes the whole batch, with inputs="local" '
             "its own rows of it.",
         )
@@ -175,6 +176,8 @@ class Parallelizer:
             halves = split(step, self.compile, in_parts=self.later is not None, reduced=reduced, arrange=arrange)
         if self.placed is None:
             self._place(decided)
+        else:
+            self._place_new(decided)
         self.runtime.know_inputs(step.inputs)
         self.planners.forget()
         general = None
@@ -182,7 +185,8 @@ class Parallelizer:
             like_args, like_kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
 
             def general() -> Program:
-                return self.runtime.prepare(like_args, like_kwargs, grad, "all", signature, dynamic).program
+                with graph.state.guards.as_captured():
+                    return self.runtime.prepare(like_args, like_kwargs, grad, "all", signature, dynamic).program
 
         return graph, Program(step, halves, ranks, general, self.later, sums)
 
@@ -207,7 +211,21 @@ class Parallelizer:
 
     def _planner_with(self, graph: JointGraph, options: Options) -> Planner:
         known = self.runtime.input_placements if options.inputs == "local" else {}
-        return self.planners.of(graph, options, self.placed, known)
+        return self.planners.of(graph, options, self._lying(), known)
+
+    def _lying(self) -> dict[str, tuple[Placement, ...]] | None:
+        """Where parameters lie that were placed, and where those of new modules are to lie that have their names."""
+        if self.placed is None:
+            return None
+        lying = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if isinstance(parameter, DTensor):
+                lying[name] = tuple(parameter.placements)
+            elif name in self.placed:
+                with contextlib.suppress(ValueError):
+                    check_fits(parameter.shape, Spec.of(*self.placed[name]), self.device_mesh)
+                    lying[name] = self.placed[name]
+        return lying
 
     def _decide(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
         """The plan given by the user for the first call; else the first rank's."""
@@ -242,6 +260,25 @@ class Parallelizer:
         replace_parameters(self.module, specs, self.device_mesh)
         self.placed = dict(decided.placements)
         self.module.sharding_plan = decided  # type: ignore[assignment]
+
+    def _place_new(self, decided: ShardingPlan) -> None:
+        """Place the parameters of modules that were added since, and give them to optimizers that hold them."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        plain = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
+        if not plain:
+            return
+        whole = Spec.replicated(self.mesh.ndim).placements
+        specs = {
+            name: Spec.of(*(parameter.placements if isinstance(parameter, DTensor) else lying))
+            for name, parameter in named.items()
+            for lying in [decided.placements.get(name, whole)]
+        }
+        before = WeakTensorKeyDictionary({named[name]: name for name in plain})
+        del named
+        replace_parameters(self.module, specs, self.device_mesh)
+        for name in plain:
+            place_buffers(self.module.get_submodule(name.rpartition(".")[0]), self.device_mesh)
+        hand_over({old: self.module.get_parameter(name) for old, name in before.items()})
 
 
 def _digest(plan: ShardingPlan) -> str:

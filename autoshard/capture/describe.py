@@ -80,6 +80,7 @@ def describe(
         call=exported.call,
         result=exported.result,
         dynamic=sizes,
+        state=exported.state,
     )
 
 

@@ -20,6 +20,7 @@ from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.opaque import OpaqueOutputs
 from autoshard.capture.python_calls import PythonCalls, replace_python_calls
+from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.routes import replace_routing
 from autoshard.capture.simplify import is_random
 from autoshard.capture.twin import fake_like
@@ -55,7 +56,7 @@ class Exported:
     """A module's forward graph: tensors in, tensors out, buffers still changed in place.
 
     `assigned` are the buffers, by first name, that have another value when all is done: it is written over the old one,
-    which the graph reads until then.
+    which the graph reads until then. `state` is what else of the module was read and set.
     """
 
     graph_module: fx.GraphModule
@@ -66,6 +67,7 @@ class Exported:
     aliases: dict[str, tuple[str, ...]]
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     assigned: tuple[tuple[str, fx.Node], ...] = ()
+    state: PythonState = field(default_factory=PythonState)
 
 
 @dataclass(slots=True)
@@ -82,7 +84,8 @@ def export_forward(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     mode: FakeTensorMode,
-    dynamic: Dynamic | None = None,
+    dynamic: Dynamic | None,
+    state: StateWatch,
 ) -> Exported:
     """Export a fake twin called with fake inputs, of which some sizes may be dynamic."""
     opaque = OpaqueOutputs()
@@ -95,6 +98,7 @@ def export_forward(
         GradientCode(calls).watching(twin),
         capturable_flex_attention(),
         Exportable(),
+        state.watching(),
     ):
         if dynamic:
             program, sizes = export_dynamic(twin, args, kwargs, dynamic)
@@ -119,7 +123,7 @@ def export_forward(
     count = len(outputs) - len(assigned.buffers)
     kinds = dict(zip(placeholders, (item.kind for item in inputs), strict=True))
     buffers = tuple(_take_buffers(zip(assigned.buffers, outputs[count:], strict=True), names, kinds))
-    return Exported(graph_module, inputs, outputs[:count], call, result, names.aliases, sizes, buffers)
+    return Exported(graph_module, inputs, outputs[:count], call, result, names.aliases, sizes, buffers, state.state())
 
 
 def named_tensors(module: nn.Module) -> NamedTensors:

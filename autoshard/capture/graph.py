@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement
 from autoshard.capture.annotate import parse_pin
 from autoshard.capture.calls import CallLayout, ResultLayout
 from autoshard.capture.dynamic import DynamicSizes
+from autoshard.capture.python_state import PythonState
 from autoshard.capture.task_graphs import TaskGraph
 
 InputKind = Literal["parameter", "buffer", "input", "tangent", "constant"]
@@ -66,6 +67,7 @@ class JointGraph:
         dynamic: the sizes that calls may change, if there are any: `meta["val"]` then has the example's shapes, and
             `meta["sizes"]` of a node the shapes of its results with `Size`s in them.
         recomputed: names of the layers that the backward half runs again (see `capture.recompute`).
+        state: the flags, numbers, submodules and hooks that the graph depends on, and what a call changes of them.
     """
 
     graph_module: fx.GraphModule
@@ -78,6 +80,7 @@ class JointGraph:
     result: ResultLayout
     dynamic: DynamicSizes | None = None
     recomputed: tuple[str, ...] = ()
+    state: PythonState = field(default_factory=PythonState)
 
     @property
     def graph(self) -> fx.Graph:

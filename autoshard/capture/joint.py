@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ from autoshard.capture.flat_symbols import with_symbols, without_sizes
 from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import LoweredModule
+from autoshard.capture.python_state import StateWatch
 from autoshard.capture.symbols import with_sizes
 from autoshard.capture.task_graphs import defaults_of, keeping_marks, marking
 from autoshard.capture.twin import DEVICE, fake_like, fake_twin
@@ -55,6 +57,7 @@ def capture(
     tangents: Literal["loss", "all"] = "loss",
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    counting: Sequence[str] = (),
 ) -> JointGraph:
     """Capture one call of a module as a joint graph. Real weights are never touched: all runs on fake tensors.
 
@@ -73,6 +76,7 @@ def capture(
             are of one size) or a `torch.export.Dim`. The graph then holds `Size`s.
         mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph. In a flat module
             (`capture.flat`) those of the forward half are there already.
+        counting: paths of numbers of the module that are taken for counters, on which nothing depends.
 
     Returns:
         The graph, with dead code, identities and common subexpressions removed.
@@ -85,13 +89,29 @@ def capture(
         mode = fake_mode()
         twin = fake_twin(module, mode, training)
         signature = signature_of(twin, args, kwargs, grad)
-        exported = _export(twin, args, kwargs, mode, dynamic, mp_policy)
+        watch = StateWatch(module, twin, counting)
+        exported = _export(twin, args, kwargs, mode, dynamic, mp_policy, watch)
         everything = tuple(True for _ in exported.outputs)
         differentiated = _losses(exported) if tangents == "loss" else everything
         traced = _trace(exported, differentiated)
         if grad and differentiated != everything and not _has_tangents(traced):
             traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
-    return describe(traced, exported, signature, mp_policy, defaults_of(module))
+    graph = describe(traced, exported, signature, mp_policy, defaults_of(module))
+
+    def counted(counters: Sequence[str]) -> JointGraph:
+        return capture(
+            module,
+            args,
+            kwargs,
+            training=training,
+            grad=grad,
+            tangents=tangents,
+            dynamic=dynamic,
+            mp_policy=mp_policy,
+            counting=counters,
+        )
+
+    return graph if counting else _counted(graph, counted)
 
 
 def capture_forward(
@@ -102,11 +122,12 @@ def capture_forward(
     grad: bool = True,
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    counting: Sequence[str] = (),
 ) -> tuple[Exported, Effects]:
     """The forward graph that `capture` differentiates, and what its nodes do.
 
     Args:
-        module, args, kwargs, grad, dynamic, mp_policy: as for `capture`.
+        module, args, kwargs, grad, dynamic, mp_policy, counting: as for `capture`.
 
     Returns:
         The graph, as export gives it, with the operators of autoshard in it; and which of its values have a gradient,
@@ -119,10 +140,33 @@ def capture_forward(
         mode = fake_mode()
         twin = fake_twin(module, mode, None)
         signature_of(twin, args, kwargs, grad)  # refuses what no call can be known by
-        exported = with_copies(_export(twin, args, kwargs, mode, dynamic, mp_policy))
+        watch = StateWatch(module, twin, counting)
+        exported = with_copies(_export(twin, args, kwargs, mode, dynamic, mp_policy, watch))
         if exported.dynamic:
             exported = _with_sizes(exported)
-        return exported, effects_of(exported, mode)
+        found = exported, effects_of(exported, mode)
+    if counting or not exported.state.counters:
+        return found
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        again = capture_forward(
+            module, args, kwargs, grad=grad, dynamic=dynamic, mp_policy=mp_policy, counting=exported.state.counters
+        )
+        if again[0].state.counted and again[0].graph_module.code == exported.graph_module.code:
+            return again
+    return found
+
+
+def _counted(graph: JointGraph, capture_again: Callable[[Sequence[str]], JointGraph]) -> JointGraph:
+    """The graph in which numbers that `forward` counts with are counted on, if it is the same without them."""
+    if not graph.state.counters:
+        return graph
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # whatever meets a counter may refuse it
+        warnings.simplefilter("ignore")
+        again = capture_again(graph.state.counters)
+        if again.state.counted and again.fingerprint == graph.fingerprint:
+            return again
+    return graph
 
 
 def _with_sizes(exported: Exported) -> Exported:
@@ -145,6 +189,7 @@ def _export(
     mode: FakeTensorMode,
     dynamic: Dynamic | None,
     mp_policy: MixedPrecisionPolicy | None,
+    state: StateWatch,
 ) -> Exported:
     """The forward graph of a twin, in the precisions of a policy."""
     args, kwargs = pytree.tree_map_only(
@@ -159,11 +204,11 @@ def _export(
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dynamic = said_of_passed(twin, dynamic, call_layout(twin, structure, leaves).leaves)
     if mp_policy is None:
-        exported = export_forward(twin, args, kwargs, mode, dynamic)
+        exported = export_forward(twin, args, kwargs, mode, dynamic, state)
     else:
         lowered = LoweredModule(twin, mp_policy)
         lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
-        exported = export_forward(twin, lowered_args, lowered_kwargs, mode, dynamic)
+        exported = export_forward(twin, lowered_args, lowered_kwargs, mode, dynamic, state)
         exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
     check_sizes(exported.graph_module.graph)
     check_collectives(exported.graph_module.graph)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,8 @@ from autoshard.specs.layout import is_even
 from autoshard.specs.spec import Spec
 
 Tangents = Literal["loss", "all"]
+_MOST_STATES = 4  # programs of one kind of call that its own changes of what it reads may ask for
+
 Prepare = Callable[[tuple[Any, ...], dict[str, Any], bool, Tangents, Hashable, bool], tuple[JointGraph, Program]]
 
 
@@ -42,12 +44,25 @@ class Served:
         program: its program.
         held: where the program's tensors are found in the module.
         compared: whether the ranks have compared what they passed to the first call.
+        others: what serves the signature where other flags, numbers, submodules or hooks are set.
     """
 
     graph: JointGraph
     program: Program
     held: tuple[tuple[dict[str, Any], str] | torch.Tensor | None, ...]
     compared: bool = False
+    others: tuple[Served, ...] = ()
+
+    def all(self) -> tuple[Served, ...]:
+        """All that serve the signature."""
+        return (self, *self.others)
+
+    def before(self, others: Iterable[Served]) -> Served:
+        """This, asked first, and the others behind it."""
+        self.others = tuple(served for served in others if served is not self)
+        for served in self.others:
+            served.others = ()
+        return self
 
 
 class Runtime:
@@ -86,6 +101,7 @@ class Runtime:
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._prepare = prepare
         self._served: dict[Hashable, Served] = {}
+        self.owners: dict[str, nn.Module] = {}  # of the parameters that were placed, by their names
 
     def __deepcopy__(self, memo: object) -> Runtime:
         raise InputError(
@@ -137,8 +153,9 @@ class Runtime:
             check_same_inputs(self.device_mesh, inputs)
         served.compared = True
 
-    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> dict[str, str]:
+    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, signature: Hashable) -> dict[str, str]:
         """What all ranks must have in common before they make a program for a call, in words."""
+        known = self._served.get(signature)
         call = (args, kwargs)
         tensors = {
             name or f"number {place}": leaf
@@ -150,6 +167,7 @@ class Runtime:
             "whether the module is in training mode": "yes" if self.module.training else "no",
             "the names of the tensors that are passed": ", ".join(tensors),
             **{f"the input {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in tensors.items()},
+            **({} if known is None else dict(known.graph.state.guards.changed())),
         }
 
     def _with_shares(self, served: Served, sizes: Sizes, counts: Sequence[int] | None) -> Sizes:
@@ -187,14 +205,24 @@ class Runtime:
         if dynamic and may_be_dynamic(dynamic, shapes):
             masked_args, masked_kwargs = _masked(self.module, (args, kwargs), dynamic)
             signature = signature_of(self.module, masked_args, masked_kwargs, grad)
-            served = self._served.get(signature) or self.prepare(args, kwargs, grad, "loss", signature, True)
+            served = self._known(signature) or self.prepare(args, kwargs, grad, "loss", signature, True)
             assert served.graph.dynamic is not None
             sizes = served.graph.dynamic.sizes_of(shapes)
             if served.graph.dynamic.serves(sizes):
                 return served, sizes
         signature = signature_of(self.module, args, kwargs, grad)
-        served = self._served.get(signature) or self.prepare(args, kwargs, grad, "loss", signature, False)
+        served = self._known(signature) or self.prepare(args, kwargs, grad, "loss", signature, False)
         return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
+
+    def _known(self, signature: Hashable) -> Served | None:
+        """What serves a signature with the flags, numbers, submodules and hooks that the module has now."""
+        first = self._served.get(signature)
+        if first is None or first.graph.state.guards.hold():
+            return first
+        found = next((served for served in first.others if served.graph.state.guards.hold()), None)
+        if found is not None:
+            self._served[signature] = found.before(first.all())
+        return found
 
     def prepare(
         self,
@@ -206,10 +234,23 @@ class Runtime:
         dynamic: bool,
     ) -> Served:
         """Capture, plan and partition a call whose tensors have global shapes; serve calls of the signature with it."""
+        self._check_parameters()
+        known = () if signature not in self._served else self._served[signature].all()
+        _check_own_changes(known)
         graph, program = self._prepare(args, kwargs, grad, tangents, signature, dynamic)
         served = Served(graph, program, tuple(self._place(graph, border) for border in program.step.inputs))
-        self._served[signature] = served
+        # One that serves the same state is replaced: it was made for fewer gradients.
+        others = [other for other in known if not other.graph.state.guards.hold()]
+        self._served[signature] = served.before(others)
+        self.owners = dict(_owners(self.module))
         return served
+
+    def _check_parameters(self) -> None:
+        """`InputError` if a parameter that was placed has a plain one in its place; those of new modules are placed."""
+        for name, owner in _owners(self.module):
+            _, _, leaf = name.rpartition(".")
+            if self.owners.get(name) is owner and not isinstance(owner._parameters[leaf], DTensor):
+                raise _replaced(name, owner._parameters[leaf])
 
     def _place(self, graph: JointGraph, border: Border) -> tuple[dict[str, Any], str] | torch.Tensor | None:
         """Where to find an input of the program: a table of the module and its key, or the tensor itself."""
@@ -228,7 +269,9 @@ class Runtime:
         tensors = []
         for border, place in zip(step.inputs, served.held, strict=True):
             if isinstance(place, tuple):
-                held = place[0][place[1]]
+                held = place[0].get(place[1])
+                if held is None or (border.kind == "parameter" and not isinstance(held, DTensor)):
+                    raise _replaced(border.name, held)
                 # An attribute may be set anew between calls: by the call before, or by the user, on any device.
                 tensors.append(on_device(held.detach(), self.device_mesh) if border.kind == "constant" else held)
             elif place is not None:
@@ -247,6 +290,7 @@ class Runtime:
         for path, value in served.graph.result.assigned(outputs).items():
             owner, _, name = path.rpartition(".")
             setattr(self.module.get_submodule(owner), name, value)
+        served.graph.state.leave()
         return served.graph.unflatten_outputs(outputs)
 
     def _input(self, tensor: torch.Tensor, border: Border) -> torch.Tensor:
@@ -315,6 +359,44 @@ class Runtime:
             return self.input_placements[name]
         default = Spec.replicated(self.mesh.ndim).placements
         return next(iter(self.input_placements.values()), default)
+
+
+def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that hold parameters, by the parameters' names."""
+    for path, part in module.named_modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield (f"{path}.{name}" if path else name), part
+
+
+def _replaced(name: str, held: torch.Tensor | None) -> InputError:
+    """What to say of a parameter or buffer that is not what the programs know."""
+    what = "deleted, or replaced by what is no parameter," if held is None else f"replaced by a plain {_kind(held)}"
+    return InputError(
+        f"{name} was {what} since autoshard.parallelize, and the programs of the module read the one that they placed "
+        f"on the mesh. Fill that instead, with numbers of the same shape: model.load_state_dict({{{name!r}: value}}, "
+        "strict=False); or replace the whole submodule, whose parameters are placed at the next call."
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    kind = "Parameter" if isinstance(tensor, nn.Parameter) else "tensor"
+    return f"{kind} of shape {tuple(tensor.shape)}"
+
+
+def _check_own_changes(known: Sequence[Served]) -> None:
+    """`InputError` where a call asks for one program after another, because it changes what it reads."""
+    changed = [effect for served in known for effect in served.graph.state.own_changes()]
+    for effect in changed:
+        count = sum(effect.path == other.path for other in changed)
+        if count >= _MOST_STATES:
+            where = f" ({effect.line})" if effect.line else ""
+            raise InputError(
+                f"forward reads {effect.path} and changes it in every call{where}, and what it computes depends on it: "
+                f"each value would need a program of its own, and there are {count}. Keep the number in a buffer "
+                f'(self.register_buffer("{effect.name}", torch.zeros(()))) and change that in forward, or change the '
+                "attribute outside of forward, to few values."
+            )
 
 
 def _attribute(module: nn.Module, constant: JointInput) -> tuple[dict[str, Any], str] | None:

@@ -1,0 +1,342 @@
+"""What a capture reads of the state of Python, and what `forward` leaves in it: flags, numbers, submodules, hooks.
+
+A graph holds what it read as it was. So that it serves no call that would have run otherwise, what was read becomes
+guards; so that a call leaves behind what it does on one device, what was set is set again behind every call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoshard.capture._torch import attribute_patch, pytree
+from autoshard.capture.counters import Counter
+from autoshard.capture.failure import running_line
+from autoshard.capture.guards import ABSENT, CONTAINERS, HOOKS, Guards, Read, Table, copied, is_alike, is_plain
+
+# Of the attributes that every module has: training flags are part of a call's signature, parameters and buffers are
+# inputs of the graph, submodules and hooks are guarded as tables.
+_OWN = frozenset({"__dict__", "__class__", *vars(nn.Module())})
+_DEPTH = 4  # of objects that hold objects
+_FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Effect:
+    """What `forward` leaves in an attribute.
+
+    Attributes:
+        path: of the attribute.
+        table: where it stands.
+        name: its key there.
+        value: what it is set to; or a counter, with what is done to the number in the attribute `origin`.
+        origin: the table and the key of that number, as it is before the call.
+        line: the user's that set it; empty where it was changed in another way.
+    """
+
+    path: str
+    table: dict[str, Any]
+    name: str
+    value: Any
+    origin: tuple[Mapping[str, Any], str] | None = None
+    line: str = ""
+
+    def result(self) -> Any:
+        """What the attribute is after a call, by what is there before it."""
+        if self.origin is None:
+            return copied(self.value)
+        table, name = self.origin
+        return self.value.after(table[name])
+
+    def apply(self, result: Any) -> None:
+        """Put it there: into the container that is there where that was filled and not set."""
+        held = self.table.get(self.name)
+        if self.line or not isinstance(held, (list, dict, set)):
+            self.table[self.name] = result
+            return
+        held.clear()
+        (held.extend if isinstance(held, list) else held.update)(result)
+
+
+@dataclass(slots=True, eq=False)
+class PythonState:
+    """The state of Python in a captured call.
+
+    Attributes:
+        guards: what of it the graph depends on.
+        effects: what a call changes in it.
+        counters: paths of numbers that the call reads and sets to others.
+        counted: whether these are counters, on which nothing depends.
+    """
+
+    guards: Guards = field(default_factory=Guards)
+    effects: tuple[Effect, ...] = ()
+    counters: tuple[str, ...] = ()
+    counted: bool = False
+
+    def leave(self) -> None:
+        """Change the state as a call does."""
+        results = [effect.result() for effect in self.effects]
+        for effect, result in zip(self.effects, results, strict=True):
+            effect.apply(result)
+
+    def own_changes(self) -> list[Effect]:
+        """The effects of such calls by which the guards do not hold now."""
+        changed = {subject for subject, _ in self.guards.changed()}
+        return [effect for effect in self.effects if f"the attribute {effect.path}" in changed]
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A module of the twin, while it runs.
+
+    Attributes:
+        path: as a user writes it.
+        twin: the module.
+        original: what it is the twin of.
+        read: names of attributes that were read, in order.
+        fresh: names of those that were set before they were read: what they were before means nothing.
+        lines: the user's lines that set attributes.
+        ends: what attributes were when `forward` was done, where it may have changed them.
+    """
+
+    path: str
+    twin: nn.Module
+    original: nn.Module
+    read: dict[str, None] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)
+    lines: dict[str, str] = field(default_factory=dict)
+    ends: dict[str, Any] = field(default_factory=dict)
+
+
+class StateWatch:
+    """Sees which attributes of its modules the `forward` of a fake twin reads and sets, in modules of any class.
+
+    Args:
+        module: what the twin is one of: guards and effects are about this.
+        twin: the twin.
+        counting: paths of numbers in whose place counters stand, to find out whether anything depends on them.
+
+    Attributes:
+        depended: paths of these on which something did depend.
+    """
+
+    def __init__(self, module: nn.Module, twin: nn.Module, counting: Sequence[str] = ()) -> None:
+        originals = dict(module.named_modules())
+        self._root = twin
+        self._parts = {
+            id(part): _Part(f"self.{path}" if path else "self", part, originals[path])
+            for path, part in twin.named_modules()
+            if path in originals
+        }
+        self._running = False
+        self._counting = counting
+        self._origins: dict[str, tuple[dict[str, Any], str]] = {}
+        self.depended: list[str] = []
+        for part in self._parts.values():
+            for name in vars(part.twin):
+                path = f"{part.path}.{name}"
+                if path in counting:
+                    self._origins[path] = vars(part.original), name
+                    vars(part.twin)[name] = Counter(path, (), self.depended)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context of the export; the last that is entered, so that nothing but `forward` is seen."""
+        hooks = (
+            self._root.register_forward_pre_hook(self._begin),
+            self._root.register_forward_hook(self._end, prepend=True),
+        )
+        try:
+            with (
+                attribute_patch(nn.Module, "__getattribute__", self._reader()),
+                attribute_patch(nn.Module, "__setattr__", self._setter(nn.Module.__setattr__)),
+            ):
+                yield
+        finally:
+            self._running = False
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._running = True
+
+    def _end(self, *_: Any) -> None:
+        self._running = False
+        for part in self._parts.values():
+            for name in dict.fromkeys([*part.lines, *part.read]):
+                value = vars(part.twin).get(name, ABSENT)
+                if name in part.lines or isinstance(value, (*CONTAINERS, Counter)):
+                    part.ends[name] = value if isinstance(value, (Counter, torch.SymInt)) else self._copied(value)
+
+    def _copied(self, value: Any) -> Any:
+        """A copy of a value; torch.export takes back what containers are filled with."""
+        copy = copied(value)
+        if copy is ABSENT:
+            self.depended += [leaf.path for leaf in pytree.tree_leaves(value) if isinstance(leaf, Counter)]
+        return copy
+
+    def _reader(self) -> Callable[[nn.Module, str], Any]:
+        plain, parts = object.__getattribute__, self._parts
+
+        def read(module: nn.Module, name: str) -> Any:
+            if self._running:
+                part = parts.get(id(module))
+                if part is not None:
+                    part.read[name] = None
+            return plain(module, name)
+
+        return read
+
+    def _setter(self, plain: Callable[[nn.Module, str, Any], None]) -> Callable[[nn.Module, str, Any], None]:
+        parts = self._parts
+
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            part = parts.get(id(module)) if self._running else None
+            if part is not None:
+                if name not in part.read:
+                    part.fresh.add(name)
+                if not isinstance(value, (Tensor, nn.Module)):
+                    part.lines[name] = running_line()
+            plain(module, name, value)
+
+        return write
+
+    def state(self) -> PythonState:
+        """What was seen."""
+        found, effects = _Found(), list[Effect]()
+        for part in self._parts.values():
+            effects += self._effects(part)
+            is_root = part.twin is self._root
+            names = [name for name in part.read if name not in part.fresh and (name not in _OWN or name == "_modules")]
+            found.module(part, [name for name in names if not (is_root and name == "forward")])
+            if "_forward_hooks" in part.read and not is_root:  # the root's hooks run around the program
+                tables = vars(part.original)
+                found.hooks += [Table(part.path, "hooks", tables[name]) for name in HOOKS]
+        for path, twin, original in found.objects:
+            effects += _object_effects(path, twin, original)
+        reads = [read for read in found.reads if read.path not in self._counting]
+        numbers = {read.path: read.value for read in found.reads if type(read.value) in (int, float)}
+        counters = tuple(
+            effect.path
+            for effect in effects
+            if effect.path in numbers and effect.line and not is_alike(effect.value, numbers[effect.path])
+        )
+        guards = Guards(reads, found.submodules, found.attributes, found.hooks)
+        return PythonState(guards, tuple(effects), counters, bool(self._counting) and not self.depended)
+
+    def _effects(self, part: _Part) -> Iterator[Effect]:
+        """What the call left in the attributes of a module."""
+        held = vars(part.original)
+        for name, value in part.ends.items():
+            path, line = f"{part.path}.{name}", part.lines.get(name, "")
+            if isinstance(value, Counter):
+                if value.steps or value.path != path:
+                    yield Effect(path, held, name, value, self._origins[value.path], line)
+            elif isinstance(value, torch.SymInt):
+                warnings.warn(
+                    f"{line} sets {path} to a size that calls may change: the parallelised module does not. Return "
+                    "the size, or leave it out of dynamic.",
+                    stacklevel=2,
+                )
+            elif value is ABSENT or isinstance(value, nn.Module):
+                continue  # tensors are outputs of the graph; no object of the twin's is the module's
+            elif line or (name not in _OWN and name in held and not is_alike(held[name], value)):
+                yield Effect(path, held, name, value, None, line)
+
+
+def _object_effects(path: str, twin: object, original: object) -> Iterator[Effect]:
+    """What the call left in the attributes of an object that a module holds."""
+    if twin is original or type(twin) is not type(original):
+        return
+    held = vars(original)
+    for name, value in vars(twin).items():
+        copy = copied(value)
+        settings = copy is not ABSENT and (is_plain(value) or isinstance(value, CONTAINERS))
+        if settings and (name not in held or not is_alike(held[name], copy)):
+            yield Effect(f"{path}.{name}", held, name, copy)
+
+
+@dataclass(slots=True, eq=False)
+class _Found:
+    """Guards of what was read, each once.
+
+    Attributes:
+        reads, submodules, attributes, hooks: as `Guards` has them.
+        objects: those of modules, that are none themselves: their paths, those of the twin, those of the module.
+    """
+
+    reads: list[Read] = field(default_factory=list)
+    submodules: list[Table] = field(default_factory=list)
+    attributes: list[Table] = field(default_factory=list)
+    hooks: list[Table] = field(default_factory=list)
+    objects: list[tuple[str, Any, object]] = field(default_factory=list)
+    _known: set[tuple[int, str]] = field(default_factory=set)
+
+    def module(self, part: _Part, names: Sequence[str]) -> None:
+        """Guards of the attributes of a module that were read."""
+        path, module = part.path, part.original
+        held, children = vars(module), module._modules
+        if "_modules" in names:
+            self.submodules.append(Table(path, "submodules", children))
+        else:
+            read = [name for name in names if name not in held and name in children]
+            if read:
+                self.submodules.append(Table(path, "submodules", children, read))
+        looked_up = []
+        for name in names:
+            if name in held:
+                if name != "_modules":
+                    self._value(f"{path}.{name}", held, name, vars(part.twin).get(name))
+            elif name in module._buffers:
+                if module._buffers[name] is None:
+                    self._value(f"{path}.{name}", module._buffers, name)
+            elif name not in children and name not in module._parameters:
+                looked_up.append(name)
+                self._of_class(type(module), name)
+        if looked_up:
+            self.attributes.append(Table(path, "attributes", held, looked_up))
+
+    def _of_class(self, kind: type, name: str) -> None:
+        owner = next((one for one in kind.__mro__ if name in vars(one)), None)
+        if owner is not None and owner.__module__.split(".")[0] not in _FOREIGN:
+            if (id(owner), name) not in self._known:
+                self._known.add((id(owner), name))
+                self.reads.append(Read(f"{owner.__name__}.{name}", vars(owner), name))
+
+    def _value(self, path: str, table: Mapping[str, Any], name: str, twin: Any = None, depth: int = 0) -> None:
+        if (id(table), name) not in self._known:
+            self._known.add((id(table), name))
+            self.reads.append(Read(path, table, name))
+            self._inside(path, table[name], twin, depth)
+
+    def _inside(self, path: str, value: Any, twin: Any, depth: int) -> None:
+        """Guards of the attributes of an object, be it in a container; `twin` is what the twin has there."""
+        if depth == _DEPTH or copied(value) is not ABSENT or isinstance(value, Tensor):
+            return
+        if isinstance(value, dict):
+            others = twin if isinstance(twin, dict) else {}
+            for key, one in value.items():
+                self._inside(f"{path}[{key!r}]", one, others.get(key), depth + 1)
+        elif isinstance(value, (list, tuple)):
+            others = twin if isinstance(twin, (list, tuple)) and len(twin) == len(value) else [None] * len(value)
+            for place, (one, other) in enumerate(zip(value, others, strict=True)):
+                self._inside(f"{path}[{place}]", one, other, depth + 1)
+        elif _is_object(value) and (id(value), "") not in self._known:
+            self._known.add((id(value), ""))
+            self.objects.append((path, twin, value))
+            self.attributes.append(Table(path, "attributes", vars(value), keys_only=True))
+            for name in list(vars(value)):
+                inner = getattr(twin, "__dict__", {}).get(name)
+                self._value(f"{path}.{name}", vars(value), name, inner, depth + 1)
+
+
+def _is_object(value: object) -> bool:
+    """Whether a value is an object of the user's that has attributes."""
+    return type(value).__module__.split(".")[0] not in _FOREIGN and isinstance(getattr(value, "__dict__", None), dict)
