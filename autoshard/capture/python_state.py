@@ -23,6 +23,7 @@ from autoshard.capture.guards import ABSENT, CONTAINERS, HOOKS, Guards, Read, Ta
 # Of the attributes that every module has: training flags are part of a call's signature, parameters and buffers are
 # inputs of the graph, submodules and hooks are guarded as tables.
 _OWN = frozenset({"__dict__", "__class__", *vars(nn.Module())})
+_METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module
 _DEPTH = 4  # of objects that hold objects
 _FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing"})
 
@@ -298,7 +299,8 @@ class _Found:
                 if module._buffers[name] is None:
                     self._value(f"{path}.{name}", module._buffers, name)
             elif name not in children and name not in module._parameters:
-                looked_up.append(name)
+                if name not in _METHODS and not isinstance(getattr(type(module), name, None), property):
+                    looked_up.append(name)  # an attribute of the module would hide that of its class
                 self._of_class(type(module), name)
         if looked_up:
             self.attributes.append(Table(path, "attributes", held, looked_up))
