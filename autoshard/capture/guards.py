@@ -208,7 +208,9 @@ class Guards:
         self._counts = list(map(len, self._counted))
         self._names |= {f"v{number}": read.table.get(read.name) for number, read in enumerate(self.reads)}
         self._slow = [
-            read for read in self.reads if isinstance(read.value, Tensor) or (read.size is not None and read.copy is ABSENT)
+            read
+            for read in self.reads
+            if isinstance(read.value, Tensor) or (read.size is not None and read.copy is ABSENT)
         ]
         contents = [(read.table[read.name], read.copy) for read in self.reads if read.copy is not ABSENT]
         tables = [one.table for one in (*self.hooks, *self.submodules) if one.table]

@@ -19,11 +19,13 @@ from autoshard.capture._torch import attribute_patch, pytree
 from autoshard.capture.counters import Counter
 from autoshard.capture.failure import running_line
 from autoshard.capture.guards import ABSENT, CONTAINERS, HOOKS, Guards, Read, Table, copied, is_alike, is_plain
+from autoshard.errors import InputError
 
 # Of the attributes that every module has: training flags are part of a call's signature, parameters and buffers are
 # inputs of the graph, submodules and hooks are guarded as tables.
 _OWN = frozenset({"__dict__", "__class__", *vars(nn.Module())})
 _METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module
+_MOST_STATES = 4  # graphs of one kind of call that its own changes of what it reads may ask for
 _DEPTH = 4  # of objects that hold objects
 _FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing"})
 
@@ -91,6 +93,25 @@ class PythonState:
         """The effects of such calls by which the guards do not hold now."""
         changed = {subject for subject, _ in self.guards.changed()}
         return [effect for effect in self.effects if f"the attribute {effect.path}" in changed]
+
+
+def check_own_changes(known: Sequence[PythonState]) -> None:
+    """`InputError` where a kind of call asks for one graph after another, because it changes what it reads.
+
+    Args:
+        known: the states that it has graphs for; the one that it is in now is none of them.
+    """
+    changed = [effect for state in known for effect in state.own_changes()]
+    for effect in changed:
+        count = sum(effect.path == other.path for other in changed)
+        if count >= _MOST_STATES:
+            where = f" ({effect.line})" if effect.line else ""
+            raise InputError(
+                f"forward reads {effect.path} and changes it in every call{where}, and what it computes depends on it: "
+                f"each value would need a program of its own, and there are {count}. Keep the number in a buffer "
+                f'(self.register_buffer("{effect.name}", torch.zeros(()))) and change that in forward, or change the '
+                "attribute outside of forward, to few values."
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -307,10 +328,10 @@ class _Found:
 
     def _of_class(self, kind: type, name: str) -> None:
         owner = next((one for one in kind.__mro__ if name in vars(one)), None)
-        if owner is not None and owner.__module__.split(".")[0] not in _FOREIGN:
-            if (id(owner), name) not in self._known:
-                self._known.add((id(owner), name))
-                self.reads.append(Read(f"{owner.__name__}.{name}", vars(owner), name))
+        known = owner is None or (id(owner), name) in self._known
+        if owner is not None and not known and owner.__module__.split(".")[0] not in _FOREIGN:
+            self._known.add((id(owner), name))
+            self.reads.append(Read(f"{owner.__name__}.{name}", vars(owner), name))
 
     def _value(self, path: str, table: Mapping[str, Any], name: str, twin: Any = None, depth: int = 0) -> None:
         if (id(table), name) not in self._known:

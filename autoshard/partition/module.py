@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.calls import call_layout, said_of_passed, signature_of
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
 from autoshard.capture.joint import JointGraph, JointInput
+from autoshard.capture.python_state import check_own_changes
 from autoshard.cluster.shares import divided
 from autoshard.errors import InputError
 from autoshard.partition import _torch
@@ -30,8 +31,6 @@ from autoshard.specs.layout import is_even
 from autoshard.specs.spec import Spec
 
 Tangents = Literal["loss", "all"]
-_MOST_STATES = 4  # programs of one kind of call that its own changes of what it reads may ask for
-
 Prepare = Callable[[tuple[Any, ...], dict[str, Any], bool, Tangents, Hashable, bool], tuple[JointGraph, Program]]
 
 
@@ -236,7 +235,7 @@ class Runtime:
         """Capture, plan and partition a call whose tensors have global shapes; serve calls of the signature with it."""
         self._check_parameters()
         known = () if signature not in self._served else self._served[signature].all()
-        _check_own_changes(known)
+        check_own_changes([served.graph.state for served in known])
         graph, program = self._prepare(args, kwargs, grad, tangents, signature, dynamic)
         served = Served(graph, program, tuple(self._place(graph, border) for border in program.step.inputs))
         # One that serves the same state is replaced: it was made for fewer gradients.
@@ -382,21 +381,6 @@ def _replaced(name: str, held: torch.Tensor | None) -> InputError:
 def _kind(tensor: torch.Tensor) -> str:
     kind = "Parameter" if isinstance(tensor, nn.Parameter) else "tensor"
     return f"{kind} of shape {tuple(tensor.shape)}"
-
-
-def _check_own_changes(known: Sequence[Served]) -> None:
-    """`InputError` where a call asks for one program after another, because it changes what it reads."""
-    changed = [effect for served in known for effect in served.graph.state.own_changes()]
-    for effect in changed:
-        count = sum(effect.path == other.path for other in changed)
-        if count >= _MOST_STATES:
-            where = f" ({effect.line})" if effect.line else ""
-            raise InputError(
-                f"forward reads {effect.path} and changes it in every call{where}, and what it computes depends on it: "
-                f"each value would need a program of its own, and there are {count}. Keep the number in a buffer "
-                f'(self.register_buffer("{effect.name}", torch.zeros(()))) and change that in forward, or change the '
-                "attribute outside of forward, to few values."
-            )
 
 
 def _attribute(module: nn.Module, constant: JointInput) -> tuple[dict[str, Any], str] | None:

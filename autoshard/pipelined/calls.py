@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.export import ExportedInput
+from autoshard.capture.python_state import PythonState
 from autoshard.errors import InputError, PipelineError
 from autoshard.pipeline.exported import ExportedModule
 from autoshard.pipeline.microbatch import microbatches
@@ -37,6 +38,11 @@ class Calls:
     def constants(self) -> frozenset[str]:
         """Names of tensors that stages hold, and that are neither parameters nor buffers of the model."""
         return frozenset(source.name for source in self.graph.forward.inputs if source.kind == "constant")
+
+    @property
+    def state(self) -> PythonState:
+        """The flags, numbers, submodules and hooks of the model that the graph depends on, and what it leaves there."""
+        return self.graph.forward.state
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Inputs]:
         """The inputs of every microbatch of a call such as the graph is of.

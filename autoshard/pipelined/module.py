@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.capture.calls import signature_of
+from autoshard.capture.python_state import check_own_changes
 from autoshard.errors import InputError, PipelineError
 from autoshard.options import Options
 from autoshard.parallelizer import RUNTIME
@@ -68,7 +69,7 @@ class PipelineModule(nn.Module):
         self.sharding_plan = servings.plan
         self.training = servings.model.training
         self._servings = servings
-        self._serving: dict[Hashable, Serving] = {}
+        self._serving: dict[Hashable, tuple[Serving, ...]] = {}
         self._shared = SharedParameters(self, first.stages, servings.plan.schedule.placement, servings.group)
         self._shared.start_equal()
         install_hooks(self)
@@ -78,16 +79,30 @@ class PipelineModule(nn.Module):
         signature = signature_of(self._servings.model, args, kwargs, True)
         found = self._servings.linked(serving, self)
         # The stages of other ranks are let go, and with them their parameters.
-        self._serving[signature] = replace(serving, stages=self._servings.held(serving.stages), entries=found)
+        self._serving[signature] = (replace(serving, stages=self._servings.held(serving.stages), entries=found),)
 
     def _serve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Serving:
         """What serves a call, with the parameters that are here now."""
         signature = signature_of(self._servings.model, args, kwargs, torch.is_grad_enabled())
-        if signature not in self._serving:
-            self._serving[signature] = self._servings.serve(self, args, kwargs)
-        serving = self._serving[signature]
+        known = self._serving.get(signature, ())
+        serving = next((one for one in known if one.calls.state.guards.hold()), None)
+        if serving is None:
+            check_own_changes([one.calls.state for one in known])
+            self._check_model()
+            serving = self._servings.serve(self, args, kwargs)
+            self._serving[signature] = (serving, *known)
         renew(serving.entries)
         return serving
+
+    def _check_model(self) -> None:
+        """`PipelineError` if the model was given parameters of its own since the pipeline was made of it."""
+        for name, parameter in self._servings.model.named_parameters():
+            if not parameter.is_meta:
+                raise PipelineError(
+                    f"{name} was put into {type(self._servings.model).__name__} after the pipeline was made of it: "
+                    "steps run with the parameters of the pipeline. Change these (pipeline.load_state_dict), or make "
+                    "another pipeline of the changed model."
+                )
 
     def train(self, mode: bool = True) -> PipelineModule:
         """Run steps as the model does in training, or in evaluation."""
@@ -185,6 +200,7 @@ class PipelineModule(nn.Module):
         self._shared.set_aside()
         loss = serving.runtime.train(batch)
         self._shared.add_up()
+        serving.calls.state.leave()
         return loss
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Evaluation:
@@ -203,6 +219,7 @@ class PipelineModule(nn.Module):
         with torch.no_grad():
             serving = self._serve(args, kwargs)
             loss, outputs = serving.runtime.evaluate(serving.calls.split(args, kwargs))
+            serving.calls.state.leave()
         return Evaluation(loss, serving.calls.together(outputs, loss) if outputs else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:

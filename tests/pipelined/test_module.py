@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import autoshard
+from autoshard.errors import PipelineError
 from autoshard.pipeline.schedules import SCHEDULES, schedule
 from autoshard.pipelined.plan import PipelinePlan
 from tests.models.common import seeded
 from tests.pipelined.cases import OURS, Case
+from tests.pipelined.making import Tower
 from tests.pipelined.pipelines import (
     assert_equal,
     pipeline_of,
@@ -105,3 +109,39 @@ def test_stages_without_parameters(two: Workers, name: str) -> None:
 def counted(plan: PipelinePlan) -> dict[str, torch.Tensor]:
     module, inputs = counting()
     return trained(pipeline_of(module, inputs, plan), inputs)
+
+
+class Counted(Tower):
+    """A tower with a factor, that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.calls = 1.0, 0
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x, target) * self.factor
+
+
+def _state_of_a_pipeline() -> tuple[list[float], int, str]:
+    torch.manual_seed(0)
+    model = Counted()
+    inputs = {"x": torch.randn(4, 32), "target": torch.randn(4, 32)}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    pipeline = autoshard.parallelize(model, mesh, example_kwargs=inputs, pipeline_axis="pp", microbatches=2)
+    losses = []
+    for factor in (1.0, 3.0, 1.0):
+        model.factor = factor
+        losses.append(pipeline.train_step(**inputs).item())
+    model.layers[0] = nn.Linear(32, 32)
+    with pytest.raises(PipelineError) as raised:
+        pipeline.train_step(**inputs)
+    return losses, model.calls, str(raised.value)
+
+
+def test_a_change_of_state_is_seen(two: Workers) -> None:
+    for losses, calls, said in two.run(_state_of_a_pipeline):
+        assert losses[1] == pytest.approx(3 * losses[0])
+        assert losses[2] == pytest.approx(losses[0])
+        assert calls == 3
+        assert "layers.0.weight was put into Counted after the pipeline" in said
