@@ -344,9 +344,9 @@ class _Found:
         if depth == _DEPTH or copied(value) is not ABSENT or isinstance(value, Tensor):
             return
         if isinstance(value, dict):
-            others = twin if isinstance(twin, dict) else {}
             for key, one in value.items():
-                self._inside(f"{path}[{key!r}]", one, others.get(key), depth + 1)
+                other = twin.get(key) if isinstance(twin, dict) else None
+                self._inside(f"{path}[{key!r}]", one, other, depth + 1)
         elif isinstance(value, (list, tuple)):
             others = twin if isinstance(twin, (list, tuple)) and len(twin) == len(value) else [None] * len(value)
             for place, (one, other) in enumerate(zip(value, others, strict=True)):
