@@ -36,6 +36,7 @@ from autoshard.capture.flat_symbols import with_symbols, without_sizes
 from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import LoweredModule
+from autoshard.capture.order import in_one_order
 from autoshard.capture.python_state import StateWatch
 from autoshard.capture.symbols import with_sizes
 from autoshard.capture.task_graphs import defaults_of, keeping_marks, marking
@@ -199,7 +200,7 @@ def _export(
         exported = flat_forward(twin, args, kwargs)
         exported = with_symbols(exported, mode) if dynamic else without_sizes(exported)
         check_sizes(exported.graph_module.graph)
-        return exported
+        return in_one_order(exported)
     if dynamic:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dynamic = said_of_passed(twin, dynamic, call_layout(twin, structure, leaves).leaves)
@@ -212,7 +213,7 @@ def _export(
         exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
     check_sizes(exported.graph_module.graph)
     check_collectives(exported.graph_module.graph)
-    return exported
+    return in_one_order(exported)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,103 @@
+"""Models that walk over sets of strings, whose order hangs on the process's hash seed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from autoshard.capture.joint import capture, capture_forward
+
+KINDS = ("full", "sliding", "linear", "chunked", "global")
+
+
+class Tables(nn.Module):
+    """A table of positions and a mask for each kind of layer, made in the order of a set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in KINDS)
+        for kind in KINDS:
+            self.register_buffer(kind, torch.full((6,), 0.5 + len(kind)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[0], device=x.device).to(x.dtype)
+        tables, masks = {}, {}
+        for kind in set(KINDS):
+            with torch.autocast("cpu", enabled=False):
+                tables[kind] = (positions[:, None] * getattr(self, kind)).cos().to(x.dtype)
+            masks[kind] = x.new_zeros(x.shape).masked_fill(positions[:, None] > len(kind), 0.25)
+            masks[kind] = masks[kind] + torch.tensor([float(len(kind)), 1, 2, 3, 4, 5], dtype=x.dtype)
+        for kind, layer in zip(KINDS, self.layers, strict=True):
+            x = torch.tanh(layer(x) * tables[kind] + masks[kind])
+        return x.square().mean()
+
+
+def tables() -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    return Tables().double(), {"x": torch.randn(4, 6, dtype=torch.float64)}
+
+
+def modern_bert() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.ModernBertConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        global_attn_every_n_layers=2,
+        local_attention=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+        attn_implementation="sdpa",
+    )
+    tokens = torch.arange(16).reshape(2, 8)
+    return transformers.ModernBertForMaskedLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def gemma_3() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.Gemma3TextConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    tokens = torch.arange(16).reshape(2, 8)
+    return transformers.Gemma3ForCausalLM(config), {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+
+MODELS: tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], ...] = (tables, modern_bert, gemma_3)
+
+
+def captured() -> dict[str, list[str]]:
+    """By model: fingerprint and names of the joint graph, and names in the forward graph, of which pipelines are."""
+    found = {}
+    for make in MODELS:
+        module, kwargs = make()
+        graph = capture(module, (), kwargs)
+        forward, _ = capture_forward(module, (), kwargs)
+        found[make.__name__] = [
+            graph.fingerprint,
+            *(f"{item.kind} {item.name}" for item in graph.inputs),
+            *(node.name for node in graph.graph.nodes),
+            *(f"{item.kind} {item.name}" for item in forward.inputs),
+            *(node.name for node in forward.graph_module.graph.nodes),
+        ]
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(captured()))
