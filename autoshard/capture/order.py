@@ -109,8 +109,8 @@ def _is_pure(node: fx.Node, module: torch.nn.Module) -> bool:
         return bool(schema.returns) and not schema.is_mutable and not is_random(node)
     regions = list(_regions(node, module))
     if regions:
-        inner = (one for region in regions for one in region.graph.nodes if one.op == "call_function")
-        return all(one.target in _ASSERTIONS or _is_pure(one, module) for one in inner)
+        inner = ((one, region) for region in regions for one in region.graph.nodes if one.op == "call_function")
+        return all(one.target in _ASSERTIONS or _is_pure(one, region) for one, region in inner)
     return getattr(operator, getattr(node.target, "__name__", ""), None) is node.target
 
 
