@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.workers import forked
+from tests.workers import start
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 500.0
@@ -54,8 +54,7 @@ def by_fork(file: Path, processes: int | None, folder: Path, *arguments: str) ->
     for rank in range(processes or 1):
         ranks = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes else {}
         run = (str(file), arguments, _settings(folder) | ranks, str(folder), str(folder / f"rank-{rank}"))
-        started.append(forked().Process(target=_run, args=run, daemon=True))
-        started[-1].start()
+        started.append(start(rank, _run, *run))
     codes = _ended(started)
     said = {kind: "".join(path.read_text("utf-8") for path in sorted(folder.glob(f"rank-*.{kind}"))) for kind in _KINDS}
     return _checked(file, codes, said["out"], said["err"])

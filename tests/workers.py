@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import popen_forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,11 +26,28 @@ PRELOADED = ["tests.training", "transformers.models.gpt2.modeling_gpt2"]
 """Seconds of imports, once for all processes of all tests."""
 
 
-def forked() -> Any:
-    """The context of processes forked from one that has imported all that."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+SEEDS = ("1", "3")
+"""Of hashes, for even and odd ranks: sets of texts have another order in each, as on ranks of a cluster."""
+
+
+@functools.cache
+def _server(seed: str) -> ForkServer:
+    """A process that has imported all that, and has such a seed; others are forked from it."""
+    server = ForkServer()
+    server.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, PYTHONHASHSEED=seed):
+        server.ensure_running()
+    return server
+
+
+def start(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    """A new process that calls `function(*args)` as a rank."""
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=args, daemon=True)
+    server = _server(SEEDS[rank % len(SEEDS)])
+    # The context knows one server alone.
+    with mock.patch.object(popen_forkserver.forkserver, "connect_to_new_process", server.connect_to_new_process):
+        process.start()
+    return process
 
 
 class Workers:
@@ -75,14 +96,11 @@ class Workers:
         return [answers[rank][1] for rank in range(self.size)]
 
     def _start(self) -> None:
-        context = forked()
         store = str(Path(tempfile.mkdtemp(), "store"))
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            self._processes.append(start(rank, _serve, rank, self.size, store, theirs))
             theirs.close()
-            self._processes.append(process)
             self._connections.append(ours)
 
     def close(self) -> None:

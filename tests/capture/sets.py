@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,8 @@ import transformers
 from torch import nn
 
 from autoshard.capture.joint import capture, capture_forward
+
+Model = tuple[nn.Module, dict[str, Any]]
 
 KINDS = ("full", "sliding", "linear", "chunked", "global")
 
@@ -38,12 +38,12 @@ class Tables(nn.Module):
         return x.square().mean()
 
 
-def tables() -> tuple[nn.Module, dict[str, Any]]:
+def tables() -> Model:
     torch.manual_seed(0)
     return Tables().double(), {"x": torch.randn(4, 6, dtype=torch.float64)}
 
 
-def modern_bert() -> tuple[nn.Module, dict[str, Any]]:
+def modern_bert() -> Model:
     config = transformers.ModernBertConfig(
         vocab_size=16,
         hidden_size=8,
@@ -63,7 +63,7 @@ def modern_bert() -> tuple[nn.Module, dict[str, Any]]:
     return transformers.ModernBertForMaskedLM(config), {"input_ids": tokens, "labels": tokens}
 
 
-def gemma_3() -> tuple[nn.Module, dict[str, Any]]:
+def gemma_3() -> Model:
     config = transformers.Gemma3TextConfig(
         vocab_size=16,
         hidden_size=8,
@@ -79,25 +79,23 @@ def gemma_3() -> tuple[nn.Module, dict[str, Any]]:
     return transformers.Gemma3ForCausalLM(config), {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
 
-MODELS: tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], ...] = (tables, modern_bert, gemma_3)
+MODELS: tuple[Callable[[], Model], ...] = (tables, modern_bert, gemma_3)
 
 
-def captured() -> dict[str, list[str]]:
-    """By model: fingerprint and names of the joint graph, and names in the forward graph, of which pipelines are."""
-    found = {}
-    for make in MODELS:
-        module, kwargs = make()
-        graph = capture(module, (), kwargs)
-        forward, _ = capture_forward(module, (), kwargs)
-        found[make.__name__] = [
-            graph.fingerprint,
-            *(f"{item.kind} {item.name}" for item in graph.inputs),
-            *(node.name for node in graph.graph.nodes),
-            *(f"{item.kind} {item.name}" for item in forward.inputs),
-            *(node.name for node in forward.graph_module.graph.nodes),
-        ]
-    return found
+def order() -> list[str]:
+    """The kinds as this process walks over a set of them."""
+    return list(set(KINDS))
 
 
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(captured()))
+def captured(make: Callable[[], Model]) -> list[str]:
+    """Fingerprint and names of the joint graph of a model, and names in the forward graph, of which pipelines are."""
+    module, kwargs = make()
+    graph = capture(module, (), kwargs)
+    forward, _ = capture_forward(module, (), kwargs)
+    return [
+        graph.fingerprint,
+        *(f"{item.kind} {item.name}" for item in graph.inputs),
+        *(node.name for node in graph.graph.nodes),
+        *(f"{item.kind} {item.name}" for item in forward.inputs),
+        *(node.name for node in forward.graph_module.graph.nodes),
+    ]

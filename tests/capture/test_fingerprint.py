@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import torch
@@ -10,23 +8,16 @@ from torch import fx
 from autoshard.capture import capture
 from autoshard.capture.fingerprint import fingerprint
 from tests import models
-
-_PROGRAM = """
-import torch
-from autoshard.capture import capture
-from torch import nn
-module = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
-print(capture(module, (torch.ones(3, 4),), {}).fingerprint)
-"""
+from tests.workers import Workers
 
 
-def test_equal_in_another_process() -> None:
+def _fingerprint() -> str:
     module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.GELU(), torch.nn.Linear(6, 4))
-    expected = capture(module, (torch.ones(3, 4),), {}).fingerprint
-    command = [sys.executable, "-c", _PROGRAM]
-    environment = {"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)}
-    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert result.stdout.strip() == expected
+    return capture(module, (torch.ones(3, 4),), {}).fingerprint
+
+
+def test_equal_in_other_processes(two: Workers) -> None:
+    assert two.run(_fingerprint) == [_fingerprint()] * 2
 
 
 def test_equal_for_other_numbers() -> None:

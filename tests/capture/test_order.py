@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import autoshard
 from autoshard.capture.joint import capture
 from tests.capture import sets
+from tests.training import TOLERANCE, compare, fast_links, train
+from tests.workers import Workers
 
 
-@pytest.fixture(scope="module")
-def seeded() -> list[dict[str, Any]]:
-    """What is captured under two hash seeds in which the sets of all models differ in order."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.capture.sets"],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
-        )
-        for seed in ("1", "3")
-    ]
-    texts = [process.communicate(timeout=300)[0] for process in running]
-    return [json.loads(text) for text in texts]
+def test_sets_have_another_order_in_every_worker(two: Workers) -> None:
+    first, second = two.run(sets.order)
+    assert first != second
 
 
-@pytest.mark.parametrize("model", [make.__name__ for make in sets.MODELS])
-def test_equal_whatever_the_hash_seed(seeded: list[dict[str, Any]], model: str) -> None:
-    assert seeded[0][model] == seeded[1][model]
+@pytest.mark.parametrize("make", sets.MODELS, ids=lambda make: make.__name__)
+def test_equal_whatever_the_hash_seed(two: Workers, make: Callable[[], sets.Model]) -> None:
+    first, second = two.run(sets.captured, make)
+    assert first == second
+
+
+def _train_beside_one_device() -> None:
+    (module, inputs), (alone, _) = sets.tables(), sets.tables()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
+    assert compare(train(module, inputs), train(alone, inputs)).worst <= TOLERANCE
+
+
+def test_ranks_with_other_hash_seeds_train_as_one_device(two: Workers) -> None:
+    two.run(_train_beside_one_device)
 
 
 class Changing(nn.Module):
