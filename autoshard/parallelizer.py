@@ -20,6 +20,7 @@ from autoshard.batch_shares import planned_in_shares, settled
 from autoshard.capture import outside_modes
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.twin import check_parameters
+from autoshard.errors import PlanError
 from autoshard.optimizers import hand_over, serve
 from autoshard.options import Options
 from autoshard.part_shares import parts_of, plan_shares
@@ -33,10 +34,11 @@ from autoshard.partition.shards import check_fits, place_buffers, replace_parame
 from autoshard.partition.split import split
 from autoshard.partition.steady import steady_step
 from autoshard.partition.step import Program, Ranks
+from autoshard.patterns.decisions import Flow
 from autoshard.patterns.parts import in_parts
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
-from autoshard.planning import Planners, captured, flow_of
+from autoshard.planning import Planners, captured, checked_flow
 from autoshard.reshard.unreduced import Reduced
 from autoshard.simulate.program import KernelPrices
 from autoshard.specs.axes import MeshShape
@@ -155,14 +157,7 @@ class Parallelizer:
             self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic)
         )
         decided = self._decide(graph, planner, seconds)
-        if self.options.shares == "auto":
-            self._share(decided.shares)
-            planner = self._planner(graph) if decided.shares else planner
-        if decided.parts:
-            (counts,) = decided.shares.values()
-            graph = in_parts(graph, self.mesh, decided.parts, parts_of(counts))
-            planner = self._planner(graph)
-        flow = flow_of(planner, decided)
+        graph, planner, flow = together(self.device_mesh, lambda: self._checked(graph, planner, decided))
         ranks = Ranks(self.device_mesh, device, self.part, self.seeds)
         with outside_modes():
             step = steady_step(flow, planner.resharder, ranks.groups, device, planner.wishes.shared)
@@ -247,6 +242,37 @@ class Parallelizer:
             decided = ShardingPlan.from_json(text)
         together(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))
         return decided
+
+    def _checked(self, graph: JointGraph, planner: Planner, decided: ShardingPlan) -> tuple[JointGraph, Planner, Flow]:
+        """The graph, in parts where a plan has such, its planner, and the decisions on it.
+
+        Raises:
+            PlanError: the decisions do not fit the graph, or the plan's shares what was asked for.
+        """
+        if self.options.shares == "auto":
+            self._share(decided.shares)
+            planner = self._planner(graph) if decided.shares else planner
+        if decided.parts:
+            (counts,) = decided.shares.values()
+            graph = in_parts(graph, self.mesh, decided.parts, parts_of(counts))
+            planner = self._planner(graph)
+        if decided is self.plan:
+            self._check_shares(decided, planner)
+        return graph, planner, checked_flow(planner, decided)
+
+    def _check_shares(self, given: ShardingPlan, planner: Planner) -> None:
+        """`PlanError` if a plan that the user gave has other shares than those asked for, or shares of nothing."""
+        asked = self.options.shares if isinstance(self.options.shares, Mapping) else {}
+        if {axis: tuple(taken) for axis, taken in asked.items()} != given.shares:
+            raise PlanError(
+                f"the plan has the shares {given.shares or 'none'}, and parallelize was asked for "
+                f"{dict(asked) or 'none'}: pass the same, or leave shares out."
+            )
+        if given.shares and planner.wishes.shared is None:
+            raise PlanError(
+                f"the plan has the shares {given.shares}, and nothing in this call is shared: no dim is in parts, and "
+                "none is dynamic. Pass dynamic as the plan was made with, or make the plan again."
+            )
 
     def _planned(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
         first, shares = self.placed is None, self.asked.shares

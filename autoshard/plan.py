@@ -232,7 +232,11 @@ class ShardingPlan:
         Raises:
             PlanError: naming every difference found.
         """
-        differences = [*self._mesh_differences(mesh), *self._parameter_differences(shapes)]
+        differences = [
+            *self._mesh_differences(mesh),
+            *self._parameter_differences(shapes),
+            *self._share_differences(mesh),
+        ]
         if not differences and fingerprint != self.fingerprint:
             differences.append(self._graph_difference(fingerprint))
         if differences:
@@ -256,6 +260,16 @@ class ShardingPlan:
         ]
         named = (("the model lacks", missing), ("the plan lacks", extra), ("the shape differs of", other))
         return [f"{what} {_first(names)}" for what, names in named if names]
+
+    def _share_differences(self, mesh: MeshShape) -> list[str]:
+        """Shares that the ranks of no axis can take, and parts of dims without shares."""
+        if self.parts and not self.shares:
+            return ["it has dims in unequal parts, and no shares that say which rank takes what of them"]
+        return [
+            f"axis {axis!r} has shares for {len(taken)} ranks, and is not one of so many in {mesh}"
+            for axis, taken in self.shares.items()
+            if axis not in mesh.names or mesh.sizes[mesh.index(axis)] != len(taken)
+        ]
 
     def _graph_difference(self, fingerprint: str) -> str:
         made = ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "unknown versions"

@@ -45,6 +45,15 @@ def list_of(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
+_OPTIONS = {
+    "type": "object",
+    "properties": {
+        "inputs": {"enum": ["global", "local"]},
+        "memory_limit": {"type": ["integer", "null"]},
+        "shares": {**table({**list_of({"type": "integer", "minimum": 1}), "minItems": 1}), "maxProperties": 1},
+        "parts": list_of({"type": "array", "prefixItems": [TEXT, COUNT], "minItems": 2, "maxItems": 2}),
+    },
+}
 _PLACEMENTS = table(list_of(_PLACEMENT))
 _SHARDING = record(
     mesh={**table({"type": "integer", "minimum": 1}), "minProperties": 1},
@@ -81,7 +90,7 @@ _SHARDING = record(
     decisions={"type": "object"},
     choices=list_of(record(node=TEXT, operator=TEXT, module=TEXT, phase=TEXT, strategy=TEXT, seconds=NUMBER)),
     hints=table(TEXT),
-    options={"type": "object"},
+    options=_OPTIONS,
     gathered=table({"enum": ["once", "again"]}),
     recomputed=list_of(TEXT),
 )

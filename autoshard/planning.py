@@ -22,6 +22,7 @@ from autoshard.options import Options, Placements
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph import GraphRules
 from autoshard.plan import ShardingPlan
+from autoshard.planner.checks import check_decisions, check_placements
 from autoshard.planner.collector import older_objects_set_aside
 from autoshard.planner.found import Found
 from autoshard.planner.planner import Planner
@@ -207,6 +208,18 @@ def flow_of(planner: Planner, plan: ShardingPlan) -> Flow:
     if plan.recomputed:
         rules = GraphRules(recomputed(planner.graph, plan.recomputed), planner.mesh)
     return Flow(rules, Decisions.from_data(plan.decisions), planner.mesh)
+
+
+def checked_flow(planner: Planner, plan: ShardingPlan) -> Flow:
+    """As `flow_of`, of decisions that are made sure to fit the graph.
+
+    Raises:
+        PlanError: they do not, or the placements that the plan tells are not what they say.
+    """
+    flow = flow_of(planner, plan)
+    check_decisions(flow, planner.resharder, planner.wishes)
+    check_placements(flow, plan.placements, plan.input_placements, plan.output_placements)
+    return flow
 
 
 def _input_pins(

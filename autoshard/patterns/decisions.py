@@ -52,7 +52,7 @@ class Decisions:
         """
         try:
             return Decisions(
-                {name: tuple(choices) for name, choices in data["choices"].items()},
+                {name: _choices(name, choices) for name, choices in data["choices"].items()},
                 *(
                     {name: Spec.parse(text) for name, text in data[kind].items()}
                     for kind in ("rest", "outputs", "hubs")
@@ -60,6 +60,13 @@ class Decisions:
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"the plan's decisions cannot be read ({error}): was the file edited?") from error
+
+
+def _choices(name: str, choices: Any) -> Choices:
+    """Choices as they are read; `ValueError` unless they are a list of whole numbers."""
+    if not isinstance(choices, list) or any(type(choice) is not int for choice in choices):
+        raise ValueError(f"the choices of {name} are {choices!r}, and have to be a list of whole numbers")
+    return tuple(choices)
 
 
 def phase_of(output: JointOutput) -> str:

@@ -18,6 +18,7 @@ from torch import fx
 from autoshard.capture.dynamic import DynamicSizes
 from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.capture.recompute import copied
+from autoshard.errors import PlanError
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph import GraphRules, Value, value_of
 from autoshard.patterns.rule import Dims
@@ -75,9 +76,14 @@ def in_parts(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: i
         mesh: the mesh axes.
         loops: as `parted_along` names them, of sizes that `total` divides.
         total: parts of all ranks together.
+
+    Raises:
+        PlanError: some loop is not in the graph, or can not be divided so.
     """
     rules = GraphRules(graph, mesh)
     families = _Families(rules)
+    loops = list(loops)
+    _check_loops(loops, total, families)
     chosen = {families.of((name, factor)) for name, factor in loops} - {None}
     copy, at = copied(graph)
     example = {_PARTS: total}
@@ -118,6 +124,18 @@ def in_parts(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: i
             say_sizes(at[node], made)
     dynamic = DynamicSizes(named, {_PARTS: (2, None)}, (), example, _PARTS, cuts)
     return replace(copy, dynamic=dynamic)
+
+
+def _check_loops(loops: Iterable[Loop], total: int, families: _Families) -> None:
+    """`PlanError` unless every loop is of a family that may be divided in so many equal parts."""
+    rules = {node.name: rule for node, rule in families.rules.rules.items()}
+    for name, factor in loops:
+        factors = rules[name].factors if name in rules else ()
+        if factor >= len(factors) or families.of((name, factor)) is None or factors[factor].size % total:
+            raise PlanError(
+                f"this plan divides loop {factor} of the operator {name} in {total} parts, which this model does not "
+                "have, or can not have: the plan was edited, or made by another version of autoshard. Make it again."
+            )
 
 
 def _points(loops: Sequence[int]) -> Iterator[Any]:

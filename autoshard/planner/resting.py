@@ -47,14 +47,14 @@ class Resting:
             name = source.name
             if name in wishes.outputs:
                 return [wishes.outputs[name]]
-            return [s for s in self._open_specs(rule, wishes.planned_outputs) if self._is_handed_back(value, s)]
+            return [s for s in self._open_specs(rule, wishes.planned_outputs) if hands_back(value, s, self.mesh)]
         if all(placement is not None for placement in pinned):
             return [Spec.of(*(placement or Replicate() for placement in pinned))]
         if source.kind == "input" and wishes.local_inputs:
             candidates = self._leading_specs(value)
         else:
             opened = _with_plain_shards(self._open_specs(rule, source.kind == "parameter"))
-            candidates = [s for s in opened if self._rests(value, s)]
+            candidates = [s for s in opened if rests(value, s, self.mesh) and not self._in_shares(value, s)]
         allowed = [spec for spec in candidates if _agrees(spec, pinned)]
         apart = self.restrictions.apart.get(source.name, ())
         allowed = [spec for spec in allowed if all(axis in spec.shard_axes for axis in apart)] or allowed
@@ -74,18 +74,7 @@ class Resting:
         if not self.wishes.planned_outputs:
             return [Spec.replicated(self.mesh.ndim)]
         made = self.tables.options(self.rules.rules[value.node]).results[value.result].distinct
-        return [spec for spec in made if not spec.partial_axes and self._is_handed_back(value, spec)]
-
-    def _is_handed_back(self, value: Value, spec: Spec) -> bool:
-        """Whether outputs and their gradients may lie so: as torch can say it; the last shards may be empty."""
-        return not spec.has_blocks and is_placeable(value.meta.shape, spec, self.mesh)
-
-    def _rests(self, value: Value, spec: Spec) -> bool:
-        """Whether a tensor may lie so outside the step: as torch can say it, and so long that no rank holds nothing."""
-        shape, sizes = value.meta.shape, self.mesh.sizes
-        long = all(shape[dim_of(spec[axis], len(shape))] >= sizes[axis] for axis in spec.shard_axes)
-        known = _plain_nest(spec) and not spec.has_blocks and not self._in_shares(value, spec)
-        return known and (long or is_even(shape, spec, self.mesh))
+        return [spec for spec in made if not spec.partial_axes and hands_back(value, spec, self.mesh)]
 
     def _in_shares(self, value: Value, spec: Spec) -> bool:
         """Whether ranks would hold shares of their own of a tensor, or blocks of no number of what is shared: no
@@ -126,6 +115,18 @@ class Resting:
         return [
             spec for spec in specs if value.meta.shape and is_placeable(value.meta.shape, spec, self.mesh)
         ] or specs[:1]
+
+
+def hands_back(value: Value, spec: Spec, mesh: MeshShape) -> bool:
+    """Whether inputs, outputs and their gradients may lie so: as torch can say it; the last shards may be empty."""
+    return not (spec.has_blocks or spec.partial_axes or spec.is_routed) and is_placeable(value.meta.shape, spec, mesh)
+
+
+def rests(value: Value, spec: Spec, mesh: MeshShape) -> bool:
+    """Whether a tensor may lie so outside the step: as torch can say it, and so long that no rank holds nothing."""
+    shape = value.meta.shape
+    long = all(shape[dim_of(spec[axis], len(shape))] >= mesh.sizes[axis] for axis in spec.shard_axes)
+    return _plain_nest(spec) and not spec.has_blocks and (long or is_even(shape, spec, mesh))
 
 
 def _plain_nest(spec: Spec) -> bool:

@@ -1,0 +1,275 @@
+"""Decisions that came from a file are looked at before a program is made of them: each must fit the graph.
+
+What is refused here would stop the making of the program, or make a program that computes other numbers. A planner's own
+decisions pass by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor import Placement
+
+from autoshard.errors import PlanError
+from autoshard.patterns.decisions import Flow, phase_of
+from autoshard.patterns.graph import GraphRules, Value, value_of
+from autoshard.patterns.rule import Rule
+from autoshard.patterns.shares import keeps_shares, splits_evenly
+from autoshard.patterns.strategy import axis_choices, describe, fits
+from autoshard.patterns.variants import Choices
+from autoshard.planner.problem import Wishes
+from autoshard.planner.resting import hands_back, rests
+from autoshard.reshard.path import Resharder
+from autoshard.size import at
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import canonical, padded_segments_of
+from autoshard.specs.spec import Spec, block_of, is_shard, split_factor_of
+
+_TOLD = 4  # differences that an error lists
+
+Placed = Mapping[str, tuple[Placement, ...]]
+
+
+def check_decisions(flow: Flow, resharder: Resharder, wishes: Wishes) -> None:
+    """Make sure that the decisions are some for this graph, which a program can be made of.
+
+    Args:
+        flow: the graph, its rules and the decisions.
+        resharder: finds the reshards, the same that the program is made with, which then has them at hand.
+        wishes: how inputs lie, and in which shares.
+
+    Raises:
+        PlanError: a decision is missing, or is of what the graph lacks; a strategy is not among an operator's; a spec
+            does not fit its tensor and the mesh; no path leads from where a tensor is made to where it is wanted; what
+            has to be decided alike is not.
+    """
+    checks = _Checks(flow, wishes)
+    _refuse(checks.names())
+    _refuse(checks.strategies())  # specs follow from strategies
+    _refuse(checks.specs())
+    _refuse(checks.ties())
+    _refuse(_undelivered(flow, resharder))
+
+
+def check_placements(flow: Flow, placements: Placed, inputs: Placed, outputs: Placed) -> None:
+    """Make sure that what a plan says of parameters, buffers, inputs and outputs is what its decisions say.
+
+    Args:
+        flow: the graph and the decisions.
+        placements: of parameters and buffers, under all their names.
+        inputs, outputs: of the step's inputs and outputs; those that are not named are whole.
+
+    Raises:
+        PlanError: some lies otherwise.
+    """
+
+    whole = Spec.replicated(flow.mesh.ndim).placements
+
+    def pairs() -> Iterator[tuple[str, Placed, Spec]]:
+        for source in flow.graph.inputs:
+            rest = flow.decisions.rest[source.node.name]
+            if source.kind in ("parameter", "buffer"):
+                yield from ((name, placements, rest) for name in flow.graph.aliases[source.name])
+            elif source.kind == "input":
+                yield source.name, inputs, rest
+        yield from ((name, outputs, spec) for name, spec in flow.decisions.outputs.items())
+
+    _refuse(
+        f"{name} lies as {Spec.of(*placed.get(name, whole))} by its placements, and as {spec} by the decisions"
+        for name, placed, spec in pairs()
+        if Spec.of(*placed.get(name, whole)) is not spec
+    )
+
+
+def _refuse(differences: Iterable[str]) -> None:
+    """`PlanError` that lists the differences, the first few of many, if there are any."""
+    found = list(differences)
+    if found:
+        more = f"\n  - and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+        listed = "".join(f"\n  - {one}" for one in found[:_TOLD])
+        raise PlanError(
+            f"this plan's decisions do not fit the model on this mesh:{listed}{more}\nThe plan was edited, or made by "
+            "another version of autoshard: make it again with autoshard.plan. To pin placements by hand, pass hints."
+        )
+
+
+class _Checks:
+    """The differences between decisions and the graph that they are to be of, each as a text.
+
+    Args:
+        flow, wishes: as for `check_decisions`.
+    """
+
+    def __init__(self, flow: Flow, wishes: Wishes) -> None:
+        self.flow = flow
+        self.rules: GraphRules = flow.rules
+        self.decisions = flow.decisions
+        self.mesh: MeshShape = flow.mesh
+        self.wishes = wishes
+        self.free = [node for node in flow.rules.operators if flow.rules.pinned(node, flow.mesh) is None]
+
+    def names(self) -> Iterator[str]:
+        """Decisions that are missing, and those of what the graph lacks."""
+        graph, free = self.rules.graph, {node.name for node in self.free}
+        sources = {source.node.name for source in graph.inputs}
+        outputs = {output.name for output in graph.outputs if output.kind == "output" and output.node is not None}
+        yield from _named("the operator", self.decisions.choices, free, {node.name for node in self.rules.operators})
+        yield from _named("the input", self.decisions.rest, sources, sources)
+        yield from _named("the output", self.decisions.outputs, outputs, outputs)
+        copies = {f"{value.name}{phase}" for value in self.rules.values() for phase in ("", "@forward", "@backward")}
+        yield from _named("the shared copy of", self.decisions.hubs, set(), copies)
+
+    def strategies(self) -> Iterator[str]:
+        """Operators whose choices are no strategy of theirs."""
+        known: dict[tuple[int, Choices], str] = {}  # layers share their rules
+        for node in self.free:
+            rule, choices = self.rules.rules[node], self.decisions.choices[node.name]
+            key = (id(rule), choices)
+            if key not in known:
+                known[key] = self._no_strategy(rule, choices)
+            if known[key]:
+                yield f"the operator {node.name} ({node.target}) {known[key]}"
+
+    def _no_strategy(self, rule: Rule, choices: Choices) -> str:
+        if len(choices) != self.mesh.ndim:
+            return f"has {len(choices)} choices for the {self.mesh.ndim} axes of the mesh {self.mesh}"
+        for choice, axis in zip(choices, self.mesh.axes, strict=True):
+            offered = axis_choices(rule, axis.size)
+            if choice not in offered:
+                return (
+                    f"has the choice {choice} on axis {axis.name!r}, where it can have {', '.join(map(str, offered))}"
+                )
+        if not fits(rule, choices, self.mesh):
+            return f"has choices that do not go together: {describe(rule, choices, self.mesh)}"
+        shared = self.wishes.shared
+        if shared is not None and not (
+            keeps_shares(rule, choices[shared.axis], shared) and splits_evenly(rule, choices, shared, self.mesh)
+        ):
+            return f"does not keep the shares of axis {self.mesh.names[shared.axis]!r}: {list(choices)}"
+        return ""
+
+    def specs(self) -> Iterator[str]:
+        """Tensors that can not lie as it is said where they come from or go to."""
+        for source in self.rules.graph.inputs:
+            value, spec = Value(source.node), self.decisions.rest[source.node.name]
+            problem = self._misfit(value, spec)
+            if not problem and source.kind == "parameter" and not rests(value, spec, self.mesh):
+                problem = "no parameter can lie so outside a step"
+            if not problem and not hands_back(value, spec, self.mesh):
+                problem = "nothing that is given to a step can lie so"
+            if not problem and source.kind in ("buffer", "constant") and not spec.is_replicated:
+                problem = f"a {source.kind} lies whole on all ranks"
+            if not problem and source.kind == "input":
+                problem = self._no_input(source.name, spec)
+            if problem:
+                yield f"the {source.kind} {source.name} is to lie as {spec}: {problem}"
+        for output in self.rules.graph.outputs:
+            if output.kind == "output" and output.node is not None:
+                value, spec = value_of(output.node), self.decisions.outputs[output.name]
+                problem = self._misfit(value, spec)
+                if not problem and not hands_back(value, spec, self.mesh):
+                    problem = "nothing can be handed back so, in blocks, partial or as the data says"
+                if problem:
+                    yield f"the output {output.name} is to lie as {spec}: {problem}"
+        for value in self.rules.values():
+            for phase in ("", "@forward", "@backward"):
+                spec_or_none = self.decisions.hubs.get(f"{value.name}{phase}")
+                problem = "" if spec_or_none is None else self._misfit(value, spec_or_none)
+                if problem:
+                    yield f"the shared copy of {value.name}{phase} is to lie as {spec_or_none}: {problem}"
+
+    def _misfit(self, value: Value, spec: Spec) -> str:
+        """Why a tensor can't lie so in a program; empty if it can."""
+        shape = value.meta.shape
+        steps = [each for one in spec if is_shard(one) for each in (split_factor_of(one), block_of(one))]
+        if 0 not in shape and any(each is not None and each < 1 for each in steps):
+            return "stretches and blocks have one element at least"
+        try:
+            normal = canonical(shape, spec, self.mesh)
+            padded_segments_of(shape, spec, self.mesh)
+        except ValueError as error:
+            return str(error)
+        return "" if normal is spec else f"that is written {normal}"
+
+    def _no_input(self, name: str, spec: Spec) -> str:
+        """Why an input can't lie so: it lies as callers pass it."""
+        if not self.wishes.local_inputs:
+            whole = 'with inputs="global" every rank passes it whole; was the plan made with inputs="local"?'
+            return "" if spec.is_replicated else whole
+        pinned: Sequence[Placement | None] = self.wishes.pinned.get(name, ())
+        asked = {axis: want for axis, want in enumerate(pinned) if want is not None and want != spec[axis]}
+        return f"it is asked for as {', '.join(map(str, pinned))}" if asked else ""
+
+    def ties(self) -> Iterator[str]:
+        """What has to be decided alike and is not."""
+        outputs = self.decisions.outputs
+        for source in self.rules.graph.inputs:
+            if source.kind == "tangent" and source.name in outputs:
+                spec = self.decisions.rest[source.node.name]
+                if spec is not outputs[source.name]:
+                    yield (
+                        f"the output {source.name} is handed back as {outputs[source.name]}, and its gradient taken as "
+                        f"{spec}"
+                    )
+        for node in self.free:
+            drawn = self.rules.repeats_draw(node)
+            if drawn is not None and self._split(drawn) != self._split(node):
+                yield f"{node.name} runs {drawn.name} again and is split otherwise: it would draw other numbers"
+            seeded = self.rules.shares_seed(node)
+            if seeded is not None and self._split(seeded, 1) != self._split(node, 1):
+                yield f"{node.name} drops by the seed of {seeded.name} and is split otherwise: it would drop others"
+        for node in self.rules.operators:
+            if self.rules.restores(node) and self.flow.produced(Value(node)).partial_axes:
+                yield f"{node.name} casts a gradient that is not yet reduced"
+
+    def _split(self, node: fx.Node, results: int | None = None) -> tuple[object, ...]:
+        """What the numbers that an operator draws depend on: axes that split it, and specs of its results."""
+        if self.rules.pinned(node, self.mesh) is not None:
+            return ()
+        specs = [
+            self.flow.produced(Value(node, index)) for index, _ in enumerate(self.rules.rules[node].results[:results])
+        ]
+        return (tuple(choice >= 0 for choice in self.decisions.choices[node.name]), *specs)
+
+
+def _named(what: str, decided: Mapping[str, Any], needed: set[str], known: set[str]) -> Iterator[str]:
+    """What of the needed is not decided, and what is decided that is not known."""
+    missing = sorted(needed - decided.keys())
+    unknown = sorted(decided.keys() - known)
+    yield from (f"it decides nothing of {what} {name}" for name in missing)
+    yield from (f"it decides of {what} {name}, which this graph lacks" for name in unknown)
+
+
+def _undelivered(flow: Flow, resharder: Resharder) -> Iterator[str]:
+    """Tensors that can not be brought from where they are made to where they are wanted.
+
+    Where sizes are dynamic, paths are those of sizes that stand for all, as in programs.
+    """
+    generic = flow.rules.generic
+    flow = flow.at(generic)
+    seen: set[object] = set()
+    for value, phase, target, where in _wanted(flow):
+        meta = at(value.meta, generic)
+        for _, source, spec in flow.legs(value, phase, target):
+            key = (meta.shape, source, spec, value in flow.rules.unreduced)
+            if key in seen:
+                continue
+            seen.add(key)
+            if value in flow.rules.unreduced and not set(source.partial_axes) <= set(spec.partial_axes):
+                yield f"{value.name} is reduced from {source} to {spec} before it is cast for its reduction"
+            try:
+                resharder.path(meta.shape, meta.dtype.itemsize, source.at(generic), spec.at(generic))
+            except ValueError as error:
+                yield f"{value.name}, which {where} takes as {target}, can not be brought there: {error}"
+
+
+def _wanted(flow: Flow) -> Iterator[tuple[Value, str, Spec, str]]:
+    """Every use of a value: the value, the phase, the spec in which it is wanted, and by whom."""
+    for node in flow.rules.operators:
+        for operand, value in enumerate(flow.rules.operands[node]):
+            yield value, flow.graph.phase(node), flow.wanted(node, operand), node.name
+    for value, outputs in flow.rules.outputs_of.items():
+        for output in outputs:
+            yield value, phase_of(output), flow.delivered(output), f"the {output.kind} {output.name}"
