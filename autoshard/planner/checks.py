@@ -1,7 +1,7 @@
 """Decisions that came from a file are looked at before a program is made of them: each must fit the graph.
 
-What is refused here would stop the making of the program, or make a program that computes other numbers. A planner's own
-decisions pass by construction.
+What is refused here would stop the making of the program, or make a program that computes other numbers. A planner's
+own decisions pass by construction.
 """
 
 from __future__ import annotations
