@@ -26,8 +26,9 @@ from autoshard.options import Options
 from autoshard.part_shares import parts_of, plan_shares
 from autoshard.partition.agree import compare, from_first_rank, is_first_rank, together
 from autoshard.partition.checkpoint import install_hooks
+from autoshard.partition.constants import check_constants
 from autoshard.partition.gradient_sums import GradientSums
-from autoshard.partition.module import Runtime, Tangents, check_constants, wants_gradient
+from autoshard.partition.module import Runtime, Tangents, wants_gradient
 from autoshard.partition.overlap import Arrangement, TorchArrangement, arrange_own
 from autoshard.partition.seeds import Seeds
 from autoshard.partition.shards import check_fits, place_buffers, replace_parameters

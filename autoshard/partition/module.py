@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,11 +16,14 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.calls import call_layout, said_of_passed, signature_of
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
-from autoshard.capture.joint import JointGraph, JointInput
+from autoshard.capture.joint import JointGraph
 from autoshard.capture.python_state import check_own_changes
 from autoshard.cluster.shares import divided
 from autoshard.errors import InputError
 from autoshard.partition import _torch
+from autoshard.partition.agree import is_first_rank
+from autoshard.partition.call_sizes import MOST_PROGRAMS, CallSizes
+from autoshard.partition.constants import place_constant
 from autoshard.partition.lengths import check_blocks, local_shares, whole_shapes
 from autoshard.partition.localize import Border
 from autoshard.partition.same_inputs import check_same_inputs
@@ -100,6 +104,7 @@ class Runtime:
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._prepare = prepare
         self._served: dict[Hashable, Served] = {}
+        self._sizes = CallSizes(type(module).__name__, self.dynamic, quiet=not is_first_rank(device_mesh))
         self.owners: dict[str, nn.Module] = {}  # of the parameters that were placed, by their names
 
     def __deepcopy__(self, memo: object) -> Runtime:
@@ -215,8 +220,11 @@ class Runtime:
 
     def _known(self, signature: Hashable) -> Served | None:
         """What serves a signature with the flags, numbers, submodules and hooks that the module has now."""
-        first = self._served.get(signature)
-        if first is None or first.graph.state.guards.hold():
+        first = self._served.pop(signature, None)
+        if first is None:
+            return None
+        self._served[signature] = first  # the last that was used
+        if first.graph.state.guards.hold():
             return first
         found = next((served for served in first.others if served.graph.state.guards.hold()), None)
         if found is not None:
@@ -236,13 +244,26 @@ class Runtime:
         self._check_parameters()
         known = () if signature not in self._served else self._served[signature].all()
         check_own_changes([served.graph.state for served in known])
+        start = time.perf_counter()
         graph, program = self._prepare(args, kwargs, grad, tangents, signature, dynamic)
+        if not known and self.only_call is None:
+            shapes = dict(_shapes(self.module, (args, kwargs)))
+            self._sizes.meet(self._kind(args, kwargs, grad), shapes, time.perf_counter() - start)
         served = Served(graph, program, tuple(self._place(graph, border) for border in program.step.inputs))
         # One that serves the same state is replaced: it was made for fewer gradients.
         others = [other for other in known if not other.graph.state.guards.hold()]
         self._served[signature] = served.before(others)
+        if len(self._served) > MOST_PROGRAMS:
+            del self._served[next(iter(self._served))]
         self.owners = dict(_owners(self.module))
         return served
+
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Hashable:
+        """All of a call that is neither a size nor a plain value."""
+        call = (args, kwargs)
+        leaves = zip(_names(self.module, call), pytree.tree_leaves(call), strict=True)
+        tensors = [(name, leaf.dtype, leaf.ndim) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return grad, self.module.training, tuple(tensors)
 
     def _check_parameters(self) -> None:
         """`InputError` if a parameter that was placed has a plain one in its place; those of new modules are placed."""
@@ -381,42 +402,6 @@ def _replaced(name: str, held: torch.Tensor | None) -> InputError:
 def _kind(tensor: torch.Tensor) -> str:
     kind = "Parameter" if isinstance(tensor, nn.Parameter) else "tensor"
     return f"{kind} of shape {tuple(tensor.shape)}"
-
-
-def _attribute(module: nn.Module, constant: JointInput) -> tuple[dict[str, Any], str] | None:
-    """Where the module holds a tensor of that shape outside its parameters and buffers: calls may set it anew."""
-    owner, _, name = constant.name.rpartition(".")
-    try:
-        table = vars(module.get_submodule(owner))
-    except AttributeError:
-        return None
-    held, shape = table.get(name), constant.node.meta["val"].shape
-    return (table, name) if isinstance(held, torch.Tensor) and held.shape == shape and not held.is_meta else None
-
-
-def place_constant(
-    module: nn.Module, constant: JointInput, device_mesh: DeviceMesh
-) -> tuple[dict[str, Any], str] | torch.Tensor | None:
-    """Move a tensor that the graph holds to this rank's device, and tell where to find it: a table and its key, or it.
-
-    An attribute of the module is replaced by what was moved. Any other tensor is not the module's alone: it stays.
-    """
-    place = _attribute(module, constant)
-    if place is not None:
-        table, name = place
-        table[name] = on_device(table[name], device_mesh)
-        return place
-    return None if constant.value is None else on_device(constant.value, device_mesh)
-
-
-def check_constants(graph: JointGraph, module: nn.Module) -> None:
-    """`InputError` if a tensor that the module holds outside its parameters and buffers has no numbers."""
-    for source in graph.inputs:
-        if source.kind == "constant" and source.value is None and _attribute(module, source) is None:
-            raise InputError(
-                f"{source.name} is a tensor that the module holds outside its parameters and buffers, and it is on the "
-                "meta device: register it as a buffer, so that materialize can fill it."
-            )
 
 
 def _no_numbers(borders: Sequence[Border], tensors: Sequence[torch.Tensor]) -> InputError:

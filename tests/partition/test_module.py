@@ -19,8 +19,9 @@ from autoshard.capture._torch import outside_modes
 from autoshard.capture.graph import JointInput
 from autoshard.capture.joint import capture
 from autoshard.errors import InputError
+from autoshard.partition.constants import place_constant
 from autoshard.partition.localize import Localizer
-from autoshard.partition.module import Runtime, place_constant
+from autoshard.partition.module import Runtime
 from autoshard.partition.shards import replace_parameters, whole
 from autoshard.partition.split import split
 from autoshard.partition.step import Program, Ranks
