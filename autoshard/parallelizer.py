@@ -263,13 +263,15 @@ class Parallelizer:
 
     def _check_shares(self, given: ShardingPlan, planner: Planner) -> None:
         """`PlanError` if a plan that the user gave has other shares than those asked for, or shares of nothing."""
+        if not given.shares:
+            return
         asked = self.options.shares if isinstance(self.options.shares, Mapping) else {}
         if {axis: tuple(taken) for axis, taken in asked.items()} != given.shares:
             raise PlanError(
-                f"the plan has the shares {given.shares or 'none'}, and parallelize was asked for "
-                f"{dict(asked) or 'none'}: pass the same, or leave shares out."
+                f"the plan has the shares {given.shares}, and parallelize was asked for {dict(asked) or 'none'}: pass "
+                "the same, or leave shares out."
             )
-        if given.shares and planner.wishes.shared is None:
+        if planner.wishes.shared is None:
             raise PlanError(
                 f"the plan has the shares {given.shares}, and nothing in this call is shared: no dim is in parts, and "
                 "none is dynamic. Pass dynamic as the plan was made with, or make the plan again."

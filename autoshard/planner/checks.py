@@ -1,7 +1,7 @@
-"""Decisions that came from a file are looked at before a program is made of them: each must fit the graph.
+"""Decisions are looked at before a program is made of them: each must fit the graph.
 
-What is refused here would stop the making of the program, or make a program that computes other numbers. A planner's
-own decisions pass by construction.
+What is refused here would stop the making of the program, or make one that computes other numbers. Those of a planner
+pass by construction; those of a file may have been edited.
 """
 
 from __future__ import annotations
@@ -147,7 +147,11 @@ class _Checks:
         if shared is not None and not (
             keeps_shares(rule, choices[shared.axis], shared) and splits_evenly(rule, choices, shared, self.mesh)
         ):
-            return f"does not keep the shares of axis {self.mesh.names[shared.axis]!r}: {list(choices)}"
+            axis_name = self.mesh.names[shared.axis]
+            split = describe(rule, choices, self.mesh)
+            return (
+                f"is split as {split}, and axis {axis_name!r} has shares: plan with the same shares, or leave them out"
+            )
         return ""
 
     def specs(self) -> Iterator[str]:
