@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._dynamo.callback import callback_handler  # tells when Dynamo reads code
 from torch._dynamo.exc import UserError  # what torch.export says of dynamic sizes that it cannot have
 from torch._dynamo.source import ConstantSource  # where a symbolic size comes from
 from torch._functorch import config as functorch_config  # whether autocast goes on in the backward half
@@ -72,6 +73,7 @@ __all__ = [
     "UserError",
     "annotated",
     "apply_function",
+    "around_dynamo",
     "attribute_patch",
     "below_autocast",
     "engine_entry",
@@ -260,6 +262,25 @@ def attribute_patch(owner: Any, name: str, value: object) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Context in which `begin` is called before Dynamo reads code, as that of a branch or a loop, and `end` after."""
+
+    def start(_: object) -> None:
+        begin()
+
+    def finish(_: object) -> None:
+        end()
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(finish)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(start)
+        callback_handler.remove_end_callback(finish)
 
 
 @contextlib.contextmanager

@@ -105,6 +105,7 @@ def export_forward(
         else:
             program, sizes = torch.export.export(twin, args, dict(kwargs), strict=False), {}
     opaque.warn(type(twin).__name__)
+    seen = state.state(unseen=any(map(_traced_by_dynamo, program.graph.nodes)))
     replace_python_calls(program.graph_module, calls)
     replace_composites(program.graph_module)
     replace_routing(program.graph_module)
@@ -123,7 +124,12 @@ def export_forward(
     count = len(outputs) - len(assigned.buffers)
     kinds = dict(zip(placeholders, (item.kind for item in inputs), strict=True))
     buffers = tuple(_take_buffers(zip(assigned.buffers, outputs[count:], strict=True), names, kinds))
-    return Exported(graph_module, inputs, outputs[:count], call, result, names.aliases, sizes, buffers, state.state())
+    return Exported(graph_module, inputs, outputs[:count], call, result, names.aliases, sizes, buffers, seen)
+
+
+def _traced_by_dynamo(node: fx.Node) -> bool:
+    """Whether a node is a branch or a loop; regions without gradients, or under autocast, are plain code."""
+    return getattr(node.target, "namespace", "") == "higher_order" and not node.target.__name__.startswith("wrap_")  # type: ignore[union-attr]
 
 
 def named_tensors(module: nn.Module) -> NamedTensors:

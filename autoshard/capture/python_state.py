@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoshard.capture._torch import attribute_patch, pytree
+from autoshard.capture._torch import around_dynamo, attribute_patch, pytree
 from autoshard.capture.counters import Counter
 from autoshard.capture.failure import running_line
 from autoshard.capture.guards import ABSENT, CONTAINERS, HOOKS, Guards, Read, Table, copied, is_alike, is_plain
@@ -175,11 +175,16 @@ class StateWatch:
             self._root.register_forward_pre_hook(self._begin),
             self._root.register_forward_hook(self._end, prepend=True),
         )
+        reader, setter = self._reader(), self._setter(nn.Module.__setattr__)
+        patches = contextlib.ExitStack()
+
+        def patch() -> None:
+            patches.enter_context(attribute_patch(nn.Module, "__getattribute__", reader))
+            patches.enter_context(attribute_patch(nn.Module, "__setattr__", setter))
+
         try:
-            with (
-                attribute_patch(nn.Module, "__getattribute__", self._reader()),
-                attribute_patch(nn.Module, "__setattr__", self._setter(nn.Module.__setattr__)),
-            ):
+            with around_dynamo(patches.close, patch), patches:  # Dynamo can't read how attributes are watched
+                patch()
                 yield
         finally:
             self._running = False
@@ -230,10 +235,16 @@ class StateWatch:
 
         return write
 
-    def state(self) -> PythonState:
-        """What was seen."""
+    def state(self, *, unseen: bool = False) -> PythonState:
+        """What was seen.
+
+        Args:
+            unseen: whether there are branches or loops, whose reads Dynamo does not show: all attributes count as read.
+        """
         found, effects = _Found(), list[Effect]()
         for part in self._parts.values():
+            if unseen:
+                part.read |= dict.fromkeys(name for name in vars(part.twin) if name not in _OWN)
             effects += self._effects(part)
             is_root = part.twin is self._root
             names = [name for name in part.read if name not in part.fresh and (name not in _OWN or name == "_modules")]

@@ -57,6 +57,15 @@ def test_sees_into_branches() -> None:
     assert prints[0] != prints[2]
 
 
+def test_what_a_branch_reads_is_guarded() -> None:
+    module = Choose(2.0)
+    guards = capture(module, (torch.ones(3, 4),), {}).state.guards
+    assert guards.hold()
+    module.factor = 3.0
+    assert list(guards.changed()) == [("the attribute self.factor", "3.0")]
+    assert not guards.hold()
+
+
 def test_functions_are_told_by_name_and_not_by_place() -> None:
     """An exported graph calls functions of ours in place of some operators."""
 
