@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -235,9 +236,13 @@ class Parallelizer:
         if decided is None:
             compare(
                 self.device_mesh,
-                {"the graph that was captured": graph.fingerprint[:12]},
-                "forward does something else there with arguments of the same shapes: check what in it hangs on chance "
-                "(Python's random, NumPy's), on the rank, or on attributes that are not the same on all ranks.",
+                {
+                    "its parameters and buffers": f"{len(held)} of {sum(map(math.prod, held.values()))} numbers",
+                    "the graph that was captured": graph.fingerprint[:12],
+                },
+                "The module is another one there, or forward does something else with arguments of the same shapes: "
+                "check what hangs on chance (Python's random, NumPy's), on the rank, or on attributes that are not the "
+                "same on all ranks.",
             )
             text = from_first_rank(self.device_mesh, lambda: self._planned(graph, planner, seconds).to_json())
             decided = ShardingPlan.from_json(text)
