@@ -23,7 +23,7 @@ from autoshard.pipelined.front import PipelineOptions, parallelize_pipeline, pla
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.plan import ShardingPlan
 from autoshard.planner.frontier import frontier_plans
-from autoshard.planning import Planners, captured, planner_for, told
+from autoshard.planning import Planners, planner_for, told, watch_capture
 from autoshard.progress import watched
 from autoshard.specs.axes import MeshShape
 
@@ -172,7 +172,7 @@ def plan(
     )
     if pipeline is not None:
         return planned_pipeline(module, shape, args, kwargs, pipeline, options)
-    graph, seconds = captured(module, args, kwargs, options, grad=torch.is_grad_enabled())
+    graph, seconds = watch_capture(module, args, kwargs, options, grad=torch.is_grad_enabled())
     return plan_shares(graph, shape, options, seconds, Planners(module, shape).of)
 
 
@@ -244,7 +244,7 @@ def frontier(
         work_limit=work_limit,
         verbose=verbose,
     )
-    graph, seconds = captured(module, args, kwargs, options, grad=torch.is_grad_enabled())
+    graph, seconds = watch_capture(module, args, kwargs, options, grad=torch.is_grad_enabled())
     planner = planner_for(module, graph, shape, options)
     with watched(options.verbose) as planner.progress:
         plans = frontier_plans(planner, gaps)

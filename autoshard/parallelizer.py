@@ -40,7 +40,7 @@ from autoshard.patterns.decisions import Flow
 from autoshard.patterns.parts import in_parts
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
-from autoshard.planning import Planners, captured, checked_flow
+from autoshard.planning import Planners, checked_flow, watch_capture
 from autoshard.reshard.unreduced import Reduced
 from autoshard.simulate.program import KernelPrices
 from autoshard.specs.axes import MeshShape
@@ -197,7 +197,7 @@ class Parallelizer:
     ) -> tuple[JointGraph, Planner, float]:
         """The graph of one call, its planner, and the seconds that the capture took."""
         quiet = not is_first_rank(self.device_mesh)
-        graph, seconds = captured(
+        graph, seconds = watch_capture(
             self.module, args, kwargs, self.options, grad=grad, tangents=tangents, dynamic=dynamic, quiet=quiet
         )
         check_constants(graph, self.module)

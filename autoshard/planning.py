@@ -36,7 +36,7 @@ from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec, is_shard
 
 
-def captured(
+def watch_capture(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],

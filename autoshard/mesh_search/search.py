@@ -25,7 +25,7 @@ from autoshard.options import Hints, Options, check_options
 from autoshard.pipeline.microbatch import samples
 from autoshard.pipelined.captured import Call, Captured
 from autoshard.pipelined.planning import plan_pipeline
-from autoshard.planning import captured as captured_step
+from autoshard.planning import watch_capture
 
 _PIPELINES: dict[bool | str, Pipeline] = {False: "none", True: "outer", "outer": "outer", "inner": "inner"}
 
@@ -164,7 +164,7 @@ def searched(
 ) -> SearchResult:
     """What `search` returns, of checked arguments."""
     start = time.perf_counter()
-    graph, capture_seconds = captured_step(module, args, kwargs, options, grad=torch.is_grad_enabled(), dynamic=False)
+    graph, capture_seconds = watch_capture(module, args, kwargs, options, grad=torch.is_grad_enabled(), dynamic=False)
     own_memory = options.settings.memory_limit is None
     limit = options.settings.memory_limit or options.cluster.device.memory
     options = replace(options, settings=replace(options.settings, memory_limit=limit))
