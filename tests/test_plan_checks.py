@@ -290,7 +290,7 @@ def test_an_edited_plan_is_refused_before_anything_is_changed(
     data = copy.deepcopy(plain)
     edit(data)
     with (  # these take most of the time, and are the same for all
-        mock.patch.object(parallelizer, "captured", return_value=(graph, 0.0)),
+        mock.patch.object(parallelizer, "watch_capture", return_value=(graph, 0.0)),
         mock.patch.object(Planners, "of", return_value=planner),
     ):
         _refused(data, mesh, said)
@@ -362,5 +362,5 @@ def test_a_plan_for_local_inputs_is_none_for_global_ones(mesh: DeviceMesh) -> No
     _refused(data, mesh, 'was the plan made with inputs="local"', make)
     other = {"inputs": "local", "input_placements": {"x": [Shard(0), Shard(0)]}}
     graph = capture(make(), (_x(),), {})
-    with mock.patch.object(parallelizer, "captured", return_value=(graph, 0.0)):
+    with mock.patch.object(parallelizer, "watch_capture", return_value=(graph, 0.0)):
         _refused(data, mesh, "it is asked for as", make, **other)
