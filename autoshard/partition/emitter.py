@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autoshard.partition._torch import FakeTensorMode
+from autoshard.partition.memory_order import suits
 from autoshard.partition.symbolic import SymbolicShapes
 from autoshard.size import Sizes, plain
 from autoshard.specs.axes import MeshShape
@@ -69,6 +70,7 @@ class GraphEmitter:
         self._seed = self.placeholder("seed", (), torch.int64, host)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = fx.node.map_arg((args, kwargs), lambda operand: self._laid_out_for(op, operand))
         node = self.graph.call_function(op, args, kwargs)
         val = self._result(op, args, kwargs)
         self._finish(node, val)
@@ -78,6 +80,14 @@ class GraphEmitter:
         if isinstance(val, (tuple, list)):
             return tuple(self._item(node, index, item) for index, item in enumerate(val))
         return node
+
+    def _laid_out_for(self, op: Any, operand: fx.Node) -> fx.Node:
+        """The operand, or a copy of it in the order of memory that an operator wants."""
+        val = operand.meta["val"]
+        if not isinstance(val, torch.Tensor) or suits(op, val):
+            return operand
+        copy: fx.Node = self.call(torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
+        return copy
 
     def _result(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = (op, _look(args), _look(kwargs))

@@ -39,6 +39,20 @@ def test_several_results_are_nodes_of_their_own_and_none_stays_none(emit: GraphE
     assert emit.shape(gradients[0]) == (4, 6)
 
 
+def test_kernels_that_want_rows_get_rows(emit: GraphEmitter) -> None:
+    x = emit.call(aten.permute.default, emit.placeholder("x", (6, 4, 2), torch.float32), [1, 0, 2])
+    emit.call(aten.neg.default, x)
+    emit.call(aten.native_group_norm.default, x, None, None, 4, 6, 2, 2, 1e-5)
+    emit.call(aten.view_as_complex.default, x)  # the last dim is in order, which is enough
+    names = [node.target for node in emit.graph.nodes if node.op == "call_function" and "getitem" not in node.name]
+    assert names[1:] == [
+        aten.neg.default,
+        aten.clone.default,
+        aten.native_group_norm.default,
+        aten.view_as_complex.default,
+    ]
+
+
 def test_nodes_carry_the_phase_that_they_are_emitted_in(emit: GraphEmitter) -> None:
     x = emit.placeholder("x", (4,), torch.float32)
     first = emit.call(aten.neg.default, x)

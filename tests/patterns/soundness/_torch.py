@@ -13,7 +13,7 @@ from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.opinfo import core
 from torch.testing._internal.opinfo.definitions import _masked, linalg, special
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
     "OpOverload",
@@ -23,8 +23,10 @@ __all__ = [
     "larger_samples",
     "op_db",
     "to_functional",
+    "tree_flatten",
     "tree_leaves",
     "tree_map_only",
+    "tree_unflatten",
 ]
 
 op_db: list[Any] = common_methods_invocations.op_db

@@ -7,11 +7,19 @@ from functools import cache
 import pytest
 import torch
 
-from tests.patterns.soundness.record import record
+from autoshard.partition.memory_order import suits
+from tests.patterns.soundness._torch import tree_flatten, tree_leaves, tree_unflatten
+from tests.patterns.soundness.record import Recorded, record
 from tests.patterns.soundness.samples import own_calls
 from tests.patterns.soundness.sweep import Met, ambiguous, collect, everything, findings
 
 aten = torch.ops.aten
+
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+"""Programs reshape where these would refuse."""
+
+EMPTY = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+"""What memory holds by chance is in no order."""
 
 PARTS = 8
 MOST = 2
@@ -41,6 +49,37 @@ def test_no_rule_fails_on_a_call_that_torch_samples_make() -> None:
 def test_most_of_what_torch_samples_meet_has_a_rule() -> None:
     assert len(_met()) > 500
     assert sum(bool(met.chosen) for met in _met().values()) > 0.75 * len(_met())
+
+
+@pytest.mark.slow
+def test_kernels_that_read_other_elements_in_another_order_of_memory_are_known() -> None:
+    """All others give the same numbers for operands in column order."""
+    unknown = {
+        str(recorded.op)
+        for met in _met().values()
+        for recorded in met.chosen
+        if recorded.op not in VIEWS
+        and recorded.op.overloadpacket.__name__ not in EMPTY
+        and torch.Tag.nondeterministic_seeded not in recorded.op.tags
+        if not all(_same_in_columns(recorded, place) for place in range(-1, 8))
+    }
+    assert unknown == set()
+
+
+def _same_in_columns(recorded: Recorded, place: int) -> bool:
+    """Whether an operator gives the same with one of its tensors (-1: all) in column order, if it may lie so."""
+    leaves, structure = tree_flatten((recorded.args, recorded.kwargs))
+    tensors = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for position in tensors if place < 0 else tensors[place : place + 1]:
+        backwards = tuple(range(leaves[position].ndim))[::-1]
+        columns = leaves[position].permute(backwards).contiguous().permute(backwards)
+        leaves[position] = columns if suits(recorded.op, columns) else leaves[position]
+    args, kwargs = tree_unflatten(leaves, structure)
+    ours, theirs = (
+        [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        for results in (recorded.op(*args, **kwargs), recorded.results)
+    )
+    return all(torch.allclose(one, other, 1e-6, 1e-6, True) for one, other in zip(ours, theirs, strict=True))
 
 
 def test_every_strategy_of_the_operators_of_neural_networks() -> None:

@@ -1,0 +1,39 @@
+"""Kernels that read their operands as if these lay row by row: others get an error, or numbers of other elements.
+
+torch calls them with such operands alone. In a rank's program an operand may come from a collective that left it in
+another order. Found by calling every operator of torch's samples with operands in column order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_WHOLE = frozenset(
+    {
+        aten.adaptive_max_pool3d_backward.default,
+        aten.fractional_max_pool2d_backward.default,
+        aten.fractional_max_pool3d_backward.default,
+        aten.native_group_norm.default,
+        aten.native_group_norm_backward.default,
+        aten.native_layer_norm_backward.default,
+        aten.nll_loss2d_backward.default,
+    }
+)
+_LAST_DIM = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten.view_as_complex.default,
+    }
+)
+
+
+def suits(op: Any, operand: torch.Tensor) -> bool:
+    """Whether an operator may read a tensor as it lies in memory, by its strides."""
+    if op in _WHOLE:
+        return operand.is_contiguous()
+    return op not in _LAST_DIM or operand.ndim == 0 or operand.shape[-1] < 2 or operand.stride(-1) == 1
