@@ -27,6 +27,8 @@ _STATISTICS = frozenset(
 )
 """Operators whose results, but for the new running statistics, do not depend on the old ones."""
 
+_COMPARISONS = frozenset(getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+
 
 @dataclass(frozen=True, slots=True)
 class Recomputable:
@@ -48,7 +50,8 @@ def recomputed(graph: JointGraph, names: Collection[str]) -> JointGraph:
 
     What enters and leaves these layers is kept, all else that the backward half reads of them is made again. A tensor
     that shares its memory with one that is kept is not made again but looked at again. Operators that read an input
-    which the step changes are not run again: its old value is gone.
+    which the step changes are not run again: its old value is gone. What is compared with another tensor is not made
+    again either: made from other shards it may be rounded otherwise, and equal no more what it equalled.
 
     Args:
         graph: the captured step; it stays as it is.
@@ -128,7 +131,7 @@ def _made_again(graph: JointGraph, layer: Layer) -> set[fx.Node]:
     stays = _reading_old_state(graph, layer)
     for node in layer.nodes:
         leaves = any(user not in members and _forward(graph, user) for user in _users(node))
-        if leaves or node in returned:
+        if leaves or node in returned or _is_compared(graph, node):
             stays.add(node)
             while is_view(node) and node.all_input_nodes[0] in members:
                 node = node.all_input_nodes[0]  # a view keeps the whole tensor
@@ -149,6 +152,20 @@ def _reading_old_state(graph: JointGraph, layer: Layer) -> set[fx.Node]:
         ):
             found.add(node)
     return found
+
+
+def _is_compared(graph: JointGraph, node: fx.Node) -> bool:
+    """Whether a forward node compares numbers of two tensors, or the backward half compares its numbers so."""
+    return _compares(node) or any(
+        not _forward(graph, user) and (_compares(user) or (is_view(user) and _is_compared(graph, user)))
+        for user in _users(node)
+    )
+
+
+def _compares(node: fx.Node) -> bool:
+    return node.target in _COMPARISONS and any(
+        source.meta["val"].dtype.is_floating_point for source in node.all_input_nodes
+    )
 
 
 def _is_tuple(node: fx.Node) -> bool:

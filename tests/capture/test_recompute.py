@@ -16,6 +16,8 @@ from autoshard.errors import PlanError
 from tests import models
 from tests.capture.interpret import run_joint
 
+aten = torch.ops.aten
+
 
 def _all(graph: JointGraph) -> list[str]:
     return [layer.name for layer in recomputable(graph)]
@@ -144,6 +146,30 @@ def test_what_reads_state_that_the_step_changes_is_kept() -> None:
     again = recomputed(graph, _all(graph))
     (scale,) = (source.node for source in again.inputs if source.name == "scale")
     assert all(RECOMPUTES not in user.meta for user in scale.users)
+
+
+class Largest(nn.Module):
+    """Layers that find the gradient of a maximum where the input equals it, or compare two tensors themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.up:
+            y = layer(x).sigmoid()
+            x = (y * (y >= y.sort(-1).values[:, 2:3])).sin() + y.amax(0).exp()
+        return x.square().mean()
+
+
+def test_what_is_compared_is_not_made_again() -> None:
+    graph = capture(Largest(), (), {"x": torch.randn(4, 12)})
+    again = recomputed(graph, _all(graph))
+    compared = [node for node in again.graph.nodes if node.target in (aten.eq.Tensor, aten.ge.Tensor)]
+    assert {again.phase(node) for node in compared} == {"forward", "backward"}
+    assert all(RECOMPUTES not in node.meta for node in compared)
+    assert all(RECOMPUTES not in source.meta for node in compared for source in node.all_input_nodes)
+    assert any(RECOMPUTES in node.meta for node in again.graph.nodes)
 
 
 def test_without_layers_or_gradients_nothing_is_rewritten() -> None:
