@@ -1,0 +1,31 @@
+"""A few random models, and those that were not right once; `python -m tests.fuzz` runs as many as one likes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.case import MESHES, Case, run_seed
+from tests.fuzz.heads import HEADS
+from tests.fuzz.model import BLOCKS
+
+FRESH = tuple(range(1000, 1004))
+FAILED = (14,)
+"""What failed: a kernel that wants its operand row by row."""
+
+
+@pytest.mark.parametrize("seed", FRESH + FAILED)
+def test_a_random_model_is_right_or_refused(seed: int) -> None:
+    outcome = run_seed(seed)
+    assert outcome.kind in ("right", "refused"), f"{outcome.case}\n{outcome.said}"
+    assert seed not in FAILED or outcome.kind == "right"
+
+
+def test_seeds_draw_all_there_is() -> None:
+    cases = [Case.of(seed) for seed in range(2000)]
+    assert {name for case in cases for name, _ in case.drawn.blocks} == BLOCKS.keys()
+    assert {case.drawn.head for case in cases} == HEADS.keys()
+    assert {case.mesh for case in cases} == set(MESHES)
+    for option in ("limited", "hinted", "dynamic", "shares", "local", "planned_outputs", "casts"):
+        assert {bool(getattr(case, option)) for case in cases} == {True, False}
+    assert cases[7] == Case.of(7)
+    assert len({str(case) for case in cases}) == len(cases)
