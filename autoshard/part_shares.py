@@ -17,7 +17,7 @@ from autoshard.batch_shares import (
     unlike_axis,
 )
 from autoshard.capture.joint import JointGraph
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, RuleError
 from autoshard.options import Options
 from autoshard.patterns.parts import Loop, in_parts, parted_along
 from autoshard.plan import ShardingPlan
@@ -147,7 +147,10 @@ class _Parts:
     def _of(self, loops: Sequence[Loop], counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
         """The plan, and its planner, in which all these loops are in such parts; `PlanError` if a program can't be."""
         own = settled(self.options, self.mesh, {self.mesh.names[self.axis]: counts})
-        planner = self.planner_of(in_parts(self.graph, self.mesh, loops, parts_of(counts)), own)
+        try:
+            planner = self.planner_of(in_parts(self.graph, self.mesh, loops, parts_of(counts)), own)
+        except RuleError as error:  # an operator is told sizes that its dims have no more, such as a number of groups
+            raise PlanError(f"an operator can't be in such parts: {error}") from error
         plan = planned_in_shares(planner, self.seconds, own)
         plan = replace(plan, options={**plan.options, "parts": [list(loop) for loop in loops]})
         check_program(planner, plan)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import autoshard
 from autoshard.capture.joint import capture
-from autoshard.errors import AutoshardError, BudgetError
+from autoshard.errors import AutoshardError, BudgetError, RuleError
 from autoshard.partition.shards import distribute, local_of
 from autoshard.plan import ShardingPlan
 from autoshard.specs import Spec
@@ -167,6 +167,8 @@ def run(case: Case) -> Outcome:
             if not all(bool(value[0].isfinite().all()) for kind in expected.values() for value in kind.values()):
                 return outcome("no model", "what one device computes is not finite")
             found = _mesh(case, module)
+    except RuleError:  # the rules are autoshard's own here
+        return outcome("crash", traceback.format_exc()[-3000:])
     except AutoshardError as error:
         return outcome("refused", f"{type(error).__name__}: {error}")
     except TimeoutError:
