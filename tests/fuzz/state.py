@@ -53,7 +53,7 @@ def statistics_by_hand(p: Block, x: Tensor) -> Tensor:
 
 @BLOCKS.block({"queue": "TW"}, weight="WW")
 def queue(p: Block, x: Tensor) -> Tensor:
-    keys = p.queue.clone().detach()
+    keys = p.queue.clone().detach().to(x.dtype)
     p.queue[: x.shape[0]] = x.detach()[:, 0]
     return (x @ p.weight @ keys.mT).softmax(-1) @ keys
 
