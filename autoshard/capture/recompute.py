@@ -28,6 +28,7 @@ _STATISTICS = frozenset(
 """Operators whose results, but for the new running statistics, do not depend on the old ones."""
 
 _COMPARISONS = frozenset(getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+"""Operators of two tensors whose results a rounding may turn: the gradient of `amax` goes where `input == result`."""
 
 
 @dataclass(frozen=True, slots=True)
