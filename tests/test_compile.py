@@ -106,16 +106,19 @@ def test_inductor_gives_the_numbers_and_the_collectives_of_the_eager_program(two
 
 
 def _compiled_equals_one_device(rows: Sequence[int], options: dict[str, Any]) -> None:
-    """A step and an evaluation of a model in shares, where this rank is given so many of twelve sequences."""
+    """A step and an evaluation of a model in shares, where this rank is given so many of twelve samples.
+
+    The model is a small one: what takes long is compiling, a few seconds for every kernel.
+    """
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
-    (alone, kwargs), (model, _) = (models.gpt(dtype=torch.float64, layers=1) for _ in range(2))
+    (alone, kwargs), (model, _) = (models.mlp(dtype=torch.float64, batch=12) for _ in range(2))
     made_again = {name: value for name, value in options.items() if name in ("dynamic", "inputs")}
     plan = autoshard.plan(model, mesh, (), kwargs, cluster=fast_links(), **options)
     assert plan.shares
     autoshard.parallelize(model, mesh, (), kwargs, plan=plan, compile=True, **made_again)
     rank, end = mesh.get_local_rank(), sum(rows)
     own = {name: tensor.split(rows)[rank] if end == 12 else tensor for name, tensor in kwargs.items()}
-    loss, expected = model(**own)[1], alone(**kwargs)[1]
+    loss, expected = model(**own), alone(**kwargs)
     loss.backward(), expected.backward()
     for name, parameter in alone.named_parameters():
         found = model.get_parameter(name).grad.full_tensor()
@@ -123,13 +126,13 @@ def _compiled_equals_one_device(rows: Sequence[int], options: dict[str, Any]) ->
     if end == 12:  # a compiled evaluation is compiled anew, which takes as long
         with torch.no_grad():
             model.eval(), alone.eval()
-            torch.testing.assert_close(model(**own)[1], alone(**kwargs)[1], rtol=1e-9, atol=0)
+            torch.testing.assert_close(model(**own), alone(**kwargs), rtol=1e-9, atol=0)
 
 
 @pytest.mark.slow
 def test_inductor_computes_with_shares_of_the_batch(two: Workers) -> None:
-    sequences = {"input_ids": {0: "batch"}, "labels": {0: "batch"}}
-    options = {"shares": {"axis": (2, 1)}, "dynamic": sequences, "inputs": "local"}
+    samples = {"x": {0: "batch"}, "target": {0: "batch"}}
+    options = {"shares": {"axis": (2, 1)}, "dynamic": samples, "inputs": "local"}
     two.run(_compiled_equals_one_device, (8, 4), options)
 
 

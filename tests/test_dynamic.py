@@ -96,13 +96,12 @@ def test_one_program_serves_all_batches(mesh: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        (ONE_LAYER, {"dp": 4}),
+        (ONE_LAYER, {"dp": 3}),
         ("hf_llama" + OF_ONE_LAYER, {"dp": 2}),
-        ("hf_gpt2" + OF_ONE_LAYER, {"dp": 3}),
     ],
 )
 def test_one_program_serves_all_batches_and_lengths(name: str, mesh: dict[str, int]) -> None:
-    check(name, mesh, TOKENS, SIZES[:4])
+    check(name, mesh, TOKENS, SIZES[:3])
 
 
 @pytest.mark.slow
@@ -120,7 +119,7 @@ def test_a_range_that_the_model_sets_is_kept() -> None:
 
 @pytest.mark.slow
 def test_a_random_plan_holds_at_all_sizes() -> None:
-    mesh = {"dp": 2, "tp": 2}
+    mesh = {"tp": 2}
     module, inputs = build(ONE_LAYER)
     with Widened():
         graph = capture(module, (), inputs, dynamic=TOKENS)

@@ -20,7 +20,7 @@ from autoshard.planner.planner import Planner, Settings
 from autoshard.planner.problem import Wishes
 from autoshard.solver.solve import solve
 from autoshard.specs.axes import MeshShape
-from tests.fake_cuda.cases import NAMES, RANKS, Case, build, cases, pipelines
+from tests.fake_cuda.cases import Case, build, cases, pipelines
 from tests.random_plans import plan_of
 from tests.training import fast_links
 
@@ -44,12 +44,10 @@ def planned(graph: JointGraph, mesh: MeshShape) -> ShardingPlan:
     return plan_of(graph, mesh, decisions)
 
 
-def write_plans(model: str, folder: Path) -> None:
-    """Plans of a model for all of its meshes, as files that another process may wait for."""
-    module, inputs = build(model)
-    graph = capture(module, (), inputs)
-    for case in dict.fromkeys(case for rank in RANKS for case in cases(rank) if case.model == model):
-        _write(planned(graph, MeshShape.of(case.axes())), folder / case.plan)
+def write_plan(case: Case, folder: Path) -> None:
+    """The plan of a model, as a file that another process may wait for."""
+    module, inputs = build(case.model)
+    _write(planned(capture(module, (), inputs), MeshShape.of(case.axes())), folder / case.plan)
 
 
 def write_pipeline_plan(case: Case, folder: Path) -> None:
@@ -76,11 +74,10 @@ def main() -> None:
     warnings.simplefilter("ignore")  # operators without a rule
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    for model in asked.models or NAMES:
-        write_plans(model, asked.folder)
-    for case in pipelines():
-        if not asked.models or case.model in asked.models:
-            write_pipeline_plan(case, asked.folder)
+    for write, made in ((write_plan, cases()), (write_pipeline_plan, pipelines())):
+        for case in made:
+            if not asked.models or case.model in asked.models:
+                write(case, asked.folder)
 
 
 if __name__ == "__main__":

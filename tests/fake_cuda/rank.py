@@ -12,16 +12,13 @@ from tests.fake_cuda.devices import pretend
 if __name__ == "__main__":
     pretend(sys.argv[1], int(sys.argv[2]))  # before torch is imported
 
-import contextlib
-import functools
 import json
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,8 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard import parallelizer, planning
-from autoshard.capture.joint import JointGraph, capture
+from autoshard import parallelizer
 from autoshard.partition.step import Program
 from autoshard.pipelined.places import forward_fingerprint
 from autoshard.pipelined.runtime import StageCall
@@ -73,21 +69,6 @@ class Collectives(TorchDispatchMode):
         if isinstance(leaf, Tensor):
             return [*leaf.shape, str(leaf.dtype)]
         return f"axis {self._axes[leaf]}" if leaf in self._axes else leaf
-
-
-@contextlib.contextmanager
-def captured_once() -> Iterator[None]:
-    """While active, every capture is that of the first call."""
-    made: list[JointGraph] = []
-
-    @functools.wraps(capture)
-    def capture_once(*args: Any, **kwargs: Any) -> JointGraph:
-        if not made:
-            made.append(capture(*args, **kwargs))
-        return made[0]
-
-    with mock.patch.object(planning, "capture", capture_once):
-        yield
 
 
 def run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
@@ -178,17 +159,10 @@ def main(rank: int, folder: Path, *models: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     report: dict[str, Any] = {}
-    by_model: dict[str, list[Case]] = {}
-    for case in cases(rank):
-        if not models or case.model in models:
-            by_model.setdefault(case.model, []).append(case)
-    for of_model in by_model.values():
-        with captured_once():
-            for case in of_model:
-                report[case.plan] = _tried(run, case, rank, folder)
-    for case in pipelines():
-        if not models or case.model in models:
-            report[case.plan] = _tried(run_pipeline, case, rank, folder)
+    for serve, made in ((run, cases()), (run_pipeline, pipelines())):
+        for case in made:
+            if not models or case.model in models:
+                report[case.plan] = _tried(serve, case, rank, folder)
     (folder / f"rank-{rank}.json").write_text(json.dumps(report))
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.fake_cuda.build import compiled, compiler
-from tests.fake_cuda.cases import MESHES, NAMES, PIPELINED, RANKS, Case, cases, pipelines
+from tests.fake_cuda.cases import PIPELINED, RANKS, Case, cases, pipelines
 from tests.programs import ROOT
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 500.0
-CASES = [(rank, case) for rank in RANKS for case in cases(rank)]
+CASES = [(rank, case) for rank in RANKS for case in cases()]
 Report = dict[str, dict[str, Any]]
 
 
@@ -97,17 +97,12 @@ def test_ranks_of_one_stage_call_the_same_collectives(reports: dict[int, Report]
     assert first["collectives"] == second["collectives"]
 
 
-@pytest.mark.parametrize("model", NAMES)
-def test_ranks_call_the_same_collectives(reports: dict[int, Report], model: str) -> None:
-    names = {Case(model, mesh).plan for mesh in MESHES}
-    of_ranks = [{plan: said for plan, said in report.items() if plan in names} for report in reports.values()]
-    shared = set.intersection(*map(set, of_ranks))
-    assert shared
-    for plan in shared:
-        first, *others = (said[plan] for said in of_ranks)
-        assert not first["error"], first["error"]
-        assert all(other["collectives"] == first["collectives"] for other in others)
-        assert all(other["without gradient"] == first["without gradient"] for other in others)
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.model)
+def test_ranks_call_the_same_collectives(reports: dict[int, Report], case: Case) -> None:
+    first, *others = (report[case.plan] for report in reports.values())
+    assert not first["error"], first["error"]
+    assert all(other["collectives"] == first["collectives"] for other in others)
+    assert all(other["without gradient"] == first["without gradient"] for other in others)
 
 
 def test_there_are_collectives(reports: dict[int, Report]) -> None:

@@ -22,13 +22,11 @@ FAST = [
     ("mlp", (5, 2), 3, UNEVEN),
     (ONE_LAYER, (3,), 4, FSDP),
     (ONE_LAYER, (2, 2), 5, OPEN),
-    (ONE_LAYER, (5,), 6, UNEVEN),
 ]
 SLOW = [
     ("mlp", (2, 2, 2), 7, OPEN),
-    (ONE_LAYER, (2, 3), 8, {}),
-    ("hf_llama" + OF_ONE_LAYER, (2,), 10, OPEN),
-    ("hf_vit" + OF_ONE_LAYER, (2, 2), 12, FSDP),
+    ("hf_llama" + OF_ONE_LAYER, (5,), 10, UNEVEN),
+    ("hf_vit" + OF_ONE_LAYER, (2,), 12, FSDP),
     ("wide_resnet", (2,), 13, OPEN),
 ]
 CASES = [*(pytest.param(*case) for case in FAST), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]

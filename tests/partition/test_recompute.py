@@ -34,13 +34,11 @@ FAST = [
     ("mlp", (2, 2), 1, SOME),
     ("mlp", (5,), 2, UNEVEN),
     (ONE_LAYER, (2,), 3, ALL),
-    (ONE_LAYER, (4,), 4, SOME),
-    (ONE_LAYER, (2, 2), 5, ALL),
+    (ONE_LAYER, (2, 2), 5, SOME),
 ]
 SLOW = [
     ("wide_resnet", (2,), 8, ALL),
     ("hf_mixtral", (2,), 9, ALL),
-    ("hf_t5", (3,), 10, UNEVEN),
     ("lstm", (2,), 11, ALL),
 ]
 CASES = [*(pytest.param(*case) for case in FAST), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]

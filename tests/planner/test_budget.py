@@ -22,7 +22,7 @@ from tests.memory_tracker import first_rank, track_step
 from tests.planner.steps import PLENTY, Remembering, captured
 from tests.training import fast_links
 
-LIMITS = 12
+LIMITS = 8
 
 
 def _measured(
@@ -40,9 +40,8 @@ def _measured(
     [
         ("mlp", {"batch": 120}, {"x": 2}, fast_links()),
         pytest.param("gpt", {"layers": 1}, {"x": 4}, Cluster.preset("a100"), marks=pytest.mark.slow),
-        pytest.param("hf_vit", {}, {"x": 2}, Cluster.preset("a100"), marks=pytest.mark.slow),
     ],
-    ids=["mlp", "gpt", "hf_vit"],
+    ids=["mlp", "gpt"],
 )
 def test_limits_are_kept_by_plans_no_slower_than_the_leanest(
     name: str, options: dict[str, Any], sizes: dict[str, int], cluster: Cluster

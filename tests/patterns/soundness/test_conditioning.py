@@ -22,8 +22,8 @@ from tests.patterns.soundness.sweep import NOT_COMPARED, collect, everything
 aten = torch.ops.aten
 
 FOUR, FIVE, TWO_AXES = (MeshShape.of(axes) for axes in ({"x": 4}, {"x": 5}, {"x": 2, "y": 2}))
-RATIOS = [1e3, 1e6, 1e8]
-"""Of means beside deviations."""
+RATIOS = {torch.float64: 1e8, torch.float32: 1e3}
+"""Of means beside deviations: as far as one device still tells the deviations of."""
 
 CHANNELS = 6
 Function = Callable[..., Any]
@@ -69,12 +69,11 @@ FUNCTIONS: dict[str, tuple[Function, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", RATIOS)
 @pytest.mark.parametrize("name", list(FUNCTIONS))
-def test_moments_of_large_means_are_as_exact_as_on_one_device(name: str, dtype: torch.dtype, ratio: float) -> None:
+def test_moments_of_large_means_are_as_exact_as_on_one_device(name: str, dtype: torch.dtype) -> None:
     function, shape = FUNCTIONS[name]
-    values = (_rows(*shape) + ratio, _rows(CHANNELS) + 1, _rows(CHANNELS))
+    values = (_rows(*shape) + RATIOS[dtype], _rows(CHANNELS) + 1, _rows(CHANNELS))
     args = [value.to(dtype).requires_grad_() for value in values]
     found = [problem for call in record(function, args, {}, name) for problem in lost_digits(call, [FOUR, TWO_AXES])]
     assert not found, "\n".join(found[:5])
