@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -135,14 +136,18 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     gc.freeze()  # what is imported by now stays, as in tests/conftest.py
     gc.set_threshold(10_000)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group(gloo.register(), f"file://{store}", rank=rank, world_size=size)
-    while True:
+    backend, shared = gloo.register(), dist.FileStore(store, size)
+    for call in itertools.count():
         try:
             function, args = connection.recv()
         except EOFError:
             return
+        # Every group of gloo has a thread that wakes up a hundred times a second: groups end with the call that made them.
+        dist.init_process_group(backend, store=dist.PrefixStore(str(call), shared), rank=rank, world_size=size)
         try:
             torch.manual_seed(0)
-            connection.send(("result", function(*args)))
+            answer = "result", function(*args)
         except BaseException:
-            connection.send(("error", traceback.format_exc()))
+            answer = "error", traceback.format_exc()
+        connection.send(answer)
+        dist.destroy_process_group()
