@@ -142,7 +142,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             function, args = connection.recv()
         except EOFError:
             return
-        # Every group of gloo has a thread that wakes up a hundred times a second: groups end with the call that made them.
+        # Every group of gloo has a thread that wakes a hundred times a second: groups end with the call that made them.
         dist.init_process_group(backend, store=dist.PrefixStore(str(call), shared), rank=rank, world_size=size)
         try:
             torch.manual_seed(0)
@@ -150,4 +150,5 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
         except BaseException:
             answer = "error", traceback.format_exc()
         connection.send(answer)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
