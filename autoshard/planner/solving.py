@@ -35,6 +35,10 @@ _PROVED = 1e-4
 """Relative gap at which nothing is left to look for, as of solvers of integer programs by default: prices are not known
 better."""
 
+ENOUGH = 1e-3
+"""The same where another way of solving would have to begin, or the solver to go on: it takes many times as long as
+what came so close."""
+
 _PRICED = 2e-2
 """The same where memory has a price: what the limit is kept by is chosen among plans at many prices."""
 
@@ -123,14 +127,15 @@ def answered(built: BuiltProblem, tiling: Tiling | None, search: Search) -> Answ
     if search.method != "auto" or problem.limit is not None or (search.proof and not is_large(problem)):
         return _by_solver(problem, search)
     best = by_messages(problem, built.places, tiling, search)
-    if best.interrupted or best.gap <= search.close or monotonic() > search.deadline:
+    enough = max(search.close, ENOUGH)
+    if best.interrupted or best.gap <= enough or monotonic() > search.deadline:
         return best
     start = None
     if best.gap > CLOSE:
         stitched = in_segments(problem, built.places, tiling, search)
         best = better(best, stitched)
         start = stitched.assignment or None
-    if best.interrupted or best.gap <= search.close or (search.fast and best.assignment):
+    if best.interrupted or best.gap <= enough or (search.fast and best.assignment):
         return best
     if search.proposal and best.assignment and best.gap > _HOPELESS:
         return best
@@ -246,6 +251,7 @@ def _by_solver(problem: Problem, search: Search, start: tuple[int, ...] | None =
         method="alternate" if search.method == "auto" and not search.proof else search.method,
         time_limit=max(1.0, search.deadline - monotonic()),
         work_limit=search.work_limit,
+        gap=ENOUGH,
         progress=lambda one: search.told(one.phase, one.cost, one.lower_bound),
         start=start,
     )

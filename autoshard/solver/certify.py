@@ -66,7 +66,7 @@ def certify(
         if proved >= _target(best):
             return Certified(best, best.cost, None)
         fixed = fix(rest, bound, _target(best))
-        if stretch.over or not (progress or _shrank(rest, fixed)):
+        if stretch.over or stretch.close(best.cost, proved) or not (progress or _shrank(rest, fixed)):
             return Certified(best, proved, fixed)
         rest = fixed
     return Certified(best, proved, rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from time import monotonic
 
 
@@ -34,16 +35,22 @@ class Course:
         time_limit: seconds.
         work_limit: units of work (about one entry of a table looked at); None for no limit.
         tell: called with every `Progress`.
+        gap: relative difference of cost and bound at which the solve ends.
     """
 
     def __init__(
-        self, time_limit: float, work_limit: int | None = None, tell: Callable[[Progress], object] | None = None
+        self,
+        time_limit: float,
+        work_limit: int | None = None,
+        tell: Callable[[Progress], object] | None = None,
+        gap: float = 0.0,
     ) -> None:
         self.start = monotonic()
         self.deadline = self.start + time_limit
         self.cost = float("inf")
         self.lower_bound = float("-inf")
         self.method = ""
+        self.gap = gap
         self._limit = work_limit
         self._work = 0
         self._tell = tell
@@ -61,8 +68,12 @@ class Course:
 
     @property
     def over(self) -> bool:
-        """Whether the time or the work is used up."""
-        return self.remaining <= 0 or monotonic() > self.deadline
+        """Whether the time or the work is used up, or the bound close to the cost."""
+        return self.remaining <= 0 or monotonic() > self.deadline or self.close(self.cost, self.lower_bound)
+
+    def close(self, cost: float, bound: float) -> bool:
+        """Return whether a bound is as close to a cost as is asked for."""
+        return isfinite(cost) and bound >= cost - self.gap * abs(cost)
 
     @property
     def assignment(self) -> Assignment:
@@ -75,7 +86,9 @@ class Course:
 
     def share(self, fraction: float) -> float:
         """The `monotonic` moment at which a fraction of the remaining time has passed; where work is counted, the end
-        of the time, or at once if the work is used up."""
+        of the time, or at once if the work is used up. At once, too, where the bound is close to the cost."""
+        if self.close(self.cost, self.lower_bound):
+            return float("-inf")
         if self.counted:
             return self.deadline if self.remaining > 0 else float("-inf")
         now = monotonic()
@@ -118,6 +131,10 @@ class Stretch:
     def over(self) -> bool:
         """Whether no further step may start."""
         return monotonic() > self.deadline or (self.course is not None and self.course.over)
+
+    def close(self, cost: float, bound: float) -> bool:
+        """Return whether a bound is as close to a cost as the solve asks for."""
+        return self.course is not None and self.course.close(cost, bound)
 
     def spend(self, work: float) -> None:
         """Counts work that was done."""

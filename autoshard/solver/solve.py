@@ -82,6 +82,7 @@ def solve(
     method: str = "auto",
     time_limit: float = 30.0,
     work_limit: int | None = None,
+    gap: float = 0.0,
     seed: int = 0,
     verbose: bool = False,
     progress: Callable[[Progress], object] | None = None,
@@ -99,6 +100,8 @@ def solve(
             problem and the first assignment are not interrupted.
         work_limit: units of work, about one table entry looked at, some 10**8 of them a second; looked at between the
             steps of the search. Two solves that end by it give the same answer however fast the machine is.
+        gap: relative difference of the best cost and the bound at which the search ends; looked at between its steps.
+            0 for a proof.
         seed: of what is random. Same problem and seed, same solution, unless the time limit ends the search.
         verbose: whether to log progress at INFO level.
         progress: called with the best cost and the bound as they move.
@@ -109,14 +112,16 @@ def solve(
         The best assignment found. After Ctrl-C it is the best known by then, and `interrupted` is set.
 
     Raises:
-        SolverError: an unknown method; a start that is no assignment of finite cost; or "eliminate" where the tables
-            would be too large, or where the memory limit binds.
+        SolverError: an unknown method; a gap below 0; a start that is no assignment of finite cost; or "eliminate"
+            where the tables would be too large, or where the memory limit binds.
         KeyboardInterrupt: Ctrl-C before any feasible assignment was known.
     """
     if method not in METHODS:
         raise SolverError(f'method "{method}" does not exist; choose one of {", ".join(METHODS)}')
     if work_limit is not None and work_limit < 1:
         raise SolverError(f"work_limit={work_limit} allows nothing; give a positive number of units, or None")
+    if not gap >= 0.0:
+        raise SolverError(f"gap={gap} is no relative difference; give one of at least 0, such as 1e-3")
     known = NOTHING if start is None else Found(dict(enumerate(start)), problem.cost(start))
     if known.choices and not np.isfinite(known.cost):
         raise SolverError("start uses a forbidden strategy or pair; give an assignment of finite cost, or None")
@@ -127,7 +132,7 @@ def solve(
         if progress is not None:
             progress(moment)
 
-    course = Course(time_limit, work_limit, tell)
+    course = Course(time_limit, work_limit, tell, gap)
     try:
         task = _Task(problem, course, seed, known)
         outcome = _METHODS[method](task) if problem.size else _Outcome(Found({}, 0.0), 0.0, True, method)
@@ -355,8 +360,8 @@ def _unlimited(task: _Task) -> _Outcome:
         return _Outcome(found, float("-inf"), False, "alternate")
     result = certify(task.network, found, stretch=task.course.stretch(0.7))
     task.note("proof", result.found, result.bound, 0)
-    if result.rest is None:
-        return _Outcome(result.found, result.bound, True, "alternate")
+    if result.rest is None or task.course.close(result.found.cost, result.bound):
+        return _Outcome(result.found, result.bound, result.rest is None, "alternate")
     if result.rest.cells > _INTEGER_CELLS:
         found = result.found
         if found.choices:

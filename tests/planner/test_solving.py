@@ -188,6 +188,7 @@ def test_interrupted_segments_keep_what_messages_found(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(solving, "_LARGE", 0)
     monkeypatch.setattr(solving, "CLOSE", -1.0)
+    monkeypatch.setattr(solving, "ENOUGH", -1.0)
     monkeypatch.setattr(solving, "_PROVED", -1.0)
     monkeypatch.setattr(solving, "solve_in_segments", stopped)
     found = answered(built(8), tiling_of(8), Search("auto", math.inf))

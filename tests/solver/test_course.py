@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
 from autoshard.solver import Problem, Progress, SolverError, solve
+from autoshard.solver.bound import lower_bound
+from autoshard.solver.certify import certify
 from autoshard.solver.course import ENDLESS, Course
+from autoshard.solver.network import Network, Tables
+from autoshard.solver.search import NOTHING
 from tests.solver.problems import layered, two_axes, with_memory
 
 
@@ -42,6 +48,27 @@ def test_a_stretch_ends_with_its_time_or_with_the_work_of_the_whole() -> None:
     stretch.spend(1)
     assert stretch.over
     assert course.over
+
+
+def test_a_search_ends_where_little_is_left_to_gain(hard: Problem) -> None:
+    moments: dict[float, list[Progress]] = {0.0: [], 0.1: []}
+    full, near = (solve(hard, work_limit=10**9, gap=gap, progress=told.append) for gap, told in moments.items())
+    assert near.gap <= 0.1
+    assert near.lower_bound <= full.cost <= near.cost
+    assert len(moments[0.1]) < len(moments[0.0])
+    with pytest.raises(SolverError, match="gap=-1 is no relative difference"):
+        solve(hard, gap=-1)
+
+
+def test_a_proof_ends_where_little_is_left_to_prove() -> None:
+    network = Network.of(two_axes(30, labels=4, density=3.0), Tables())
+    bounds = {0.5: 0, 0.0: 0}
+    for gap in bounds:
+        with mock.patch("autoshard.solver.certify.lower_bound", wraps=lower_bound) as bounded:
+            certified = certify(network, NOTHING, cap=1.0, stretch=Course(60.0, gap=gap).stretch(1.0))
+        assert (1 - gap) * certified.found.cost <= certified.bound or gap == 0.0
+        bounds[gap] = bounded.call_count
+    assert bounds[0.5] < bounds[0.0]
 
 
 def test_progress_is_told_as_it_moves(hard: Problem) -> None:
