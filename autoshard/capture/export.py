@@ -24,6 +24,7 @@ from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.routes import replace_routing
 from autoshard.capture.simplify import is_random
 from autoshard.capture.twin import fake_like
+from autoshard.capture.views import views_among
 from autoshard.errors import CaptureError
 
 ExportedKind = Literal["parameter", "buffer", "constant", "input"]
@@ -124,6 +125,9 @@ def export_forward(
     count = len(outputs) - len(assigned.buffers)
     kinds = dict(zip(placeholders, (item.kind for item in inputs), strict=True))
     buffers = tuple(_take_buffers(zip(assigned.buffers, outputs[count:], strict=True), names, kinds))
+    sources = [(item.kind, item.name, node) for item, node in zip(inputs, placeholders, strict=True)]
+    views = dict(views_among(dict(zip(result.names, outputs, strict=False)), sources))
+    result = replace(result, views=views)
     return Exported(graph_module, inputs, outputs[:count], call, result, names.aliases, sizes, buffers, seen)
 
 
