@@ -9,6 +9,7 @@ from torch import fx
 
 from autoshard.capture._torch import OpOverload, free_unbacked_symbols, pytree
 from autoshard.capture.export import Exported
+from autoshard.capture.failure import node_place
 from autoshard.capture.graph import JointOutput
 from autoshard.errors import CaptureError
 
@@ -39,8 +40,8 @@ def check_sizes(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if _depends_on_data(node.meta.get("val")):
             raise CaptureError(
-                f"{_place(node, 'has a size or value that depends on the numbers in a tensor')}. Use an operator of "
-                "fixed size, such as torch.where in place of boolean indexing."
+                f"{node_place(node, 'has a size or value that depends on the numbers in a tensor')}. Use an operator "
+                "of fixed size, such as torch.where in place of boolean indexing."
             )
 
 
@@ -49,8 +50,8 @@ def check_collectives(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") in _COLLECTIVES:
             raise CaptureError(
-                f"{_place(node, 'is a collective')}. What is captured is the step of one device, of which autoshard "
-                "makes the collectives: leave them out of forward, as in a program for one device."
+                f"{node_place(node, 'is a collective')}. What is captured is the step of one device, of which "
+                "autoshard makes the collectives: leave them out of forward, as in a program for one device."
             )
 
 
@@ -59,8 +60,8 @@ def check_shapes(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if _name(node) in _CHANGES_OF_SHAPE and _changed(node).op == "placeholder":
             raise CaptureError(
-                f"{_place(node, 'gives a tensor that forward did not make another shape, in place')}. Compute a new "
-                "tensor, such as x.unsqueeze(0) in place of x.unsqueeze_(0)."
+                f"{node_place(node, 'gives a tensor that forward did not make another shape, in place')}. Compute a "
+                "new tensor, such as x.unsqueeze(0) in place of x.unsqueeze_(0)."
             )
 
 
@@ -74,14 +75,6 @@ def _changed(node: fx.Node) -> fx.Node:
     while _name(node).endswith("_") and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
-
-
-def _place(node: fx.Node, what: str) -> str:
-    """What is wrong with a node, with its module and the user's line."""
-    stack = node.meta.get("nn_module_stack")
-    path = next(reversed(stack.values()))[0] if stack else ""
-    line = " ".join((node.meta.get("stack_trace") or "").split("\n")[-3:]).strip()
-    return f"{node.target} in {path or 'the root module'} {what}" + (f" ({line})" if line else "")
 
 
 def _depends_on_data(value: object) -> bool:
