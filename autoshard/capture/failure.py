@@ -13,13 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 
 from autoshard.capture._torch import GuardOnDataDependentSymNode, around_dynamo
 from autoshard.errors import AutoshardError, CaptureError
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# Sympy is torch's for sizes; it draws random numbers on the way.
+_LIBRARIES = (*(str(Path(module.__file__).parent) for module in (torch, sympy)), str(Path(__file__).parents[1]))
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
