@@ -46,6 +46,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy  # parameters whose shape is not known yet
 from torch.overrides import _get_current_function_mode_stack as function_modes  # the active TorchFunctionModes
 from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export sees them
+from torch.utils import checkpoint  # what it does around a function that is to run again
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees every operator that is called while it is active
     _disable_current_modes,  # capture is not seen by modes active around it
@@ -97,6 +98,7 @@ __all__ = [
     "tracing_annotations",
     "transforms_active",
     "version_of",
+    "without_checkpoints",
     "without_root_buffers",
     "without_tracebacks",
 ]
@@ -281,6 +283,18 @@ def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterato
     finally:
         callback_handler.remove_start_callback(start)
         callback_handler.remove_end_callback(finish)
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Context in which checkpoints that are not reentrant run their function and nothing else."""
+
+    def plain(*_: object, **__: object) -> Iterator[None]:
+        yield
+
+    name = "_checkpoint_without_reentrant_generator"  # what such a checkpoint does before its function, and after it
+    with attribute_patch(checkpoint, name, plain) if hasattr(checkpoint, name) else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Container, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from autoshard.capture._torch import pytree
+from autoshard.capture.views import View
 from autoshard.errors import InputError
 
 Said = TypeVar("Said")
@@ -185,12 +186,14 @@ class ResultLayout:
     """How a flat list of output tensors becomes the object that `forward` returned, and the attributes that it set.
 
     `leaves` has, in flattening order, the name of each tensor and the value of each other leaf; `attributes` are those
-    that forward set to tensors, which follow the returned ones.
+    that forward set to tensors, which follow the returned ones; `views` are those that look at the memory of an input
+    or a buffer, by name.
     """
 
     structure: pytree.TreeSpec
     leaves: tuple[str | Constant, ...]
     attributes: tuple[Attribute, ...] = ()
+    views: Mapping[str, View] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

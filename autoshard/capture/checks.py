@@ -7,8 +7,9 @@ import logging
 import torch
 from torch import fx
 
-from autoshard.capture._torch import free_unbacked_symbols, pytree
+from autoshard.capture._torch import OpOverload, free_unbacked_symbols, pytree
 from autoshard.capture.export import Exported
+from autoshard.capture.failure import node_place
 from autoshard.capture.graph import JointOutput
 from autoshard.errors import CaptureError
 
@@ -16,6 +17,21 @@ logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
+_CHANGES_OF_SHAPE = frozenset(
+    f"{name}_"
+    for name in (
+        "t",
+        "transpose",
+        "swapaxes",
+        "swapdims",
+        "squeeze",
+        "unsqueeze",
+        "resize",
+        "resize_as",
+        "set",
+        "as_strided",
+    )
+)
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional")
 
 
@@ -24,8 +40,8 @@ def check_sizes(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if _depends_on_data(node.meta.get("val")):
             raise CaptureError(
-                f"{_place(node, 'has a size or value that depends on the numbers in a tensor')}. Use an operator of "
-                "fixed size, such as torch.where in place of boolean indexing."
+                f"{node_place(node, 'has a size or value that depends on the numbers in a tensor')}. Use an operator "
+                "of fixed size, such as torch.where in place of boolean indexing."
             )
 
 
@@ -34,17 +50,31 @@ def check_collectives(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") in _COLLECTIVES:
             raise CaptureError(
-                f"{_place(node, 'is a collective')}. What is captured is the step of one device, of which autoshard "
-                "makes the collectives: leave them out of forward, as in a program for one device."
+                f"{node_place(node, 'is a collective')}. What is captured is the step of one device, of which "
+                "autoshard makes the collectives: leave them out of forward, as in a program for one device."
             )
 
 
-def _place(node: fx.Node, what: str) -> str:
-    """What is wrong with a node, with its module and the user's line."""
-    stack = node.meta.get("nn_module_stack")
-    path = next(reversed(stack.values()))[0] if stack else ""
-    line = " ".join((node.meta.get("stack_trace") or "").split("\n")[-3:]).strip()
-    return f"{node.target} in {path or 'the root module'} {what}" + (f" ({line})" if line else "")
+def check_shapes(graph: fx.Graph) -> None:
+    """Refuse an exported graph that gives a tensor of the caller's, or of the module's, another shape in place."""
+    for node in graph.nodes:
+        if _name(node) in _CHANGES_OF_SHAPE and _changed(node).op == "placeholder":
+            raise CaptureError(
+                f"{node_place(node, 'gives a tensor that forward did not make another shape, in place')}. Compute a "
+                "new tensor, such as x.unsqueeze(0) in place of x.unsqueeze_(0)."
+            )
+
+
+def _name(node: fx.Node) -> str:
+    """The name of an operator without its overload; nothing for other nodes."""
+    return node.target._schema.name.split("::")[1] if isinstance(node.target, OpOverload) else ""
+
+
+def _changed(node: fx.Node) -> fx.Node:
+    """What made the tensor that a node changes in place, before all changes of it."""
+    while _name(node).endswith("_") and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _depends_on_data(value: object) -> bool:

@@ -19,7 +19,7 @@ _ARITHMETIC = {
     "mod": operator.mod,
     "pow": operator.pow,
 }
-_READS = (
+READS = (
     *("bool", "int", "float", "complex", "index", "str", "repr", "format", "hash", "round", "trunc", "floor", "ceil"),
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "divmod", "rdivmod"),
     *("and", "or", "xor", "lshift", "rshift", "rand", "ror", "rxor", "rlshift", "rrshift", "matmul", "rmatmul"),
@@ -71,5 +71,5 @@ def _arithmetic(operation: Callable[[Any, Any], Any], comes_first: bool) -> Call
 for _name, _operation in _ARITHMETIC.items():
     setattr(Counter, f"__{_name}__", _arithmetic(_operation, False))
     setattr(Counter, f"__r{_name}__", _arithmetic(_operation, True))
-for _name in _READS:
+for _name in READS:
     setattr(Counter, f"__{_name}__", _refuse)

@@ -14,9 +14,10 @@ from autoshard.capture.assigned import AssignedTensors, SetBuffer
 from autoshard.capture.calls import CallLayout, Constant, ResultLayout, call_layout, result_names
 from autoshard.capture.composites import Exportable, replace_composites
 from autoshard.capture.dynamic import Dynamic, export_dynamic
-from autoshard.capture.failure import refusing_branches
+from autoshard.capture.failure import Regions, node_place, refusing_branches
 from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.gradient_code import GradientCode
+from autoshard.capture.host_random import HostRandom
 from autoshard.capture.masks import replace_position_masks
 from autoshard.capture.opaque import OpaqueOutputs
 from autoshard.capture.python_calls import PythonCalls, replace_python_calls
@@ -24,6 +25,7 @@ from autoshard.capture.python_state import PythonState, StateWatch
 from autoshard.capture.routes import replace_routing
 from autoshard.capture.simplify import is_random
 from autoshard.capture.twin import fake_like
+from autoshard.capture.views import views_among
 from autoshard.errors import CaptureError
 
 ExportedKind = Literal["parameter", "buffer", "constant", "input"]
@@ -91,13 +93,15 @@ def export_forward(
     opaque = OpaqueOutputs()
     assigned = AssignedTensors(twin)
     twin.register_forward_hook(opaque)
-    calls = PythonCalls(twin)
+    calls, regions = PythonCalls(twin), Regions()
     with (
         refusing_branches(twin),
         assigned.watching(),
         GradientCode(calls).watching(twin),
         capturable_flex_attention(),
         Exportable(),
+        regions.watching(),
+        HostRandom().watching(twin),
         state.watching(),
     ):
         if dynamic:
@@ -105,7 +109,8 @@ def export_forward(
         else:
             program, sizes = torch.export.export(twin, args, dict(kwargs), strict=False), {}
     opaque.warn(type(twin).__name__)
-    seen = state.state(unseen=any(map(_traced_by_dynamo, program.graph.nodes)))
+    regions.check(program.graph)
+    seen = state.state()
     replace_python_calls(program.graph_module, calls)
     replace_composites(program.graph_module)
     replace_routing(program.graph_module)
@@ -124,12 +129,10 @@ def export_forward(
     count = len(outputs) - len(assigned.buffers)
     kinds = dict(zip(placeholders, (item.kind for item in inputs), strict=True))
     buffers = tuple(_take_buffers(zip(assigned.buffers, outputs[count:], strict=True), names, kinds))
+    sources = [(item.kind, item.name, node) for item, node in zip(inputs, placeholders, strict=True)]
+    views = dict(views_among(dict(zip(result.names, outputs, strict=False)), sources))
+    result = replace(result, views=views)
     return Exported(graph_module, inputs, outputs[:count], call, result, names.aliases, sizes, buffers, seen)
-
-
-def _traced_by_dynamo(node: fx.Node) -> bool:
-    """Whether a node is a branch or a loop; regions without gradients, or under autocast, are plain code."""
-    return getattr(node.target, "namespace", "") == "higher_order" and not node.target.__name__.startswith("wrap_")  # type: ignore[union-attr]
 
 
 def named_tensors(module: nn.Module) -> NamedTensors:
@@ -164,7 +167,12 @@ def _take_inputs(
     inputs = []
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         kind = _KINDS.get(spec.kind)
-        assert kind is not None, f"{spec.kind} among the inputs of an exported graph"
+        if kind is None:
+            what = "takes an object such as a torch.Generator, which no graph can hold"
+            raise CaptureError(
+                f"{node_place(next(iter(node.users), node), what)}. Leave the generator out: numbers are drawn by the "
+                "seed of the step, the same on every mesh of one shape; or draw them outside of forward."
+            )
         value = None
         if kind == "input":
             name, fake = next(user)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -12,15 +13,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import sympy
 import torch
-from torch import nn
+from torch import fx, nn
 
-from autoshard.capture._torch import GuardOnDataDependentSymNode
+from autoshard.capture._torch import GuardOnDataDependentSymNode, around_dynamo
 from autoshard.errors import AutoshardError, CaptureError
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# Sympy is torch's for sizes; it draws random numbers on the way.
+_LIBRARIES = (*(str(Path(module.__file__).parent) for module in (torch, sympy)), str(Path(__file__).parents[1]))
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+_TRACED = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 
 _ADVICE = (
     (
@@ -106,6 +111,28 @@ def refusing_branches(module: nn.Module) -> Iterator[None]:
             module.__dict__["forward"] = own
 
 
+class Regions:
+    """The user's lines at which code is read for graphs of its own, as that of a branch or a loop is."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Context of the export."""
+        return around_dynamo(lambda: self._lines.append(running_line()), lambda: None)
+
+    def check(self, graph: fx.Graph) -> None:
+        """Refuse a branch or a loop; regions without gradients, or under autocast, are plain code."""
+        for node in graph.nodes:
+            if getattr(node.target, "namespace", "") == "higher_order" and not str(node.target).startswith("wrap_"):
+                where = f"{self._lines[0]}: " if self._lines else ""
+                raise CaptureError(
+                    f"{where}{node_place(node, 'is a branch or a loop with graphs of its own, and there is no')} "
+                    "plan. Compute both ways and choose by torch.where; write a loop of a fixed length as one of "
+                    "Python's, and map as operators on a batch dim."
+                )
+
+
 def known_error(error: BaseException) -> AutoshardError | None:
     """The error of ours that made torch raise another one; None where there is none."""
     cause: BaseException | None = error
@@ -120,6 +147,18 @@ def user_line(trace: TracebackType | None) -> str:
     return f" at {line}" if line else ""
 
 
+def node_place(node: fx.Node, what: str) -> str:
+    """What is wrong with a node, with its module and the user's line."""
+    stack = node.meta.get("nn_module_stack")
+    path = next(reversed(stack.values()))[0] if stack else ""
+    frames = [
+        traceback.FrameSummary(name, int(number), "", line=source)
+        for name, number, source in _TRACED.findall(node.meta.get("stack_trace") or "")
+    ]
+    line = _innermost(traceback.StackSummary.from_list(frames))
+    return f"{node.target} in {path or 'the root module'} {what}" + (f", at {line}" if line else "")
+
+
 def running_line() -> str:
     """Text such as `model.py:12 (if x.sum() > 0:)` of the user's line that is running now."""
     return _innermost(traceback.extract_stack())
@@ -128,11 +167,16 @@ def running_line() -> str:
 def _innermost(frames: traceback.StackSummary) -> str:
     """The last frame of the user's with its source; nothing where there is none."""
     for frame in reversed(frames):
-        if frame.filename.startswith(("<", *_LIBRARIES)) or _is_standard_library(frame.filename):
+        if not is_users_file(frame.filename):
             continue
         source = linecache.getline(frame.filename, frame.lineno or 0).strip()
         return f"{frame.filename}:{frame.lineno}" + (f" ({source})" if source else "")
     return ""
+
+
+def is_users_file(filename: str) -> bool:
+    """Whether code of a file is the user's: neither of torch nor of autoshard nor of Python itself."""
+    return not (filename.startswith(("<", *_LIBRARIES)) or _is_standard_library(filename))
 
 
 def _is_standard_library(filename: str) -> bool:

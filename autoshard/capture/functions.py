@@ -42,18 +42,6 @@ def call_function(
     return pytree.tree_map(lambda leaf: next(results) if leaf is _TENSOR else leaf, returned[0])
 
 
-def call_checkpointed(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """What `torch.utils.checkpoint.CheckpointFunction` computes, as operators: the plan decides what runs again.
-
-    Nothing in it has a gradient unless one of the arguments needs one.
-    """
-    wanted = torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in args)
-    if wanted or not torch.is_grad_enabled():
-        return run(*args)
-    with torch.no_grad():
-        return run(*args)
-
-
 def _scoped_function(function: type[Function], scope: TensorScope) -> type[Function]:
     """The function with a backward that runs in a scope."""
     own = {name: staticmethod(_in_scope(getattr(function, name), scope)) for name in _backward_names(function)}

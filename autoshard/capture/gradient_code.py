@@ -21,10 +21,11 @@ from autoshard.capture._torch import (
     function_modes,
     is_tracing,
     transforms_active,
+    without_checkpoints,
 )
 from autoshard.capture.closures import TensorScope
 from autoshard.capture.failure import running_line
-from autoshard.capture.functions import call_checkpointed, call_function
+from autoshard.capture.functions import call_function
 from autoshard.capture.hooks import GradientNode, hook_tensor, set_requires_grad, take_gradients
 from autoshard.capture.python_calls import PythonCalls, collection, tensors_of
 from autoshard.errors import CaptureError
@@ -48,6 +49,7 @@ class GradientCode(TorchFunctionMode):
         self.calls = calls
         self.running = False
         self.differentiates = False  # whether backward goes through what runs
+        self._lost: list[str] = []  # lines of checkpoints whose results have no gradient
         self._data: dict[int, Tensor] = {}  # what `.data` of tensors with a gradient gave
         self._handlers: dict[Any, Callable[..., Any]] = {
             _apply_by_modes: self._function,
@@ -96,8 +98,15 @@ class GradientCode(TorchFunctionMode):
         def begin(*_: Any) -> None:
             self.running, self.differentiates = True, torch.is_grad_enabled()
 
-        def end(*_: Any) -> None:
+        def end(module: nn.Module, args: Any, output: Any) -> None:
             self.running = False
+            if self._lost and not any(tensor.requires_grad for tensor in tensors_of(output)):
+                raise CaptureError(
+                    f"nothing that forward returns has a gradient: {self._lost[0]} runs a reentrant checkpoint, whose "
+                    "result has none where no argument of the function needs one. Pass use_reentrant=False to "
+                    "torch.utils.checkpoint.checkpoint (Hugging Face: gradient_checkpointing_kwargs="
+                    '{"use_reentrant": False}), or leave it out and say recompute= to autoshard.'
+                )
 
         hooks = module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)
         try:
@@ -106,6 +115,18 @@ class GradientCode(TorchFunctionMode):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def checkpoint(self, run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """What a reentrant checkpoint computes, as operators: the plan decides what runs again.
+
+        Nothing in it has a gradient unless one of the arguments needs one.
+        """
+        wanted = any(isinstance(one, Tensor) and one.requires_grad for one in args)
+        if wanted or not torch.is_grad_enabled():
+            return run(*args)
+        self._lost.append(running_line())
+        with torch.no_grad():
+            return run(*args)
 
     def _function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
         return call_function(self.calls, function, args, kwargs)
@@ -176,9 +197,10 @@ def _retain(tensor: Tensor) -> None:
 
 def _apply_by_modes(function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
     """Apply a function by way of the modes, of which `GradientCode` is the last to be asked."""
-    if _is_watched():
+    mode = _watching()
+    if mode is not None:
         if function is CheckpointFunction:
-            return call_checkpointed(*args)
+            return mode.checkpoint(*args)
         return handle_torch_function(_apply_by_modes, (), function, args, kwargs)
     if is_tracing() and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
         raise CaptureError(
@@ -188,11 +210,12 @@ def _apply_by_modes(function: type[torch.autograd.Function], args: Any, kwargs: 
     return apply_function(function, args, kwargs)
 
 
-def _is_watched() -> bool:
-    """Whether what runs now is code of `forward`, and not of a call that the graph keeps whole."""
+def _watching() -> GradientCode | None:
+    """The mode that looks at the code of `forward` that runs now; None in a call that the graph keeps whole."""
     modes = function_modes()
-    watched = any(isinstance(mode, GradientCode) and mode.running for mode in modes)
-    return watched and not any(isinstance(mode, TensorScope) for mode in modes)
+    if any(isinstance(mode, TensorScope) for mode in modes):
+        return None
+    return next((mode for mode in modes if isinstance(mode, GradientCode) and mode.running), None)
 
 
 @contextlib.contextmanager
@@ -211,6 +234,7 @@ def _interception() -> Iterator[None]:
 
     entered = saved_tensors_hooks.__enter__
     with contextlib.ExitStack() as stack:
+        stack.enter_context(without_checkpoints())
         stack.enter_context(attribute_patch(FunctionBase, "apply", classmethod(apply)))
         stack.enter_context(attribute_patch(saved_tensors_hooks, "__enter__", enter))
         stack.enter_context(attribute_patch(torch.inference_mode, "__enter__", _enter_inference))
@@ -221,7 +245,7 @@ def _interception() -> Iterator[None]:
 def _check_saved(hooks: saved_tensors_hooks) -> None:
     """Refuse hooks that may change what backward reads; those of checkpoints and of memory do not."""
     kind = type(hooks)
-    if _is_watched() and not isinstance(hooks, save_on_cpu) and kind.__module__ != "torch.utils.checkpoint":
+    if _watching() and not isinstance(hooks, save_on_cpu) and kind.__module__ != "torch.utils.checkpoint":
         raise CaptureError(
             f"{running_line()} sets hooks for the tensors that backward reads ({kind.__name__}), which may change "
             "them: the plan decides what is saved. Leave them out, or write the change as a torch.autograd.Function."

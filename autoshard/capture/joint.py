@@ -25,7 +25,7 @@ from autoshard.capture._torch import (
 from autoshard.capture.annotate import capturing
 from autoshard.capture.autocast import autocast_of_gpus
 from autoshard.capture.calls import call_layout, said_of_passed, signature_of
-from autoshard.capture.checks import check_collectives, check_sizes
+from autoshard.capture.checks import check_collectives, check_shapes, check_sizes
 from autoshard.capture.describe import describe
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.effects import Effects, effects_of
@@ -213,6 +213,7 @@ def _export(
         exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
     check_sizes(exported.graph_module.graph)
     check_collectives(exported.graph_module.graph)
+    check_shapes(exported.graph_module.graph)
     return in_one_order(exported)
 
 

@@ -235,16 +235,10 @@ class StateWatch:
 
         return write
 
-    def state(self, *, unseen: bool = False) -> PythonState:
-        """What was seen.
-
-        Args:
-            unseen: whether there are branches or loops, whose reads Dynamo does not show: all attributes count as read.
-        """
+    def state(self) -> PythonState:
+        """What was seen."""
         found, effects = _Found(), list[Effect]()
         for part in self._parts.values():
-            if unseen:
-                part.read |= dict.fromkeys(name for name in vars(part.twin) if name not in _OWN)
             effects += self._effects(part)
             is_root = part.twin is self._root
             names = [name for name in part.read if name not in part.fresh and (name not in _OWN or name == "_modules")]

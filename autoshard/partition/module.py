@@ -23,11 +23,12 @@ from autoshard.errors import InputError
 from autoshard.partition import _torch
 from autoshard.partition.agree import is_first_rank
 from autoshard.partition.call_sizes import MOST_PROGRAMS, CallSizes
+from autoshard.partition.changes import check_changes, write
 from autoshard.partition.constants import place_constant
 from autoshard.partition.lengths import check_blocks, local_shares, whole_shapes
 from autoshard.partition.localize import Border
 from autoshard.partition.same_inputs import check_same_inputs
-from autoshard.partition.shards import local_of, on_device
+from autoshard.partition.shards import on_device
 from autoshard.partition.step import Program
 from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
@@ -286,27 +287,31 @@ class Runtime:
     def _run(self, served: Served, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program, step = served.program, served.program.step
         given = iter(served.graph.flatten_inputs(args, kwargs))
-        tensors = []
+        known = []  # the tensors that the user knows
         for border, place in zip(step.inputs, served.held, strict=True):
             if isinstance(place, tuple):
                 held = place[0].get(place[1])
                 if held is None or (border.kind == "parameter" and not isinstance(held, DTensor)):
                     raise _replaced(border.name, held)
                 # An attribute may be set anew between calls: by the call before, or by the user, on any device.
-                tensors.append(on_device(held.detach(), self.device_mesh) if border.kind == "constant" else held)
+                known.append(on_device(held.detach(), self.device_mesh) if border.kind == "constant" else held)
             elif place is not None:
-                tensors.append(place)
+                known.append(place)
             elif border.kind == "input":
-                tensors.append(self._input(next(given), border))
+                known.append(next(given))
+        pairs = zip(known, step.inputs, strict=False)
+        tensors = [self._input(tensor, border) if border.kind == "input" else tensor for tensor, border in pairs]
         if any(tensor.is_meta for tensor in tensors):
             raise _no_numbers(step.inputs, tensors)
+        check_changes(step, known)
         results = program(tensors, sizes)
         outputs = []
         for border, result in zip(step.forward_outputs, results, strict=True):
             if border.kind == "mutation":
-                self._update(served, border, result, tensors)
+                write(step, border, result, known)
             else:
                 outputs.append(self._output(result, at(border, sizes)))
+        self._look_again(served, outputs, known)
         for path, value in served.graph.result.assigned(outputs).items():
             owner, _, name = path.rpartition(".")
             setattr(self.module.get_submodule(owner), name, value)
@@ -335,12 +340,21 @@ class Runtime:
 
     planned_outputs = False
 
-    def _update(self, served: Served, border: Border, value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the new value of a buffer, or of what else the module changes in place."""
-        for source, tensor in zip(served.program.step.inputs, tensors, strict=False):
-            if source.name == border.name and source.kind != "tangent":
-                with torch.no_grad():
-                    (local_of(tensor) if isinstance(tensor, DTensor) else tensor).copy_(value)
+    def _look_again(self, served: Served, outputs: list[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
+        """Let outputs that are views of what the call changes in place be such, so that they see later changes too."""
+        step, result = served.program.step, served.graph.result
+        if not result.views or self.only_call is not None or self.planned_outputs:
+            return
+        changed = {border.name for border in step.forward_outputs if border.kind == "mutation"}
+        held = {(border.kind, border.name): tensor for border, tensor in zip(step.inputs, known, strict=False)}
+        for place, name in enumerate(result.names):
+            view = result.views.get(name)
+            if view is None or view.name not in changed:
+                continue
+            source = held[view.kind, view.name]
+            looking = None if isinstance(source, DTensor) else view.of(source)
+            if looking is not None and looking.shape == outputs[place].shape:
+                outputs[place] = looking
 
     def _whole(
         self, call: tuple[tuple[Any, ...], dict[str, Any]]

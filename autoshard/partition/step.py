@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import sympy
 import torch
 from torch import fx
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -99,7 +98,8 @@ class Program:
         if self.halves.backward is None:
             with torch.no_grad():
                 return list(self.forward(self.local(tensors, sizes), sizes)[0])
-        return list(_Run.apply(self, sizes, *tensors))
+        histories = [_history(tensor) for tensor in tensors if tensor.requires_grad]
+        return list(_Run.apply(self, sizes, histories, *tensors))
 
     def local(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
         """The tensors as the program takes them: local, and padded where a dim does not divide."""
@@ -202,11 +202,13 @@ class _Run(torch.autograd.Function):
     """The two halves as one differentiable operation on DTensor parameters and local inputs."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, sizes: Sizes, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, program: Program, sizes: Sizes, histories: list[torch.Tensor], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         locals_ = program.local(tensors, sizes)
         seed = program.ranks.seed(program.halves.draws)
         outputs, saved = program.forward(locals_, sizes, seed)
-        ctx.program, ctx.sizes, ctx.seed = program, sizes, seed
+        ctx.program, ctx.sizes, ctx.seed, ctx.histories = program, sizes, seed, histories
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved, *_read_again(tensors, locals_, saved))
         ctx.count = len(saved)
@@ -227,32 +229,70 @@ class _Run(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        program: Program = ctx.program
-        names = [border.name for border in program.step.forward_outputs]
-        given = dict(zip(names, gradients, strict=True))
-        expected = [border.name for border in program.step.tangents]
-        if any(gradient is not None and name not in expected for name, gradient in given.items()):
-            results = _differentiate_all(ctx, program, given)
-        else:
-            saved = list(ctx.saved_tensors[: ctx.count])
-            ctx.maybe_clear_saved_tensors()  # unless the graph is to be kept
-            tangents = [given[name] for name in expected]
-            names = [border.name for border in program.step.outputs if border.kind == "gradient"]
-            parameters = _Parameters(program, ctx.parameters)
-            if program.later is None:
-                made = parameters.backward(saved, tangents, ctx.sizes)
-            else:
-                made, others = program.backward_of_inputs(saved, tangents, ctx.sizes)
-                program.later.append(lambda: parameters.rest(others))
-            results = {names[place]: gradient for place, gradient in made.items()}
-        primals = [border for border in program.step.inputs if border.kind != "tangent"]
-        return (
-            None,
-            None,
-            *(_handed_back(program, at(border, ctx.sizes), results.get(border.name)) for border in primals),
+        with torch.no_grad():
+            results = _gradients(ctx, gradients)
+        if torch.is_grad_enabled():  # create_graph=True
+            results = _LastDerivative.apply(len(ctx.histories), *ctx.histories, *results)
+        return (None, None, None, *results)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
+        raise InputError(
+            "a parallelised module has no derivative in forward mode (torch.autograd.forward_ad, torch.func.jvp): its "
+            "programs are a forward and a backward. Take gradients by backward or torch.autograd.grad."
         )
+
+
+class _LastDerivative(torch.autograd.Function):
+    """The identity of gradients, to be differentiated no further: autograd would take them for constants.
+
+    It takes tensors of what the gradients depend on first, so that whoever asks for a derivative by these comes here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, histories: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in tensors[histories:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
+        raise InputError(
+            "a gradient of a parallelised module is differentiated again (create_graph=True, as for a penalty on "
+            "gradients), and its programs hold first derivatives alone. Compute what depends on the gradient in "
+            "forward: there torch.autograd.grad(outputs, inputs, create_graph=True) is part of the step, and its loss "
+            "can be returned. If the gradient is meant as a constant, use gradient.detach()."
+        )
+
+
+def _history(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that autograd knows to come from this one, and that keeps none of its memory where others do not."""
+    if tensor.is_leaf or tensor.ndim == 0 or isinstance(tensor, DTensor):
+        return tensor
+    return tensor.narrow(0, 0, 0).sum()
+
+
+def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Gradients of the tensors that a program was run with, from those of its outputs."""
+    program: Program = ctx.program
+    names = [border.name for border in program.step.forward_outputs]
+    given = dict(zip(names, gradients, strict=True))
+    expected = [border.name for border in program.step.tangents]
+    if any(gradient is not None and name not in expected for name, gradient in given.items()):
+        results = _differentiate_all(ctx, program, given)
+    else:
+        saved = list(ctx.saved_tensors[: ctx.count])
+        ctx.maybe_clear_saved_tensors()  # unless the graph is to be kept
+        tangents = [given[name] for name in expected]
+        names = [border.name for border in program.step.outputs if border.kind == "gradient"]
+        parameters = _Parameters(program, ctx.parameters)
+        if program.later is None:
+            made = parameters.backward(saved, tangents, ctx.sizes)
+        else:
+            made, others = program.backward_of_inputs(saved, tangents, ctx.sizes)
+            program.later.append(lambda: parameters.rest(others))
+        results = {names[place]: gradient for place, gradient in made.items()}
+    primals = [border for border in program.step.inputs if border.kind != "tangent"]
+    return [_handed_back(program, at(border, ctx.sizes), results.get(border.name)) for border in primals]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,32 +40,6 @@ def test_differs_with_shape_dtype_option_and_operator() -> None:
     assert len(prints) == 5
 
 
-class Choose(torch.nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(4, 4))
-        self.factor = factor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x @ self.weight, lambda x: x * self.factor, (x,)).sum()
-
-
-def test_sees_into_branches() -> None:
-    x = torch.ones(3, 4)
-    prints = [capture(Choose(factor), (x,), {}).fingerprint for factor in (2.0, 2.0, 3.0)]
-    assert prints[0] == prints[1]
-    assert prints[0] != prints[2]
-
-
-def test_what_a_branch_reads_is_guarded() -> None:
-    module = Choose(2.0)
-    guards = capture(module, (torch.ones(3, 4),), {}).state.guards
-    assert guards.hold()
-    module.factor = 3.0
-    assert list(guards.changed()) == [("the attribute self.factor", "3.0")]
-    assert not guards.hold()
-
-
 def test_functions_are_told_by_name_and_not_by_place() -> None:
     """An exported graph calls functions of ours in place of some operators."""
 

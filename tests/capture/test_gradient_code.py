@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from autoshard.capture import capture
 from autoshard.errors import CaptureError
@@ -243,6 +244,38 @@ def test_kept_gradients_are_told_of() -> None:
     with pytest.warns(UserWarning, match=r"\(x.retain_grad\(\)\): the parallelised module keeps no gradient"):
         graph = capture(module, (), kwargs)
     assert_same_step(graph, module, kwargs)
+
+
+class _Checkpointed(nn.Module):
+    """Two layers, in checkpoints as they are told."""
+
+    def __init__(self, outer: bool, inner: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.float64)
+        self.outer, self.inner = outer, inner
+
+    def run(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(lambda y: self.first(y).relu(), x, use_reentrant=self.inner)
+        return self.second(hidden)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, x, use_reentrant=self.outer).square().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(("outer", "inner"), [(False, False), (False, True)])
+def test_checkpoints_in_checkpoints_have_gradients(outer: bool, inner: bool) -> None:
+    module, kwargs = _Checkpointed(outer, inner), {"x": torch.randn(4, 8, dtype=torch.float64)}
+    assert_same_step(capture(module, (), kwargs), module, kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_that_takes_all_gradients_is_refused() -> None:
+    module, x = _Checkpointed(True, True), torch.randn(4, 8, dtype=torch.float64)
+    with pytest.raises(CaptureError, match=r"\(return checkpoint\(self.run.* reentrant .* Pass use_reentrant=False"):
+        capture(module, (x,), {})
+    with torch.no_grad():
+        capture(module, (x,), {}, grad=False)
 
 
 def test_without_gradients_functions_are_captured_all_the_same() -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from functorch.experimental import control_flow
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -380,6 +382,34 @@ def test_sizes_that_depend_on_numbers_are_refused() -> None:
     ) as info:
         capture(Select(), (small_input(),), {})
     assert "self.linear(x)[x > 0].sum()" in str(info.value)
+
+
+LOOPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cond": lambda x: torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,)),
+    "map_impl": lambda x: control_flow.map(lambda y: y.sin(), x),
+    "while_loop": lambda x: torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y.sin()), (torch.tensor(0), x))[
+        1
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_branches_and_loops_with_graphs_of_their_own_are_refused(name: str) -> None:
+    class Loop(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(LOOPS[name](x)).sum()
+
+    with pytest.raises(CaptureError, match=rf"test_joint.py:\d+ \(.*\): {name} in the root .* is a branch"):
+        capture(Loop(), (small_input(),), {})
+
+
+def test_a_generator_is_refused() -> None:
+    class Drawing(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) * torch.rand(4, generator=torch.Generator().manual_seed(7))).sum()
+
+    with pytest.raises(CaptureError, match=r"rand.generator in the root module takes an object such as a torch.Gener"):
+        capture(Drawing(), (small_input(),), {})
 
 
 def test_differentiable_buffer_update_is_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -194,6 +195,53 @@ def test_hooks_on_the_module_run(mesh: DeviceMesh) -> None:
         each.register_forward_hook(lambda module, args, output: output * 3)
         each(**inputs).backward()
     _same_gradients(module, alone, mesh)
+
+
+def _penalty_of_inputs(module: nn.Module, x: torch.Tensor, target: torch.Tensor) -> None:
+    loss = module(x=x, target=target)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + (gradient.norm(dim=1) - 1).square().mean()).backward()
+
+
+def _penalty_of_parameters(module: nn.Module, x: torch.Tensor, target: torch.Tensor) -> None:
+    parameters = list(module.parameters())
+    loss = module(x=x, target=target)
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    torch.autograd.grad(loss + sum(gradient.sum() for gradient in gradients), parameters)
+
+
+def _penalty_behind_other_operators(module: nn.Module, x: torch.Tensor, target: torch.Tensor) -> None:
+    loss = module(x=2 * x, target=target)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    torch.autograd.grad(gradient.sum(), x)
+
+
+_PENALTIES = (_penalty_of_inputs, _penalty_of_parameters, _penalty_behind_other_operators)
+
+
+@pytest.mark.parametrize("penalise", _PENALTIES, ids=lambda penalise: penalise.__name__)
+def test_second_derivatives_are_refused(mesh: DeviceMesh, penalise: Any) -> None:
+    module, _, inputs = _parallel(mesh)
+    with pytest.raises(InputError, match=r"differentiated again .*in forward: there torch.autograd.grad"):
+        penalise(module, inputs["x"].requires_grad_(), inputs["target"])
+
+
+def test_gradients_with_a_graph_are_numbers_as_all_others(mesh: DeviceMesh) -> None:
+    module, alone, inputs = _parallel(mesh)
+    x = inputs["x"].requires_grad_()
+    ours, theirs = (
+        torch.autograd.grad(one(x=x, target=inputs["target"]), x, create_graph=True)[0] for one in (module, alone)
+    )
+    _same(ours, theirs, mesh)
+    (ours.detach() * x).sum().backward()
+
+
+def test_derivatives_in_forward_mode_are_refused() -> None:
+    module, inputs = _mlp()
+    with one_device("cpu") as mesh:
+        autoshard.parallelize(module, mesh, (), inputs)
+        with forward_ad.dual_level(), pytest.raises(InputError, match="no derivative in forward mode"):
+            module(**{**inputs, "x": forward_ad.make_dual(inputs["x"], torch.ones_like(inputs["x"]))})
 
 
 @pytest.mark.parametrize("to_none", [True, False])
