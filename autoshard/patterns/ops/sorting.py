@@ -34,8 +34,8 @@ def _sort(call: OpCall) -> Rule:
 def _topk(call: OpCall) -> Rule:
     """The largest of a sharded dim are among the largest of every stretch, which the ranks exchange.
 
-    Of equal elements those that stand first are taken. torch promises no choice, and its kernels' differs by the sizes
-    and the device: where equal elements meet the last place, one device may take others.
+    torch promises no choice among equal elements, and that of its kernels differs by the sizes and the device: where
+    equal ones meet the last place, one device may take others.
     """
     (operand,), results = call.operands, call.results
     if not operand.shape:
@@ -66,19 +66,11 @@ def _local_topk(call: LocalCall) -> Any:
     if not call.axes(name):
         return call.run()
     emit = call.emit
-    values, places = _first_largest(call, call.operands[0], dim, min(call.arg("k"), shape[dim]))
+    values, places = call.run(k=min(call.arg("k"), shape[dim]))
     places = emit.call(aten.add.Tensor, places, stretch_start(call, name, shape[dim]))
     values, places = (_joined(call, gathered(call, value, name), dim) for value in (values, places))
-    values, chosen = _first_largest(call, values, dim, call.arg("k"))
+    values, chosen = call.run(operands=[values])
     return values, emit.call(aten.gather.default, places, dim, chosen)
-
-
-def _first_largest(call: LocalCall, value: Any, dim: int, count: int) -> list[Any]:
-    """The largest, or smallest, along a dim, and where they stand: of equal ones the first."""
-    emit = call.emit
-    ordered = emit.call(aten.sort.stable, value, stable=True, dim=dim, descending=call.arg("largest"))
-    cut = [emit.call(aten.slice.Tensor, one, dim, 0, count) for one in ordered]
-    return [emit.call(aten.clone.default, one, memory_format=torch.contiguous_format) for one in cut]
 
 
 def _joined(call: LocalCall, stacked: Any, dim: int) -> Any:

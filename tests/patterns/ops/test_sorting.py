@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from autoshard.patterns.registry import call_of, rule_for
-from autoshard.patterns.soundness import run_all_ranks
-from autoshard.specs.axes import MeshShape
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 
 X = normal(4, 12, 6)
@@ -70,13 +68,3 @@ def test_bins_that_follow_from_the_elements_have_no_rule() -> None:
 def test_what_topk_exchanges_is_priced() -> None:
     _, rule = bound(aten.topk.default, X, 2, 1)
     assert rule.factors[1].exchanges == (("gather_of_each", 4 * 2 * 6 * 8),) * 2
-
-
-@pytest.mark.parametrize("largest", [True, False])
-def test_topk_along_shards_takes_the_first_of_equal_elements(largest: bool) -> None:
-    value = torch.tensor([1.0, 2, 2, 2, 1, 2, 2, 0, 2, 2, 2, 2]) * (1 if largest else -1)
-    call, rule = bound(aten.topk.default, value, 5, largest=largest)
-    index = next(index for index, factor in enumerate(rule.factors) if factor.name == "d0")
-    _, places = run_all_ranks(call, rule, (index,), MeshShape.of({"x": 3}), [value])
-    assert places is not None
-    assert [place.tolist() for place in places.values()] == [[1, 2, 3, 5, 6]] * 3
