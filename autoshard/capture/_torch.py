@@ -255,7 +255,7 @@ def traced_node(tensor: torch.Tensor) -> tuple[fx.Node, torch.nn.Module] | None:
     """The node that a tensor is the value of in the graph that is being written, and the module of its constants."""
     mode = get_proxy_mode()
     found = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    return None if mode is None or found is None else (found.proxy.node, mode.tracer.root)
+    return None if mode is None or found is None else (found.proxy.node, mode.tracer.root)  # type: ignore[union-attr]
 
 
 def transforms_active() -> bool:

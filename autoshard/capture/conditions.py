@@ -143,7 +143,7 @@ class InputProgram:
             if not self._is_known(source):
                 return None
             found.add(source)
-            waiting += [source.args[0]] if _is_like(source) else source.all_input_nodes
+            waiting += source.all_input_nodes[:1] if _is_like(source) else source.all_input_nodes
             bases = {_base(source), source}
             waiting += [change for change, changed in changes if changed in bases]
         return sorted(found)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.linalg import LinAlgError
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
@@ -239,7 +238,7 @@ class DataReads(TorchFunctionMode):
     def _nonzero(self, tensor: Tensor, *, as_tuple: bool = False, **kwargs: Any) -> Any:
         positions = self._positions(tensor) if tensor.ndim else None
         if positions is None:
-            return torch.nonzero(tensor, as_tuple=as_tuple, **kwargs)
+            return torch.nonzero(tensor, as_tuple=as_tuple, **kwargs)  # type: ignore[call-overload]
         return positions.unbind(1) if as_tuple else positions
 
     def _where(self, condition: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +289,12 @@ class DataReads(TorchFunctionMode):
     def _checked(self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         """A decomposition whose failure is a check of every run, in a form that raises nothing itself."""
         result, info = function(*args, **kwargs)
-        check = Check(running_line(), True, f"{name}: the input is singular, or has no such decomposition", LinAlgError)
+        check = Check(
+            running_line(),
+            True,
+            f"{name}: the input is singular, or has no such decomposition",
+            torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+        )
         self.assumptions.append(Assumption((info.detach() == 0).all(), check))
         return result
 

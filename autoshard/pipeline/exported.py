@@ -222,7 +222,8 @@ def _draws(node: fx.Node, module: fx.GraphModule) -> bool:
 
 def _refuse_reads(forward: Exported) -> None:
     """`CaptureError` where what `forward` does depends on numbers: every call would have to look at them first."""
-    lines = [one.line for one in (*forward.state.conditions.readings, *forward.result.checks)]
+    lines = [reading.line for reading in forward.state.conditions.readings]
+    lines += [check.line for check in forward.result.checks]
     if lines:
         raise CaptureError(
             f"{lines[0]} asks for the numbers in a tensor, which no pipeline does: its stages run one program each. "
