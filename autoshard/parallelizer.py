@@ -179,7 +179,9 @@ class Parallelizer:
         self.planners.forget()
         general = None
         if grad and tangents != "all" and not _differentiates_all(graph):
-            like_args, like_kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
+            # What the graph depends on of the numbers in its inputs has to be the same again.
+            like = _with_numbers if graph.state.conditions.inputs else _without_numbers
+            like_args, like_kwargs = pytree.tree_map_only(torch.Tensor, like, (args, kwargs))
 
             def general() -> Program:
                 with graph.state.guards.as_captured():
@@ -197,6 +199,8 @@ class Parallelizer:
     ) -> tuple[JointGraph, Planner, float]:
         """The graph of one call, its planner, and the seconds that the capture took."""
         quiet = not is_first_rank(self.device_mesh)
+        if self.options.inputs == "local":  # no rank knows the numbers of the whole batch
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
         graph, seconds = watch_capture(
             self.module, args, kwargs, self.options, grad=grad, tangents=tangents, dynamic=dynamic, quiet=quiet
         )
@@ -329,6 +333,10 @@ def _differentiates_all(graph: JointGraph) -> bool:
     outputs = {output.name: output.node for output in graph.outputs if output.kind == "output"}
     starts = [outputs[name] for name in graph.tangent_outputs]
     return len(starts) == len(outputs) or any(node is not None and node.meta["val"].ndim for node in starts)
+
+
+def _with_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,10 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.export import _trace as export_trace  # which follows assignments to buffers of the root module
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import traceback  # what is said of the operators that are traced, and whether nodes keep it
-from torch.fx.experimental.proxy_tensor import get_proxy_mode  # what writes a graph while code runs, if anything does
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,  # what writes a graph while code runs, if anything does
+    get_proxy_slot,  # the node of that graph that a tensor is the value of
+)
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,  # that a size stays a symbol
     GuardOnDataDependentSymNode,  # the way at a branch is asked of a tensor that has no numbers
@@ -86,6 +89,7 @@ __all__ = [
     "is_tracing",
     "operator_of",
     "operators_under_autocast",
+    "outside_functions",
     "outside_modes",
     "pytree",
     "storage_of",
@@ -95,6 +99,7 @@ __all__ = [
     "symbolic_hint",
     "symbolic_integer",
     "trace_joint",
+    "traced_node",
     "tracing_annotations",
     "transforms_active",
     "version_of",
@@ -117,6 +122,13 @@ def survey_mode() -> FakeTensorMode:
 def outside_modes() -> contextlib.AbstractContextManager[Any]:
     """Context in which no dispatch mode of the caller (fake, local or other tensors) is active."""
     return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def outside_functions() -> Iterator[None]:
+    """Context in which no mode at all is active, be it of dispatch or of functions."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 @contextlib.contextmanager
@@ -239,6 +251,13 @@ def apply_function(function: type[torch.autograd.Function], args: tuple[Any, ...
 def is_tracing() -> bool:
     """Whether the operators that run now are written into a graph."""
     return get_proxy_mode() is not None
+
+
+def traced_node(tensor: torch.Tensor) -> tuple[fx.Node, torch.nn.Module] | None:
+    """The node that a tensor is the value of in the graph that is being written, and the module of its constants."""
+    mode = get_proxy_mode()
+    found = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    return None if mode is None or found is None else (found.proxy.node, mode.tracer.root)  # type: ignore[union-attr]
 
 
 def transforms_active() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +44,16 @@ class AssignedTensors:
 
     Args:
         root: the module, before its call.
+        checked: gives, once the call is done, flags that are returned behind everything else.
 
     Attributes:
         found: the attributes that the call set to tensors.
         buffers: the buffers that it set to other tensors, which are returned behind those of `found`.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, checked: Callable[[], Sequence[torch.Tensor]] = tuple) -> None:
         self.root = root
+        self._checked = checked
         self.before = dict(_tensors(root))
         self.found: tuple[Attribute, ...] = ()
         self.buffers: tuple[SetBuffer, ...] = ()
@@ -66,12 +68,13 @@ class AssignedTensors:
         self._lines[id(module), name] = running_line()
 
     def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The output, what attributes were set to and what buffers were; the output alone where nothing was."""
+        """The output, what attributes and buffers were set to, and flags; the output alone where there is no more."""
         found = {path: value for path, value in _tensors(root) if self.before.get(path) is not value}
         self.found = tuple(Attribute(path, value.requires_grad) for path, value in found.items())
         buffers = dict(self._new_buffers())
         self.buffers = tuple(buffers)
-        return (output, tuple(found.values()), tuple(buffers.values())) if found or buffers else output
+        more = tuple(found.values()), tuple(buffers.values()), tuple(self._checked())
+        return (output, *more) if any(more) else output
 
     def _new_buffers(self) -> Iterator[tuple[SetBuffer, torch.Tensor]]:
         """The buffers that were set to other tensors, and these.

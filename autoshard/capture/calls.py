@@ -182,24 +182,63 @@ class Attribute:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """A flag that a run computes, and what the captured graph takes it for.
+
+    Attributes:
+        line: the user's that asks for it, such as `model.py:12 (if not x.isfinite().all():)`.
+        wanted: what the graph takes it for.
+        message: of the error that the line raises otherwise; empty where it takes another way.
+        error: the type of that error.
+    """
+
+    line: str
+    wanted: bool
+    message: str = ""
+    error: type[Exception] = InputError
+
+    def failure(self) -> Exception:
+        """The error of a run in which the flag is another one."""
+        if self.message:
+            return self.error(f"{self.message} ({self.line})")
+        return self.error(
+            f"{self.line} asks for numbers that forward computes. The graph was captured for the answer "
+            f"{self.wanted}, which all ordinary numbers give, and in this call it is {not self.wanted}: look for what "
+            "is not finite, or too large, in the inputs and the parameters. Where both answers are to be served, write "
+            "the branch as torch.where."
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ResultLayout:
     """How a flat list of output tensors becomes the object that `forward` returned, and the attributes that it set.
 
     `leaves` has, in flattening order, the name of each tensor and the value of each other leaf; `attributes` are those
-    that forward set to tensors, which follow the returned ones; `views` are those that look at the memory of an input
-    or a buffer, by name.
+    that forward set to tensors, which follow the returned ones; flags of `checks` are the last. `views` are those that
+    look at the memory of an input or a buffer, by name.
     """
 
     structure: pytree.TreeSpec
     leaves: tuple[str | Constant, ...]
     attributes: tuple[Attribute, ...] = ()
+    checks: tuple[Check, ...] = ()
     views: Mapping[str, View] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the output tensors, such as `loss`, `output[1]`, `hidden_states[0]` or `self.auxiliary_loss`."""
         returned = (leaf for leaf in self.leaves if isinstance(leaf, str))
-        return (*returned, *(f"self.{attribute.path}" for attribute in self.attributes))
+        assigned = (f"self.{attribute.path}" for attribute in self.attributes)
+        return (*returned, *assigned, *(f"check {place}" for place in range(len(self.checks))))
+
+    def check(self, tensors: list[torch.Tensor]) -> None:
+        """Raise the error of the first check that does not hold, found with one synchronisation."""
+        if not self.checks:
+            return
+        flags = torch.stack([tensor.detach() for tensor in tensors[-len(self.checks) :]]).tolist()
+        for check, flag in zip(self.checks, flags, strict=True):
+            if flag is not check.wanted:
+                raise check.failure()
 
     def unflatten(self, tensors: list[Any]) -> Any:
         """The user's output object with these tensors in it."""
@@ -211,7 +250,8 @@ class ResultLayout:
 
     def assigned(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Paths of attributes and the tensors that they are set to, among all output tensors."""
-        values = tensors[len(tensors) - len(self.attributes) :]
+        end = len(tensors) - len(self.checks)
+        values = tensors[end - len(self.attributes) : end]
         return {
             attribute.path: value if attribute.differentiable else value.detach()
             for attribute, value in zip(self.attributes, values, strict=True)

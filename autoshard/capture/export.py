@@ -11,8 +11,10 @@ from torch import fx, nn
 
 from autoshard.capture._torch import FakeTensor, FakeTensorMode, InputKind, TensorArgument, pytree
 from autoshard.capture.assigned import AssignedTensors, SetBuffer
-from autoshard.capture.calls import CallLayout, Constant, ResultLayout, call_layout, result_names
+from autoshard.capture.calls import CallLayout, Check, Constant, ResultLayout, call_layout, result_names
 from autoshard.capture.composites import Exportable, replace_composites
+from autoshard.capture.conversions import unconverted_modules
+from autoshard.capture.data_reads import DataReads
 from autoshard.capture.dynamic import Dynamic, export_dynamic
 from autoshard.capture.failure import Regions, node_place, refusing_branches
 from autoshard.capture.flex_attention import capturable_flex_attention
@@ -88,20 +90,27 @@ def export_forward(
     mode: FakeTensorMode,
     dynamic: Dynamic | None,
     state: StateWatch,
+    examples: Mapping[str, torch.Tensor],
 ) -> Exported:
-    """Export a fake twin called with fake inputs, of which some sizes may be dynamic."""
+    """Export a fake twin called with fake inputs, of which some sizes may be dynamic.
+
+    `examples` are the inputs by name, as far as they have numbers.
+    """
     opaque = OpaqueOutputs()
-    assigned = AssignedTensors(twin)
+    reads = DataReads(examples)
+    assigned = AssignedTensors(twin, lambda: [one.flag for one in reads.assumptions])
     twin.register_forward_hook(opaque)
     calls, regions = PythonCalls(twin), Regions()
     with (
-        refusing_branches(twin),
+        refusing_branches(twin, reads.has_read),
         assigned.watching(),
         GradientCode(calls).watching(twin),
         capturable_flex_attention(),
         Exportable(),
         regions.watching(),
         HostRandom().watching(twin),
+        reads.watching(twin),
+        unconverted_modules(),
         state.watching(),
     ):
         if dynamic:
@@ -125,14 +134,14 @@ def export_forward(
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     known = {node: item.value for node, item in zip(placeholders, inputs, strict=True) if item.value is not None}
     replace_position_masks(graph_module.graph, known)
-    outputs, result = _take_outputs(program, assigned)
-    count = len(outputs) - len(assigned.buffers)
+    outputs, set_buffers, result = _take_outputs(program, assigned, tuple(one.check for one in reads.assumptions))
     kinds = dict(zip(placeholders, (item.kind for item in inputs), strict=True))
-    buffers = tuple(_take_buffers(zip(assigned.buffers, outputs[count:], strict=True), names, kinds))
+    buffers = tuple(_take_buffers(zip(assigned.buffers, set_buffers, strict=True), names, kinds))
     sources = [(item.kind, item.name, node) for item, node in zip(inputs, placeholders, strict=True)]
     views = dict(views_among(dict(zip(result.names, outputs, strict=False)), sources))
     result = replace(result, views=views)
-    return Exported(graph_module, inputs, outputs[:count], call, result, names.aliases, sizes, buffers, seen)
+    seen = replace(seen, conditions=reads.conditions())
+    return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes, buffers, seen)
 
 
 def named_tensors(module: nn.Module) -> NamedTensors:
@@ -199,15 +208,15 @@ def _take_inputs(
 
 
 def _take_outputs(
-    program: torch.export.ExportedProgram, assigned: AssignedTensors
-) -> tuple[tuple[fx.Node, ...], ResultLayout]:
-    """The nodes that the user gets, and how they become the object that `forward` returns, then what was assigned."""
+    program: torch.export.ExportedProgram, assigned: AssignedTensors, checks: tuple[Check, ...]
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...], ResultLayout]:
+    """The nodes of outputs and flags, those of assigned buffers, and how the first become what `forward` returns."""
     output = next(reversed(program.graph_module.graph.nodes))
     structure = program.call_spec.out_spec
     assert structure is not None
     specs = program.graph_signature.output_specs
     assert len(specs) == structure.num_leaves == len(output.args[0])
-    if assigned.found or assigned.buffers:
+    if assigned.found or assigned.buffers or checks:
         structure = pytree.tree_flatten(structure.unflatten(range(structure.num_leaves))[0])[1]
     leaves: list[str | Constant] = []
     nodes = []
@@ -217,7 +226,10 @@ def _take_outputs(
             nodes.append(node)
         else:
             leaves.append(Constant(spec.arg.value))
-    return (*nodes, *output.args[0][len(leaves) :]), ResultLayout(structure, tuple(leaves), assigned.found)
+    result = ResultLayout(structure, tuple(leaves), assigned.found, checks)
+    more = output.args[0][len(leaves) :]
+    end = len(assigned.found), len(assigned.found) + len(assigned.buffers)
+    return (*nodes, *more[: end[0]], *more[end[1] :]), tuple(more[end[0] : end[1]]), result
 
 
 def _take_buffers(

@@ -8,7 +8,7 @@ import linecache
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from autoshard.capture._torch import GuardOnDataDependentSymNode, around_dynamo
 from autoshard.errors import AutoshardError, CaptureError
 
 # Sympy is torch's for sizes; it draws random numbers on the way.
-_LIBRARIES = (*(str(Path(module.__file__).parent) for module in (torch, sympy)), str(Path(__file__).parents[1]))
+_LIBRARIES = (*(str(Path(str(module.__file__)).parent) for module in (torch, sympy)), str(Path(__file__).parents[1]))
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
@@ -52,7 +52,8 @@ _ADVICE = (
         "capture runs the code on tensors that have no numbers, and what reads their memory (a Triton or C++ kernel, "
         "NumPy) can't. Wrap it in torch.library.custom_op, give it the shapes of its results with register_fake, and "
         "call that operator, in the forward and backward of a torch.autograd.Function too; with "
-        "autoshard.register_rule it is sharded, and without a rule every rank runs it whole",
+        "autoshard.register_rule it is sharded, and without a rule every rank runs it whole. Or leave it out of "
+        "forward: a loss that matches predictions to labels can be computed from what the model returns without labels",
     ),
     (
         ("process group has not been initialized", "group cannot be None"),
@@ -90,9 +91,22 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
     )
 
 
+class ModelError(Exception):
+    """Carries an error that `forward` itself raises for the numbers in its inputs out of a capture."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 @contextlib.contextmanager
-def refusing_branches(module: nn.Module) -> Iterator[None]:
-    """While active, a branch on data in `forward` is a `CaptureError` at once: torch would write out the graph."""
+def refusing_branches(module: nn.Module, has_read: Callable[[], bool]) -> Iterator[None]:
+    """While active, a branch on data in `forward` is a `CaptureError` at once: torch would write out the graph.
+
+    Args:
+        module: that is captured.
+        has_read: whether `forward` takes a way that depends on the numbers in its inputs: an error there is its own.
+    """
     forward, own = module.forward, module.__dict__.get("forward")
 
     @functools.wraps(forward)
@@ -101,6 +115,10 @@ def refusing_branches(module: nn.Module) -> Iterator[None]:
             return forward(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:
             raise capture_error(type(module).__name__, error) from error
+        except Exception as error:
+            if has_read() and _is_raised_by_user(error):
+                raise ModelError(error) from error
+            raise
 
     module.forward = refusing
     try:
@@ -131,6 +149,13 @@ class Regions:
                     "plan. Compute both ways and choose by torch.where; write a loop of a fixed length as one of "
                     "Python's, and map as operators on a batch dim."
                 )
+
+
+def _is_raised_by_user(error: Exception) -> bool:
+    """Whether a `raise` or an `assert` of the user's raised an error."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    line = last.line or ""
+    return not last.filename.startswith(_LIBRARIES) and ("raise " in line or line.startswith("assert "))
 
 
 def known_error(error: BaseException) -> AutoshardError | None:

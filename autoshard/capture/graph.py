@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,7 +67,8 @@ class JointGraph:
         dynamic: the sizes that calls may change, if there are any: `meta["val"]` then has the example's shapes, and
             `meta["sizes"]` of a node the shapes of its results with `Size`s in them.
         recomputed: names of the layers that the backward half runs again (see `capture.recompute`).
-        state: the flags, numbers, submodules and hooks that the graph depends on, and what a call changes of them.
+        state: the flags, numbers, submodules and hooks that the graph depends on, and what a call changes of them; and
+            what it depends on of the numbers in inputs.
     """
 
     graph_module: fx.GraphModule
@@ -117,6 +118,22 @@ class JointGraph:
             InputError: the call has another structure, or other values that are no tensors.
         """
         return self.call.flatten(args, kwargs)
+
+    def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call of this signature would be captured as the same graph, by state of the module and inputs."""
+        return self.state.guards.hold() and self.state.conditions.hold(self._named(args, kwargs))
+
+    def changed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """What is not as it was captured in a call of this signature: subjects, and what is there now."""
+        yield from self.state.guards.changed()
+        yield from self.state.conditions.changed(self._named(args, kwargs))
+
+    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors of a call by name, where the graph depends on their numbers."""
+        if not self.state.conditions.inputs:
+            return {}
+        names = [leaf for leaf in self.call.leaves if isinstance(leaf, str)]
+        return dict(zip(names, self.call.flatten(args, kwargs), strict=True))
 
     def unflatten_outputs(self, tensors: list[torch.Tensor]) -> Any:
         """What `forward` returns, made of tensors in the order of the outputs of kind "output"."""

@@ -30,7 +30,7 @@ from autoshard.capture.describe import describe
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.effects import Effects, effects_of
 from autoshard.capture.export import Exported, export_forward, with_copies
-from autoshard.capture.failure import capture_error, known_error
+from autoshard.capture.failure import ModelError, capture_error, known_error
 from autoshard.capture.flat import flat_forward, is_flat
 from autoshard.capture.flat_symbols import with_symbols, without_sizes
 from autoshard.capture.gradient_code import no_accumulation
@@ -204,12 +204,15 @@ def _export(
     if dynamic:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dynamic = said_of_passed(twin, dynamic, call_layout(twin, structure, leaves).leaves)
+    real_leaves, structure = pytree.tree_flatten((real_args, dict(real_kwargs)))
+    names = call_layout(twin, structure, real_leaves).leaves
+    examples = {name: leaf for name, leaf in zip(names, real_leaves, strict=True) if isinstance(name, str)}
     if mp_policy is None:
-        exported = export_forward(twin, args, kwargs, mode, dynamic, state)
+        exported = export_forward(twin, args, kwargs, mode, dynamic, state, examples)
     else:
         lowered = LoweredModule(twin, mp_policy)
         lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
-        exported = export_forward(twin, lowered_args, lowered_kwargs, mode, dynamic, state)
+        exported = export_forward(twin, lowered_args, lowered_kwargs, mode, dynamic, state, examples)
         exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
     check_sizes(exported.graph_module.graph)
     check_collectives(exported.graph_module.graph)
@@ -239,6 +242,8 @@ def _surroundings(module: nn.Module, grad: bool) -> Iterator[None]:
             yield
     except AutoshardError:
         raise
+    except ModelError as error:
+        raise error.error from None
     except Exception as error:
         raise known_error(error) or capture_error(type(module).__name__, error) from error
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.capture._torch import around_dynamo, attribute_patch, pytree
+from autoshard.capture.conditions import Conditions
 from autoshard.capture.counters import Counter
 from autoshard.capture.failure import running_line
 from autoshard.capture.guards import ABSENT, CONTAINERS, HOOKS, Guards, Read, Table, copied, is_alike, is_plain
@@ -76,12 +77,14 @@ class PythonState:
         effects: what a call changes in it.
         counters: paths of numbers that the call reads and sets to others.
         counted: whether these are counters, on which nothing depends.
+        conditions: what of the numbers in its inputs the graph depends on.
     """
 
     guards: Guards = field(default_factory=Guards)
     effects: tuple[Effect, ...] = ()
     counters: tuple[str, ...] = ()
     counted: bool = False
+    conditions: Conditions = field(default_factory=Conditions)
 
     def leave(self) -> None:
         """Change the state as a call does."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.calls import call_layout, said_of_passed, signature_of
+from autoshard.capture.conditions import check_conditions
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.python_state import check_own_changes
@@ -172,7 +173,7 @@ class Runtime:
             "whether the module is in training mode": "yes" if self.module.training else "no",
             "the names of the tensors that are passed": ", ".join(tensors),
             **{f"the input {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in tensors.items()},
-            **({} if known is None else dict(known.graph.state.guards.changed())),
+            **({} if known is None else dict(known.graph.changed(args, kwargs))),
         }
 
     def _with_shares(self, served: Served, sizes: Sizes, counts: Sequence[int] | None) -> Sizes:
@@ -210,24 +211,26 @@ class Runtime:
         if dynamic and may_be_dynamic(dynamic, shapes):
             masked_args, masked_kwargs = _masked(self.module, (args, kwargs), dynamic)
             signature = signature_of(self.module, masked_args, masked_kwargs, grad)
-            served = self._known(signature) or self.prepare(args, kwargs, grad, "loss", signature, True)
+            served = self._known(signature, args, kwargs)
+            served = served or self.prepare(args, kwargs, grad, "loss", signature, True)
             assert served.graph.dynamic is not None
             sizes = served.graph.dynamic.sizes_of(shapes)
             if served.graph.dynamic.serves(sizes):
                 return served, sizes
         signature = signature_of(self.module, args, kwargs, grad)
-        served = self._known(signature) or self.prepare(args, kwargs, grad, "loss", signature, False)
+        served = self._known(signature, args, kwargs)
+        served = served or self.prepare(args, kwargs, grad, "loss", signature, False)
         return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
 
-    def _known(self, signature: Hashable) -> Served | None:
-        """What serves a signature with the flags, numbers, submodules and hooks that the module has now."""
+    def _known(self, signature: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Served | None:
+        """What serves a call of a signature with the flags, numbers, submodules and hooks that the module has now."""
         first = self._served.pop(signature, None)
         if first is None:
             return None
         self._served[signature] = first  # the last that was used
-        if first.graph.state.guards.hold():
+        if first.graph.serves(args, kwargs):
             return first
-        found = next((served for served in first.others if served.graph.state.guards.hold()), None)
+        found = next((served for served in first.others if served.graph.serves(args, kwargs)), None)
         if found is not None:
             self._served[signature] = found.before(first.all())
         return found
@@ -245,6 +248,7 @@ class Runtime:
         self._check_parameters()
         known = () if signature not in self._served else self._served[signature].all()
         check_own_changes([served.graph.state for served in known])
+        check_conditions([served.graph.state.conditions for served in known])
         start = time.perf_counter()
         graph, program = self._prepare(args, kwargs, grad, tangents, signature, dynamic)
         if not known and self.only_call is None:
@@ -252,7 +256,7 @@ class Runtime:
             self._sizes.meet(self._kind(args, kwargs, grad), shapes, time.perf_counter() - start)
         served = Served(graph, program, tuple(self._place(graph, border) for border in program.step.inputs))
         # One that serves the same state is replaced: it was made for fewer gradients.
-        others = [other for other in known if not other.graph.state.guards.hold()]
+        others = [other for other in known if not other.graph.serves(args, kwargs)]
         self._served[signature] = served.before(others)
         if len(self._served) > MOST_PROGRAMS:
             del self._served[next(iter(self._served))]
@@ -305,8 +309,10 @@ class Runtime:
             raise _no_numbers(step.inputs, tensors)
         check_changes(step, known)
         results = program(tensors, sizes)
+        borders = list(zip(step.forward_outputs, results, strict=True))
+        served.graph.result.check([result for border, result in borders if border.kind == "output"])
         outputs = []
-        for border, result in zip(step.forward_outputs, results, strict=True):
+        for border, result in borders:
             if border.kind == "mutation":
                 write(step, border, result, known)
             else:

@@ -22,6 +22,7 @@ from autoshard.capture.recurrent_cells import gru_cell, lstm_cell
 from autoshard.capture.rms_norm import rms_norm
 from autoshard.capture.simplify import is_random
 from autoshard.capture.task_graphs import TaskGraph, defaults_of, mark_defaults
+from autoshard.errors import CaptureError
 from autoshard.pipeline.gradient_calls import gradient_groups
 
 aten = torch.ops.aten
@@ -104,6 +105,7 @@ def exported(
         InputError: an argument is of a type that cannot be part of a signature.
     """
     forward, effects = capture_forward(module, args, kwargs, grad=grad, dynamic=dynamic, mp_policy=mp_policy)
+    _refuse_reads(forward)
     graph = forward.graph_module.graph
     for node in [node for node in graph.nodes if node.target in _ASSERTIONS]:
         graph.erase_node(node)
@@ -216,3 +218,14 @@ def _draws(node: fx.Node, module: fx.GraphModule) -> bool:
         if isinstance(region, fx.GraphModule):
             return any(_draws(inner, region) for inner in region.graph.nodes)
     return is_random(node) or not (isinstance(node.target, OpOverload) or node.target in _DRAWLESS)
+
+
+def _refuse_reads(forward: Exported) -> None:
+    """`CaptureError` where what `forward` does depends on numbers: every call would have to look at them first."""
+    lines = [reading.line for reading in forward.state.conditions.readings]
+    lines += [check.line for check in forward.result.checks]
+    if lines:
+        raise CaptureError(
+            f"{lines[0]} asks for the numbers in a tensor, which no pipeline does: its stages run one program each. "
+            "Take the question out of forward, write the branch as torch.where, or use a mesh without a pipeline axis."
+        )

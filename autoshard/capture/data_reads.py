@@ -1,0 +1,371 @@
+"""Questions of Python about the numbers in tensors while `forward` is exported, answered by the example."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
+from autoshard.capture.calls import Check, call_layout
+from autoshard.capture.conditions import Conditions, InputProgram, NoNumbersError
+from autoshard.capture.failure import ModelError, running_line
+from autoshard.capture.simplify import is_random
+from autoshard.errors import CaptureError
+
+aten = torch.ops.aten
+
+_READS = (
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.is_nonzero,
+    torch.is_nonzero,
+)
+_TRUTHS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assumption:
+    """A flag that depends on what a graph computes, and what the graph takes it for: every run looks at it.
+
+    Attributes:
+        flag: a tensor of one element, in the graph that is being written.
+        check: what else is known of it.
+    """
+
+    flag: Tensor
+    check: Check
+
+
+class DataReads(TorchFunctionMode):
+    """While `forward` runs in this mode, what it asks of the numbers in its inputs is what the example says.
+
+    Such are the way at a branch, Python numbers, and sizes of results. Each is a condition of the graph. A question
+    about what the graph computes has the answer that all ordinary numbers give, if there is one, and is a check of its
+    runs. All else is left to torch.
+
+    Args:
+        examples: the tensors of the example by name; those on the meta device and fake ones have no numbers.
+
+    Attributes:
+        assumptions: what runs of the graph have to check.
+    """
+
+    def __init__(self, examples: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.assumptions: list[Assumption] = []
+        self._examples = examples
+        self._inputs: dict[fx.Node, tuple[str, Tensor | None]] = {}
+        self._program: InputProgram | None = None
+        self._running = False
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            **{read: partial(self._number, read) for read in _READS},
+            torch._assert: self._assert,
+            Tensor.__getitem__: self._item,
+            Tensor.__setitem__: self._set_item,
+            **dict.fromkeys((torch.equal, Tensor.equal), self._equal),
+            **dict.fromkeys((torch.masked_select, Tensor.masked_select), self._masked_select),
+            **dict.fromkeys((torch.nonzero, Tensor.nonzero), self._nonzero),
+            **dict.fromkeys((torch.argwhere, Tensor.argwhere), self._nonzero),
+            torch.where: self._where,
+            torch.tensor: self._tensor,
+            **{function: partial(self._counted, function) for function in _COUNTED},
+            **{function: partial(self._made, function) for function in _MADE},
+            **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), self._repeat_interleave),
+            **{function: partial(self._checked, *how) for function, how in _WITH_ERRORS.items()},
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self._handlers.get(func) if self._running else None
+        return (handler or func)(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Context in which the mode is active, and looks at what runs in the forward of `module`."""
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            names = call_layout(module, structure, leaves).leaves
+            self._inputs = dict(self._nodes(zip(names, leaves, strict=True)))
+            self._program, self.assumptions, self._running = None, [], True
+
+        def end(*_: Any) -> None:
+            self._running = False
+
+        hooks = (
+            module.register_forward_pre_hook(begin, with_kwargs=True),
+            module.register_forward_hook(end, always_call=True),
+        )
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def has_read(self) -> bool:
+        """Whether the way that was taken depends on the numbers in inputs."""
+        return self._program is not None and self._program.has_read()
+
+    def conditions(self) -> Conditions:
+        """What was taken from the numbers in inputs."""
+        return Conditions() if self._program is None else self._program.conditions()
+
+    def _copy(self, tensor: object) -> fx.Node | None:
+        """The program's node for a tensor that inputs and constants alone make; None for any other."""
+        found = traced_node(tensor) if isinstance(tensor, FakeTensor) else None
+        if found is None:
+            return None
+        if self._program is None:
+            self._program = InputProgram(self._inputs, found[1])
+        return self._program.copy(found[0])
+
+    def _nodes(self, call: Iterable[tuple[Any, Any]]) -> Iterator[tuple[fx.Node, tuple[str, Tensor | None]]]:
+        """The nodes that stand for inputs, with their names and the example's tensors, where these have numbers."""
+        for name, leaf in call:
+            found = traced_node(leaf) if isinstance(leaf, Tensor) else None
+            if found is not None:
+                example = self._examples.get(name)
+                has_numbers = type(example) is Tensor and not example.is_meta
+                yield found[0], (name, example if has_numbers else None)
+
+    def _read(self, copy: fx.Node) -> Tensor:
+        """The value of a node of the program, which is a condition of the graph from now on."""
+        assert self._program is not None
+        self._program.read(copy, running_line())
+        value: Tensor = self._program.value(copy)
+        return value
+
+    def _answer(self, tensor: object) -> fx.Node | None:
+        """As `_copy`, for what has to have an answer."""
+        try:
+            return self._copy(tensor)
+        except NoNumbersError as error:
+            raise CaptureError(
+                f"{running_line()} asks for the numbers in the input {error}, and the example has none, or not all of "
+                'them: it is fake, on the meta device, a DTensor, or the shard of inputs="local". Give an example of '
+                "real tensors, or take the branch or the number out of forward: pass it as a plain Python argument."
+            ) from error
+
+    def _number(self, read: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """A Python value of a tensor."""
+        copy = self._answer(tensor)
+        if copy is None:
+            return self._assumed(tensor) if read in _TRUTHS else read(tensor, *args, **kwargs)
+        assert self._program is not None
+        if read in _TRUTHS:
+            copy = copy if tensor.dtype is torch.bool else self._program.call(aten.ne.Scalar, copy, 0)
+        elif tensor.is_floating_point() and not self._program.is_fixed(copy):
+            if read is not Tensor.__int__:
+                raise CaptureError(
+                    f"{running_line()} takes a Python float from the numbers in an input. Each batch has another, and "
+                    "would need a graph of its own: keep it a tensor (leave out .item()), or pass it as a plain Python "
+                    "argument."
+                )
+            copy = self._program.call(aten.trunc.default, copy)
+        with outside_functions():
+            return read(self._read(copy), *args, **kwargs)
+
+    def _assumed(self, tensor: Tensor) -> bool:
+        """The answer that ordinary numbers give, to be checked by every run."""
+        found = traced_node(tensor) if isinstance(tensor, FakeTensor) and tensor.dtype is torch.bool else None
+        answer = None if found is None else ordinary_answer(found[0])
+        if answer is None:
+            return bool(tensor)
+        self.assumptions.append(Assumption(tensor.detach().reshape(()), Check(running_line(), answer)))
+        return answer
+
+    def _assert(self, condition: Any, message: str = "") -> None:
+        if not (self._number(Tensor.__bool__, condition) if isinstance(condition, Tensor) else condition):
+            raise ModelError(AssertionError(message))
+
+    def _equal(self, first: Tensor, second: Tensor) -> bool:
+        if first.shape != second.shape:
+            return False
+        copies = self._answer(first), self._answer(second)
+        if None in copies:
+            return torch.equal(first, second)
+        assert self._program is not None
+        return bool(self._read(self._program.call(aten.all.default, self._program.call(aten.eq.Tensor, *copies))))
+
+    def _positions(self, mask: Tensor) -> Tensor | None:
+        """Indices of what is not zero, as many as in the example; None where the example does not say how many."""
+        try:
+            copy = self._copy(mask)
+        except NoNumbersError:
+            return None  # torch names the size, and it is refused unless nothing depends on it
+        if copy is None:
+            return None
+        assert self._program is not None
+        count = int(self._read(self._program.call(aten.count_nonzero.default, copy)))
+        positions: Tensor = aten.nonzero_static.default(mask, size=count)
+        return positions
+
+    def _indices(self, index: Any) -> Any:
+        """An index with numbers in the place of masks."""
+        indices: list[Any] = []
+        for one in index if isinstance(index, tuple) else (index,):
+            is_mask = isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) and one.ndim > 0
+            positions = self._positions(one) if is_mask else None
+            indices += [one] if positions is None else positions.unbind(1)
+        return tuple(indices) if isinstance(index, tuple) or len(indices) > 1 else indices[0]
+
+    def _item(self, tensor: Tensor, index: Any) -> Tensor:
+        return tensor[self._indices(index)]
+
+    def _set_item(self, tensor: Tensor, index: Any, value: Any) -> None:
+        tensor[self._indices(index) if isinstance(value, Tensor) and value.ndim else index] = value
+
+    def _masked_select(self, tensor: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
+        shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+        mask, tensor = mask.expand(shape), tensor.expand(shape)
+        positions = self._positions(mask)
+        return torch.masked_select(tensor, mask, **kwargs) if positions is None else tensor[positions.unbind(1)]
+
+    def _nonzero(self, tensor: Tensor, *, as_tuple: bool = False, **kwargs: Any) -> Any:
+        positions = self._positions(tensor) if tensor.ndim else None
+        if positions is None:
+            return torch.nonzero(tensor, as_tuple=as_tuple, **kwargs)  # type: ignore[call-overload]
+        return positions.unbind(1) if as_tuple else positions
+
+    def _where(self, condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return torch.where(condition, *args, **kwargs) if args or kwargs else self._nonzero(condition, as_tuple=True)
+
+    def _repeat_interleave(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        repeats = args[0] if args else kwargs.get("repeats", tensor)
+        if isinstance(repeats, Tensor) and repeats.ndim == 1 and repeats.shape[0] != 1 and "output_size" not in kwargs:
+            with contextlib.suppress(NoNumbersError):
+                copy = self._copy(repeats)
+                if copy is not None:
+                    assert self._program is not None
+                    kwargs["output_size"] = int(self._read(self._program.call(aten.sum.default, copy)))
+        return torch.repeat_interleave(tensor, *args, **kwargs)
+
+    def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """`torch.tensor`, which would take the numbers of tensors in a list one by one."""
+        rows = data if isinstance(data, (list, tuple)) else ()
+        if not rows or not all(isinstance(row, FakeTensor) and row.ndim == 0 for row in rows):
+            return torch.tensor(data, *args, **kwargs)
+        stacked = torch.stack([row.detach() for row in rows])
+        return stacked.to(kwargs.get("dtype") or stacked.dtype).requires_grad_(kwargs.get("requires_grad", False))
+
+    def _made(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """A function that makes a tensor, of sizes or in steps that are numbers of tensors."""
+        read = partial(self._number, Tensor.item)
+        first = 1 if function in _MADE_LIKE else 0
+        sizes = pytree.tree_map_only(FakeTensor, read, (args[first:], kwargs))
+        return function(*args[:first], *sizes[0], **sizes[1])
+
+    def _counted(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A function whose results have sizes that depend on numbers: these are what they are in the example."""
+        copies = [self._answer(one) if isinstance(one, FakeTensor) else one for one in args]
+        if copies[0] is None:
+            return function(*args, **kwargs)
+        assert self._program is not None
+        copy = self._program.call(function, *copies, **kwargs)
+        results = self._program.value(copy)
+        if isinstance(results, Tensor):
+            return self._literal(copy)
+        return tuple(self._literal(self._program.call(operator.getitem, copy, place)) for place in range(len(results)))
+
+    def _literal(self, copy: fx.Node) -> Tensor:
+        """A constant: the value of a node of the program, which is a condition of the graph from now on."""
+        value = self._read(copy)
+        return torch.tensor(value.tolist(), dtype=value.dtype).reshape(value.shape)
+
+    def _checked(self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        """A decomposition whose failure is a check of every run, in a form that raises nothing itself."""
+        result, info = function(*args, **kwargs)
+        check = Check(
+            running_line(),
+            True,
+            f"{name}: the input is singular, or has no such decomposition",
+            torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+        )
+        self.assumptions.append(Assumption((info.detach() == 0).all(), check))
+        return result
+
+
+_COUNTED = (
+    *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
+    *(torch.bincount, Tensor.bincount),
+)
+"""Functions whose results have sizes that depend on numbers, beside those that positions alone are taken from."""
+
+_MADE_LIKE = (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
+_MADE = (torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.linspace, *_MADE_LIKE)
+"""Functions that make tensors of sizes that may be given as tensors."""
+
+_WITH_ERRORS: dict[Any, tuple[Callable[..., Any], str]] = {
+    **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), (torch.linalg.inv_ex, "linalg.inv")),
+    torch.linalg.cholesky: (torch.linalg.cholesky_ex, "linalg.cholesky"),
+    torch.linalg.solve: (torch.linalg.solve_ex, "linalg.solve"),
+}
+"""Functions that raise an error for some numbers, by forms of theirs that tell it in a second result."""
+
+
+_ORDINARY = (0.0, 1.0, -1.0, 0.5, 100.0, -100.0)
+"""Numbers that a question is put to: the answer to all of them is that of a run in which nothing is amiss."""
+
+
+def ordinary_answer(node: fx.Node) -> bool | None:
+    """The one answer to a question about numbers that all ordinary ones give, such as whether they are finite.
+
+    Args:
+        node: of one flag, in a graph that is being written; its value has no numbers.
+
+    Returns:
+        The flag; None where it depends on the numbers.
+    """
+    flags: dict[fx.Node, None] = {}
+    waiting, operands = [node], list[fx.Node]()
+    while waiting:
+        source = waiting.pop()
+        if not _is_flag(source):
+            operands.append(source)
+        elif source not in flags:
+            flags[source] = None
+            waiting += source.all_input_nodes
+    answers = set()
+    for number in _ORDINARY:
+        try:
+            answers.add(_answer_to(node, sorted(flags), operands, number))
+        except Exception:  # an operator refuses such numbers, or symbolic sizes
+            return None
+    return answers.pop() if len(answers) == 1 else None
+
+
+def _is_flag(node: fx.Node) -> bool:
+    """Whether a node is an operator on numbers or flags whose results are flags."""
+    value = node.meta.get("val")
+    is_operator = isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not is_random(node)
+    return is_operator and isinstance(value, Tensor) and value.dtype is torch.bool
+
+
+def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Sequence[fx.Node], number: float) -> bool:
+    """The flag where all operands are one number; flags among these are true where it is positive."""
+    with outside_functions(), torch.no_grad():
+        values: dict[fx.Node, Any] = {}
+        for operand in operands:
+            like = operand.meta["val"]
+            value = number > 0 if like.dtype is torch.bool else number
+            values[operand] = (
+                torch.tensor(value, dtype=torch.float64).to(like.dtype).expand(tuple(map(int, like.shape)))
+            )
+        for flag in flags:
+            args, kwargs = fx.map_arg((flag.args, flag.kwargs), values.__getitem__)
+            values[flag] = flag.target(*args, **kwargs)  # type: ignore[operator]
+        return bool(values[node])

@@ -1,0 +1,241 @@
+"""Questions about numbers in `forward`: answered by the example where inputs say it, checked by every run where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import autoshard
+from autoshard.capture.joint import capture
+from autoshard.errors import CaptureError, InputError
+from tests.partition.meshes import simulated
+from tests.training import TOLERANCE, fast_links, held_by_ranks, relative_difference
+
+X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+ALL, SOME, OTHERS, MORE = (torch.tensor(one).bool() for one in ([1, 1, 1, 1], [1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 1, 0]))
+
+Code = Callable[[Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """A layer, and code that gets its result and a mask or numbers."""
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.code = code
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.code(self.linear(x), mask).square().mean()
+
+
+def branch(y: Tensor, mask: Tensor) -> Tensor:
+    return y if mask.all() else y * mask[:, None]
+
+
+def select(y: Tensor, mask: Tensor) -> Tensor:
+    return y[mask].relu()
+
+
+def pick(y: Tensor, mask: Tensor) -> Tensor:
+    filled = y.clone()
+    filled[mask] = y[: int(mask.sum())].tanh()
+    (rows,) = torch.where(mask)
+    parts = torch.split(filled, [int(mask.sum()), int((~mask).sum())])
+    selected = y.masked_select(mask[:, None].expand_as(y)).reshape(-1, 6)
+    return torch.cat([y[rows], selected, y[mask.nonzero()[:, 0]], *(part.softmax(0) for part in parts)])
+
+
+def count(y: Tensor, mask: Tensor) -> Tensor:
+    steps = torch.arange(mask.sum(), dtype=y.dtype)
+    repeated = torch.repeat_interleave(y, mask.int() + 1, dim=0)[: torch.unique_consecutive(mask).shape[0]]
+    return repeated * torch.tensor([mask.sum(), mask.sum() + 1]).sum() + steps.sum()
+
+
+def change(y: Tensor, mask: Tensor) -> Tensor:
+    flags = mask.clone()
+    flags[:3] = False
+    return y.relu() if flags.any() else y
+
+
+def train(module: nn.Module, mask: Tensor) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+    module.zero_grad()
+    loss = module(X, mask)
+    loss.backward()
+    gradients = {name: held_by_ranks(one.grad) for name, one in module.named_parameters() if one.grad is not None}
+    return {"loss": held_by_ranks(loss.detach())}, gradients
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with simulated(a=2) as device_mesh:
+        yield device_mesh
+
+
+def parallel(module: nn.Module, mesh: DeviceMesh, *args: Any, **options: Any) -> nn.Module:
+    return autoshard.parallelize(module, mesh, args, cluster=fast_links(), effort="fast", **options)
+
+
+def programs(module: Any) -> int:
+    return sum(len(served.all()) for served in module._autoshard_runtime._served.values())
+
+
+@pytest.mark.parametrize(
+    ("code", "programs_made"),
+    [
+        (branch, [1, 2, 2]),
+        (pick, [1, 2, 2]),
+        (count, [1, 2, 3]),
+        (change, [1, 2, 2]),
+    ],
+)
+def test_questions_about_inputs(mesh: DeviceMesh, code: Code, programs_made: list[int]) -> None:
+    """Every call has one device's numbers, and each new answer a program, which serves all calls that have it."""
+    module, plain = Model(code), Model(code)
+    plain.load_state_dict(module.state_dict())
+    parallel(module, mesh, X, ALL)
+    for mask, made in zip((ALL, SOME, OTHERS), programs_made, strict=True):
+        for found, wanted in zip(train(module, mask), train(plain, mask), strict=True):
+            assert relative_difference(found, wanted) <= TOLERANCE
+        assert programs(module) == made
+    train(module, ALL)
+    assert programs(module) == programs_made[-1]
+
+
+def raise_for_numbers(y: Tensor, mask: Tensor) -> Tensor:
+    if mask.sum() > 3:
+        raise LookupError("too many")
+    torch._assert(mask.any(), "none")
+    return y
+
+
+def test_an_error_of_the_models_own_for_numbers_in_inputs(mesh: DeviceMesh) -> None:
+    module = parallel(Model(raise_for_numbers), mesh, X, SOME)
+    for mask, error, text in ((ALL, LookupError, "too many"), (~ALL, AssertionError, "none")):
+        with pytest.raises(error, match=text):
+            module(X, mask)
+    train(module, OTHERS)
+    assert programs(module) == 1
+
+
+def bound(y: Tensor, mask: Tensor) -> Tensor:
+    if not torch.isfinite(y).all() or (y.abs() > 1e6).any():
+        y = y.clamp(-1, 1)
+    return y
+
+
+def test_a_branch_on_what_all_ordinary_numbers_agree_on_is_checked_by_every_run(mesh: DeviceMesh) -> None:
+    module, plain = Model(bound), Model(bound)
+    plain.load_state_dict(module.state_dict())
+    parallel(module, mesh, X, ALL)
+    for found, wanted in zip(train(module, ALL), train(plain, ALL), strict=True):
+        assert relative_difference(found, wanted) <= TOLERANCE
+    for factor in (float("inf"), 1e9):
+        with pytest.raises(InputError, match=r"test_data_reads.py:\d+ \(if not torch.isfinite\(y\).all\(\)"):
+            module(X * factor, ALL)
+    assert programs(module) == 1
+
+
+def solve(y: Tensor, mask: Tensor) -> Tensor:
+    square = y.mT @ y + mask.sum() * torch.eye(6, dtype=y.dtype)
+    return torch.linalg.solve(square, y.mT) + torch.linalg.inv(square)[:, :4] + torch.linalg.cholesky(square)[:, :4]
+
+
+def test_a_matrix_that_has_no_inverse_is_found_by_the_run(mesh: DeviceMesh) -> None:
+    module, plain = Model(solve), Model(solve)
+    plain.load_state_dict(module.state_dict())
+    parallel(module, mesh, X, ALL)
+    for found, wanted in zip(train(module, ALL), train(plain, ALL), strict=True):
+        assert relative_difference(found, wanted) <= TOLERANCE
+    with pytest.raises(torch.linalg.LinAlgError, match=r"linalg\.\w+: the input is singular.*test_data_reads"):
+        module(X * 0, ~ALL)
+
+
+def test_examples_without_numbers_are_refused() -> None:
+    for example in (ALL.to("meta"), capture(Model(bound), (X, ALL), {}).inputs[-2].node.meta["val"]):
+        with pytest.raises(CaptureError, match=r"mask.all\(\).*input mask.*example of real tensors"):
+            capture(Model(branch), (X, example), {})
+
+
+def test_local_inputs_are_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(CaptureError, match=r'input mask.*inputs="local"'):
+        parallel(Model(branch), mesh, X, ALL, inputs="local")
+
+
+def choose(y: Tensor, mask: Tensor) -> Tensor:
+    return y if y.sum() > 0 else -y
+
+
+def scale(y: Tensor, mask: Tensor) -> Tensor:
+    return y * (mask * 0.5).sum().item()
+
+
+@pytest.mark.parametrize("code", [choose, scale])
+def test_numbers_that_never_come_again_are_refused(code: Code) -> None:
+    with pytest.raises(CaptureError, match=rf"test_data_reads.py.*{'y.sum' if code is choose else 'item'}"):
+        capture(Model(code), (X, ALL), {})
+
+
+def test_values_without_end_are_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoshard.capture.conditions._MOST_VALUES", 2)
+    module = parallel(Model(select), mesh, X, ALL)
+    module(X, SOME)
+    with pytest.raises(InputError, match=r"return y\[mask\].*program of its own"):
+        module(X, MORE)
+
+
+class Counting(nn.Module):
+    """Logits beside the loss, whose gradient asks for a further program: its mask has to be the same again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        y = self.linear(x[mask])
+        return {"loss": y.square().mean(), "y": y}
+
+
+def test_gradients_into_other_outputs_are_of_the_same_answers(mesh: DeviceMesh) -> None:
+    module, plain = Counting(), Counting()
+    plain.load_state_dict(module.state_dict())
+    parallel(module, mesh, X, SOME)
+    for one in (module, plain):
+        result = one(X, SOME)
+        (result["loss"] + result["y"].tanh().sum()).backward()
+    gradient = module.linear.weight.grad
+    assert isinstance(gradient, DTensor)
+    found, wanted = ({"weight": held_by_ranks(one)} for one in (gradient, plain.linear.weight.grad))  # type: ignore[arg-type]
+    assert relative_difference(found, wanted) <= TOLERANCE
+
+
+class Converting(nn.Module):
+    """A layer that is converted to the dtype that it has, or to another one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear = self.linear.to(self.dtype)
+        return functional.relu(self.linear(x))
+
+
+def test_modules_that_forward_converts() -> None:
+    x = torch.randn(4, 6)
+    assert len(capture(Converting(torch.float32), (x,), {}).tangent_outputs) == 1
+    with pytest.raises(CaptureError, match=r"self.linear.to\(self.dtype\).*Linear.weight from torch.float32"):
+        capture(Converting(torch.float64), (x,), {})
+
+
+def test_branches_on_data_do_not_serve_pipelines() -> None:
+    with pytest.raises(CaptureError, match=r"mask.all\(\).*no pipeline does"):
+        autoshard.plan(Model(branch), {"pp": 2}, (X, ALL))
