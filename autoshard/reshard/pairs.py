@@ -8,7 +8,7 @@ left is looked for again, with the other states left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,21 +27,26 @@ class Ends:
     """One side of many pairs.
 
     Attributes:
+        rows: positions of the specs among those that were asked for.
+        states: theirs.
         places: positions of the states in the graph.
         groups: for every state, the number of the nests beside the plain ones that its paths may use.
         extras: these.
     """
 
+    rows: tuple[int, ...]
+    states: tuple[State, ...]
     places: NDArray[np.int64]
     groups: NDArray[np.int64]
     extras: tuple[Extra, ...]
 
     @staticmethod
-    def of(graph: StateGraph, by_extra: dict[Extra, list[tuple[int, State]]]) -> Ends:
+    def of(graph: StateGraph, by_extra: Mapping[Extra, Sequence[tuple[int, State]]]) -> Ends:
         """The states, in the order of their groups."""
-        listed = [(graph.index[state], group) for group, rows in enumerate(by_extra.values()) for _, state in rows]
-        table = np.array(listed, dtype=np.int64).reshape(-1, 2)
-        return Ends(table[:, 0], table[:, 1], tuple(by_extra))
+        listed = [(row, state, group) for group, rows in enumerate(by_extra.values()) for row, state in rows]
+        rows, states, groups = zip(*listed, strict=True) if listed else ((), (), ())
+        places = np.array([graph.index[state] for state in states], dtype=np.int64)
+        return Ends(rows, states, places, np.array(groups, dtype=np.int64), tuple(by_extra))
 
 
 def distances_of_pairs(

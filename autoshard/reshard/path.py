@@ -163,7 +163,7 @@ class Resharder:
         self, shape: tuple[int, ...], dtype_size: int, sources: Sequence[Spec], targets: Sequence[Spec]
     ) -> NDArray[np.float64]:
         """Rows and columns are grouped by the nests they need beyond the plain ones, so that each pair is priced in
-        the graph that its own path is found in."""
+        the graph that its own path is found in; or in one of all nests, as if it were that."""
         table = np.full((len(sources), len(targets)), np.inf)
         for row, source in enumerate(sources):
             if source.is_routed:  # may stay as it is, and nothing else
@@ -172,17 +172,13 @@ class Resharder:
         operations = _operations(state for group in (*sources_by.values(), *targets_by.values()) for _, state in group)
         if len({one | other for one in sources_by for other in targets_by}) > 1:
             every: Extra = frozenset().union(*sources_by, *targets_by)
-            nests = self._nests(shape, every)
-            if count_of_states(nests, operations, self.mesh) <= _MOST_STATES:
+            if count_of_states(self._nests(shape, every), operations, self.mesh) <= _MOST_STATES:
                 priced = self._graph(shape, dtype_size, operations, every)
                 starts, ends = Ends.of(priced.graph, sources_by), Ends.of(priced.graph, targets_by)
-                states = [state for rows in sources_by.values() for _, state in rows]
-                distances = _distances(priced, states)
+                distances = _distances(priced, starts.states)
                 plain = [plain_nests(size, self.mesh) for size in shape]
                 found = distances_of_pairs(priced.graph, priced.seconds, distances, plain, starts, ends)
-                rows_of = [row for rows in sources_by.values() for row, _ in rows]
-                columns_of = [column for columns in targets_by.values() for column, _ in columns]
-                table[np.ix_(rows_of, columns_of)] = found
+                table[np.ix_(starts.rows, ends.rows)] = found
                 return table
         for source_extra, rows in sources_by.items():
             for target_extra, columns in targets_by.items():

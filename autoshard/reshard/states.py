@@ -248,7 +248,9 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
     """
     listed = tuple(tuple(sorted(choices)) for choices in nests)
     numbers, partials = _states(listed, operations, mesh)
-    columns = [[choices[number] for number in column] for choices, column in zip(listed, numbers.T.tolist(), strict=True)]
+    columns = [
+        [choices[number] for number in column] for choices, column in zip(listed, numbers.T.tolist(), strict=True)
+    ]
     states = tuple(map(State, zip(*columns, strict=True) if columns else [()] * len(partials), partials))
     index = {state: position for position, state in enumerate(states)}
     edges = [_moves(listed, numbers, partials, axis, mesh) for axis, size in enumerate(mesh.sizes) if size > 1]
@@ -339,11 +341,15 @@ def _moves(
     """All edges that change the placement on `axis`: between states that an all-gather over it makes equal."""
     size = mesh.sizes[axis]
     left_over: dict[object, int] = {}
-    gathered = _looked_up(listed, numbers, lambda nest: (left_over.setdefault(without(nest, axis, mesh), len(left_over)),), 1)
+
+    def gathered(nest: Nest) -> tuple[int]:
+        return (left_over.setdefault(without(nest, axis, mesh), len(left_over)),)
+
     others: dict[object, int] = {}
     kept = [others.setdefault((one[:axis], one[axis + 1 :]), len(others)) for one in partials]
     family = np.array(kept, dtype=np.int64)
-    for column in gathered[..., 0].T:
+    left_by_dim = _looked_up(listed, numbers, gathered, 1)[..., 0]
+    for column in left_by_dim.T:
         family = np.unique(family * len(left_over) + column, return_inverse=True)[1].reshape(-1)
 
     def place(nest: Nest) -> tuple[int, ...]:
