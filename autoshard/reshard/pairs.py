@@ -75,7 +75,8 @@ def distances_of_pairs(
         bits = np.uint64(1) << (targets.groups[held] - first).astype(np.uint64)
         proved[:, held] |= (reached[:, targets.places[held]] & bits) != 0
     for source, target in {(sources.groups[row], targets.groups[column]) for row, column in np.argwhere(~proved)}:
-        rows, columns = np.flatnonzero(sources.groups == source), np.flatnonzero(targets.groups == target)
+        columns = np.flatnonzero(targets.groups == target)
+        rows = np.flatnonzero((sources.groups == source) & ~proved[:, columns].all(axis=1))
         states = (open_to[0][source] | open_to[1][target]).all(axis=1)
         within = _within(graph, seconds, states, sources.places[rows])
         found[np.ix_(rows, columns)] = within[targets.places[columns]].T
