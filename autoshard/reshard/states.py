@@ -357,7 +357,7 @@ def _moves(
         return next(((1, loop.outer, loop.total, *loop.share(mesh)) for loop in own), (0, 0, 0, 0, 0))
 
     found = _looked_up(listed, numbers, place, 5)
-    sharded = found[..., 0].any(axis=1)
+    sharded: NDArray[np.bool_] = np.asarray(found[..., 0].any(axis=1))
     dim = np.where(sharded, found[..., 0].argmax(axis=1) if listed else -1, -1)
     loops = np.where(sharded[:, None], found[..., 1:].sum(axis=1), (1, 0, *Loop(axis, 1).share(mesh)))
     reduced = np.array([one[axis] is not None for one in partials], dtype=np.int64) - 1
