@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.reshard.pairs import Ends, Extra, distances_of_pairs
 from autoshard.reshard.states import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -16,6 +17,7 @@ from autoshard.reshard.states import (
     Nest,
     State,
     StateGraph,
+    count_of_states,
     nests_with,
     plain_nests,
     spec_of_state,
@@ -34,7 +36,7 @@ Price = Callable[[str, int, int], float]
 _CHUNK_ENTRIES = 1 << 19
 _BYTES_BITS = 52
 
-Extra = frozenset[tuple[int, frozenset[Nest]]]
+_MOST_STATES = 1 << 12  # of one graph for all pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +163,23 @@ class Resharder:
         self, shape: tuple[int, ...], dtype_size: int, sources: Sequence[Spec], targets: Sequence[Spec]
     ) -> NDArray[np.float64]:
         """Rows and columns are grouped by the nests they need beyond the plain ones, so that each pair is priced in
-        the graph that its own path is found in."""
+        the graph that its own path is found in; or in one of all nests, as if it were that."""
         table = np.full((len(sources), len(targets)), np.inf)
         for row, source in enumerate(sources):
             if source.is_routed:  # may stay as it is, and nothing else
                 table[row, [target is source for target in targets]] = 0.0
         sources_by, targets_by = self._grouped(shape, sources), self._grouped(shape, targets)
         operations = _operations(state for group in (*sources_by.values(), *targets_by.values()) for _, state in group)
+        if len({one | other for one in sources_by for other in targets_by}) > 1:
+            every: Extra = frozenset().union(*sources_by, *targets_by)
+            if count_of_states(self._nests(shape, every), operations, self.mesh) <= _MOST_STATES:
+                priced = self._graph(shape, dtype_size, operations, every)
+                starts, ends = Ends.of(priced.graph, sources_by), Ends.of(priced.graph, targets_by)
+                distances = _distances(priced, starts.states)
+                plain = [plain_nests(size, self.mesh) for size in shape]
+                found = distances_of_pairs(priced.graph, priced.seconds, distances, plain, starts, ends)
+                table[np.ix_(starts.rows, ends.rows)] = found
+                return table
         for source_extra, rows in sources_by.items():
             for target_extra, columns in targets_by.items():
                 priced = self._graph(shape, dtype_size, operations, source_extra | target_extra)
@@ -201,12 +213,16 @@ class Resharder:
     def _graph(self, shape: tuple[int, ...], dtype_size: int, operations: frozenset[str], extra: Extra) -> _PricedGraph:
         key = (shape, dtype_size, operations, extra)
         if key not in self._graphs:
-            nests = [set(plain_nests(size, self.mesh)) for size in shape]
-            for dim, more in extra:
-                nests[dim] |= more
-            graph = state_graph(tuple(map(frozenset, nests)), operations, self.mesh)
+            graph = state_graph(self._nests(shape, extra), operations, self.mesh)
             self._graphs[key] = self._priced(graph, shape, dtype_size)
         return self._graphs[key]
+
+    def _nests(self, shape: tuple[int, ...], extra: Extra) -> tuple[frozenset[Nest], ...]:
+        """Per dim, the plain nests, and those beside them."""
+        nests = [set(plain_nests(size, self.mesh)) for size in shape]
+        for dim, more in extra:
+            nests[dim] |= more
+        return tuple(map(frozenset, nests))
 
     def _priced(self, graph: StateGraph, shape: tuple[int, ...], dtype_size: int) -> _PricedGraph:
         """Bytes and seconds of every edge for one shape.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -205,6 +206,8 @@ class StateGraph:
 
     Attributes:
         states: the nodes.
+        nests: per dim, the nests that states have there.
+        numbers: `[states, dims]`: which of them.
         index: position of every state.
         source, target: ends of every edge, positions in `states`; `target` ascends.
         kind, axis: collective (position in `KINDS`) and mesh axis of every edge.
@@ -218,6 +221,8 @@ class StateGraph:
     """
 
     states: tuple[State, ...]
+    nests: tuple[tuple[Nest, ...], ...]
+    numbers: NDArray[np.int64]
     index: dict[State, int]
     source: NDArray[np.int32]
     target: NDArray[np.int32]
@@ -241,18 +246,24 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
         operations: reductions that a state may leave open.
         mesh: the mesh.
     """
-    states = tuple(_states(nests, operations, mesh))
+    listed = tuple(tuple(sorted(choices)) for choices in nests)
+    numbers, partials = _states(listed, operations, mesh)
+    columns = [
+        [choices[number] for number in column] for choices, column in zip(listed, numbers.T.tolist(), strict=True)
+    ]
+    states = tuple(map(State, zip(*columns, strict=True) if columns else [()] * len(partials), partials))
     index = {state: position for position, state in enumerate(states)}
-    edges = [_moves(states, axis, mesh) for axis, size in enumerate(mesh.sizes) if size > 1]
+    edges = [_moves(listed, numbers, partials, axis, mesh) for axis, size in enumerate(mesh.sizes) if size > 1]
     table = np.concatenate([*edges, np.zeros((0, 10), dtype=np.int64)])
     table = table[np.lexsort((table[:, 1], table[:, 0]))]
     degree = np.bincount(table[:, 0], minlength=len(states))
     first = np.cumsum(degree) - degree
     by_degree = np.argsort(-degree, kind="stable")
-    shares = [[held_share(nest, mesh) for nest in state.nests] for state in states]
-    table_of_shares = np.array(shares, dtype=np.int64).reshape(len(states), len(nests), 2)
+    shares = _looked_up(listed, numbers, lambda nest: held_share(nest, mesh), 2)
     return StateGraph(
         states=states,
+        nests=listed,
+        numbers=numbers,
         index=index,
         target=table[:, 0].astype(np.int32),
         source=table[:, 1].astype(np.int32),
@@ -261,8 +272,8 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
         source_place=table[:, 4:6].astype(np.int32),
         target_place=table[:, 6:8].astype(np.int32),
         padding=table[:, 8:],
-        held=table_of_shares[..., 0],
-        parts=table_of_shares[..., 1],
+        held=shares[..., 0],
+        parts=shares[..., 1],
         by_degree=by_degree,
         incoming=tuple(
             first[by_degree[: np.count_nonzero(degree > number)]] + number for number in range(int(degree.max()))
@@ -270,43 +281,92 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
     )
 
 
-def _states(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], mesh: MeshShape) -> Iterator[State]:
-    """All states, in an order that depends on the arguments alone."""
-    combinations: list[tuple[tuple[Nest, ...], frozenset[int]]] = [((), frozenset())]
+def count_of_states(nests: Sequence[frozenset[Nest]], operations: frozenset[str], mesh: MeshShape) -> int:
+    """How many states the graph over such nests has, at most: what rules out some pairs of reductions is not asked."""
+    by_axes = Counter({0: 1})
     for choices in nests:
-        listed = [(nest, frozenset(loop.axis for loop in nest)) for nest in sorted(choices)]
-        combinations = [
-            ((*chosen, nest), used | axes) for chosen, used in combinations for nest, axes in listed if not used & axes
-        ]
-    sizes = mesh.sizes
-    for chosen, used in combinations:
-        open_choices = [
-            (None, *sorted(operations)) if axis not in used and size > 1 else (None,) for axis, size in enumerate(sizes)
-        ]
-        for partial in itertools.product(*open_choices):
-            if _reducible(partial):
-                yield State(chosen, partial)
+        more = Counter(_axes(nest) for nest in choices)
+        pairs = [(used, axes) for used in by_axes for axes in more if not used & axes]
+        sums: Counter[int] = Counter()
+        for used, axes in pairs:
+            sums[used | axes] += by_axes[used] * more[axes]
+        by_axes = sums
+    open_axes = sum(1 << axis for axis, size in enumerate(mesh.sizes) if size > 1)
+    return sum(count * (1 + len(operations)) ** (open_axes & ~used).bit_count() for used, count in by_axes.items())
 
 
-def _moves(states: Sequence[State], axis: int, mesh: MeshShape) -> NDArray[np.int64]:
+def _axes(nest: Nest) -> int:
+    """The axes of a nest, as bits."""
+    return sum(1 << loop.axis for loop in nest)
+
+
+def _looked_up(
+    listed: Sequence[Sequence[Nest]], numbers: NDArray[np.int64], value: Callable[[Nest], Sequence[int]], width: int
+) -> NDArray[np.int64]:
+    """`[states, dims, width]`: what is said of the nest that every state has in every dim."""
+    found = np.zeros((*numbers.shape, width), dtype=np.int64)
+    for dim, choices in enumerate(listed):
+        found[:, dim] = np.array([value(nest) for nest in choices], dtype=np.int64).reshape(-1, width)[numbers[:, dim]]
+    return found
+
+
+def _states(
+    listed: Sequence[Sequence[Nest]], operations: frozenset[str], mesh: MeshShape
+) -> tuple[NDArray[np.int64], list[tuple[str | None, ...]]]:
+    """All states, in an order that depends on the arguments alone: the number of the nest in every dim, `[states,
+    dims]`, and the open reductions."""
+    chosen, used = np.zeros((1, 0), dtype=np.int64), np.zeros(1, dtype=np.int64)
+    for choices in listed:
+        axes = np.array([_axes(nest) for nest in choices], dtype=np.int64)
+        rows, columns = np.nonzero((used[:, None] & axes[None, :]) == 0)
+        chosen, used = np.column_stack([chosen[rows], columns]), used[rows] | axes[columns]
+    open_choices: dict[int, list[tuple[str | None, ...]]] = {}
+    for taken in np.unique(used).tolist():
+        per_axis = [
+            (None, *sorted(operations)) if size > 1 and not taken >> axis & 1 else (None,)
+            for axis, size in enumerate(mesh.sizes)
+        ]
+        open_choices[taken] = [partial for partial in itertools.product(*per_axis) if _reducible(partial)]
+    partials = [open_choices[taken] for taken in used.tolist()]
+    return np.repeat(chosen, [len(one) for one in partials], axis=0), list(itertools.chain.from_iterable(partials))
+
+
+def _moves(
+    listed: Sequence[Sequence[Nest]],
+    numbers: NDArray[np.int64],
+    partials: Sequence[tuple[str | None, ...]],
+    axis: int,
+    mesh: MeshShape,
+) -> NDArray[np.int64]:
     """All edges that change the placement on `axis`: between states that an all-gather over it makes equal."""
-    gathered = cache(lambda nest: without(nest, axis, mesh))
-    families: dict[object, int] = {}
-    operations: dict[str | None, int] = {None: -1}
     size = mesh.sizes[axis]
-    rows = []
-    for state in states:
-        core = (tuple(map(gathered, state.nests)), state.partial[:axis], state.partial[axis + 1 :])
-        family = families.setdefault(core, len(families))
-        operation = operations.setdefault(state.partial[axis], len(operations) - 1)
-        dim, loop = state.place(axis) or (-1, Loop(axis, 1))
-        rows.append((family, operation, dim, loop.outer, loop.total, *loop.share(mesh)))
-    table = np.array(rows, dtype=np.int64).reshape(len(states), 7)
-    source, target = _pairs(table[:, 0])
+    left_over: dict[object, int] = {}
+
+    def gathered(nest: Nest) -> tuple[int]:
+        return (left_over.setdefault(without(nest, axis, mesh), len(left_over)),)
+
+    others: dict[object, int] = {}
+    kept = [others.setdefault((one[:axis], one[axis + 1 :]), len(others)) for one in partials]
+    family = np.array(kept, dtype=np.int64)
+    left_by_dim = _looked_up(listed, numbers, gathered, 1)[..., 0]
+    for column in left_by_dim.T:
+        family = np.unique(family * len(left_over) + column, return_inverse=True)[1].reshape(-1)
+
+    def place(nest: Nest) -> tuple[int, ...]:
+        own = (loop for loop in nest if loop.axis == axis)
+        return next(((1, loop.outer, loop.total, *loop.share(mesh)) for loop in own), (0, 0, 0, 0, 0))
+
+    found = _looked_up(listed, numbers, place, 5)
+    sharded: NDArray[np.bool_] = np.asarray(found[..., 0].any(axis=1))
+    dim = np.where(sharded, found[..., 0].argmax(axis=1) if listed else -1, -1)
+    loops = np.where(sharded[:, None], found[..., 1:].sum(axis=1), (1, 0, *Loop(axis, 1).share(mesh)))
+    reduced = np.array([one[axis] is not None for one in partials], dtype=np.int64) - 1
+    table = np.column_stack([family, reduced, dim, loops])
+    source, target = _pairs(family)
     left, right = table[source], table[target]
     kind = _kinds(left, right, size)
-    found = kind >= 0
-    source, target, left, right, kind = (part[found] for part in (source, target, left, right, kind))
+    moves = kind >= 0
+    source, target, left, right, kind = (part[moves] for part in (source, target, left, right, kind))
     share = np.where(right[:, 2:3] >= 0, right[:, 5:7], (1, size)) * (size, 1)
     axes = np.full(len(kind), axis)
     return np.column_stack([target, source, kind, axes, left[:, 2:4], right[:, 2:4], share])
