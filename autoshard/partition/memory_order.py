@@ -1,7 +1,8 @@
 """Kernels that read their operands as if these lay row by row: others get an error, or numbers of other elements.
 
-torch calls them with such operands alone. In a rank's program an operand may come from a collective that left it in
-another order. Found by calling every operator of torch's samples with operands in column order.
+torch calls them with such operands alone, or rarely with others. In a rank's program an operand may come from a
+collective that left it in another order, and its shards may have dims of length one. Found by calling every operator of
+torch's samples with operands in column order, and with strides that a dim of length one makes ambiguous.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _WHOLE = frozenset(
         aten.nll_loss2d_backward.default,
     }
 )
+_WHOLE_IMAGES_ON_CPUS = frozenset({aten.native_batch_norm_backward.default})
+"""Of images whose batch, height or width is one, strides fit several memory formats, and the kernel mixes them up."""
+
 _LAST_DIM = frozenset(
     {
         aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -34,6 +38,6 @@ _LAST_DIM = frozenset(
 
 def suits(op: Any, operand: torch.Tensor) -> bool:
     """Whether an operator may read a tensor as it lies in memory, by its strides."""
-    if op in _WHOLE:
+    if op in _WHOLE or (op in _WHOLE_IMAGES_ON_CPUS and operand.ndim > 3 and operand.device.type == "cpu"):
         return operand.is_contiguous()
     return op not in _LAST_DIM or operand.ndim == 0 or operand.shape[-1] < 2 or operand.stride(-1) == 1
