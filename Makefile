@@ -37,7 +37,7 @@ lint: install
 
 # The tests of a file run in one process: what they share is made once.
 test: lint
-	$(BIN) pytest -n 2 --dist loadfile
+	$(BIN) pytest -n 2 --dist loadfile --durations 25
 
 benchmark: install
 	.venv/bin/python benchmarks/planning.py

@@ -39,17 +39,19 @@ def test_doctor_prints_the_report(
         "import torch\n"
         "from torch import nn\n"
         "def well(): return nn.Linear(2, 2), (torch.ones(1, 2),)\n"
-        "class Ill(nn.Module):\n"
+        "class Ill(nn.Linear):\n"
         "    def forward(self, x):\n"
-        "        return x if x.sum() > 0 else -x\n"
-        "def ill(): return Ill(), (torch.ones(1, 2),)\n"
+        "        return x if super().forward(x).sum() > 0 else -x\n"
+        "def ill(): return Ill(2, 2), (torch.ones(1, 2),)\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     assert main(["doctor", "patients:well", "--cluster", "cpu"]) == 0
     assert "captured as one graph" in capsys.readouterr().out
     assert main(["doctor", "patients:ill"]) == 1
-    assert "patients.py:6 (return x if x.sum() > 0 else -x)" in " ".join(capsys.readouterr().out.split())
+    assert "patients.py:6 (return x if super().forward(x).sum() > 0 else -x)" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import multiprocessing
 import os
 import tempfile
@@ -20,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from tests import gloo
 
@@ -136,19 +136,19 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     gc.freeze()  # what is imported by now stays, as in tests/conftest.py
     gc.set_threshold(10_000)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
-    backend, shared = gloo.register(), dist.FileStore(store, size)
-    for call in itertools.count():
+    dist.init_process_group(gloo.register(), f"file://{store}", rank=rank, world_size=size)
+    while True:
         try:
             function, args = connection.recv()
         except EOFError:
             return
-        # Every group of gloo has a thread that wakes a hundred times a second: groups end with the call that made them.
-        dist.init_process_group(backend, store=dist.PrefixStore(str(call), shared), rank=rank, world_size=size)
         try:
             torch.manual_seed(0)
             answer = "result", function(*args)
         except BaseException:
             answer = "error", traceback.format_exc()
         connection.send(answer)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        # Every group of gloo has a thread that wakes a hundred times a second: groups end with the call that made them.
+        for group in list(_world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)

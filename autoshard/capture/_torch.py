@@ -49,13 +49,16 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy  # parameters whose shape is not known yet
 from torch.overrides import _get_current_function_mode_stack as function_modes  # the active TorchFunctionModes
 from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export sees them
-from torch.utils import checkpoint  # what it does around a function that is to run again
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees every operator that is called while it is active
     _disable_current_modes,  # capture is not seen by modes active around it
 )
 from torch.utils._sympy import functions as symbolic  # what torch writes where sizes are divided
 from torch.utils._sympy.numbers import int_oo  # no limit of a size
+from torch.utils.checkpoint import (
+    _checkpoint_without_reentrant_generator,  # what a checkpoint does before its function, and after it
+)
 
 __all__ = [
     "DataDependentOutputException",
@@ -311,8 +314,7 @@ def without_checkpoints() -> Iterator[None]:
     def plain(*_: object, **__: object) -> Iterator[None]:
         yield
 
-    name = "_checkpoint_without_reentrant_generator"  # what such a checkpoint does before its function, and after it
-    with attribute_patch(checkpoint, name, plain) if hasattr(checkpoint, name) else contextlib.nullcontext():
+    with attribute_patch(checkpoint, _checkpoint_without_reentrant_generator.__name__, plain):
         yield
 
 
