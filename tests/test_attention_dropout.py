@@ -77,9 +77,7 @@ def test_attention_with_dropout_is_captured_as_one_operator(name: str) -> None:
     assert backward.args[12] == RATE
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute"), [("gpt", "none"), ("gpt", "full"), ("hf_gpt2", "full"), ("hf_bert", "none")]
-)
+@pytest.mark.parametrize(("name", "recompute"), [("gpt", "none"), ("hf_gpt2", "full")])
 def test_planned_gradients_are_those_of_what_was_dropped(name: str, recompute: Literal["none", "full"]) -> None:
     module, inputs = build(name)
     with simulated(dp=2, tp=2) as mesh:
@@ -89,7 +87,7 @@ def test_planned_gradients_are_those_of_what_was_dropped(name: str, recompute: L
             assert gradients_disagree(module, inputs) < 1e-7
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_gradients_under_random_plans(seed: int) -> None:
     module, inputs = build("gpt")
     plan = random_plan(capture(module, (), inputs), MeshShape.of({"a": 2, "b": 2}), seed, recompute=seed % 2)

@@ -68,7 +68,9 @@ def strategies(plan: ShardingPlan) -> set[str]:
     return {decision.strategy for decision in plan.choices if "_steps" in decision.operator}
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 4) for name in MODELS), ("lstm language model", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 4) for name in MODELS if name != "lstm language model"), ("lstm language model", 2)]
+)
 def test_layers_whose_units_are_shared_train_as_on_one_device(name: str, size: int) -> None:
     module, inputs = MODELS[name]()
     with Widened():

@@ -82,11 +82,10 @@ def test_logits_are_never_gathered(name: str, options: dict[str, Any]) -> None:
     assert largest <= TOKENS * 1024 * 4, "hidden states at most, a thirtieth of the logits"
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
-def test_smoothed_loss_with_ignored_labels_is_that_of_one_device(mesh: dict[str, int]) -> None:
+def test_smoothed_loss_with_ignored_labels_is_that_of_one_device() -> None:
     def build() -> tuple[nn.Module, dict[str, Any]]:
         module, inputs = llama()
         inputs["labels"][:, 3:6] = 7
         return Loss(module, smoothing=0.1, ignored=7), inputs
 
-    assert worst_error(build, mesh) < TOLERANCE
+    assert worst_error(build, {"dp": 2, "tp": 2}) < TOLERANCE
