@@ -93,9 +93,7 @@ def test_plans_under_the_smallest_limit_equal_one_device(model: str, mesh: tuple
     assert recompute == "none" or row.recomputed
 
 
-@pytest.mark.parametrize(
-    "model", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hf_gpt2", "hf_llama"))]
-)
+@pytest.mark.parametrize("model", ["mlp", pytest.param("hf_gpt2", marks=pytest.mark.slow)])
 def test_bfloat16_on_a_mesh_is_as_near_to_float64_as_on_one_device(model: str) -> None:
     ours, alone = distances(model, axes(SQUARE))
     assert ours.loss <= max(FACTOR * alone.loss, BFLOAT16_ROUNDING)

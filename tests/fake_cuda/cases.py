@@ -60,8 +60,8 @@ def cases() -> list[Case]:
 
 
 def pipelines() -> list[Case]:
-    """Every model that is made a pipeline of, on every mesh with one."""
-    return [Case(model, mesh) for model in PIPELINED for mesh in PIPELINES]
+    """Every mesh with a pipeline, and a model for it, another one for the next mesh."""
+    return [Case(model, mesh) for model, mesh in zip(PIPELINED, itertools.cycle(PIPELINES), strict=False)]
 
 
 def wait_for(path: Path, seconds: float = 300.0) -> None:

@@ -18,7 +18,7 @@ from autoshard.planner.problem import Wishes
 from tests.planner.steps import captured, links, plan_of, planner_of
 
 SLOW = links(bandwidth=2e9, latency=1e-6)
-STEPS = [("gpt", (("x", 4),)), ("mlp", (("x", 2), ("y", 2)))]
+STEPS = [("gpt", (("x", 4),)), ("mlp", (("x", 3),))]
 
 Mesh = tuple[tuple[str, int], ...]
 
