@@ -25,17 +25,34 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def two() -> Iterator[Workers]:
-    """Two processes, for all tests that need as many."""
-    with Workers(2) as started:
-        yield started
+def processes() -> Iterator[dict[str, Workers]]:
+    """Processes for all tests that need as many, by the name of the fixture; started by their first call."""
+    with Workers(2) as two, Workers(4) as four:
+        yield {"two": two, "four": four}
 
 
 @pytest.fixture(scope="session")
-def four() -> Iterator[Workers]:
+def two(processes: dict[str, Workers]) -> Workers:
+    """Two processes."""
+    return processes["two"]
+
+
+@pytest.fixture(scope="session")
+def four(processes: dict[str, Workers]) -> Workers:
     """Four of them."""
-    with Workers(4) as started:
-        yield started
+    return processes["four"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_idle_processes(request: pytest.FixtureRequest, processes: dict[str, Workers]) -> None:
+    """End processes that a file does not need: every group of gloo has a thread that wakes a hundred times a second."""
+    if not any(_needs_processes(item) for item in request.session.items if item.path == request.path):
+        for workers in processes.values():
+            workers.close()
+
+
+def _needs_processes(item: pytest.Item) -> bool:
+    return not {"two", "four"}.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,9 +62,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the most slow tests come first, so that no process is left with one while the others have ended."""
+    """Files that need processes come first, which end behind the last of them; of each kind, those with the most slow
+    tests, so that nobody is left with one while the others have ended."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    processes = {item.path for item in items if _needs_processes(item)}
+    items.sort(key=lambda item: (item.path not in processes, -slow[item.path]))
 
 
 def pytest_collection_finish() -> None:

@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from tests import gloo
 
@@ -144,11 +143,6 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             return
         try:
             torch.manual_seed(0)
-            answer = "result", function(*args)
+            connection.send(("result", function(*args)))
         except BaseException:
-            answer = "error", traceback.format_exc()
-        connection.send(answer)
-        # Every group of gloo has a thread that wakes a hundred times a second: groups end with the call that made them.
-        for group in list(_world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+            connection.send(("error", traceback.format_exc()))
