@@ -343,7 +343,7 @@ def ordinary_answer(node: fx.Node) -> bool | None:
     for number in _ORDINARY:
         try:
             answers.add(_answer_to(node, sorted(flags), operands, number))
-        except Exception:  # an operator refuses such numbers, or symbolic sizes
+        except (RuntimeError, TypeError, ValueError, IndexError):  # such numbers are refused, or sizes are symbolic
             return None
     return answers.pop() if len(answers) == 1 else None
 
