@@ -11,7 +11,7 @@ BIN := .venv/bin/python -m
 # The stamp names this checkout and the interpreter: an environment that came from elsewhere is completed, not trusted.
 STAMP := .venv/.installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 
-.PHONY: install demo demo-pipeline test lint benchmark clean
+.PHONY: install demo demo-pipeline test lint types format layers pages benchmark clean
 
 install: $(STAMP)
 
@@ -27,11 +27,21 @@ demo: install
 demo-pipeline: install
 	OMP_NUM_THREADS=1 $(BIN) torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt_pipeline.py
 
+# Types take longest; what else is checked runs beside them.
 lint: install
+	$(MAKE) --jobs 2 --output-sync types format layers pages
+
+types: install
+	$(BIN) mypy
+
+format: install
 	$(BIN) ruff check .
 	$(BIN) ruff format --check .
-	$(BIN) mypy
+
+layers: install
 	.venv/bin/python -c 'from importlinter.cli import lint_imports_command as lint; lint()'
+
+pages: install
 	.venv/bin/python docs/compatibility.py --check
 	.venv/bin/python docs/prices.py --check
 
