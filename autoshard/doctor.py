@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from autoshard.planner.options import OptionTables
 from autoshard.specs.axes import MeshShape
 
 _MESH = MeshShape.of({"any": 2})  # rules are looked up as for any mesh; what is priced is the whole operator
-_LIBRARY = str(Path(__file__).parent)
+_LIBRARY = f"{Path(__file__).parent}{os.sep}"
 
 
 def doctor(
