@@ -191,7 +191,7 @@ def test_a_state_that_comes_back_has_its_program(mesh: DeviceMesh) -> None:
 
 
 class SetsOnce(nn.Module):
-    """As classifiers of Hugging Face, which set the kind of their loss in their config when they meet the first label."""
+    """As classifiers of Hugging Face, which set the kind of their loss when they are first called."""
 
     def __init__(self) -> None:
         super().__init__()
