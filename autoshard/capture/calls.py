@@ -147,7 +147,7 @@ def _leaf_names(module: nn.Module, structure: pytree.TreeSpec) -> list[str]:
     names = []
     for path, _ in leaves_by_path(example):
         first, rest = path[1], path[2:]
-        head = positional[first.idx] if isinstance(first, pytree.SequenceKey) else str(first.key)  # type: ignore[attr-defined]
+        head = positional[first.idx] if isinstance(first, pytree.SequenceKey) else str(first.key)
         names.append(head + pytree.keystr(rest))
     return names
 

@@ -49,17 +49,17 @@ def _is_keyless(node: Any) -> bool:
 class Record:
     """The fields of a dataclass whose type `torch.utils._pytree` does not know, as a container that it knows."""
 
-    type: type
+    kind: type[Any]
     fields: dict[str, Any]
 
     @staticmethod
-    def unflatten(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Record:
-        """Return a record of these values; `context` is the type and the names of the fields."""
+    def unflatten(values: Iterable[Any], context: tuple[type[Any], tuple[str, ...]]) -> Record:
+        """Return a record of these values; `context` is the type of the dataclass and the names of the fields."""
         return Record(context[0], dict(zip(context[1], values, strict=True)))
 
     def restore(self) -> Any:
         """Return the dataclass with these fields; as for copies, `__init__` is not called."""
-        made = object.__new__(self.type)
+        made: Any = object.__new__(self.kind)
         for name, value in self.fields.items():
             object.__setattr__(made, name, restore_dataclasses(value))
         return made
@@ -67,12 +67,12 @@ class Record:
 
 pytree.register_pytree_node(
     Record,
-    lambda record: (list(record.fields.values()), (record.type, tuple(record.fields))),
+    lambda record: (list(record.fields.values()), (record.kind, tuple(record.fields))),
     Record.unflatten,
     serialized_type_name="autoshard.capture.containers.Record",
     flatten_with_keys_fn=lambda record: (
         [(pytree.GetAttrKey(name), value) for name, value in record.fields.items()],
-        (record.type, tuple(record.fields)),
+        (record.kind, tuple(record.fields)),
     ),
 )
 
