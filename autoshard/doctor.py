@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.arguments import check_examples, check_module
+from autoshard.capture.containers import leaves_by_path
 from autoshard.capture.failure import advice_for
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.capture.survey import Call, Finding, survey
@@ -31,7 +33,7 @@ from autoshard.planner.options import OptionTables
 from autoshard.specs.axes import MeshShape
 
 _MESH = MeshShape.of({"any": 2})  # rules are looked up as for any mesh; what is priced is the whole operator
-_LIBRARY = str(Path(__file__).parent)
+_LIBRARY = f"{Path(__file__).parent}{os.sep}"
 
 
 def doctor(
@@ -179,10 +181,10 @@ def _parameter_problems(module: nn.Module) -> Iterator[Problem]:
 
 def _input_problems(call: Call) -> Iterator[Problem]:
     """Arguments of types that no graph can take."""
-    for path, leaf in pytree.tree_flatten_with_path(call)[0]:
+    for path, leaf in leaves_by_path(call):
         if leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str)):
             continue
-        name = ("example_args", "example_kwargs")[path[0].idx] + pytree.keystr(path[1:])  # type: ignore[attr-defined]
+        name = ("example_args", "example_kwargs")[path[0].idx] + pytree.keystr(path[1:])
         what = f"Unsupported input type: {name} is a {type(leaf).__name__}"
         yield Problem("", "", what, advice_for(what) or "")
 

@@ -158,6 +158,11 @@ class Parallelizer:
         graph, planner, seconds = together(
             self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic)
         )
+        wants_all = tangents == "all" or not grad or _differentiates_all(graph)
+        general = None if wants_all else self._general(graph, args, kwargs, signature, dynamic)
+        program = self._equal(graph, signature)
+        if program is not None:
+            return graph, replace(program, general=general)
         decided = self._decide(graph, planner, seconds)
         graph, planner, flow = together(self.device_mesh, lambda: self._checked(graph, planner, decided))
         ranks = Ranks(self.device_mesh, device, self.part, self.seeds)
@@ -177,17 +182,33 @@ class Parallelizer:
             self._place_new(decided)
         self.runtime.know_inputs(step.inputs)
         self.planners.forget()
-        general = None
-        if grad and tangents != "all" and not _differentiates_all(graph):
-            # What the graph depends on of the numbers in its inputs has to be the same again.
-            like = _with_numbers if graph.state.conditions.inputs else _without_numbers
-            like_args, like_kwargs = pytree.tree_map_only(torch.Tensor, like, (args, kwargs))
-
-            def general() -> Program:
-                with graph.state.guards.as_captured():
-                    return self.runtime.prepare(like_args, like_kwargs, grad, "all", signature, dynamic).program
-
         return graph, Program(step, halves, ranks, general, self.later, sums)
+
+    def _equal(self, graph: JointGraph, signature: Hashable) -> Program | None:
+        """Return the program of another state of the module in which the graph was equal, such as before an attribute
+        that `forward` sets was set; None where there is none.
+        """
+        known = {served.graph.fingerprint: served.program for served in self.runtime.known(signature)}
+        if not all(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
+            return None  # those of new modules have to be placed
+        if known:
+            said = {"the graph": graph.fingerprint[:12] if graph.fingerprint in known else "a new one"}
+            compare(self.device_mesh, said, "Have the module in the same state on all ranks.")
+        return known.get(graph.fingerprint)
+
+    def _general(
+        self, graph: JointGraph, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Hashable, dynamic: bool
+    ) -> Callable[[], Program]:
+        """Return a function that makes the program in which every output has a gradient."""
+        # What the graph depends on of the numbers in its inputs has to be the same again.
+        like = _with_numbers if graph.state.conditions.inputs else _without_numbers
+        like_args, like_kwargs = pytree.tree_map_only(torch.Tensor, like, (args, kwargs))
+
+        def general() -> Program:
+            with graph.state.guards.as_captured():
+                return self.runtime.prepare(like_args, like_kwargs, True, "all", signature, dynamic).program
+
+        return general
 
     def _capture(
         self,

@@ -94,9 +94,8 @@ class Tracker(TorchDispatchMode):
     def track(self, values: Iterable[Any], maker: str) -> None:
         """Count the memory of these tensors until it is freed."""
         for value in values:
-            if isinstance(value, torch.Tensor):
-                local = local_of(value) if isinstance(value, DTensor) else value
-                self._add(local, maker)
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                self._add(local_of(value) if isinstance(value, DTensor) else value, maker)
         peak = self.peaks.get(self.phase, Peak())
         if self.held > peak.bytes:
             pieces = sorted(self._live.values(), key=lambda piece: -piece.bytes)[:40]
@@ -126,7 +125,8 @@ def track_step(
 ) -> Tracker:
     """Train a parallelised module for some steps, and say what the last of them held.
 
-    The step: gradients are set to None, forward, backward, the optimizer's step.
+    The step: gradients are set to None, forward, backward, the optimizer's step; what forward returned is held to its
+    end, whatever it is nested in.
     """
     tracker = Tracker()
     for step in range(steps):
@@ -138,15 +138,15 @@ def track_step(
             tracker.track((*module.parameters(), *module.buffers(), *inputs.values(), *state), "at rest")
             del state
         with tracker if step == steps - 1 else _nothing():
-            outputs = outputs_of(module(**inputs))
-            loss = loss_of(outputs)
+            result = module(**inputs)
+            loss = loss_of(outputs_of(result))
             tracker.phase = "backward"
             if loss.requires_grad:
                 loss.backward()
             tracker.phase = "optimizer"
             if optimizer is not None:
                 optimizer.step()
-        del outputs, loss
+        del result, loss
     return tracker
 
 

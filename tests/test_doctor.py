@@ -105,7 +105,7 @@ def test_several_lines_are_named_at_once_and_the_rest_is_examined() -> None:
     branch, select = report.problems
     assert "test_doctor.py:" in branch.where
     assert "(return y if y.sum() > 0 else -y)" in branch.where
-    assert "torch.cond" in branch.advice
+    assert "torch.where" in branch.advice
     assert "(return x[x > 0])" in select.where
     assert set(report.parts) == {"0", "1.linear", "2"}
     assert [one.modules for one in report.replicated] == [("2.0",)]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autoshard
 from tests.memory_models import build
 from tests.memory_table import END, LINE, PAGE, ROWS, SQUARE, START, cells, row
-from tests.memory_tracker import Tracker, first_rank
+from tests.memory_tracker import Tracker, first_rank, track_step
 from tests.training import fast_links
 
 
@@ -37,6 +39,28 @@ def test_what_is_said_is_held(model: str, sizes: Mapping[str, int], limited: boo
     made = row(model, sizes, limited)
     assert f"| {' | '.join(cells(made))} |" in _page_rows()
     assert abs(made.error) < 0.01
+
+
+class _Towers(nn.Module):
+    """As CLIP, whose loss reads one row of a tower: only what is returned beside it holds the rest of the tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = self.tower(x)
+        return {"loss": hidden[:, 0].square().mean(), "tower": {"last_hidden_state": hidden}}
+
+
+def test_outputs_are_held_whatever_they_are_nested_in() -> None:
+    module, inputs = _Towers(), {"x": torch.randn(8, 64, 64)}
+    with first_rank({"x": 2}) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
+        tracked = track_step(module, inputs, torch.optim.AdamW(module.parameters()))
+    memory = module.sharding_plan.memory
+    assert memory.peak == pytest.approx(tracked.peak.bytes, rel=1e-3)
+    assert any("tower" in one.name for one in memory.largest)
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autoshard.capture._torch import pytree
+from autoshard.capture.containers import leaf_name, leaves_by_path, restore_dataclasses
 from autoshard.capture.views import View
 from autoshard.errors import InputError
 
@@ -144,9 +145,9 @@ def _leaf_names(module: nn.Module, structure: pytree.TreeSpec) -> list[str]:
     example = structure.unflatten(range(structure.num_leaves))
     positional = _positional_names(module, len(example[0]))
     names = []
-    for path, _ in pytree.tree_flatten_with_path(example)[0]:
+    for path, _ in leaves_by_path(example):
         first, rest = path[1], path[2:]
-        head = positional[first.idx] if isinstance(first, pytree.SequenceKey) else str(first.key)  # type: ignore[attr-defined]
+        head = positional[first.idx] if isinstance(first, pytree.SequenceKey) else str(first.key)
         names.append(head + pytree.keystr(rest))
     return names
 
@@ -244,9 +245,8 @@ class ResultLayout:
         """The user's output object with these tensors in it."""
         assert len(tensors) == len(self.names), f"{len(self.names)} output tensors were captured, got {len(tensors)}"
         remaining = iter(tensors)
-        return self.structure.unflatten(
-            [next(remaining) if isinstance(leaf, str) else leaf.value for leaf in self.leaves]
-        )
+        leaves = [next(remaining) if isinstance(leaf, str) else leaf.value for leaf in self.leaves]
+        return restore_dataclasses(self.structure.unflatten(leaves))
 
     def assigned(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Paths of attributes and the tensors that they are set to, among all output tensors."""
@@ -261,11 +261,4 @@ class ResultLayout:
 def result_names(structure: pytree.TreeSpec) -> list[str]:
     """A readable name for every leaf of an output of this structure."""
     example = structure.unflatten(range(structure.num_leaves))
-    names = []
-    for path, _ in pytree.tree_flatten_with_path(example)[0]:
-        if path and isinstance(path[0], (pytree.MappingKey, pytree.GetAttrKey)):
-            head = path[0].key if isinstance(path[0], pytree.MappingKey) else path[0].name
-            names.append(str(head) + pytree.keystr(path[1:]))
-        else:
-            names.append("output" + pytree.keystr(path))
-    return names
+    return [leaf_name(path) for path, _ in leaves_by_path(example)]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from autoshard.capture.failure import running_line
+from autoshard.capture.failure import is_users_file, running_line
 from autoshard.capture.twin import DEVICE
 
 _attributes: Any = torch.Tensor  # whose attributes are descriptors
@@ -34,11 +33,11 @@ def without_devices(
 
 
 def _tell_of_question() -> None:
-    """Warn of code that asks whether a tensor is on a GPU, unless that is torch's own."""
+    """Warn of code that asks whether a tensor is on a GPU, unless that is a library's own."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # modes hand it on
         frame = frame.f_back
-    if frame.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
+    if not is_users_file(frame.f_code.co_filename):
         return
     warnings.warn(
         f"{running_line()} asks whether a tensor is on a GPU: the captured graph takes the answer no, on every device.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
+import os
 import re
 import sysconfig
 import traceback
@@ -21,7 +22,8 @@ from autoshard.capture._torch import GuardOnDataDependentSymNode, around_dynamo
 from autoshard.errors import AutoshardError, CaptureError
 
 # Sympy is torch's for sizes; it draws random numbers on the way.
-_LIBRARIES = (*(str(Path(str(module.__file__)).parent) for module in (torch, sympy)), str(Path(__file__).parents[1]))
+_FOLDERS = (*(Path(str(module.__file__)).parent for module in (torch, sympy)), Path(__file__).parents[1])
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)  # torchvision's files begin as torch's do
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
@@ -30,8 +32,8 @@ _TRACED = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 _ADVICE = (
     (
         ("data-dependent", "Could not guard", "unbacked", "torch.cond", ".item()", "control flow"),
-        "the graph must not depend on the numbers in a tensor. Use torch.cond or torch.where for a branch, hoist the "
-        "branch out of forward, or pass the value as a plain Python argument",
+        "the graph must not depend on the numbers in a tensor, nor on drawn ones. Compute both ways and choose by "
+        "torch.where, hoist the branch or the draw out of forward, or pass the value as a plain Python argument",
     ),
     (
         ("Constraints violated",),

@@ -93,6 +93,23 @@ class JointGraph:
         """Names of the outputs that have a tangent, in the order of the tangents."""
         return tuple(item.name for item in self.inputs if item.kind == "tangent")
 
+    @property
+    def gradient_sources(self) -> dict[str, frozenset[str]]:
+        """The outputs whose tangents a gradient is made of, by the name of its parameter or input."""
+        sources: dict[fx.Node, frozenset[str]] = {
+            item.node: frozenset([item.name]) for item in self.inputs if item.kind == "tangent"
+        }
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                met = [sources[source] for source in node.all_input_nodes if source in sources]
+                if met:
+                    sources[node] = met[0].union(*met[1:])
+        return {
+            item.name: sources.get(item.node, frozenset())
+            for item in self.outputs
+            if item.kind == "gradient" and item.node is not None
+        }
+
     def phase(self, node: fx.Node) -> Phase:
         """The half of the step that the node belongs to."""
         return "backward" if "backward" in node.meta.get("partitioner_tag", "") else "forward"

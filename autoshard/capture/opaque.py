@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.capture._torch import pytree
+from autoshard.capture.containers import leaf_name, leaves_by_path, record_dataclasses
 
 _PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
 
@@ -27,13 +28,16 @@ class OpaqueOutputs:
         self.found: dict[str, str] = {}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The output without such objects; the output itself where nothing else would be left of it."""
-        leaves, _ = pytree.tree_flatten_with_path(output)
-        opaque = {_name(path): type(leaf).__name__ for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
-        if not opaque or not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
+        """Return the output without such objects, dataclasses recorded; itself where nothing else would be left."""
+        recorded = record_dataclasses(output)
+        leaves = leaves_by_path(recorded)
+        opaque = {leaf_name(path): type(leaf).__name__ for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
+        if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
             return output
+        if not opaque:
+            return recorded
         self.found.update(opaque)
-        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, output)
+        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, recorded)
 
     def warn(self, model: str) -> None:
         """Tell the user what was left out, if anything was."""
@@ -45,10 +49,3 @@ class OpaqueOutputs:
                 "with torch.utils._pytree.register_pytree_node to keep it.",
                 stacklevel=2,
             )
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    first = path[0] if path else None
-    if isinstance(first, pytree.MappingKey):
-        return str(first.key) + pytree.keystr(path[1:])
-    return "output" + pytree.keystr(path)

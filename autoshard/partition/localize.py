@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ class LocalStep:
     The graph takes the tensors of `inputs` that are no tangents, then the rank's coordinates, on the program's device
     and on the host, and the step's seed, then the tangents; it returns the tensors of `outputs`, forward ones first. It
     `repeats` work where the backward half gathers again what the forward half had gathered, or runs operators again.
-    Where the ranks of an axis hold shares of their own of a dynamic size, it is `shared`.
+    Where the ranks of an axis hold shares of their own of a dynamic size, it is `shared`. `gradient_sources` are the
+    outputs whose tangents a gradient is made of, by the gradient's name.
     """
 
     graph_module: fx.GraphModule
@@ -80,6 +81,7 @@ class LocalStep:
     outputs: tuple[Border, ...]
     repeats: bool = False
     shared: SharedAxis | None = None
+    gradient_sources: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def forward_outputs(self) -> tuple[Border, ...]:
@@ -153,7 +155,8 @@ class Localizer:
         module = unwritten(self.emit.graph)
         again = any(key.endswith("@backward") for key in self.flow.decisions.hubs)
         again = again or bool(self.flow.graph.recomputed)
-        return LocalStep(module, tuple(inputs), tuple(outputs), again, self._shared)
+        sources = self.flow.graph.gradient_sources
+        return LocalStep(module, tuple(inputs), tuple(outputs), again, self._shared, sources)
 
     def _deliver(self, value: Value) -> None:
         """Bring a value that the step hands back to where it is wanted, as soon as it is made.

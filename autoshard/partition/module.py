@@ -235,6 +235,10 @@ class Runtime:
             self._served[signature] = found.before(first.all())
         return found
 
+    def known(self, signature: Hashable) -> tuple[Served, ...]:
+        """All that serve calls of a signature, in whatever state of the module."""
+        return self._served[signature].all() if signature in self._served else ()
+
     def prepare(
         self,
         args: tuple[Any, ...],
@@ -246,7 +250,7 @@ class Runtime:
     ) -> Served:
         """Capture, plan and partition a call whose tensors have global shapes; serve calls of the signature with it."""
         self._check_parameters()
-        known = () if signature not in self._served else self._served[signature].all()
+        known = self.known(signature)
         check_own_changes([served.graph.state for served in known])
         check_conditions([served.graph.state.conditions for served in known])
         start = time.perf_counter()

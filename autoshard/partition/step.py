@@ -277,8 +277,9 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
     names = [border.name for border in program.step.forward_outputs]
     given = dict(zip(names, gradients, strict=True))
     expected = [border.name for border in program.step.tangents]
+    step = program.step
     if any(gradient is not None and name not in expected for name, gradient in given.items()):
-        results = _differentiate_all(ctx, program, given)
+        step, results = _differentiate_all(ctx, program, given)
     else:
         saved = list(ctx.saved_tensors[: ctx.count])
         ctx.maybe_clear_saved_tensors()  # unless the graph is to be kept
@@ -291,8 +292,15 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
             made, others = program.backward_of_inputs(saved, tangents, ctx.sizes)
             program.later.append(lambda: parameters.rest(others))
         results = {names[place]: gradient for place, gradient in made.items()}
+    arrived = {name for name, gradient in given.items() if gradient is not None}
+    takes_part = {name for name, sources in step.gradient_sources.items() if sources & arrived}
     primals = [border for border in program.step.inputs if border.kind != "tangent"]
-    return [_handed_back(program, at(border, ctx.sizes), results.get(border.name)) for border in primals]
+    return [
+        _handed_back(program, at(border, ctx.sizes), results[border.name])
+        if border.name in results and border.name in takes_part  # autograd leaves the gradient of all else as it is
+        else None
+        for border in primals
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +392,9 @@ def _kept(program: Program, locals_: Sequence[torch.Tensor]) -> list[torch.Tenso
     ]
 
 
-def _differentiate_all(ctx: Any, program: Program, given: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+def _differentiate_all(
+    ctx: Any, program: Program, given: dict[str, torch.Tensor | None]
+) -> tuple[LocalStep, dict[str, torch.Tensor]]:
     """Gradients when more than the loss was differentiated: the general program, forward again and backward."""
     assert program.general is not None
     assert ctx.whole is not None
@@ -397,7 +407,7 @@ def _differentiate_all(ctx: Any, program: Program, given: dict[str, torch.Tensor
     _, saved = general.forward(ctx.whole, ctx.sizes, ctx.seed)
     gradients = general.backward(list(saved), [given[border.name] for border in general.step.tangents], ctx.sizes)
     names = (border.name for border in general.step.outputs if border.kind == "gradient")
-    return dict(zip(names, gradients, strict=True))
+    return general.step, dict(zip(names, gradients, strict=True))
 
 
 def _handed_back(program: Program, border: Border, gradient: torch.Tensor | None) -> torch.Tensor | None:

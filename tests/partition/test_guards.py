@@ -190,6 +190,36 @@ def test_a_state_that_comes_back_has_its_program(mesh: DeviceMesh) -> None:
     assert _programs(module) == 3
 
 
+class SetsOnce(nn.Module):
+    """As classifiers of Hugging Face, which set the kind of their loss when they are first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.kind: str | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.kind = self.kind or "square"
+        y = self.linear(x)
+        return y.square().mean(), y
+
+
+def test_a_state_with_an_equal_graph_is_not_planned_again(mesh: DeviceMesh) -> None:
+    module, x = SetsOnce(), _x()
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
+    for index in (0, 0, 1):
+        if index:  # this call differentiates more than the loss
+            (served,) = vars(module)["_autoshard_runtime"]._served.values()
+            first, second = served.all()
+            assert first.program.halves is second.program.halves
+        for each in (module, alone):
+            each.zero_grad()
+            each(x)[index].sum().backward()
+        for held in per_rank(whole(module.linear.weight.grad), mesh).values():
+            torch.testing.assert_close(held, alone.linear.weight.grad, **TOLERANCE)
+
+
 def test_what_forward_does_not_read_is_no_state(mesh: DeviceMesh) -> None:
     module, alone = _pair(mesh)
     module.part.unread = 7

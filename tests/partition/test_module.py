@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -321,6 +321,37 @@ def test_outputs_that_nothing_trained_leads_to_require_no_gradient(mesh: DeviceM
     assert not table.requires_grad
     (result * table).sum().backward()
     assert module.linear.weight.grad is not None
+
+
+class _TwoHeads(nn.Module):
+    """Returns what two heads make; with a loss of the first where `loss`."""
+
+    def __init__(self, loss: bool) -> None:
+        super().__init__()
+        self.body, self.first, self.second = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.body(x).tanh()
+        first, second = self.first(hidden), self.second(hidden)
+        return ((first.square().mean(),) if self.loss else ()) + (first, second)
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_what_takes_no_part_in_a_loss_has_no_gradient(mesh: DeviceMesh, loss: bool) -> None:
+    module, x = _TwoHeads(loss), torch.randn(4, 4, dtype=torch.float64)
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(module, mesh, (x,))
+    ends: list[Callable[..., torch.Tensor]] = [lambda *results: results[-2].sum(), lambda *results: results[-1].sum()]
+    for end in ends:
+        for one in (module, alone):
+            end(*one(x)).backward()
+        for (name, ours), theirs in zip(module.named_parameters(), alone.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), name
+            if theirs.grad is not None:
+                _same(ours.grad, theirs.grad, mesh)
+        for one in (module, alone):
+            one.zero_grad()
 
 
 def test_attributes_that_a_graph_holds_move_to_the_device_of_the_mesh() -> None:

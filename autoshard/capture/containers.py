@@ -1,0 +1,102 @@
+"""Containers of tensors beyond those that `torch.export` takes: dataclasses, and types registered without keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autoshard.capture._torch import pytree
+
+Path = tuple[Any, ...]
+
+
+def leaves_by_path(tree: Any) -> list[tuple[Path, Any]]:
+    """Return the leaves of a tree with their paths of pytree keys, as `tree_flatten_with_path` does.
+
+    Types that were registered without keys, such as the outputs of diffusers, are known by the keys of a mapping or by
+    position.
+    """
+    found: list[tuple[Path, Any]] = []
+    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=_is_keyless)[0]:
+        if not _is_keyless(leaf):
+            found.append((path, leaf))
+            continue
+        parts, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
+        mapped = isinstance(leaf, Mapping) and len(leaf) == len(parts)
+        keys = [pytree.MappingKey(key) for key in leaf] if mapped else map(pytree.SequenceKey, range(len(parts)))
+        for key, part in zip(keys, parts, strict=True):
+            found += [((*path, key, *rest), value) for rest, value in leaves_by_path(part)]
+    return found
+
+
+def leaf_name(path: Path) -> str:
+    """Return a readable name of a leaf of an output, such as `loss`, `hidden_states[0]` or `output[1]`."""
+    first = path[0] if path else None
+    if isinstance(first, pytree.MappingKey):
+        return str(first.key) + pytree.keystr(path[1:])
+    if isinstance(first, pytree.GetAttrKey):
+        return first.name + pytree.keystr(path[1:])
+    return "output" + pytree.keystr(path)
+
+
+def _is_keyless(node: Any) -> bool:
+    known = pytree.SUPPORTED_NODES.get(type(node))
+    return known is not None and known.flatten_with_keys_fn is None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """The fields of a dataclass whose type `torch.utils._pytree` does not know, as a container that it knows."""
+
+    kind: type[Any]
+    fields: dict[str, Any]
+
+    @staticmethod
+    def unflatten(values: Iterable[Any], context: tuple[type[Any], tuple[str, ...]]) -> Record:
+        """Return a record of these values; `context` is the type of the dataclass and the names of the fields."""
+        return Record(context[0], dict(zip(context[1], values, strict=True)))
+
+    def restore(self) -> Any:
+        """Return the dataclass with these fields; as for copies, `__init__` is not called."""
+        made: Any = object.__new__(self.kind)
+        for name, value in self.fields.items():
+            object.__setattr__(made, name, restore_dataclasses(value))
+        return made
+
+
+pytree.register_pytree_node(
+    Record,
+    lambda record: (list(record.fields.values()), (record.kind, tuple(record.fields))),
+    Record.unflatten,
+    serialized_type_name="autoshard.capture.containers.Record",
+    flatten_with_keys_fn=lambda record: (
+        [(pytree.GetAttrKey(name), value) for name, value in record.fields.items()],
+        (record.kind, tuple(record.fields)),
+    ),
+)
+
+
+def record_dataclasses(tree: Any) -> Any:
+    """Return the tree with a `Record` for every dataclass whose type is not registered; itself where there is none."""
+    if not any(map(_is_dataclass, pytree.tree_leaves(tree))):
+        return tree
+    return pytree.tree_map(lambda leaf: _record(leaf) if _is_dataclass(leaf) else leaf, tree)
+
+
+def _is_dataclass(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, dict, list, tuple))
+
+
+def _record(leaf: Any) -> Record:
+    names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
+    return Record(type(leaf), {name: record_dataclasses(getattr(leaf, name)) for name in names})
+
+
+def restore_dataclasses(tree: Any) -> Any:
+    """Return the tree with the dataclasses that `record_dataclasses` found in it."""
+    return pytree.tree_map(
+        lambda leaf: leaf.restore() if isinstance(leaf, Record) else leaf,
+        tree,
+        is_leaf=lambda node: isinstance(node, Record),
+    )
