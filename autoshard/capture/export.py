@@ -108,7 +108,7 @@ def export_forward(
         capturable_flex_attention(),
         Exportable(),
         regions.watching(),
-        HostRandom().watching(twin),
+        HostRandom(state.mutations).watching(twin),
         reads.watching(twin),
         unconverted_modules(),
         state.watching(),

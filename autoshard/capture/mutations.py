@@ -17,9 +17,10 @@ from autoshard.capture._torch import FakeTensor, storage_of, traced_node
 from autoshard.capture.counters import FILLED, Blind, Counter, blind, filling
 from autoshard.capture.failure import code_line, node_line
 from autoshard.capture.guards import ABSENT, CONTAINERS, copied, is_alike, is_plain
-from autoshard.capture.reachable import MODULE_STATE, Place, Reachable, elements
+from autoshard.capture.reachable import MODULE_STATE, NumPyGenerator, Place, Reachable, elements
 from autoshard.errors import CaptureError
 
+_NOTHING: Mapping[Any, Any] = {}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -163,7 +164,7 @@ class Mutations:
         depended: list[str],
     ) -> None:
         reachable.bind(copies)
-        self._reachable, self._modules = reachable, modules
+        self._reachable, self._copies, self._modules = reachable, copies, modules
         self._counting, self._depended = counting, depended
         self._numbers: dict[str, Tensor] = {}
         self._originals: list[tuple[Place, Any, Any]] = []  # what stand-ins are for
@@ -254,11 +255,16 @@ class Mutations:
                     "in forward, by torch.autograd.grad."
                 )
 
+    def generators(self) -> Iterator[tuple[str, NumPyGenerator]]:
+        """NumPy's generators of random numbers that the call can reach, with their paths."""
+        for path, generator in self._reachable.generators:
+            yield path, self._copies.get(id(generator), generator)
+
     def check_traced(self, tensor: Tensor, path: str, line: str = "") -> None:
         """`CaptureError` if a tensor that the call leaves somewhere is none that its graph computes."""
         if isinstance(tensor, FakeTensor) and traced_node(tensor) is None and id(tensor) not in self._known:
             raise CaptureError(
-                f"{line or self._line(path, {})} keeps a tensor in {path} that forward does not compute: a hook, the "
+                f"{line or self.line_of(path)} keeps a tensor in {path} that forward does not compute: a hook, the "
                 "backward of a function, or a transform of torch.func does, for which the graph has no place. Let "
                 "forward compute it, with torch.autograd.grad where it is a gradient, or look at gradients behind "
                 "backward(), in .grad."
@@ -313,7 +319,7 @@ class Mutations:
         *,
         is_blind: bool = False,
     ) -> Mutation:
-        line = self._line(path, changed)
+        line = self.line_of(path, changed)
         old = {id(value): key for key, value in place.before.items() if not is_plain(value)} if place.is_ordered else {}
         entries = {}
         for key, value in changed.items():
@@ -370,7 +376,7 @@ class Mutations:
             )
         return value
 
-    def _line(self, path: str, changed: Mapping[Any, Any]) -> str:
+    def line_of(self, path: str, changed: Mapping[Any, Any] = _NOTHING) -> str:
         """The user's line that changes something: one that names it, if there is one."""
         names = {path.partition("[")[0].rpartition(".")[2], *(key for key in changed if isinstance(key, str))}
         instructions = [(code, one) for code in self._reachable.codes for one in dis.get_instructions(code)]

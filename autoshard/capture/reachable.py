@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from autoshard.capture.failure import is_users_file
@@ -18,6 +19,8 @@ FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "thre
 
 MODULE_STATE = frozenset({"__dict__", "__class__", *vars(nn.Module())})
 """Attributes that every module has."""
+
+NumPyGenerator = np.random.Generator | np.random.RandomState
 
 _DEPTH = 4  # of objects that hold objects
 _MOST = 20_000  # objects that are looked at, and functions
@@ -165,12 +168,14 @@ class Reachable:
         inside: those of the module.
         outside: variables of functions, attributes of classes, and what these hold.
         codes: the code of the user's that was met.
+        generators: NumPy's generators of random numbers, with their paths.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.inside: list[Place] = []
         self.outside: list[Place] = []
         self.codes: list[types.CodeType] = []
+        self.generators: list[tuple[str, NumPyGenerator]] = []
         self._places = self.inside
         self._known: set[Any] = set()
         self._classes: list[type] = []
@@ -222,6 +227,9 @@ class Reachable:
             self._meet(value)
         elif isinstance(value, type):
             self._classes.append(value)
+        elif isinstance(value, NumPyGenerator):
+            if self._is_new(value):
+                self.generators.append((path, value))
         elif isinstance(value, (list, deque, set, dict)):
             if depth <= _DEPTH and self._is_new(value):
                 self._places.append(Place(path, value, root=root))
