@@ -73,7 +73,7 @@ def anomalies_are_found() -> None:
 
 
 def foreach_steps_before_backward_are_refused() -> None:
-    module, x = parallelized({"*.weight": Shard(0)})
+    module, x = parallelized({"*": Replicate()})
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=True)
     module(x).backward()
     loss = module(x)
