@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -84,8 +85,19 @@ def serve(module: nn.Module) -> None:
         if held and optimizer not in ready:
             ready.add(optimizer)
             checkpointable(optimizer)
+            optimizer.register_step_post_hook(_count_changes)
 
     weakref.finalize(module, register_optimizer_step_pre_hook(before_step).remove)
+
+
+def _count_changes(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let autograd know that `foreach` operators have changed parameters: it does not see that of a `DTensor`.
+
+    So a backward of a forward before the step is refused as on one device.
+    """
+    for group in optimizer.param_groups:
+        if group.get("foreach"):
+            increment_version([one for one in group["params"] if isinstance(one, DTensor) and one.grad is not None])
 
 
 _WHOLE_ONLY = (Adafactor, Rprop)

@@ -72,6 +72,16 @@ def anomalies_are_found() -> None:
         (module(x) * torch.nan).backward()
 
 
+def foreach_steps_before_backward_are_refused() -> None:
+    module, x = parallelized({"*": Replicate()})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=True)
+    module(x).backward()
+    loss = module(x)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def resizing_is_refused() -> None:
     module, _ = parallelized({})
     with pytest.raises(InputError, match=r"Call resize_token_embeddings before autoshard.parallelize"):
@@ -83,6 +93,7 @@ def all_of_it() -> None:
     sharded_steps_are_refused()
     whole_parameters_step()
     anomalies_are_found()
+    foreach_steps_before_backward_are_refused()
     resizing_is_refused()
 
 

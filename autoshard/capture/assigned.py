@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from autoshard.capture._torch import without_root_buffers
 from autoshard.capture.calls import Attribute
 from autoshard.capture.failure import running_line
+from autoshard.capture.mutations import Mutations
 from autoshard.errors import CaptureError
 
-_ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (?:was|were) assigned during export")
-_WEIGHT_LISTS = re.compile(r"_flat_weights\[\d+\]")  # of recurrent modules: the same again when torch.export is done
+_ASSIGNED = "The tensor attribute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +44,18 @@ class AssignedTensors:
     Args:
         root: the module, before its call.
         checked: gives, once the call is done, flags that are returned behind everything else.
+        mutations: what sees which tensors the call leaves in other objects.
 
     Attributes:
         found: the attributes that the call set to tensors.
         buffers: the buffers that it set to other tensors, which are returned behind those of `found`.
     """
 
-    def __init__(self, root: nn.Module, checked: Callable[[], Sequence[torch.Tensor]] = tuple) -> None:
+    def __init__(
+        self, root: nn.Module, mutations: Mutations, checked: Callable[[], Sequence[torch.Tensor]] = tuple
+    ) -> None:
         self.root = root
+        self._mutations = mutations
         self._checked = checked
         self.before = dict(_tensors(root))
         self.found: tuple[Attribute, ...] = ()
@@ -63,6 +66,7 @@ class AssignedTensors:
     def _begin(self, *_: Any) -> None:
         """Remember the buffers as the call finds them: torch.export has put others in the place of the module's."""
         self._held = dict(_buffers(self.root))
+        self._mutations.begin()
 
     def _set(self, module: nn.Module, name: str, buffer: object) -> None:
         self._lines[id(module), name] = running_line()
@@ -70,10 +74,17 @@ class AssignedTensors:
     def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """The output, what attributes and buffers were set to, and flags; the output alone where there is no more."""
         found = {path: value for path, value in _tensors(root) if self.before.get(path) is not value}
-        self.found = tuple(Attribute(path, value.requires_grad) for path, value in found.items())
+        for path, value in found.items():
+            self._mutations.check_traced(value, f"self.{path}")
+        self._mutations.end()
+        kept = self._mutations.kept
+        self.found = (
+            *(Attribute(f"self.{path}", path, value.requires_grad) for path, value in found.items()),
+            *(Attribute(path, None, value.requires_grad) for path, value in kept),
+        )
         buffers = dict(self._new_buffers())
         self.buffers = tuple(buffers)
-        more = tuple(found.values()), tuple(buffers.values()), tuple(self._checked())
+        more = (*found.values(), *(value for _, value in kept)), tuple(buffers.values()), tuple(self._checked())
         return (output, *more) if any(more) else output
 
     def _new_buffers(self) -> Iterator[tuple[SetBuffer, torch.Tensor]]:
@@ -116,7 +127,7 @@ class AssignedTensors:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context of a call of torch.export: its warning of lost assignments names those alone that are lost."""
+        """Context of a call of torch.export."""
         hooks = (
             self.root.register_forward_pre_hook(self._begin),
             self.root.register_forward_hook(self._end),
@@ -124,30 +135,19 @@ class AssignedTensors:
         )
         try:
             with warnings.catch_warnings(record=True) as raised, without_root_buffers():
-                warnings.filterwarnings("always", "The tensor attribute")
+                warnings.filterwarnings("always", _ASSIGNED)
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
         self._tell(raised)
 
-    def _tell(self, raised: list[warnings.WarningMessage]) -> None:
-        """Raise warnings again, of lost assignments only those that are."""
-        names: list[str] = []
+    @staticmethod
+    def _tell(raised: list[warnings.WarningMessage]) -> None:
+        """Raise warnings again, but for those of lost assignments: none is."""
         for warning in raised:
-            match = _ASSIGNED.search(str(warning.message))
-            if match is None:
+            if not str(warning.message).startswith(_ASSIGNED):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-            else:
-                names += match["names"].split(", ")
-        kept = {f"self.{one.path}" for one in self.found}
-        lost = [name for name in names if name not in kept and not _WEIGHT_LISTS.search(name)]
-        if lost:
-            warnings.warn(
-                f"forward of {type(self.root).__name__} keeps tensors in containers ({', '.join(lost)}): the "
-                "parallelised module does not. Return the tensors, or set attributes to them.",
-                stacklevel=4,
-            )
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

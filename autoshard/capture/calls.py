@@ -174,11 +174,17 @@ def _listed(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """An attribute that forward sets to a tensor: its path, such as `layers.0.auxiliary_loss`, and whether gradients
-    flow into it.
+    """A tensor that forward leaves in Python.
+
+    Attributes:
+        name: as a user writes it.
+        path: of the attribute of a module that is set to it, such as `layers.0.auxiliary_loss`; None where it is part
+            of a `Mutation`.
+        differentiable: whether gradients flow into it.
     """
 
-    path: str
+    name: str
+    path: str | None
     differentiable: bool
 
 
@@ -229,7 +235,7 @@ class ResultLayout:
     def names(self) -> tuple[str, ...]:
         """Names of the output tensors, such as `loss`, `output[1]`, `hidden_states[0]` or `self.auxiliary_loss`."""
         returned = (leaf for leaf in self.leaves if isinstance(leaf, str))
-        assigned = (f"self.{attribute.path}" for attribute in self.attributes)
+        assigned = (attribute.name for attribute in self.attributes)
         return (*returned, *assigned, *(f"check {place}" for place in range(len(self.checks))))
 
     def check(self, tensors: list[torch.Tensor]) -> None:
@@ -248,14 +254,15 @@ class ResultLayout:
         leaves = [next(remaining) if isinstance(leaf, str) else leaf.value for leaf in self.leaves]
         return restore_dataclasses(self.structure.unflatten(leaves))
 
-    def assigned(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Paths of attributes and the tensors that they are set to, among all output tensors."""
+    def assigned(self, tensors: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """Paths of attributes and the tensors that they are set to, among all output tensors; those of mutations."""
         end = len(tensors) - len(self.checks)
-        values = tensors[end - len(self.attributes) : end]
-        return {
-            attribute.path: value if attribute.differentiable else value.detach()
-            for attribute, value in zip(self.attributes, values, strict=True)
-        }
+        values = [
+            (attribute, value if attribute.differentiable else value.detach())
+            for attribute, value in zip(self.attributes, tensors[end - len(self.attributes) : end], strict=True)
+        ]
+        attributes = {attribute.path: value for attribute, value in values if attribute.path is not None}
+        return attributes, [value for attribute, value in values if attribute.path is None]
 
 
 def result_names(structure: pytree.TreeSpec) -> list[str]:

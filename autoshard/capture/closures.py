@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from autoshard.capture._torch import pytree, storage_of, version_of
+from autoshard.capture._torch import FakeTensor, pytree, storage_of, version_of
 from autoshard.capture.composites import Exportable, attend
+from autoshard.capture.data_reads import READS
 from autoshard.capture.failure import running_line
 from autoshard.errors import CaptureError
 
@@ -34,6 +35,12 @@ class TensorScope(Exportable):
             raise CaptureError(
                 f"{running_line()} sets the gradient of a tensor in the midst of backward: no graph can hold that. "
                 "Take the tensor as an argument of the function, and return its gradient from backward."
+            )
+        if func in READS and isinstance(args[0], FakeTensor):
+            raise CaptureError(
+                f"{running_line()} asks for the numbers in a tensor in a hook or in a function with its own backward: "
+                "the graph of a step has no place for Python that depends on numbers. Keep them in tensors; gradients "
+                "are found in .grad behind backward(), or in forward, by torch.autograd.grad."
             )
         args, kwargs = pytree.tree_map_only(Tensor, self.resolve, (args, kwargs or {}))
         result = super().__torch_function__(_TRACED_AS.get(func, func), types, args, kwargs)

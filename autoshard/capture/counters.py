@@ -1,9 +1,10 @@
-"""Stand-ins for numbers that `forward` counts with: they note what is done to them, and refuse to be read."""
+"""Stand-ins for numbers and containers that `forward` counts with or fills: they refuse to be read."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -73,3 +74,73 @@ for _name, _operation in _ARITHMETIC.items():
     setattr(Counter, f"__r{_name}__", _arithmetic(_operation, True))
 for _name in READS:
     setattr(Counter, f"__{_name}__", _refuse)
+
+
+Filled = list[Any] | deque[Any] | dict[Any, Any]
+
+
+class Blind:
+    """A container in place of one that `forward` fills.
+
+    It holds one thing that nobody can use, for code in C that reads it unseen.
+
+    Attributes:
+        path: of the attribute or variable.
+        cleared: whether it was.
+        read: filled with the path where anything depended on its contents.
+    """
+
+    path: str
+    cleared: bool
+    read: list[str]
+
+
+def _refuse_contents(container: Any, *_: Any, **__: Any) -> NoReturn:
+    container.read.append(container.path)
+    raise CounterError(container.path)
+
+
+_KEPT = frozenset(
+    {
+        *("__class__", "__new__", "__init__", "__getattribute__", "__setattr__", "__init_subclass__", "__doc__"),
+        *("__subclasshook__", "__class_getitem__", "__dir__", "__delattr__", "__sizeof__", "__hash__"),
+    }
+)
+
+
+def _blind_class(kind: type, writes: Iterable[str]) -> type:
+    def clear(container: Any) -> None:
+        container.cleared = True
+        vars(kind)["clear"](container)
+
+    refused = {name: _refuse_contents for name in dir(kind) if name not in {*_KEPT, *writes}}
+    return type(f"Blind{kind.__name__}", (Blind, kind), {**refused, "clear": clear})
+
+
+_BLIND = {
+    list: _blind_class(list, ("append", "extend")),
+    deque: _blind_class(deque, ("append", "extend")),
+    dict: _blind_class(dict, ("__setitem__", "update")),
+}
+FILLED = (list, deque, dict)
+"""Kinds of containers that a stand-in is for."""
+
+
+def blind(container: Filled, path: str, read: list[str]) -> Filled:
+    """A stand-in for a container of one of the kinds of `FILLED`."""
+    kind = _BLIND[type(container)]
+    nobody = object()
+    made: Any = kind({nobody: nobody}) if isinstance(container, dict) else kind([nobody])
+    made.path, made.cleared, made.read = path, False, read
+    return made
+
+
+def filling(container: Any) -> tuple[dict[Any, Any], bool]:
+    """What was put into a stand-in, by key or position, and whether that is all there is then."""
+    kind = next(kind for kind in FILLED if isinstance(container, kind))
+    first = 0 if container.cleared else 1
+    if isinstance(container, dict):
+        pairs = list(zip(dict.keys(container), dict.values(container), strict=True))[first:]
+    else:
+        pairs = list(enumerate(list(kind.__iter__(container))[first:]))
+    return dict(pairs), container.cleared

@@ -22,7 +22,7 @@ from autoshard.errors import CaptureError
 
 aten = torch.ops.aten
 
-_READS = (
+READS = (
     Tensor.__bool__,
     Tensor.__int__,
     Tensor.__float__,
@@ -32,6 +32,8 @@ _READS = (
     Tensor.is_nonzero,
     torch.is_nonzero,
 )
+"""Functions of Python that ask for the numbers in a tensor."""
+
 _TRUTHS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 
 
@@ -57,20 +59,24 @@ class DataReads(TorchFunctionMode):
 
     Args:
         examples: the tensors of the example by name; those on the meta device and fake ones have no numbers.
+        note_number: is given what else is read, and the tensor.
 
     Attributes:
         assumptions: what runs of the graph have to check.
     """
 
-    def __init__(self, examples: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, examples: Mapping[str, Tensor], note_number: Callable[[Any, Tensor], None] = lambda *_: None
+    ) -> None:
         super().__init__()
+        self._note_number = note_number
         self.assumptions: list[Assumption] = []
         self._examples = examples
         self._inputs: dict[fx.Node, tuple[str, Tensor | None]] = {}
         self._program: InputProgram | None = None
         self._running = False
         self._handlers: dict[Any, Callable[..., Any]] = {
-            **{read: partial(self._number, read) for read in _READS},
+            **{read: partial(self._number, read) for read in READS},
             torch._assert: self._assert,
             Tensor.__getitem__: self._item,
             Tensor.__setitem__: self._set_item,
@@ -164,7 +170,11 @@ class DataReads(TorchFunctionMode):
         """A Python value of a tensor."""
         copy = self._answer(tensor)
         if copy is None:
-            return self._assumed(tensor) if read in _TRUTHS else read(tensor, *args, **kwargs)
+            if read in _TRUTHS:
+                return self._assumed(tensor)
+            number = read(tensor, *args, **kwargs)
+            self._note_number(number, tensor)
+            return number
         assert self._program is not None
         if read in _TRUTHS:
             copy = copy if tensor.dtype is torch.bool else self._program.call(aten.ne.Scalar, copy, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from autoshard.capture.composites import Exportable, replace_composites
 from autoshard.capture.conversions import unconverted_modules
 from autoshard.capture.data_reads import DataReads
 from autoshard.capture.dynamic import Dynamic, export_dynamic
-from autoshard.capture.failure import Regions, node_place, refusing_branches
+from autoshard.capture.failure import Regions, node_line, node_place, refusing_branches
 from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.host_random import HostRandom
@@ -97,10 +97,10 @@ def export_forward(
     `examples` are the inputs by name, as far as they have numbers.
     """
     opaque = OpaqueOutputs()
-    reads = DataReads(examples)
-    assigned = AssignedTensors(twin, lambda: [one.flag for one in reads.assumptions])
+    reads = DataReads(examples, state.mutations.note_number)
+    assigned = AssignedTensors(twin, state.mutations, lambda: [one.flag for one in reads.assumptions])
     twin.register_forward_hook(opaque)
-    calls, regions = PythonCalls(twin), Regions()
+    calls, regions = PythonCalls(twin, state.mutations), Regions()
     with (
         refusing_branches(twin, reads.has_read),
         assigned.watching(),
@@ -108,7 +108,7 @@ def export_forward(
         capturable_flex_attention(),
         Exportable(),
         regions.watching(),
-        HostRandom().watching(twin),
+        HostRandom(state.mutations).watching(twin),
         reads.watching(twin),
         unconverted_modules(),
         state.watching(),
@@ -130,7 +130,7 @@ def export_forward(
     leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
     call = call_layout(twin, structure, leaves)
     graph_module = program.graph_module
-    inputs = _take_inputs(program, names, call, leaves, mode, bool(sizes))
+    inputs = _take_inputs(program, names, call, leaves, mode, bool(sizes), twin, state.mutations.check_constant)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     known = {node: item.value for node, item in zip(placeholders, inputs, strict=True) if item.value is not None}
     replace_position_masks(graph_module.graph, known)
@@ -167,9 +167,17 @@ def _take_inputs(
     leaves: list[Any],
     mode: FakeTensorMode,
     dynamic: bool,
+    twin: nn.Module,
+    check_constant: Callable[[torch.Tensor, str], None],
 ) -> tuple[ExportedInput, ...]:
     """Leave one placeholder per tensor: tied names share one, plain values have none."""
     graph = program.graph_module.graph
+    held = {
+        f"{path}.{name}" if path else name
+        for path, part in twin.named_modules()
+        for name, tensor in vars(part).items()
+        if isinstance(tensor, torch.Tensor)
+    }
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     user = iter(zip(call.leaves, leaves, strict=True))
     seen: dict[tuple[str, str], fx.Node] = {}
@@ -191,8 +199,16 @@ def _take_inputs(
         elif kind == "constant":
             name = str(spec.target)
             constant = program.constants[name]
+            check_constant(constant, node_line(next(iter(node.users), node)))
             fake = fake_like(constant, mode)
             value = None if isinstance(constant, FakeTensor) else constant
+            if value is None and name not in held:
+                what = "reads a tensor without numbers that the graph has no place for"
+                raise CaptureError(
+                    f"{node_place(next(iter(node.users), node), what)}. Inside of torch.vmap and other transforms of "
+                    "torch.func parameters are such: write the operation for a whole batch, with a batch dim. A tensor "
+                    "that an earlier call left in a list or an object is, too: keep it in an attribute of the module."
+                )
         else:
             name = names.first[str(spec.target)]
             fake = names.fakes[name]

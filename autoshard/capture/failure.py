@@ -178,12 +178,23 @@ def node_place(node: fx.Node, what: str) -> str:
     """What is wrong with a node, with its module and the user's line."""
     stack = node.meta.get("nn_module_stack")
     path = next(reversed(stack.values()))[0] if stack else ""
+    line = node_line(node)
+    return f"{node.target} in {path or 'the root module'} {what}" + (f", at {line}" if line else "")
+
+
+def node_line(node: fx.Node) -> str:
+    """Text such as `model.py:12 (y = x + 1)` of the user's line that a node comes from; empty where none is known."""
     frames = [
         traceback.FrameSummary(name, int(number), "", line=source)
         for name, number, source in _TRACED.findall(node.meta.get("stack_trace") or "")
     ]
-    line = _innermost(traceback.StackSummary.from_list(frames))
-    return f"{node.target} in {path or 'the root module'} {what}" + (f", at {line}" if line else "")
+    return _innermost(traceback.StackSummary.from_list(frames))
+
+
+def code_line(filename: str, number: int) -> str:
+    """Text such as `model.py:12 (y = x + 1)` of a line of a file."""
+    source = linecache.getline(filename, number).strip()
+    return f"{filename}:{number}" + (f" ({source})" if source else "")
 
 
 def running_line() -> str:
@@ -196,8 +207,7 @@ def _innermost(frames: traceback.StackSummary) -> str:
     for frame in reversed(frames):
         if not is_users_file(frame.filename):
             continue
-        source = linecache.getline(frame.filename, frame.lineno or 0).strip()
-        return f"{frame.filename}:{frame.lineno}" + (f" ({source})" if source else "")
+        return code_line(frame.filename, frame.lineno or 0)
     return ""
 
 

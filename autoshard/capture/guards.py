@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,17 @@ def is_alike(now: Any, copy: Any) -> bool:
     if isinstance(copy, (float, complex)):
         return repr(now) == repr(copy)  # 0.0 is not -0.0, and nan is nan
     return bool(now == copy)
+
+
+class Holding(Protocol):
+    """State of Python that a graph depends on."""
+
+    @property
+    def path(self) -> str:
+        """As a user writes it."""
+
+    def holds(self) -> bool:
+        """Whether it is as it was."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,15 +174,17 @@ class Guards:
         attributes: tables of attributes, and names that were looked for and not found among them, as the class has
             them; or tables of the attributes of objects, whose names are the same as long as they are as many.
         hooks: tables of hooks.
+        mutations: what the call changes in objects, on which it may depend.
     """
 
     reads: Sequence[Read] = ()
     submodules: Sequence[Table] = ()
     attributes: Sequence[Table] = ()
     hooks: Sequence[Table] = ()
+    mutations: Sequence[Holding] = ()
     _names: dict[str, Any] = field(init=False, default_factory=dict)
     _are_identical: Callable[[], bool] = field(init=False)
-    _slow: list[Read] = field(init=False)
+    _slow: list[Holding] = field(init=False)
     _counted: list[Mapping[str, Any]] = field(init=False)
     _counts: list[int] = field(init=False)
     _live: list[Any] = field(init=False)
@@ -207,7 +220,8 @@ class Guards:
         self._counted = [attributes.table for attributes in self.attributes if attributes.keys_only]
         self._counts = list(map(len, self._counted))
         self._names |= {f"v{number}": read.table.get(read.name) for number, read in enumerate(self.reads)}
-        self._slow = [
+        self._slow = [*self.mutations]
+        self._slow += [
             read
             for read in self.reads
             if isinstance(read.value, Tensor) or (read.size is not None and read.copy is ABSENT)
@@ -242,6 +256,9 @@ class Guards:
         for read in self.reads:
             if not read.holds():
                 yield f"the attribute {read.path}", read.said()
+        for mutation in self.mutations:
+            if not mutation.holds():
+                yield f"the attribute {mutation.path}", "other contents"
         for table in (*self.submodules, *self.attributes, *self.hooks):
             if not table.holds():
                 names = [getattr(one, "__name__", type(one).__name__) for one in table.table.values()]

@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from autoshard.capture._torch import version_of
 from autoshard.capture.closures import FreeTensors, TensorScope
 from autoshard.capture.failure import running_line
+from autoshard.capture.mutations import Mutations
 from autoshard.capture.python_calls import PythonCall, PythonCalls, tensors_of
 from autoshard.errors import CaptureError
 
@@ -88,7 +89,7 @@ def _set_hook(
 
         if isinstance(scope, FreeTensors):
             if owner is _itself:
-                _try_hook(run, tensors[0], call.where)
+                _try_hook(run, tensors[0], call.where, calls.mutations)
         elif not handle.removed:
             getattr(owner(tensors[0]), method)(run)
         return []
@@ -107,11 +108,13 @@ def _grad_fn(tensor: Tensor) -> Any:
     return tensor.grad_fn
 
 
-def _try_hook(run: Hook, tensor: Tensor, where: str) -> None:
+def _try_hook(run: Hook, tensor: Tensor, where: str, mutations: Mutations) -> None:
     """Run a hook for the sake of what it reads; say so if it changes no gradient."""
     gradient = torch.empty_like(tensor, requires_grad=False)
     version = version_of(gradient)
-    if run(gradient) is None and version_of(gradient) == version:
+    with mutations.refusing(where):
+        result = run(gradient)
+    if result is None and version_of(gradient) == version:
         warnings.warn(
             f"the hook of {where} returns None: it runs while the step is captured, without numbers, and not in the "
             "steps themselves.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -16,9 +17,12 @@ from torch import nn
 from autoshard.capture._torch import attribute_patch
 from autoshard.capture.counters import READS, Number
 from autoshard.capture.failure import is_users_file, running_line
+from autoshard.capture.mutations import Mutations
+from autoshard.capture.reachable import NumPyGenerator
 from autoshard.errors import CaptureError
 
 _UNIT = ("rand", "random", "random_sample", "ranf", "sample")  # functions of NumPy that draw from 0 to 1
+_default_rng = np.random.default_rng
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
 
@@ -100,9 +104,16 @@ def _refusal(line: str) -> CaptureError:
 
 
 class HostRandom:
-    """While `forward` is exported, finds what it draws from generators of Python and NumPy that it has not seeded."""
+    """While `forward` is exported, finds what it draws from generators of Python and NumPy that it has not seeded.
 
-    def __init__(self) -> None:
+    Args:
+        mutations: knows the generators of NumPy that `forward` can reach, whose methods can't be replaced: their states
+            are compared.
+    """
+
+    def __init__(self, mutations: Mutations) -> None:
+        self._mutations = mutations
+        self._states: list[tuple[str, NumPyGenerator, bytes]] = []
         self._running = False
         self._seeded: dict[int, object] = {}  # generators that give the same numbers in every call
         self._drawn_by_others = False
@@ -123,9 +134,14 @@ class HostRandom:
 
     def _begin(self, *_: Any) -> None:
         self._state, self._running = _state(), True
+        self._states = [(path, one, pickle.dumps(_state_of(one))) for path, one in self._mutations.generators()]
 
     def _end(self, module: nn.Module, *_: Any) -> None:
         self._running = False
+        for path, generator, state in self._states:
+            if pickle.dumps(_state_of(generator)) != state:
+                _set_state(generator, pickle.loads(state))
+                raise _refusal(self._mutations.line_of(path))
         if not (self._seeded or self._drawn_by_others or _state() == self._state):
             raise _refusal(f"forward of {type(module).__name__}")
 
@@ -149,6 +165,7 @@ class HostRandom:
         for name, value in (("random", drawing), ("getrandbits", drawing_bits), ("seed", seeding)):
             yield kind, name, value
             yield random, name, _bound(value, shared)
+        yield np.random, "default_rng", self._generator
         for name in dir(np.random):
             function = getattr(np.random, name)
             if isinstance(getattr(function, "__self__", None), np.random.RandomState) and not name.endswith("_state"):
@@ -157,6 +174,11 @@ class HostRandom:
             for name in _SEEDS:
                 if hasattr(owner, name):
                     yield owner, name, self._of_torch(getattr(owner, name))
+
+    def _generator(self, seed: Any = None) -> np.random.Generator:
+        if seed is None and self._running and _called_by_user():
+            raise _refusal(running_line())
+        return _default_rng(seed)
 
     def _of_numpy(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         own = function.__self__  # type: ignore[attr-defined]
@@ -203,6 +225,17 @@ class HostRandom:
             return True
         self._drawn_by_others = True
         return False
+
+
+def _state_of(generator: NumPyGenerator) -> Any:
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def _set_state(generator: NumPyGenerator, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def _bound(function: Callable[..., Any], own: object) -> Callable[..., Any]:

@@ -38,6 +38,7 @@ from autoshard.capture.graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import LoweredModule
 from autoshard.capture.order import in_one_order
 from autoshard.capture.python_state import StateWatch
+from autoshard.capture.reachable import Reachable
 from autoshard.capture.symbols import with_sizes
 from autoshard.capture.task_graphs import defaults_of, keeping_marks, marking
 from autoshard.capture.twin import DEVICE, fake_like, fake_twin
@@ -86,11 +87,11 @@ def capture(
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
         InputError: an argument is of a type that cannot be part of a signature.
     """
-    with _surroundings(module, grad):
+    with _surroundings(module, grad) as surroundings:
         mode = fake_mode()
-        twin = fake_twin(module, mode, training)
+        twin, watch = _watched_twin(module, mode, training, counting)
+        surroundings.enter_context(watch.mutations.restoring())
         signature = signature_of(twin, args, kwargs, grad)
-        watch = StateWatch(module, twin, counting)
         exported = _export(twin, args, kwargs, mode, dynamic, mp_policy, watch)
         everything = tuple(True for _ in exported.outputs)
         differentiated = _losses(exported) if tangents == "loss" else everything
@@ -137,11 +138,11 @@ def capture_forward(
     Raises:
         CaptureError, InputError: as for `capture`.
     """
-    with _surroundings(module, grad):
+    with _surroundings(module, grad) as surroundings:
         mode = fake_mode()
-        twin = fake_twin(module, mode, None)
+        twin, watch = _watched_twin(module, mode, None, counting)
+        surroundings.enter_context(watch.mutations.restoring())
         signature_of(twin, args, kwargs, grad)  # refuses what no call can be known by
-        watch = StateWatch(module, twin, counting)
         exported = with_copies(_export(twin, args, kwargs, mode, dynamic, mp_policy, watch))
         if exported.dynamic:
             exported = _with_sizes(exported)
@@ -156,6 +157,15 @@ def capture_forward(
         if again[0].state.counted and again[0].graph_module.code == exported.graph_module.code:
             return again
     return found
+
+
+def _watched_twin(
+    module: nn.Module, mode: FakeTensorMode, training: bool | None, counting: Sequence[str]
+) -> tuple[nn.Module, StateWatch]:
+    """A fake twin, and what watches its state of Python."""
+    reachable, copies = Reachable(module), dict[int, Any]()
+    twin = fake_twin(module, mode, training, held=reachable.tensors(), copies=copies)
+    return twin, StateWatch(module, twin, reachable, copies, counting)
 
 
 def _counted(graph: JointGraph, capture_again: Callable[[Sequence[str]], JointGraph]) -> JointGraph:
@@ -221,7 +231,7 @@ def _export(
 
 
 @contextlib.contextmanager
-def _surroundings(module: nn.Module, grad: bool) -> Iterator[None]:
+def _surroundings(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitStack]:
     """Nothing of the caller's modes reaches the capture: grad mode, dispatch modes, default device.
 
     Whatever goes wrong in it is a `CaptureError` that names the line of the user's code.
@@ -239,7 +249,7 @@ def _surroundings(module: nn.Module, grad: bool) -> Iterator[None]:
             stack.enter_context(capturing())
             stack.enter_context(no_accumulation())
             stack.enter_context(marking())
-            yield
+            yield stack
     except AutoshardError:
         raise
     except ModelError as error:

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from autoshard.capture._torch import FakeTensor, outside_modes, pytree, version_of
 from autoshard.capture.closures import FreeTensors, Substitution, TensorScope
 from autoshard.capture.failure import running_line
+from autoshard.capture.mutations import Mutations
 from autoshard.errors import CaptureError
 
 Body = Callable[[list[Tensor], list[int], TensorScope], list[Tensor]]
@@ -98,11 +99,13 @@ class PythonCalls:
 
     Attributes:
         root: the exported module.
+        mutations: what is done to the objects of Python meanwhile.
         named: its parameters and buffers, by name, as they are outside of the export.
         calls: by the number in the operator.
     """
 
     root: nn.Module
+    mutations: Mutations
     named: dict[str, Tensor] = field(init=False)
     calls: list[PythonCall] = field(default_factory=list)
 
@@ -123,7 +126,7 @@ class PythonCalls:
             CaptureError: the code changes a tensor in place, and neither returns it nor says `ctx.mark_dirty`.
         """
         given = list(tensors)
-        free = _try_call(call, given, list(sizes))
+        free = _try_call(call, given, list(sizes), self.mutations)
         named = {id(tensor): name for name, tensor in _named(self.root)}
         for tensor in free:
             name = named.get(id(tensor))
@@ -142,14 +145,15 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     )
 
 
-def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
+def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int], mutations: Mutations) -> list[Tensor]:
     """Run the code and its backward unseen by the export; the tensors that it reads besides its arguments."""
     scope = FreeTensors([] if call.has_effect else tensors)  # a hook is given no more than a gradient
     versions = [version_of(tensor) for tensor in tensors]
     mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), contextlib.nullcontext())
     with outside_modes(), mode:
         results = call.body(tensors, sizes, scope)
-        _differentiate(results, tensors)
+        with mutations.refusing(call.where):
+            _differentiate(results, tensors)
     kept = {id(result) for result in results}
     changed = [tensor for tensor, version in zip(tensors, versions, strict=True) if version_of(tensor) != version]
     if any(id(tensor) not in kept for tensor in changed) or scope.changed():

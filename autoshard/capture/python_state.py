@@ -17,18 +17,19 @@ from torch import Tensor, nn
 
 from autoshard.capture._torch import around_dynamo, attribute_patch, pytree
 from autoshard.capture.conditions import Conditions
-from autoshard.capture.counters import Counter
+from autoshard.capture.counters import FILLED, Blind, Counter
 from autoshard.capture.failure import running_line
 from autoshard.capture.guards import ABSENT, CONTAINERS, HOOKS, Guards, Read, Table, copied, is_alike, is_plain
+from autoshard.capture.mutations import Mutation, Mutations
+from autoshard.capture.reachable import FOREIGN, MODULE_STATE, Reachable, is_object
 from autoshard.errors import InputError
 
 # Of the attributes that every module has: training flags are part of a call's signature, parameters and buffers are
 # inputs of the graph, submodules and hooks are guarded as tables.
-_OWN = frozenset({"__dict__", "__class__", *vars(nn.Module())})
+_OWN = MODULE_STATE
 _METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module
 _MOST_STATES = 4  # graphs of one kind of call that its own changes of what it reads may ask for
 _DEPTH = 4  # of objects that hold objects
-_FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +76,7 @@ class PythonState:
     Attributes:
         guards: what of it the graph depends on.
         effects: what a call changes in it.
+        mutations: what it does to objects beside that, with tensors that it computes.
         counters: paths of numbers that the call reads and sets to others.
         counted: whether these are counters, on which nothing depends.
         conditions: what of the numbers in its inputs the graph depends on.
@@ -82,20 +84,25 @@ class PythonState:
 
     guards: Guards = field(default_factory=Guards)
     effects: tuple[Effect, ...] = ()
+    mutations: tuple[Mutation, ...] = ()
     counters: tuple[str, ...] = ()
     counted: bool = False
     conditions: Conditions = field(default_factory=Conditions)
 
-    def leave(self) -> None:
-        """Change the state as a call does."""
+    def leave(self, tensors: Sequence[Tensor] = ()) -> None:
+        """Change the state as a call does that computes these tensors for mutations."""
         results = [effect.result() for effect in self.effects]
+        contents = [mutation.result(tensors) for mutation in self.mutations]
         for effect, result in zip(self.effects, results, strict=True):
             effect.apply(result)
+        for mutation, content in zip(self.mutations, contents, strict=True):
+            mutation.apply(content)
 
-    def own_changes(self) -> list[Effect]:
+    def own_changes(self) -> list[Effect | Mutation]:
         """The effects of such calls by which the guards do not hold now."""
         changed = {subject for subject, _ in self.guards.changed()}
-        return [effect for effect in self.effects if f"the attribute {effect.path}" in changed]
+        effects: list[Effect | Mutation] = [*self.effects, *self.mutations]
+        return [effect for effect in effects if f"the attribute {effect.path}" in changed]
 
 
 def check_own_changes(known: Sequence[PythonState]) -> None:
@@ -112,8 +119,8 @@ def check_own_changes(known: Sequence[PythonState]) -> None:
             raise InputError(
                 f"forward reads {effect.path} and changes it in every call{where}, and what it computes depends on it: "
                 f"each value would need a program of its own, and there are {count}. Keep the number in a buffer "
-                f'(self.register_buffer("{effect.name}", torch.zeros(()))) and change that in forward, or change the '
-                "attribute outside of forward, to few values."
+                f'(self.register_buffer("{effect.name}", torch.zeros(()))) and change that in forward; change the '
+                "attribute outside of forward, to few values; or fill a container without looking into it."
             )
 
 
@@ -146,13 +153,24 @@ class StateWatch:
     Args:
         module: what the twin is one of: guards and effects are about this.
         twin: the twin.
-        counting: paths of numbers in whose place counters stand, to find out whether anything depends on them.
+        reachable: the objects that code of the module can reach.
+        copies: what the twin has in the place of the module's objects, by their `id`.
+        counting: paths of numbers and containers in whose place stand-ins are, to find out whether anything depends on
+            them.
 
     Attributes:
         depended: paths of these on which something did depend.
+        mutations: what is done to objects.
     """
 
-    def __init__(self, module: nn.Module, twin: nn.Module, counting: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        twin: nn.Module,
+        reachable: Reachable,
+        copies: Mapping[int, Any],
+        counting: Sequence[str] = (),
+    ) -> None:
         originals = dict(module.named_modules())
         self._root = twin
         self._parts = {
@@ -164,10 +182,12 @@ class StateWatch:
         self._counting = counting
         self._origins: dict[str, tuple[dict[str, Any], str]] = {}
         self.depended: list[str] = []
+        modules = {id(part.twin): part.original for part in self._parts.values()}
+        self.mutations = Mutations(reachable, copies, modules, counting, self.depended)
         for part in self._parts.values():
-            for name in vars(part.twin):
+            for name, value in vars(part.twin).items():
                 path = f"{part.path}.{name}"
-                if path in counting:
+                if path in counting and type(value) not in FILLED:
                     self._origins[path] = vars(part.original), name
                     vars(part.twin)[name] = Counter(path, (), self.depended)
 
@@ -202,6 +222,8 @@ class StateWatch:
         for part in self._parts.values():
             for name in dict.fromkeys([*part.lines, *part.read]):
                 value = vars(part.twin).get(name, ABSENT)
+                if isinstance(value, Blind):
+                    continue
                 if name in part.lines or isinstance(value, (*CONTAINERS, Counter)):
                     part.ends[name] = value if isinstance(value, (Counter, torch.SymInt)) else self._copied(value)
 
@@ -258,8 +280,12 @@ class StateWatch:
             for effect in effects
             if effect.path in numbers and effect.line and not is_alike(effect.value, numbers[effect.path])
         )
-        guards = Guards(reads, found.submodules, found.attributes, found.hooks)
-        return PythonState(guards, tuple(effects), counters, bool(self._counting) and not self.depended)
+        filled = (effect.path for effect in effects if type(effect.value) in FILLED and not effect.line)
+        counters = (*counters, *filled, *self.mutations.counters())
+        mutations = tuple(self.mutations.found)
+        dependent = [mutation for mutation in mutations if not mutation.is_blind]
+        guards = Guards(reads, found.submodules, found.attributes, found.hooks, dependent)
+        return PythonState(guards, tuple(effects), mutations, counters, bool(self._counting) and not self.depended)
 
     def _effects(self, part: _Part) -> Iterator[Effect]:
         """What the call left in the attributes of a module."""
@@ -269,13 +295,13 @@ class StateWatch:
             if isinstance(value, Counter):
                 if value.steps or value.path != path:
                     yield Effect(path, held, name, value, self._origins[value.path], line)
-            elif isinstance(value, torch.SymInt):
+            elif isinstance(value, torch.SymInt) and not self.mutations.knows_number(value):
                 warnings.warn(
                     f"{line} sets {path} to a size that calls may change: the parallelised module does not. Return "
                     "the size, or leave it out of dynamic.",
                     stacklevel=2,
                 )
-            elif value is ABSENT or isinstance(value, nn.Module):
+            elif value is ABSENT or isinstance(value, (nn.Module, torch.SymInt)):
                 continue  # tensors are outputs of the graph; no object of the twin's is the module's
             elif line or (name not in _OWN and name in held and not is_alike(held[name], value)):
                 yield Effect(path, held, name, value, None, line)
@@ -323,7 +349,8 @@ class _Found:
         for name in names:
             if name in held:
                 if name != "_modules":
-                    self._value(f"{path}.{name}", held, name, vars(part.twin).get(name))
+                    twin = vars(part.twin).get(name)
+                    self._value(f"{path}.{name}", held, name, None if isinstance(twin, Blind) else twin)
             elif name in module._buffers:
                 if module._buffers[name] is None:
                     self._value(f"{path}.{name}", module._buffers, name)
@@ -337,7 +364,7 @@ class _Found:
     def _of_class(self, kind: type, name: str) -> None:
         owner = next((one for one in kind.__mro__ if name in vars(one)), None)
         known = owner is None or (id(owner), name) in self._known
-        if owner is not None and not known and owner.__module__.split(".")[0] not in _FOREIGN:
+        if owner is not None and not known and owner.__module__.split(".")[0] not in FOREIGN:
             self._known.add((id(owner), name))
             self.reads.append(Read(f"{owner.__name__}.{name}", vars(owner), name))
 
@@ -359,15 +386,10 @@ class _Found:
             others = twin if isinstance(twin, (list, tuple)) and len(twin) == len(value) else [None] * len(value)
             for place, (one, other) in enumerate(zip(value, others, strict=True)):
                 self._inside(f"{path}[{place}]", one, other, depth + 1)
-        elif _is_object(value) and (id(value), "") not in self._known:
+        elif is_object(value) and (id(value), "") not in self._known:
             self._known.add((id(value), ""))
             self.objects.append((path, twin, value))
             self.attributes.append(Table(path, "attributes", vars(value), keys_only=True))
             for name in list(vars(value)):
                 inner = getattr(twin, "__dict__", {}).get(name)
                 self._value(f"{path}.{name}", vars(value), name, inner, depth + 1)
-
-
-def _is_object(value: object) -> bool:
-    """Whether a value is an object of the user's that has attributes."""
-    return type(value).__module__.split(".")[0] not in _FOREIGN and isinstance(getattr(value, "__dict__", None), dict)

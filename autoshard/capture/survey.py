@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from autoshard.capture._torch import (
     survey_mode,
 )
 from autoshard.capture.failure import running_line, user_line
+from autoshard.capture.reachable import Reachable
 from autoshard.capture.twin import fake_like, fake_twin
 
 aten = torch.ops.aten
@@ -72,9 +74,11 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     Raises:
         CaptureError: the module cannot be copied, or has parameters without a shape.
     """
-    mode = survey_mode()
-    with outside_modes():
-        twin = fake_twin(module, mode, None, one_device=False)
+    mode, reachable, copies = survey_mode(), Reachable(module), dict[int, Any]()
+    with outside_modes(), contextlib.ExitStack() as stack:
+        twin = fake_twin(module, mode, None, one_device=False, held=reachable.tensors(), copies=copies)
+        reachable.bind(copies)
+        stack.callback(reachable.restore)
         fake_args, fake_kwargs = pytree.tree_map_only(
             torch.Tensor, lambda leaf: fake_like(leaf, mode), (args, dict(kwargs))
         )

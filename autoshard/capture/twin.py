@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,10 +23,26 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def fake_twin(module: nn.Module, mode: FakeTensorMode, training: bool | None, *, one_device: bool = True) -> nn.Module:
+def fake_twin(
+    module: nn.Module,
+    mode: FakeTensorMode,
+    training: bool | None,
+    *,
+    one_device: bool = True,
+    held: Iterable[torch.Tensor] = (),
+    copies: dict[int, Any] | None = None,
+) -> nn.Module:
     """A copy of `module` with fake parameters and buffers; nothing of the module is touched or copied.
 
     Tied tensors stay tied. A `forward` that autoshard set on the instance gives way to the one that the module had.
+
+    Args:
+        module: the module.
+        mode: of the fake tensors.
+        training: whether the copy is in training mode; as the module is when None.
+        one_device: whether all parameters have to be on one device.
+        held: tensors in containers and objects of the module.
+        copies: filled with what the copy has in the place of objects, by their `id`.
 
     Raises:
         CaptureError: parameters have no shape yet, or are on different devices though `one_device` is asked for; or
@@ -34,10 +50,10 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode, training: bool | None, *,
     """
     for fault in parameter_faults(module) if one_device else _shapeless(module):
         raise CaptureError(fault)
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {} if copies is None else copies
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(fake_like(parameter.detach(), mode), parameter.requires_grad)
-    for tensor in _plain_tensors(module):
+    for tensor in (*_plain_tensors(module), *filter(_has_no_numbers, held)):
         memo.setdefault(id(tensor), fake_like(tensor, mode))
     for tensor in _attributes(module):
         if id(tensor) not in memo and tensor.device != DEVICE:
@@ -68,9 +84,11 @@ def _plain_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     constants, kept as they are.
     """
     yield from module.buffers()
-    for value in _attributes(module):
-        if value.is_meta or value.grad_fn is not None or type(value) is not torch.Tensor:
-            yield value
+    yield from filter(_has_no_numbers, _attributes(module))
+
+
+def _has_no_numbers(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or tensor.grad_fn is not None or type(tensor) not in (torch.Tensor, nn.Parameter)
 
 
 def _attributes(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -322,10 +322,11 @@ class Runtime:
             else:
                 outputs.append(self._output(result, at(border, sizes)))
         self._look_again(served, outputs, known)
-        for path, value in served.graph.result.assigned(outputs).items():
+        attributes, kept = served.graph.result.assigned(outputs)
+        for path, value in attributes.items():
             owner, _, name = path.rpartition(".")
             setattr(self.module.get_submodule(owner), name, value)
-        served.graph.state.leave()
+        served.graph.state.leave(kept)
         return served.graph.unflatten_outputs(outputs)
 
     def _input(self, tensor: torch.Tensor, border: Border) -> torch.Tensor:

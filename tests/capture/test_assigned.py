@@ -11,6 +11,8 @@ from torch import nn
 import autoshard
 from autoshard.capture.assigned import AssignedTensors
 from autoshard.capture.joint import capture
+from autoshard.capture.mutations import Mutations
+from autoshard.capture.reachable import Reachable
 from autoshard.errors import CaptureError
 from tests.capture.interpret import run_joint
 from tests.partition.meshes import simulated
@@ -92,21 +94,6 @@ def test_a_module_that_was_called_before_is_captured() -> None:
     assert capture(module, (X,), {}).result.names[-1] == "self.1.seen"
 
 
-def test_tensors_in_containers_are_lost_with_a_warning() -> None:
-    class Listing(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(8, 8)
-            self.means: list[torch.Tensor] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            self.means.append(y.mean())
-            return y.sum()
-
-    with pytest.warns(UserWarning, match=r"forward of Sequential keeps tensors in containers \(self\.0\.means\[0\]\)"):
-        capture(nn.Sequential(Listing()).double(), (X,), {})
-
-
 def _warn_twice() -> None:
     warnings.warn("something else", UserWarning, stacklevel=1)
     listed = "self.lstm._flat_weights[0], self.lstm._flat_weights[1]"
@@ -116,7 +103,8 @@ def _warn_twice() -> None:
 def test_other_warnings_pass_and_lists_of_weights_are_not_told() -> None:
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
-        with AssignedTensors(nn.Identity()).watching():
+        module = nn.Identity()
+        with AssignedTensors(module, Mutations(Reachable(module), {}, {}, (), [])).watching():
             _warn_twice()
     assert [str(warning.message) for warning in raised] == ["something else"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,15 +225,34 @@ def test_what_no_graph_can_hold_is_refused_by_its_line(between: Between) -> None
 
 
 def test_hooks_that_only_look_are_told_of() -> None:
-    seen = []
-
     def between(model: Small, x: Tensor) -> Tensor:
-        x.register_hook(seen.append)
+        x.register_hook(lambda gradient: None)
         return x
 
     module, kwargs = _small(between)
-    with pytest.warns(UserWarning, match=r"\(x.register_hook\(seen.append\)\) returns None"):
+    with pytest.warns(UserWarning, match=r"\(x.register_hook\(lambda gradient: None\)\) returns None"):
         capture(module, (), kwargs)
+
+
+SEEN: list[object] = []
+LOOKS: dict[Callable[[Any, Tensor], object], str] = {
+    lambda model, gradient: SEEN.append(gradient): "changes .*SEEN",
+    lambda model, gradient: SEEN.append(1): "changes .*SEEN",
+    lambda model, gradient: setattr(model, "last", gradient): r"changes self.*\.last",
+    lambda model, gradient: SEEN.append(gradient.norm().item()): "asks for the numbers in a tensor in a hook",
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_hooks_that_keep_what_they_see_are_refused_by_their_line(look: Callable[[Any, Tensor], object]) -> None:
+    def between(model: Small, x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: look(model, gradient))
+        return x
+
+    module, kwargs = _small(between)
+    with pytest.raises(CaptureError, match=rf"test_gradient_code.py:\d+ \(.*{LOOKS[look]}"):
+        capture(module, (), kwargs)
+    assert not SEEN
 
 
 def test_kept_gradients_are_told_of() -> None:

@@ -1,0 +1,318 @@
+"""Mutable Python objects that `forward` can reach: containers, objects, and the variables of its functions."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from autoshard.capture.failure import is_users_file
+from autoshard.capture.guards import ABSENT, is_alike, is_plain
+
+FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing"})
+"""Packages whose objects are no state of a model."""
+
+MODULE_STATE = frozenset({"__dict__", "__class__", *vars(nn.Module())})
+"""Attributes that every module has."""
+
+NumPyGenerator = np.random.Generator | np.random.RandomState
+
+_DEPTH = 4  # of objects that hold objects
+_MOST = 20_000  # objects that are looked at, and functions
+
+
+def is_object(value: object) -> bool:
+    """Whether a value is an object of the user's that has attributes."""
+    return type(value).__module__.split(".")[0] not in FOREIGN and isinstance(getattr(value, "__dict__", None), dict)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A mutable object, or a namespace of variables.
+
+    Attributes:
+        path: as a user writes it.
+        original: the user's object; of a namespace of attributes, its table.
+        owner: of the attributes.
+        root: the namespace in which the object is found, and the name there; None for a namespace.
+        names: of a namespace that is looked at in parts.
+        traced: what the capture has in the place of `original`; the same outside of the module.
+        before: what `traced` holds before `forward`, by key or position.
+    """
+
+    path: str
+    original: Any
+    owner: Any = None
+    root: tuple[Place, str] | None = None
+    names: dict[str, None] | None = None
+    traced: Any = field(init=False)
+    before: dict[Any, Any] = field(init=False)
+
+    def bind(self, copies: Mapping[int, Any]) -> None:
+        """Know what the capture has in the place of objects, by their `id`."""
+        if self.owner is not None:
+            self.traced = vars(copies.get(id(self.owner), self.owner))
+        else:
+            self.traced = copies.get(id(self.original), self.original)
+        if isinstance(self.traced, dict) is not isinstance(self.original, dict):
+            self.traced = self.original  # the module copies itself in a way of its own
+        self.before = self.entries(self.traced)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether it holds values without keys."""
+        return isinstance(self.original, (list, deque, set))
+
+    @property
+    def is_namespace(self) -> bool:
+        """Whether it holds attributes or variables."""
+        return self.root is None
+
+    def traced_value(self, name: str) -> Any:
+        """What the traced namespace has under a name."""
+        return self.entries(self.traced).get(name)
+
+    def entries(self, held: Any) -> dict[Any, Any]:
+        """What the original or the traced object holds, whatever its class makes of iteration."""
+        if self.is_ordered:
+            return dict(enumerate(elements(held)))
+        if isinstance(held, types.CellType):
+            return {} if _is_empty(held) else {"": held.cell_contents}
+        if isinstance(held, type):
+            return {name: value for name, value in vars(held).items() if _is_state(name, value)}
+        if self.names is not None:
+            return {name: held[name] for name in self.names if name in held}
+        return dict(zip(dict.keys(held), dict.values(held), strict=True))
+
+    def write(self, target: Any, entries: Mapping[Any, Any], removed: Iterable[Any] = ()) -> None:
+        """Put entries into the original or the traced object; the values of an ordered one are all that it holds."""
+        if isinstance(target, (list, deque)):
+            target.clear()
+            target.extend(entries.values())
+        elif isinstance(target, set):
+            target.clear()
+            target.update(entries.values())
+        elif isinstance(target, types.CellType):
+            target.cell_contents = entries[""]
+        elif isinstance(target, type):
+            for name, value in entries.items():
+                setattr(target, name, value)
+            for name in removed:
+                delattr(target, name)
+        else:
+            for key, value in entries.items():
+                dict.__setitem__(target, key, value)
+            for key in removed:
+                dict.pop(target, key, None)
+
+    def is_changed(self) -> bool:
+        """Whether the traced object holds something else than before."""
+        if self.is_ordered:
+            return [*map(id, self.entries(self.traced).values())] != [*map(id, self.before.values())]
+        return any(self.changes())
+
+    def changes(self) -> tuple[dict[Any, Any], list[Any]]:
+        """What the traced object holds that it did not, all of an ordered one; and keys that are gone."""
+        now, before = self.entries(self.traced), self.before
+        if self.is_ordered:
+            return now, []
+        changed = {key: value for key, value in now.items() if not _is_same(before.get(key, ABSENT), value)}
+        return changed, [key for key in before if key not in now]
+
+    def restore(self) -> None:
+        """Undo what was done to the traced object."""
+        changed, removed = self.changes()
+        if self.is_ordered:
+            if self.is_changed():
+                self.write(self.traced, self.before)
+        elif changed or removed:
+            old = {key: self.before[key] for key in (*changed, *removed) if key in self.before}
+            self.write(self.traced, old, [key for key in changed if key not in self.before])
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    return before is now or (is_plain(before) and is_alike(now, before))
+
+
+def elements(value: Any) -> Iterator[Any]:
+    """The elements of a list, tuple, deque or set, whatever its class makes of iteration."""
+    kind = next(kind for kind in (list, tuple, deque, set, frozenset) if isinstance(value, kind))
+    return iter(kind.__iter__(value))
+
+
+def _is_state(name: str, value: object) -> bool:
+    """Whether an attribute of a class is no part of how the class is written."""
+    code = (types.FunctionType, property, staticmethod, classmethod, types.MemberDescriptorType)
+    return not name.startswith(("__", "_abc_")) and not isinstance(value, code)
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is ABSENT
+    except ValueError:
+        return True
+
+
+class Reachable:
+    """Finds the mutable objects that the code of a module can reach.
+
+    Args:
+        module: of the user's.
+
+    Attributes:
+        inside: those of the module.
+        outside: variables of functions, attributes of classes, and what these hold.
+        codes: the code of the user's that was met.
+        generators: NumPy's generators of random numbers, with their paths.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.inside: list[Place] = []
+        self.outside: list[Place] = []
+        self.codes: list[types.CodeType] = []
+        self.generators: list[tuple[str, NumPyGenerator]] = []
+        self._places = self.inside
+        self._known: set[Any] = set()
+        self._classes: list[type] = []
+        self._functions: list[types.FunctionType] = []
+        self._globals: dict[int, Place] = {}
+        for path, part in module.named_modules():
+            self._namespace(f"self.{path}" if path else "self", part, 0)
+        self._places = self.outside
+        while self._functions or self._classes:
+            if self._classes:
+                self._class(self._classes.pop())
+            else:
+                self._function(self._functions.pop())
+
+    def bind(self, copies: Mapping[int, Any]) -> None:
+        """Know what the capture has in the place of objects, by their `id`."""
+        for place in (*self.inside, *self.outside):
+            place.bind(copies)
+
+    def restore(self) -> None:
+        """Undo what was done to objects outside of the module."""
+        for place in self.outside:
+            place.restore()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors in containers and objects of the module."""
+        for place in self.inside:
+            if not isinstance(place.owner, nn.Module):
+                yield from (value for value in place.entries(place.original).values() if isinstance(value, Tensor))
+
+    def _is_new(self, value: object) -> bool:
+        if id(value) in self._known or len(self._known) > _MOST:
+            return False
+        self._known.add(id(value))
+        return True
+
+    def _namespace(self, path: str, owner: Any, depth: int) -> None:
+        """The attributes of an object."""
+        place = Place(path, vars(owner), owner)
+        self._places.append(place)
+        self._classes += type(owner).__mro__
+        for name, value in list(vars(owner).items()):
+            if not isinstance(owner, nn.Module) or name not in MODULE_STATE:
+                self._walk(f"{path}.{name}", (place, name), value, depth)
+
+    def _walk(self, path: str, root: tuple[Place, str], value: Any, depth: int) -> None:
+        """Look at a value and at what it holds."""
+        if isinstance(value, (types.FunctionType, types.MethodType)):
+            self._meet(value)
+        elif isinstance(value, type):
+            self._classes.append(value)
+        elif isinstance(value, NumPyGenerator):
+            if self._is_new(value):
+                self.generators.append((path, value))
+        elif isinstance(value, (list, deque, set, dict)):
+            if depth <= _DEPTH and self._is_new(value):
+                self._places.append(Place(path, value, root=root))
+                self._contents(path, root, value, depth)
+        elif isinstance(value, tuple):
+            if depth <= _DEPTH:
+                self._contents(path, root, value, depth)
+        elif not isinstance(value, Tensor) and is_object(value) and depth <= _DEPTH and self._is_new(value):
+            self._namespace(path, value, depth + 1)
+
+    def _contents(self, path: str, root: tuple[Place, str], value: Any, depth: int) -> None:
+        if isinstance(value, dict):
+            pairs = list(zip(dict.keys(value), dict.values(value), strict=True))
+        else:
+            pairs = list(enumerate(elements(value)))
+        for key, one in pairs:
+            self._walk(f"{path}[{key!r}]", root, one, depth + 1)
+
+    def _class(self, kind: type) -> None:
+        """A class of the user's: its functions, and the containers in its attributes."""
+        if kind.__module__.split(".")[0] in FOREIGN or not _is_users(kind) or not self._is_new(kind):
+            return
+        place = Place(kind.__name__, kind)
+        self.outside.append(place)
+        for name, value in list(vars(kind).items()):
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(function, types.FunctionType):
+                self._meet(function)
+            elif _is_state(name, value):
+                self._walk(f"{kind.__name__}.{name}", (place, name), value, 1)
+
+    def _meet(self, value: types.FunctionType | types.MethodType) -> None:
+        function = value.__func__ if isinstance(value, types.MethodType) else value
+        function = getattr(function, "__wrapped__", function)
+        is_users = isinstance(function, types.FunctionType) and is_users_file(function.__code__.co_filename)
+        if is_users and self._is_new(function):
+            self._functions.append(function)
+
+    def _function(self, function: types.FunctionType) -> None:
+        """The variables that a function reads or sets outside of itself."""
+        code = function.__code__
+        for cell, name in zip(function.__closure__ or (), code.co_freevars, strict=True):
+            if self._is_new(cell):
+                place = Place(f"{function.__qualname__}.{name}", cell)
+                self.outside.append(place)
+                if not _is_empty(cell):
+                    self._walk(place.path, (place, ""), cell.cell_contents, 0)
+        place = Place(f"a default of {function.__qualname__}", {}, names={})
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._walk(place.path, (place, ""), value, 0)
+        for names in self._names(code):
+            for name in names:
+                self._global(function.__globals__, name, names)
+
+    def _names(self, code: types.CodeType) -> Iterator[tuple[str, ...]]:
+        """The names in the code of a function, and of those that are written in it."""
+        self.codes.append(code)
+        yield code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from self._names(constant)
+
+    def _global(self, table: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
+        """A name in a module of Python's, and those that may be looked up in what it stands for."""
+        if (id(table), name) in self._known:
+            return
+        value = table.get(name)
+        if isinstance(value, types.ModuleType):
+            file = getattr(value, "__file__", None)
+            if file and is_users_file(file) and value.__name__.split(".")[0] not in FOREIGN and names:
+                for one in names:
+                    self._global(vars(value), one, ())
+            return
+        self._known.add((id(table), name))
+        if id(table) not in self._globals:
+            self._globals[id(table)] = Place(str(table.get("__name__")), table, names={})
+            self.outside.append(self._globals[id(table)])
+        place = self._globals[id(table)]
+        assert place.names is not None
+        place.names[name] = None
+        self._walk(f"{place.path}.{name}", (place, name), value, 0)
+
+
+def _is_users(kind: type) -> bool:
+    functions = (one for one in vars(kind).values() if isinstance(one, types.FunctionType))
+    return all(is_users_file(one.__code__.co_filename) for one in functions if one.__module__ == kind.__module__)

@@ -1,0 +1,184 @@
+"""What `forward` leaves in containers, objects and variables is what one device leaves there, or refused by line."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoshard
+from autoshard.capture.joint import capture
+from autoshard.errors import CaptureError
+from tests.partition.meshes import simulated
+from tests.training import TOLERANCE, fast_links, held_by_ranks
+
+
+class Record:
+    """A plain object of the model's, or of nobody's."""
+
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.items: list[Any] = []
+
+
+LIST: list[Any] = []
+DICT: dict[str, Any] = {}
+RECORD = Record()
+LAST: Any = None
+COUNT = 0
+
+
+class Leaving(nn.Module):
+    """Leaves something everywhere."""
+
+    kept: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.part = nn.Identity()
+        self.part.stats = {}  # type: ignore[assignment]
+        self.record, self.log, self.losses, self.numbers = Record(), [], [], []
+        self.nested: dict[str, list[Any]] = {"a": []}
+        self.recent: collections.deque[Tensor] = collections.deque(maxlen=2)
+        self.last_loss = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        global LAST, COUNT
+        h = self.linear(x)
+        loss = h.square().mean()
+        self.part.stats["x"] = h  # type: ignore[operator, index]
+        self.log.append(h.detach())
+        self.losses.append(loss.item())
+        self.numbers.append(h.shape[0])
+        self.recent.append(h.mean())
+        self.last_loss = loss.item()
+        self.made = {"x": h, "pair": (h, 2 * h), "number": 3}
+        self.record.last = h
+        LIST.append(h)
+        DICT["x"] = loss
+        RECORD.last = h
+        LAST = loss
+        COUNT += 1
+        type(self).kept = h
+        return loss
+
+
+X = torch.randn(4, 8, dtype=torch.float64)
+
+
+def _left(module: Any) -> list[Any]:
+    own = [module.part.stats, module.log, module.losses, module.numbers, module.recent, module.last_loss, module.made]
+    return [own, vars(module.record), LIST, DICT, vars(RECORD), LAST, COUNT, module.kept]
+
+
+def _forget() -> None:
+    global LAST, COUNT
+    LIST.clear()
+    DICT.clear()
+    RECORD.__init__()  # type: ignore[misc]
+    LAST, COUNT, Leaving.kept = None, 0, None
+
+
+def _same(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs) or isinstance(theirs, Tensor)
+    if isinstance(theirs, Tensor):
+        assert ours.requires_grad == theirs.requires_grad
+        for held in held_by_ranks(ours.detach()):
+            assert torch.allclose(held, theirs.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        _same(list(ours.values()), list(theirs.values()))
+    elif isinstance(theirs, (list, tuple, collections.deque)):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            _same(one, other)
+    else:
+        assert ours == pytest.approx(theirs)
+
+
+def test_what_forward_leaves_is_what_one_device_leaves() -> None:
+    _forget()
+    module = Leaving()
+    alone = copy.deepcopy(module)
+    for _ in range(6):
+        alone(X)
+    expected = copy.copy(_left(alone))
+    expected[2:4] = copy.copy(LIST), copy.copy(DICT)
+    expected[4] = dict(expected[4])
+    _forget()
+    with simulated(x=2) as mesh:
+        autoshard.parallelize(module, mesh, (X,), cluster=fast_links())
+        assert (LIST, DICT, RECORD.last, LAST, COUNT, module.log, Leaving.kept) == ([], {}, None, None, 0, [], None)
+        for _ in range(6):  # more calls than there may be states
+            module(X)
+        _same(_left(module), expected)
+        served = vars(module)["_autoshard_runtime"]._served
+        assert [len(one.all()) for one in served.values()] == [2]  # some variables are None at first
+    _forget()
+
+
+Leave = Callable[[Any, Tensor], Tensor | None]
+
+
+def _read_log(module: Any, h: Tensor) -> Tensor:
+    h = sum(module.log, h)
+    module.log.append(h.detach())
+    return h
+
+
+def _in_an_object(module: Any, h: Tensor) -> None:
+    module.record = Record()
+    module.record.last = h
+
+
+def _computed_number(module: Any, h: Tensor) -> None:
+    module.log.append(h.sum().item() * 2)
+
+
+REFUSED: dict[Leave, str] = {
+    _read_log: "reads a tensor in self.log, which forward changes",
+    _in_an_object: "keeps a Record with tensors in self.record",
+    _computed_number: r"keeps a number in self.log\[0\] that was computed of numbers in a tensor",
+}
+
+
+@pytest.mark.parametrize("leave", REFUSED, ids=lambda leave: leave.__name__)
+def test_what_no_graph_can_leave_is_refused_by_its_line(leave: Leave) -> None:
+    class Net(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8, dtype=torch.float64)
+            self.log, self.record = [X], Record()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            left = leave(self, h)
+            return (h if left is None else left).sum()
+
+    with pytest.raises(CaptureError, match=rf"test_mutations.py:\d+ .*{REFUSED[leave]}"):
+        capture(Net(), (X,), {})
+
+
+def test_a_list_that_forward_looks_at_has_a_program_for_every_length() -> None:
+    class Net(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8, dtype=torch.float64)
+            self.log: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(self.log) == 2:
+                self.log.clear()
+            self.log.append(super().forward(x).detach())
+            return super().forward(x).sum() * len(self.log)
+
+    module = Net()
+    alone = copy.deepcopy(module)
+    with simulated(x=2) as mesh:
+        autoshard.parallelize(module, mesh, (X,), cluster=fast_links())
+        for _ in range(4):
+            _same([module(X), module.log], [alone(X), alone.log])
