@@ -34,6 +34,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.export import _trace as export_trace  # which follows assignments to buffers of the root module
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import traceback  # what is said of the operators that are traced, and whether nodes keep it
+from torch.fx._lazy_graph_module import _use_lazy_graph_module  # code of graphs is written when they first run
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,  # what writes a graph while code runs, if anything does
     get_proxy_slot,  # the node of that graph that a tensor is the value of
@@ -105,6 +106,7 @@ __all__ = [
     "traced_node",
     "tracing_annotations",
     "transforms_active",
+    "unwritten_graphs",
     "version_of",
     "without_checkpoints",
     "without_root_buffers",
@@ -163,6 +165,11 @@ def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.
         if hasattr(functorch_config, "backward_pass_autocast"):
             stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         return aot_export_joint_with_descriptors(stack, module, inputs).graph_module
+
+
+def unwritten_graphs() -> contextlib.AbstractContextManager[None]:
+    """Context in which graphs that are traced get no code before they run: most are changed, and never run by it."""
+    return _use_lazy_graph_module(True)
 
 
 @contextlib.contextmanager

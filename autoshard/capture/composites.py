@@ -138,7 +138,6 @@ def replace_composites(module: fx.GraphModule) -> None:
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             _replace(part.graph)
-            part.recompile()
 
 
 def _replace(graph: fx.Graph) -> None:

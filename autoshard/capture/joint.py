@@ -20,6 +20,7 @@ from autoshard.capture._torch import (
     outside_modes,
     pytree,
     trace_joint,
+    unwritten_graphs,
     without_tracebacks,
 )
 from autoshard.capture.annotate import capturing
@@ -241,6 +242,7 @@ def _surroundings(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitStac
             stack.enter_context(_uncollected())
             stack.enter_context(outside_modes())
             stack.enter_context(without_tracebacks())
+            stack.enter_context(unwritten_graphs())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
             if torch.get_default_device() != DEVICE:

@@ -52,7 +52,7 @@ def in_one_order(exported: Exported) -> Exported:
         target = name if node.op == "placeholder" else node.target
         copies[node] = made.create_node(node.op, target, args, kwargs, name, node.type)
         copies[node].meta = node.meta
-    exported.graph_module.graph = made
+    exported.graph_module.graph = made  # regions, which were changed before, have new code from here on, too
     return replace(
         exported,
         inputs=tuple(inputs.values()),

@@ -215,7 +215,6 @@ def replace_python_calls(module: fx.GraphModule, calls: PythonCalls) -> None:
                     tensors, sizes, number = node.args
                     node.target = calls.calls[number]
                     node.args = (tensors, sizes)
-            part.recompile()
 
 
 def is_effect(node: fx.Node) -> bool:

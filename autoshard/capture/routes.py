@@ -53,7 +53,6 @@ def replace_routing(module: fx.GraphModule) -> None:
                 routed = _routed(sort)
                 if routed is not None:
                     _replace(part.graph, sort, routed)
-            part.recompile()
 
 
 _SORTS = frozenset({aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable})

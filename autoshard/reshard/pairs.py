@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.reshard.states import Nest, State, StateGraph
+from autoshard.solver.jit import compiled_when_called
 
 Extra = frozenset[tuple[int, frozenset[Nest]]]
 """The dims, and the nests there beside the plain ones, that the paths from or to some specs may use."""
@@ -74,12 +75,24 @@ def distances_of_pairs(
         reached = _reached(graph, seconds, distance, sources, open_to[0], open_to[1][first : first + _WORD])
         bits = np.uint64(1) << (targets.groups[held] - first).astype(np.uint64)
         proved[:, held] |= (reached[:, targets.places[held]] & bits) != 0
-    for source, target in {(sources.groups[row], targets.groups[column]) for row, column in np.argwhere(~proved)}:
-        columns = np.flatnonzero(targets.groups == target)
-        rows = np.flatnonzero((sources.groups == source) & ~proved[:, columns].all(axis=1))
-        states = (open_to[0][source] | open_to[1][target]).all(axis=1)
-        within = _within(graph, seconds, states, sources.places[rows])
-        found[np.ix_(rows, columns)] = within[targets.places[columns]].T
+    unproved = np.zeros((len(found), len(targets.extras)), dtype=np.bool_)
+    rows, columns = np.nonzero(~proved)
+    unproved[rows, targets.groups[columns]] = True
+    order = np.argsort(targets.groups, kind="stable")
+    first = np.searchsorted(targets.groups[order], np.arange(len(targets.extras) + 1))
+    _price_within(
+        graph.source,
+        np.searchsorted(graph.target, np.arange(len(graph.states) + 1)),
+        seconds,
+        *open_to,
+        np.argwhere(unproved),
+        sources.groups,
+        sources.places,
+        targets.places,
+        order,
+        first,
+        found,
+    )
     return found
 
 
@@ -126,19 +139,57 @@ def _reached(
     return reached.reshape(-1, count)
 
 
-def _within(
-    graph: StateGraph, seconds: NDArray[np.float64], states: NDArray[np.bool_], places: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """`[states, places]`: seconds from some places to every state, over no other states than those given."""
-    edges = np.flatnonzero(states[graph.source] & states[graph.target])
-    source, target, price = graph.source[edges], graph.target[edges], seconds[edges, None]
-    distance = np.full((len(graph.states), len(places)), np.inf)
-    distance[places, np.arange(len(places))] = 0.0
-    first = np.flatnonzero(np.diff(target, prepend=-1))
-    ends = target[first]
-    while len(first):
-        closer = np.minimum(distance[ends], np.minimum.reduceat(distance[source] + price, first, axis=0))
-        if np.array_equal(closer, distance[ends]):
-            break
-        distance[ends] = closer
-    return distance
+@compiled_when_called
+def _price_within(  # pragma: no cover
+    source: NDArray[np.int32],
+    into: NDArray[np.int64],
+    seconds: NDArray[np.float64],
+    from_source: NDArray[np.bool_],
+    to_target: NDArray[np.bool_],
+    tasks: NDArray[np.int64],
+    groups: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    order: NDArray[np.int64],
+    first: NDArray[np.int64],
+    found: NDArray[np.float64],
+) -> None:
+    """Write the price of the cheapest path over no other states than those of both ends into a table.
+
+    Args:
+        source: where edges begin, by the state in which they end.
+        into: the first edge into every state, and behind them all.
+        seconds: of the edges.
+        from_source, to_target: `[groups, states, dims]`, as `_open_states` has them.
+        tasks: pairs of a row of the table and a group of targets.
+        groups, starts: the group and the state of every row.
+        ends: the state of every column.
+        order, first: the columns by group, and where those of every group begin.
+        found: the table.
+    """
+    distance = np.empty(len(into) - 1)
+    usable = np.empty(len(into) - 1, dtype=np.int64)
+    for task in range(len(tasks)):
+        row, target = tasks[task]
+        one, other = from_source[groups[row]], to_target[target]
+        distance[:] = np.inf
+        distance[starts[row]] = 0.0
+        count = 0
+        for state in range(len(distance)):
+            fits = True
+            for dim in range(one.shape[1]):
+                fits &= one[state, dim] | other[state, dim]
+            if fits:
+                usable[count] = state
+                count += 1
+        closer = True
+        while closer:
+            closer = False
+            for state in usable[:count]:
+                for edge in range(into[state], into[state + 1]):
+                    through = distance[source[edge]] + seconds[edge]
+                    if through < distance[state]:
+                        distance[state] = through
+                        closer = True
+        for column in order[first[target] : first[target + 1]]:
+            found[row, column] = distance[ends[column]]

@@ -118,7 +118,7 @@ class Resharder:
         self._prices: dict[tuple[str, int, int], float] = {}
         self._graphs: dict[tuple[tuple[int, ...], int, frozenset[str], Extra], _PricedGraph] = {}
         self._tables: dict[object, NDArray[np.float64]] = {}
-        self._kinds: dict[tuple[tuple[int, ...], tuple[Spec, ...]], tuple[Extra | None, ...]] = {}
+        self._states: dict[tuple[int, ...], dict[Spec, tuple[State, Extra] | None]] = {}
         self._paths: dict[object, Path] = {}
 
     def seconds(
@@ -143,7 +143,7 @@ class Resharder:
 
     def kin(self, shape: Sequence[int], specs: Sequence[Spec], which: int) -> list[int]:
         """Positions of the specs that are priced along with one of them, which is found in the same graphs."""
-        extras = self._extras(tuple(shape), tuple(specs))
+        extras = [None if placed is None else placed[1] for placed in self._placed(tuple(shape), specs)]
         return [position for position, extra in enumerate(extras) if extra is not None and extra == extras[which]] or [
             which
         ]
@@ -191,19 +191,21 @@ class Resharder:
     def _grouped(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> dict[Extra, list[tuple[int, State]]]:
         """Positions and states of the specs that exist for `shape`, by their nests beyond the plain ones."""
         groups: dict[Extra, list[tuple[int, State]]] = {}
-        for position, (spec, extra) in enumerate(zip(specs, self._extras(shape, tuple(specs)), strict=True)):
-            state = state_of(shape, spec, self.mesh)
-            if state is not None and extra is not None:
+        for position, placed in enumerate(self._placed(shape, specs)):
+            if placed is not None:
+                state, extra = placed
                 groups.setdefault(extra, []).append((position, state))
         return groups
 
-    def _extras(self, shape: tuple[int, ...], specs: tuple[Spec, ...]) -> tuple[Extra | None, ...]:
-        """For every spec the nests beyond the plain ones that its paths may use; None where the spec does not exist."""
-        key = (shape, specs)
-        if key not in self._kinds:
-            states = (state_of(shape, spec, self.mesh) for spec in specs)
-            self._kinds[key] = tuple(None if state is None else self._extra(shape, state) for state in states)
-        return self._kinds[key]
+    def _placed(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> list[tuple[State, Extra] | None]:
+        """For every spec its state, and the nests beyond the plain ones that its paths may use; None where the spec
+        does not exist."""
+        known = self._states.setdefault(shape, {})
+        for spec in specs:
+            if spec not in known:
+                state = state_of(shape, spec, self.mesh)
+                known[spec] = None if state is None else (state, self._extra(shape, state))
+        return [known[spec] for spec in specs]
 
     def _extra(self, shape: tuple[int, ...], state: State) -> Extra:
         """The dims, and the nests there, that only paths from or to such a state may use."""

@@ -51,6 +51,9 @@ class MeshShape:
                 f"larger than any cluster: at most {MOST_DEVICES} are planned for. Is a size a typing error?"
             )
 
+    def __hash__(self) -> int:
+        return hash(self.sizes)  # without the hashes of the axes: meshes are part of the keys of most caches
+
     @staticmethod
     def of(mesh: DeviceMesh | Mapping[str, int] | MeshShape) -> MeshShape:
         """The shape of a `DeviceMesh`, or of a mapping such as `{"dp": 8, "tp": 8}`.
