@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.calls import call_layout, said_of_passed, signature_of
 from autoshard.capture.conditions import check_conditions
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
+from autoshard.capture.failure import running_line
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.python_state import check_own_changes
 from autoshard.cluster.shares import divided
@@ -139,6 +140,12 @@ class Runtime:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grad = torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs)
+        if grad and _torch.allows_mutation():
+            raise InputError(
+                f"{running_line()} calls a parallelised module in allow_mutation_on_saved_tensors of "
+                "torch.autograd.graph, which tells saved tensors apart by where they lie in memory: DTensors, such as "
+                "the parameters, have no such place. Call the module outside of it, and change copies: y = y.clone()."
+            )
         counts = None
         whole_args, whole_kwargs = args, kwargs
         if self.only_call is not None:
