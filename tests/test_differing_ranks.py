@@ -98,6 +98,36 @@ class _Random(nn.Linear):
         return super().forward(x).sin() if np.random.default_rng(_SEED[0]).random() < 0.4 else super().forward(x)
 
 
+class _Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def _pipeline(rows: int = 4, microbatches: int = 2) -> Any:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    return autoshard.parallelize(_Loss(), mesh, (_batch(rows),), microbatches=microbatches, cluster=fast_links())
+
+
+def _pipelines_of_other_lengths(rank: int) -> None:
+    _pipeline(4 + 4 * rank)
+
+
+def _pipelines_of_other_options(rank: int) -> None:
+    _pipeline(8, 2 + 2 * rank)
+
+
+def _pipelines_with_other_lengths_later(rank: int) -> None:
+    _pipeline().train_step(_batch(8 + 4 * rank))
+
+
+def _pipelines_with_other_batches(rank: int) -> None:
+    _pipeline().train_step(_batch(4) + rank)
+
+
 def _chance(rank: int) -> None:
     _SEED[0] = 1 if rank else 2
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
@@ -116,6 +146,10 @@ CASES: dict[Callable[[int], None], str] = {
     _a_plan_on_one: r"the plan that is given: one of the graph \w+ on rank 0; none on rank 1",
     _other_plans: r"the decisions of the plan that is given: \w+ on rank 0; \w+ on rank 1",
     _chance: r"the graph that was captured: \w+ on rank 0; \w+ on rank 1.*chance",
+    _pipelines_of_other_lengths: r"the input x: torch.float32 \(4, 6\) on rank 0; torch.float32 \(8, 6\) on rank 1",
+    _pipelines_of_other_options: r"the options of the pipeline: .*microbatches=2.* on rank 0; .* on rank 1",
+    _pipelines_with_other_lengths_later: r"the input x: torch.float32 \(8, 6\) on rank 0; torch.float32 \(12, 6\) on",
+    _pipelines_with_other_batches: r"the input x has other numbers on rank 1 than on rank 0",
     _other_options: r"the option inputs: global on rank 0; local on rank 1",
 }
 

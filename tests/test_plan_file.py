@@ -1,16 +1,25 @@
 from __future__ import annotations
 
+import copy
 import json
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+import autoshard
 from autoshard import plan_file
+from autoshard.capture import capture
 from autoshard.errors import PlanError
 from autoshard.plan import ShardingPlan
+from autoshard.specs.axes import MeshShape
+from tests.partition.meshes import simulated
+from tests.random_plans import random_plan
 from tests.sample_plan import sample_plan
+from tests.training import held_by_ranks
 
 TEXT = sample_plan().to_json()
 
@@ -84,3 +93,26 @@ def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
 def test_decisions_with_names_that_are_numbers_keep_their_checksum() -> None:
     text = plan_file.encode(plan_file.to_data(sample_plan(decisions={10: [1], 9: [2]})))
     assert ShardingPlan.from_json(text).decisions == {"10": [1], "9": [2]}
+
+
+class _Rows(nn.Linear):
+    """Makes rows of two dims, of which one is of a dynamic size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).reshape(-1, 6).sin()
+
+
+def test_blocks_of_a_dynamic_size_serve_other_sizes_behind_a_file() -> None:
+    dynamic = {"x": {1: "n"}}
+    module = _Rows(6, 6, dtype=torch.float64)
+    alone, x = copy.deepcopy(module), torch.randn(2, 5, 6, dtype=torch.float64)
+    plan = random_plan(capture(module, (x,), {}, dynamic=dynamic), MeshShape.of({"x": 4}), 0)
+    assert "S(0,f=2,b=2)" in plan.to_json()
+    with simulated(x=4) as mesh:
+        plan = ShardingPlan.from_json(plan.to_json())
+        autoshard.parallelize(module, mesh, (x,), plan=plan, dynamic=dynamic)
+        for size in (5, 9, 14):
+            x = torch.randn(2, size, 6, dtype=torch.float64)
+            for held in held_by_ranks(module(x).detach()):
+                torch.testing.assert_close(held, alone(x).detach(), rtol=1e-9, atol=1e-12)
+        assert len(vars(module)["_autoshard_runtime"]._served) == 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 from torch import fx
 
 from autoshard.capture._torch import OpOverload, free_unbacked_symbols, pytree
 from autoshard.capture.export import Exported
-from autoshard.capture.failure import node_place
+from autoshard.capture.failure import node_place, shape_error
 from autoshard.capture.graph import JointOutput
 from autoshard.errors import CaptureError
 
@@ -59,10 +60,7 @@ def check_shapes(graph: fx.Graph) -> None:
     """Refuse an exported graph that gives a tensor of the caller's, or of the module's, another shape in place."""
     for node in graph.nodes:
         if _name(node) in _CHANGES_OF_SHAPE and _changed(node).op == "placeholder":
-            raise CaptureError(
-                f"{node_place(node, 'gives a tensor that forward did not make another shape, in place')}. Compute a "
-                "new tensor, such as x.unsqueeze(0) in place of x.unsqueeze_(0)."
-            )
+            raise shape_error(partial(node_place, node))
 
 
 def _name(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
 from autoshard.capture.calls import Check, call_layout
 from autoshard.capture.conditions import Conditions, InputProgram, NoNumbersError
-from autoshard.capture.failure import ModelError, running_line
+from autoshard.capture.failure import ModelError, running_line, shape_error
 from autoshard.capture.simplify import is_random
 from autoshard.errors import CaptureError
 
@@ -78,6 +78,7 @@ class DataReads(TorchFunctionMode):
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{read: partial(self._number, read) for read in READS},
             torch._assert: self._assert,
+            Tensor.unsqueeze_: self._unsqueeze,
             Tensor.__getitem__: self._item,
             Tensor.__setitem__: self._set_item,
             **dict.fromkeys((torch.equal, Tensor.equal), self._equal),
@@ -201,6 +202,13 @@ class DataReads(TorchFunctionMode):
     def _assert(self, condition: Any, message: str = "") -> None:
         if not (self._number(Tensor.__bool__, condition) if isinstance(condition, Tensor) else condition):
             raise ModelError(AssertionError(message))
+
+    def _unsqueeze(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """`unsqueeze_`, with which torch.export does not come to an end where it is one of an input."""
+        found = traced_node(tensor)
+        if found is not None and found[0].op == "placeholder":
+            raise shape_error(lambda what: f"{running_line()} {what}")
+        return tensor.unsqueeze_(*args, **kwargs)
 
     def _equal(self, first: Tensor, second: Tensor) -> bool:
         if first.shape != second.shape:

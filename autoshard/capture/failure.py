@@ -182,6 +182,18 @@ def node_place(node: fx.Node, what: str) -> str:
     return f"{node.target} in {path or 'the root module'} {what}" + (f", at {line}" if line else "")
 
 
+def shape_error(say: Callable[[str], str]) -> CaptureError:
+    """The error for code that gives a tensor of the caller's, or of the module's, another shape in place.
+
+    Args:
+        say: puts what is wrong into words that name the code.
+    """
+    return CaptureError(
+        f"{say('gives a tensor that forward did not make another shape, in place')}. Compute a new tensor, such as "
+        "x.unsqueeze(0) in place of x.unsqueeze_(0)."
+    )
+
+
 def node_line(node: fx.Node) -> str:
     """Text such as `model.py:12 (y = x + 1)` of the user's line that a node comes from; empty where none is known."""
     frames = [

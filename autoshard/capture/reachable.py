@@ -264,8 +264,9 @@ class Reachable:
     def _meet(self, value: types.FunctionType | types.MethodType) -> None:
         function = value.__func__ if isinstance(value, types.MethodType) else value
         function = getattr(function, "__wrapped__", function)
-        is_users = isinstance(function, types.FunctionType) and is_users_file(function.__code__.co_filename)
-        if is_users and self._is_new(function):
+        if not isinstance(function, types.FunctionType) or not is_users_file(function.__code__.co_filename):
+            return
+        if self._is_new(function):
             self._functions.append(function)
 
     def _function(self, function: types.FunctionType) -> None:

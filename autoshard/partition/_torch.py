@@ -281,9 +281,24 @@ def accumulated_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
+def allows_mutation() -> bool:
+    """Whether `torch.autograd.graph.allow_mutation_on_saved_tensors` is active."""
+    return bool(getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False))
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another one."""
+    return tensor._is_view()
+
+
+def local_tensors(tensor: Tensor) -> list[Tensor]:
+    """What the ranks that this process holds have of a tensor."""
+    return list(tensor._local_tensors.values()) if isinstance(tensor, LocalTensor) else [tensor]
+
+
 def has_views(tensor: Tensor) -> bool:
     """Whether another tensor uses the same memory, for any of the ranks that this process holds."""
-    shards = tensor._local_tensors.values() if isinstance(tensor, LocalTensor) else [tensor]
+    shards = local_tensors(tensor)
     # One user is the tensor, one the storage object made here. A plain count of tensors is not to be had otherwise.
     return any(torch._C._storage_Use_Count(shard.untyped_storage()._cdata) > 2 for shard in shards)
 

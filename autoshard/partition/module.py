@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.calls import call_layout, said_of_passed, signature_of
 from autoshard.capture.conditions import check_conditions
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
+from autoshard.capture.failure import running_line
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.python_state import check_own_changes
 from autoshard.cluster.shares import divided
@@ -139,6 +140,12 @@ class Runtime:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grad = torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs)
+        if grad and _torch.allows_mutation():
+            raise InputError(
+                f"{running_line()} calls a parallelised module in allow_mutation_on_saved_tensors of "
+                "torch.autograd.graph, which tells saved tensors apart by where they lie in memory: DTensors, such as "
+                "the parameters, have no such place. Call the module outside of it, and change copies: y = y.clone()."
+            )
         counts = None
         whole_args, whole_kwargs = args, kwargs
         if self.only_call is not None:
@@ -162,19 +169,8 @@ class Runtime:
     def told(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, signature: Hashable) -> dict[str, str]:
         """What all ranks must have in common before they make a program for a call, in words."""
         known = self._served.get(signature)
-        call = (args, kwargs)
-        tensors = {
-            name or f"number {place}": leaf
-            for place, (name, leaf) in enumerate(zip(_names(self.module, call), pytree.tree_leaves(call), strict=True))
-            if isinstance(leaf, torch.Tensor)
-        }
-        return {
-            "whether gradients are wanted": "yes" if grad else "no",
-            "whether the module is in training mode": "yes" if self.module.training else "no",
-            "the names of the tensors that are passed": ", ".join(tensors),
-            **{f"the input {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in tensors.items()},
-            **({} if known is None else dict(known.graph.changed(args, kwargs))),
-        }
+        changed = {} if known is None else dict(known.graph.changed(args, kwargs))
+        return describe_call(self.module, args, kwargs, grad) | changed
 
     def _with_shares(self, served: Served, sizes: Sizes, counts: Sequence[int] | None) -> Sizes:
         """The sizes of a call with what this rank takes of the batch, where its program has such sizes.
@@ -404,6 +400,27 @@ class Runtime:
             return self.input_placements[name]
         default = Spec.replicated(self.mesh.ndim).placements
         return next(iter(self.input_placements.values()), default)
+
+
+def describe_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> dict[str, str]:
+    """Words for what all ranks have in common in a call of the module."""
+    tensors = tensors_of_call(module, args, kwargs)
+    return {
+        "whether gradients are wanted": "yes" if grad else "no",
+        "whether the module is in training mode": "yes" if module.training else "no",
+        "the names of the tensors that are passed": ", ".join(tensors),
+        **{f"the input {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in tensors.items()},
+    }
+
+
+def tensors_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a call by name, or by number where they have none."""
+    call = (args, dict(kwargs))
+    return {
+        name or f"number {place}": leaf
+        for place, (name, leaf) in enumerate(zip(_names(module, call), pytree.tree_leaves(call), strict=True))
+        if isinstance(leaf, torch.Tensor)
+    }
 
 
 def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

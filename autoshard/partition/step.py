@@ -13,8 +13,9 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoshard.capture._torch import storage_of
 from autoshard.errors import InputError
-from autoshard.partition._torch import per_rank
+from autoshard.partition._torch import is_view, local_tensors, per_rank
 from autoshard.partition.gradient_sums import GradientSums
 from autoshard.partition.localize import Border, LocalStep
 from autoshard.partition.seeds import Seeds, coordinates_on
@@ -208,6 +209,7 @@ class _Run(torch.autograd.Function):
         locals_ = program.local(tensors, sizes)
         seed = program.ranks.seed(program.halves.draws)
         outputs, saved = program.forward(locals_, sizes, seed)
+        outputs = _without_views(outputs)
         ctx.program, ctx.sizes, ctx.seed, ctx.histories = program, sizes, seed, histories
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved, *_read_again(tensors, locals_, saved))
@@ -262,6 +264,20 @@ class _LastDerivative(torch.autograd.Function):
             "forward: there torch.autograd.grad(outputs, inputs, create_graph=True) is part of the step, and its loss "
             "can be returned. If the gradient is meant as a constant, use gradient.detach()."
         )
+
+
+def _without_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs that may be changed in place: autograd refuses that of views that a function returns.
+
+    One that shares its memory with another output stays a view: the other's history would not know of the change.
+    """
+    if not any(map(is_view, tensors)):
+        return list(tensors)
+    memory = [storage_of(local_tensors(tensor)[0]) for tensor in tensors]
+    return [
+        tensor.detach() if is_view(tensor) and memory.count(own) == 1 else tensor  # its changes are counted on
+        for tensor, own in zip(tensors, memory, strict=True)
+    ]
 
 
 def _history(tensor: torch.Tensor) -> torch.Tensor:

@@ -106,6 +106,7 @@ def exported(
     """
     forward, effects = capture_forward(module, args, kwargs, grad=grad, dynamic=dynamic, mp_policy=mp_policy)
     _refuse_reads(forward)
+    _refuse_kept(forward)
     graph = forward.graph_module.graph
     for node in [node for node in graph.nodes if node.target in _ASSERTIONS]:
         graph.erase_node(node)
@@ -218,6 +219,17 @@ def _draws(node: fx.Node, module: fx.GraphModule) -> bool:
         if isinstance(region, fx.GraphModule):
             return any(_draws(inner, region) for inner in region.graph.nodes)
     return is_random(node) or not (isinstance(node.target, OpOverload) or node.target in _DRAWLESS)
+
+
+def _refuse_kept(forward: Exported) -> None:
+    """`CaptureError` where `forward` leaves tensors in containers or variables: the stages compute parts of them."""
+    kept = tuple(one.name for one in forward.result.attributes if one.path is None)
+    lines = [one.line for one in forward.state.mutations if any(name.startswith(one.path) for name in kept)]
+    if lines:
+        raise CaptureError(
+            f"{lines[0]} keeps a tensor ({kept[0]}), which no pipeline does: one rank computes it, for one microbatch "
+            "after another. Let forward return it, or use a mesh without a pipeline axis."
+        )
 
 
 def _refuse_reads(forward: Exported) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import InputError, MeshError, PlanError
 from autoshard.names import suggestion
 from autoshard.options import Options
-from autoshard.partition.agree import from_first_rank
+from autoshard.partition.agree import compare, from_first_rank
 from autoshard.pipelined.module import PipelineModule, pipelined
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.pipelined.planning import plan_pipeline
@@ -119,6 +119,15 @@ def parallelize_pipeline(
         PlanError: `plan` is none of a pipeline.
         AutoshardError: as for `plan_pipeline` and `pipelined`; nothing was changed then.
     """
+    compare(
+        device_mesh,
+        {
+            "whether an example call is given": "one" if args or kwargs else "none",
+            "the plan that is given": "none" if plan is None else type(plan).__name__,
+            "the options of the pipeline": str(wanted),
+        },
+        "All ranks call autoshard.parallelize alike.",
+    )
     _check_example(args, kwargs)
     if plan is None:
         mesh = MeshShape.of(device_mesh)

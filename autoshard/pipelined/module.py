@@ -16,10 +16,13 @@ from autoshard.capture.python_state import check_own_changes
 from autoshard.errors import InputError, PipelineError
 from autoshard.options import Options
 from autoshard.parallelizer import RUNTIME
+from autoshard.partition.agree import compare
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.materialize import Initializer
 from autoshard.partition.materialize_stages import materialize_stages
+from autoshard.partition.module import describe_call, tensors_of_call
 from autoshard.partition.safetensors import IncompatibleKeys, Paths, load_module
+from autoshard.partition.same_inputs import check_same_inputs
 from autoshard.pipelined.clipping import clip, total_norm
 from autoshard.pipelined.naming import gather, renew
 from autoshard.pipelined.places import check_pipeline_options, forward_fingerprint
@@ -70,6 +73,7 @@ class PipelineModule(nn.Module):
         self.training = servings.model.training
         self._servings = servings
         self._serving: dict[Hashable, tuple[Serving, ...]] = {}
+        self._compared: set[Hashable] = set()  # kinds of calls whose first batch the ranks have compared
         self._shared = SharedParameters(self, first.stages, servings.plan.schedule.placement, servings.group)
         self._shared.start_equal()
         install_hooks(self)
@@ -87,10 +91,17 @@ class PipelineModule(nn.Module):
         known = self._serving.get(signature, ())
         serving = next((one for one in known if one.calls.state.guards.hold()), None)
         if serving is None:
+            compare_calls(self._servings, args, kwargs)
             check_own_changes([one.calls.state for one in known])
             self._check_model()
             serving = self._servings.serve(self, args, kwargs)
             self._serving[signature] = (serving, *known)
+        if signature not in self._compared:
+            tensors = tensors_of_call(self._servings.model, args, kwargs)
+            check_same_inputs(
+                self._servings.device_mesh, {name: one for name, one in tensors.items() if not one.is_meta}
+            )
+            self._compared.add(signature)
         renew(serving.entries)
         return serving
 
@@ -268,6 +279,7 @@ def pipelined(
     """
     check_pipeline_options(options)
     servings = Servings(module, device_mesh, plan, options, compile, batch_dims)
+    compare_calls(servings, args, kwargs)
     serving = servings.cut(args, kwargs)
     plan.check(MeshShape.of(device_mesh), forward_fingerprint(serving.calls.graph))
     check_alike(serving.stages, plan.stages)
@@ -278,6 +290,19 @@ def pipelined(
     _empty(module)
     module.__dict__[RUNTIME] = pipeline
     return pipeline
+
+
+def compare_calls(servings: Servings, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Have all ranks say the same of a kind of call that is new to them.
+
+    Raises:
+        InputError: they do not, on every rank.
+    """
+    compare(
+        servings.device_mesh,
+        describe_call(servings.model, args, kwargs, torch.is_grad_enabled()),
+        "All ranks call the pipeline alike, each with the whole batch.",
+    )
 
 
 def _empty(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import autoshard
 from autoshard.errors import CaptureError, InputError
 from autoshard.partition.changes import overlap
+from autoshard.partition.shards import whole
 from tests.partition.meshes import per_rank, simulated
 from tests.training import fast_links
 
@@ -138,7 +139,38 @@ def test_views_overlap_where_they_have_an_element_in_common() -> None:
     assert not overlap(base, base.clone())
 
 
-def test_another_shape_in_place_is_refused(mesh: DeviceMesh) -> None:
-    module = Changing(lambda module, x, y: y.mul_(2).t_().t_())
-    with pytest.raises(CaptureError, match=r"t_.default .* another shape, in place, .*test_changes.py"):
+@pytest.mark.parametrize(
+    "change",
+    [lambda module, x, y: y.mul_(2).t_().t_(), lambda module, x, y: y.unsqueeze_(0)],
+    ids=["transposed", "one dim more"],
+)
+def test_another_shape_in_place_is_refused(mesh: DeviceMesh, change: Any) -> None:
+    module = Changing(change)
+    with pytest.raises(CaptureError, match=r"another shape, in place.*test_changes.py|test_changes.py.*another shape"):
         autoshard.parallelize(module, mesh, (X.clone(), Y.clone()))
+
+
+class Viewing(nn.Linear):
+    """Returns a view of what it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(2, -1)
+
+
+def test_an_output_that_is_a_view_may_be_changed_in_place(mesh: DeviceMesh) -> None:
+    module = Viewing(8, 8, dtype=torch.float64)
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(module, mesh, (X.clone(),), cluster=fast_links())
+    for each in (module, alone):
+        each(X).mul_(2).square().sum().backward()
+    assert alone.weight.grad is not None
+    for held in per_rank(whole(module.weight.grad), mesh).values():
+        torch.testing.assert_close(held, alone.weight.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_mutation_of_saved_tensors_is_refused_by_its_line(mesh: DeviceMesh) -> None:
+    module = Viewing(8, 8, dtype=torch.float64)
+    autoshard.parallelize(module, mesh, (X.clone(),), cluster=fast_links())
+    refused = pytest.raises(InputError, match=r"test_changes.py:\d+ \(module\(X\)\) calls .* outside of it")
+    with torch.autograd.graph.allow_mutation_on_saved_tensors(), refused:
+        module(X)

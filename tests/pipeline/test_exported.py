@@ -90,3 +90,16 @@ class _Branching(nn.Module):
 def test_what_cannot_be_captured_is_refused_with_the_line() -> None:
     with pytest.raises(CaptureError, match=r"test_exported.py:\d+ \(return x if x.sum"):
         exported(_Branching(), (torch.randn(2, 4),), {})
+
+
+class _Keeping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = {"mean": x.mean()}
+        return super().forward(x)
+
+
+def test_tensors_kept_in_containers_are_refused_with_the_line() -> None:
+    with pytest.raises(
+        CaptureError, match=r"test_exported.py:\d+ \(self.kept = .*keeps a tensor \(self.kept\['mean'\]\)"
+    ):
+        exported(_Keeping(4, 4), (torch.randn(2, 4),), {})
