@@ -10,6 +10,7 @@ from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import (
+    FakeTensor,
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
@@ -26,6 +27,7 @@ from autoshard.capture.refresh import refresh_views
 from autoshard.capture.simplify import simplify
 from autoshard.capture.symbols import with_sizes
 from autoshard.capture.task_graphs import TaskGraph, assign_task_graphs
+from autoshard.capture.twin import fake_like
 from autoshard.errors import CaptureError
 
 aten = torch.ops.aten
@@ -40,11 +42,15 @@ def describe(
 ) -> JointGraph:
     """The joint graph of what was traced; `defaults` are the task graphs of modules that have one, by their paths."""
     graph = traced.graph
+    constants = _lift_constants(traced)
     _complete_metadata(graph)
     assign_task_graphs(graph, defaults or {})
     check_effects(graph)
     _forget_devices(graph)
-    inputs = tuple(_joint_input(node, exported) for node in graph.find_nodes(op="placeholder"))
+    inputs = tuple(
+        constants[node] if node in constants else _joint_input(node, exported)
+        for node in graph.find_nodes(op="placeholder")
+    )
     sizes = None
     if exported.dynamic:
         named = [(item.name, item.node) for item in inputs if item.kind == "input"]
@@ -82,6 +88,35 @@ def describe(
         dynamic=sizes,
         state=exported.state,
     )
+
+
+def _lift_constants(traced: fx.GraphModule) -> dict[fx.Node, JointInput]:
+    """Make tensors of Python numbers that the trace met inputs of the graph, before its tangents.
+
+    The export makes such inputs of those that it meets; code with its own backward runs in the trace alone.
+    """
+    graph = traced.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    tangents = (node for node in placeholders if isinstance(node.meta["desc"], TangentAOTInput))
+    after = next(tangents, placeholders[-1].next)
+    lifted: dict[str, fx.Node] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        value = getattr(traced, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            continue
+        name = str(node.target)
+        if name not in lifted:
+            with graph.inserting_before(after):
+                lifted[name] = graph.placeholder(name)
+            fake = fake_like(value, placeholders[0].meta["val"].fake_mode)
+            lifted[name].meta = {"val": fake, "desc": None}
+        node.replace_all_uses_with(lifted[name])
+        graph.erase_node(node)
+    values = {name: getattr(traced, name) for name in lifted}
+    return {
+        node: JointInput("constant", name, node, None if isinstance(values[name], FakeTensor) else values[name])
+        for name, node in lifted.items()
+    }
 
 
 def _complete_metadata(graph: fx.Graph) -> None:

@@ -7,9 +7,11 @@ guards; so that a call leaves behind what it does on one device, what was set is
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -69,6 +71,29 @@ class Effect:
         (held.extend if isinstance(held, list) else held.update)(result)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AddedHook:
+    """A hook that a call registers on a submodule, as models do that are asked for more outputs.
+
+    It runs where the submodule does, which is when another call is captured.
+    """
+
+    module: nn.Module
+    table: str
+    hook: Callable[..., Any]
+    with_kwargs: bool
+
+    def apply(self) -> None:
+        """Register it, unless that is done."""
+        if self.hook not in getattr(self.module, self.table).values():
+            register = (
+                self.module.register_forward_hook
+                if self.table == "_forward_hooks"
+                else self.module.register_forward_pre_hook
+            )
+            register(self.hook, with_kwargs=self.with_kwargs)
+
+
 @dataclass(slots=True, eq=False)
 class PythonState:
     """The state of Python in a captured call.
@@ -80,6 +105,7 @@ class PythonState:
         counters: paths of numbers that the call reads and sets to others.
         counted: whether these are counters, on which nothing depends.
         conditions: what of the numbers in its inputs the graph depends on.
+        hooks: those that a call registers.
     """
 
     guards: Guards = field(default_factory=Guards)
@@ -88,6 +114,7 @@ class PythonState:
     counters: tuple[str, ...] = ()
     counted: bool = False
     conditions: Conditions = field(default_factory=Conditions)
+    hooks: tuple[AddedHook, ...] = ()
 
     def leave(self, tensors: Sequence[Tensor] = ()) -> None:
         """Change the state as a call does that computes these tensors for mutations."""
@@ -97,6 +124,8 @@ class PythonState:
             effect.apply(result)
         for mutation, content in zip(self.mutations, contents, strict=True):
             mutation.apply(content)
+        for hook in self.hooks:
+            hook.apply()
 
     def own_changes(self) -> list[Effect | Mutation]:
         """The effects of such calls by which the guards do not hold now."""
@@ -180,6 +209,8 @@ class StateWatch:
         }
         self._running = False
         self._counting = counting
+        self._hooked: set[tuple[int, str, int]] = set()
+        self._added: tuple[AddedHook, ...] = ()
         self._origins: dict[str, tuple[dict[str, Any], str]] = {}
         self.depended: list[str] = []
         modules = {id(part.twin): part.original for part in self._parts.values()}
@@ -216,9 +247,23 @@ class StateWatch:
 
     def _begin(self, *_: Any) -> None:
         self._running = True
+        self._hooked = {(id(part), table, key) for part, table, key, _ in self._hooks()}
+
+    def _hooks(self) -> Iterator[tuple[_Part, str, int, Callable[..., Any]]]:
+        """The hooks of submodules; the root's run around the program."""
+        for part in self._parts.values():
+            for table in ("_forward_hooks", "_forward_pre_hooks") if part.twin is not self._root else ():
+                for key, hook in vars(part.twin)[table].items():
+                    yield part, table, key, hook
+
+    def _added_hooks(self) -> Iterator[AddedHook]:
+        for part, table, key, hook in self._hooks():
+            if (id(part), table, key) not in self._hooked and not _holds_module(hook):
+                yield AddedHook(part.original, table, hook, key in vars(part.twin)[f"{table}_with_kwargs"])
 
     def _end(self, *_: Any) -> None:
         self._running = False
+        self._added = tuple(self._added_hooks())
         for part in self._parts.values():
             for name in dict.fromkeys([*part.lines, *part.read]):
                 value = vars(part.twin).get(name, ABSENT)
@@ -285,7 +330,8 @@ class StateWatch:
         mutations = tuple(self.mutations.found)
         dependent = [mutation for mutation in mutations if not mutation.is_blind]
         guards = Guards(reads, found.submodules, found.attributes, found.hooks, dependent)
-        return PythonState(guards, tuple(effects), mutations, counters, bool(self._counting) and not self.depended)
+        counted = bool(self._counting) and not self.depended
+        return PythonState(guards, tuple(effects), mutations, counters, counted, hooks=self._added)
 
     def _effects(self, part: _Part) -> Iterator[Effect]:
         """What the call left in the attributes of a module."""
@@ -305,6 +351,13 @@ class StateWatch:
                 continue  # tensors are outputs of the graph; no object of the twin's is the module's
             elif line or (name not in _OWN and name in held and not is_alike(held[name], value)):
                 yield Effect(path, held, name, value, None, line)
+
+
+def _holds_module(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook may be for the twin's module alone: anything but a function that closes over no module."""
+    if not isinstance(hook, FunctionType):
+        return True
+    return any(isinstance(value, nn.Module) for value in inspect.getclosurevars(hook).nonlocals.values())
 
 
 def _object_effects(path: str, twin: object, original: object) -> Iterator[Effect]:

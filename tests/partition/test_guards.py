@@ -6,6 +6,7 @@ import copy
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -188,6 +189,38 @@ def test_a_state_that_comes_back_has_its_program(mesh: DeviceMesh) -> None:
         handle.remove()
     _same(module, alone, mesh)
     assert _programs(module) == 3
+
+
+class Recording(nn.Module):
+    """As models of Hugging Face that are asked for hidden states: the first such call registers hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        if not self.hooked:
+            self.linear.register_forward_hook(lambda module, args, output: _recorded.get().append(output))
+            self.hooked = True
+        token = _recorded.set(found)
+        y = self.linear(x).tanh()
+        _recorded.reset(token)
+        return y * found[0]
+
+
+_recorded: ContextVar[list[Tensor]] = ContextVar("recorded")
+
+
+def test_hooks_that_forward_registers_are_there_when_a_call_is_captured_again(mesh: DeviceMesh) -> None:
+    module, x = Recording(), _x()
+    alone = copy.deepcopy(module)
+    autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
+    for rows in (slice(None), slice(None), slice(2)):
+        for held in per_rank(module(x[rows]), mesh).values():
+            torch.testing.assert_close(held, alone(x[rows]), **TOLERANCE)
+    assert len(module.linear._forward_hooks) == 1
 
 
 class SetsOnce(nn.Module):
