@@ -75,6 +75,8 @@ def distances_of_pairs(
         reached = _reached(graph, seconds, distance, sources, closed_to[0], closed_to[1][first : first + _WORD])
         bits = np.uint64(1) << (targets.groups[held] - first).astype(np.uint64)
         proved[:, held] |= (reached[:, targets.places[held]] & bits) != 0
+    if proved.all():
+        return found
     unproved = np.zeros((len(found), len(targets.extras)), dtype=np.bool_)
     rows, columns = np.nonzero(~proved)
     unproved[rows, targets.groups[columns]] = True
