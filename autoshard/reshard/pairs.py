@@ -81,7 +81,7 @@ def distances_of_pairs(
     rows, columns = np.nonzero(~proved)
     unproved[rows, targets.groups[columns]] = True
     order = np.argsort(targets.groups, kind="stable")
-    first = np.searchsorted(targets.groups[order], np.arange(len(targets.extras) + 1))
+    begins = np.searchsorted(targets.groups[order], np.arange(len(targets.extras) + 1))
     _price_within(
         graph.source,
         np.searchsorted(graph.target, np.arange(len(graph.states) + 1)),
@@ -92,7 +92,7 @@ def distances_of_pairs(
         sources.places,
         targets.places,
         order,
-        first,
+        begins,
         found,
     )
     return found
