@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,6 +28,7 @@ from autoshard.planner.collector import older_objects_set_aside
 from autoshard.planner.found import Found
 from autoshard.planner.planner import Planner
 from autoshard.planner.problem import Wishes
+from autoshard.planner.progress import Progress
 from autoshard.planner.recompute import planned
 from autoshard.planner.task_graphs import axes_of, whole_parameters
 from autoshard.progress import watched
@@ -58,8 +60,22 @@ def watch_capture(
     start = time.perf_counter()
     sizes = options.dynamic if dynamic else None
     watching = contextlib.nullcontext() if quiet else watched(options.verbose, f"capture of {type(module).__name__}")
-    with watching:
-        graph = capture(module, args, kwargs, grad=grad, tangents=tangents, dynamic=sizes, mp_policy=options.mp_policy)
+    with watching as report:
+
+        def begin(part: str) -> None:
+            if report is not None:
+                report(Progress(part, math.inf, -math.inf, time.perf_counter() - start))
+
+        graph = capture(
+            module,
+            args,
+            kwargs,
+            grad=grad,
+            tangents=tangents,
+            dynamic=sizes,
+            mp_policy=options.mp_policy,
+            progress=begin,
+        )
     return graph, time.perf_counter() - start
 
 

@@ -6,7 +6,10 @@ import logging
 import time
 
 import pytest
+import torch
+from torch import nn
 
+import autoshard
 from autoshard import progress
 from autoshard.planner.progress import Progress
 
@@ -46,3 +49,12 @@ def test_it_is_seen_where_nobody_set_up_logging(
     monkeypatch.setattr(progress, "_log", logging.Logger("autoshard"))  # which has no handlers, nor parents
     _wait(0.1)
     assert capsys.readouterr().err.startswith("autoshard: capture of Model for 0 s\n")
+
+
+def test_a_capture_says_which_part_of_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """Every part is told of when it begins, as a search is."""
+    with caplog.at_level(logging.INFO, "autoshard"):
+        autoshard.plan(nn.Linear(2, 2), {"a": 2}, (torch.zeros(2, 2),), verbose=True)
+    said = [record.getMessage() for record in caplog.records[:3]]
+    assert [line.split(" of ")[0] for line in said] == ["export", "trace", "simplification"]
+    assert said[0].startswith("export of forward: after ")

@@ -62,6 +62,7 @@ def capture(
     dynamic: Dynamic | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     counting: Sequence[str] = (),
+    progress: Callable[[str], None] | None = None,
 ) -> JointGraph:
     """Capture one call of a module as a joint graph. Real weights are never touched: all runs on fake tensors.
 
@@ -81,6 +82,7 @@ def capture(
         mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph. In a flat module
             (`capture.flat`) those of the forward half are there already.
         counting: paths of numbers of the module that are taken for counters, on which nothing depends.
+        progress: is called with the name of every part of the work when it begins.
 
     Returns:
         The graph, with dead code, identities and common subexpressions removed.
@@ -89,17 +91,21 @@ def capture(
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
         InputError: an argument is of a type that cannot be part of a signature.
     """
+    begin = progress or (lambda _: None)
     with _surroundings(module, grad) as surroundings:
         mode = fake_mode()
         twin, watch = _watched_twin(module, mode, training, counting)
         surroundings.enter_context(watch.mutations.restoring())
         signature = signature_of(twin, args, kwargs, grad)
+        begin("export of forward")
         exported = _export(twin, args, kwargs, mode, dynamic, mp_policy, watch)
         everything = tuple(True for _ in exported.outputs)
         differentiated = _losses(exported) if tangents == "loss" else everything
+        begin(f"trace of forward and backward, {len(exported.graph_module.graph.nodes)} nodes in forward")
         traced = _trace(exported, differentiated)
         if grad and differentiated != everything and not _has_tangents(traced):
             traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
+    begin(f"simplification of {len(traced.graph.nodes)} nodes")
     graph = describe(traced, exported, signature, mp_policy, defaults_of(module))
 
     def counted(counters: Sequence[str]) -> JointGraph:
@@ -113,6 +119,7 @@ def capture(
             dynamic=dynamic,
             mp_policy=mp_policy,
             counting=counters,
+            progress=progress,
         )
 
     return graph if counting else _counted(graph, counted)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.joint import JointGraph
+from autoshard.capture.simplify import freeze
 from autoshard.capture.twin import DEVICE
 from autoshard.patterns.local import LocalCall, emit_program, fill_operands
 from autoshard.patterns.padding import padded_factors, zero_results
@@ -47,13 +48,17 @@ class Recording:
         mesh: the mesh axes; process groups are called after them.
         operands: tensors without numbers that the program takes, in a fake mode.
         mode: the fake mode.
+        values: what calls make, by what they are called with: filled, and of use to other recordings.
     """
 
-    def __init__(self, mesh: MeshShape, operands: Sequence[torch.Tensor], mode: Any) -> None:
+    def __init__(
+        self, mesh: MeshShape, operands: Sequence[torch.Tensor], mode: Any, values: dict[Hashable, Any] | None = None
+    ) -> None:
         self.mesh = mesh
         self.home = DEVICE
         self.results: Any = None
         self._mode = mode
+        self._values = {} if values is None else values
         self._steps: list[_Step] = []
         self.operands = [Slot(index, val) for index, val in enumerate(operands)]
         with mode:
@@ -63,9 +68,12 @@ class Recording:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """The slot of one call, or slots where it has several results."""
-        fakes = fx.node.map_aggregate((args, kwargs), lambda one: one.val if isinstance(one, Slot) else plain(one))
-        with self._mode, torch.no_grad():
-            val = op(*fakes[0], **fakes[1])
+        key = (op, _frozen(args), _frozen(kwargs))
+        if key not in self._values:
+            fakes = fx.node.map_aggregate((args, kwargs), lambda one: one.val if isinstance(one, Slot) else plain(one))
+            with self._mode, torch.no_grad():
+                self._values[key] = op(*fakes[0], **fakes[1])
+        val = self._values[key]
         self._steps.append(_Step(op, args, kwargs, val))
         made = self._slot(val)
         if not isinstance(val, (tuple, list)):
@@ -174,6 +182,7 @@ class LocalPrograms:
         self._met: dict[Hashable, RecordedCall] = {}  # by identity: what a tensor looks like takes longer to ask
         self._empty: dict[Hashable, torch.Tensor] = {}
         self._reshards: dict[Hashable, Recording] = {}
+        self._values: dict[Hashable, Any] = {}
         self._known: list[object] = []  # what the keys name by identity stays alive
 
     def operator(
@@ -200,7 +209,7 @@ class LocalPrograms:
     def _record(
         self, call: OpCall, rule: Rule, choices: Choices, operands: Sequence[torch.Tensor], zeros: Sequence[bool]
     ) -> RecordedCall:
-        recording = Recording(self.mesh, operands, self.mode)
+        recording = Recording(self.mesh, operands, self.mode, self._values)
         local = LocalCall(call, rule, choices, self.mesh, recording, recording.operands, zeros)
         fill_operands(local)
         padded = padded_factors(local.rule, local.choices, self.mesh)
@@ -214,10 +223,21 @@ class LocalPrograms:
         key = (id(path), _layout(value))
         if key not in self._reshards:
             self._known.append(path)
-            recording = Recording(self.mesh, [value], self.mode)
+            recording = Recording(self.mesh, [value], self.mode, self._values)
             recording.results = lower(path, recording.operands[0], recording, value.dtype)
             self._reshards[key] = recording
         return self._reshards[key]
+
+
+def _frozen(value: Any) -> Hashable:
+    """An argument of a call as part of a key, slots by the layout of their tensors."""
+    if isinstance(value, Slot):
+        return (Slot, value.val if not isinstance(value.val, torch.Tensor) else _layout(value.val))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((name, _frozen(value[name])) for name in sorted(value))
+    return freeze(plain(value))
 
 
 def _layout(tensor: torch.Tensor) -> Hashable:

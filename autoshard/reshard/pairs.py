@@ -67,43 +67,46 @@ def distances_of_pairs(
         plain: per dim, the nests that all paths may use.
         sources, targets: the ends.
     """
-    open_to = _open_states(graph, plain, sources.extras), _open_states(graph, plain, targets.extras)
+    closed_to = _closed_dims(graph, plain, sources.extras), _closed_dims(graph, plain, targets.extras)
     found = distance[:, targets.places]
     proved = np.isinf(found)
     for first in range(0, len(targets.extras), _WORD):
         held = (targets.groups >= first) & (targets.groups < first + _WORD)
-        reached = _reached(graph, seconds, distance, sources, open_to[0], open_to[1][first : first + _WORD])
+        reached = _reached(graph, seconds, distance, sources, closed_to[0], closed_to[1][first : first + _WORD])
         bits = np.uint64(1) << (targets.groups[held] - first).astype(np.uint64)
         proved[:, held] |= (reached[:, targets.places[held]] & bits) != 0
+    if proved.all():
+        return found
     unproved = np.zeros((len(found), len(targets.extras)), dtype=np.bool_)
     rows, columns = np.nonzero(~proved)
     unproved[rows, targets.groups[columns]] = True
     order = np.argsort(targets.groups, kind="stable")
-    first = np.searchsorted(targets.groups[order], np.arange(len(targets.extras) + 1))
+    begins = np.searchsorted(targets.groups[order], np.arange(len(targets.extras) + 1))
     _price_within(
         graph.source,
         np.searchsorted(graph.target, np.arange(len(graph.states) + 1)),
         seconds,
-        *open_to,
+        *closed_to,
         np.argwhere(unproved),
         sources.groups,
         sources.places,
         targets.places,
         order,
-        first,
+        begins,
         found,
     )
     return found
 
 
-def _open_states(graph: StateGraph, plain: Sequence[frozenset[Nest]], extras: Sequence[Extra]) -> NDArray[np.bool_]:
-    """`[extras, states, dims]`: whether the nest of a dim is a plain one, or one of the group's."""
-    found = np.zeros((len(extras), *graph.numbers.shape), dtype=np.bool_)
+def _closed_dims(graph: StateGraph, plain: Sequence[frozenset[Nest]], extras: Sequence[Extra]) -> NDArray[np.uint64]:
+    """`[extras, states]`: as bits, the dims whose nest is neither a plain one nor one of the group's."""
+    found = np.zeros((len(extras), len(graph.states)), dtype=np.uint64)
     for number, extra in enumerate(extras):
         more = dict(extra)
         for dim, choices in enumerate(graph.nests):
             usable = plain[dim] | more.get(dim, frozenset())
-            found[number, :, dim] = np.array([nest in usable for nest in choices])[graph.numbers[:, dim]]
+            closed = np.array([nest not in usable for nest in choices])[graph.numbers[:, dim]]
+            found[number] |= closed.astype(np.uint64) << np.uint64(dim)
     return found
 
 
@@ -112,13 +115,13 @@ def _reached(
     seconds: NDArray[np.float64],
     distance: NDArray[np.float64],
     sources: Ends,
-    from_source: NDArray[np.bool_],
-    to_target: NDArray[np.bool_],
+    from_source: NDArray[np.uint64],
+    to_target: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
     """`[sources, states]`: as bits, to which groups of targets a shortest path may go on that has come so far."""
     shifts = np.uint64(1) << np.arange(len(to_target), dtype=np.uint64)
     allowed = np.stack(
-        [((one | to_target).all(axis=2) * shifts[:, None]).sum(axis=0, dtype=np.uint64) for one in from_source]
+        [np.bitwise_or.reduce(((one & to_target) == 0) * shifts[:, None], axis=0) for one in from_source]
     )[sources.groups]
     count = len(graph.states)
     with np.errstate(invalid="ignore"):
@@ -144,8 +147,8 @@ def _price_within(  # pragma: no cover
     source: NDArray[np.int32],
     into: NDArray[np.int64],
     seconds: NDArray[np.float64],
-    from_source: NDArray[np.bool_],
-    to_target: NDArray[np.bool_],
+    from_source: NDArray[np.uint64],
+    to_target: NDArray[np.uint64],
     tasks: NDArray[np.int64],
     groups: NDArray[np.int64],
     starts: NDArray[np.int64],
@@ -160,7 +163,7 @@ def _price_within(  # pragma: no cover
         source: where edges begin, by the state in which they end.
         into: the first edge into every state, and behind them all.
         seconds: of the edges.
-        from_source, to_target: `[groups, states, dims]`, as `_open_states` has them.
+        from_source, to_target: of the groups, as `_closed_dims` has them.
         tasks: pairs of a row of the table and a group of targets.
         groups, starts: the group and the state of every row.
         ends: the state of every column.
@@ -176,10 +179,7 @@ def _price_within(  # pragma: no cover
         distance[starts[row]] = 0.0
         count = 0
         for state in range(len(distance)):
-            fits = True
-            for dim in range(one.shape[1]):
-                fits &= one[state, dim] | other[state, dim]
-            if fits:
+            if one[state] & other[state] == 0:
                 usable[count] = state
                 count += 1
         closer = True
