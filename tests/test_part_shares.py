@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoshard
 from autoshard import part_shares
 from autoshard.capture.joint import capture
-from autoshard.errors import PlanError
+from autoshard.errors import BudgetError, PlanError
 from autoshard.part_shares import totals_of
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph import GraphRules
@@ -206,6 +206,15 @@ def test_dims_that_can_not_all_lie_in_parts_do_so_alone(monkeypatch: pytest.Monk
     assert len(plan.parts) == 1
     assert len(seconds) == 2
     assert plan.step_seconds == min(seconds)
+
+
+def test_the_limit_that_an_error_names_is_enough() -> None:
+    module, inputs = wide()
+    options: dict[str, Any] = {"cluster": fast_links(), "shares": SHARES, "effort": "fast"}
+    with pytest.raises(BudgetError) as raised:
+        autoshard.plan(module, {"tp": 2}, (), inputs, memory_limit=1, **options)
+    plan = autoshard.plan(module, {"tp": 2}, (), inputs, memory_limit=raised.value.peak, **options)
+    assert plan.shares == SHARES
 
 
 def test_parts_beside_an_axis_that_splits_the_batch(four: Workers) -> None:
