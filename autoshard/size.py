@@ -32,8 +32,8 @@ class Size(int):
     """A number of elements, steps or ranks that depends on dynamic sizes.
 
     It equals, and compares as, the number that it is where it was made, but two that are equal there by chance have
-    different hashes: caches keep them apart. `of` makes it. (A float before a size, as in `0.5 * size`, makes a
-    plain float: Python does not ask the size. Write the size first.)
+    different hashes: caches keep them apart. `of` makes it. (A float times a size, in this order, is a plain float:
+    Python does not ask the size. Write the size first.)
 
     Attributes:
         expr: the number as an expression in symbols.
@@ -56,17 +56,17 @@ class Size(int):
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return Size.of, (self.expr, dict(self.sizes))
 
-    def __add__(self, other: Any) -> Any:
-        return _sum(self, other, int.__add__, lambda a, b: a + b)
+    def __add__(self, other: int) -> int:
+        return _computed(self, other, int.__add__, lambda a, b: a + b)
 
-    def __radd__(self, other: Any) -> Any:
-        return _sum(self, other, int.__radd__, lambda a, b: b + a)
+    def __radd__(self, other: int) -> int:
+        return _computed(self, other, int.__radd__, lambda a, b: b + a)
 
-    def __sub__(self, other: Any) -> Any:
-        return _sum(self, other, int.__sub__, lambda a, b: a - b)
+    def __sub__(self, other: int) -> int:
+        return _computed(self, other, int.__sub__, lambda a, b: a - b)
 
-    def __rsub__(self, other: Any) -> Any:
-        return _sum(self, other, int.__rsub__, lambda a, b: b - a)
+    def __rsub__(self, other: int) -> int:
+        return _computed(self, other, int.__rsub__, lambda a, b: b - a)
 
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, float):
@@ -129,17 +129,6 @@ class Ratio(float):
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return Ratio.of, (self.expr, dict(self.sizes))
 
-    def __add__(self, other: Any) -> Any:
-        return Ratio.of(self.expr + _expr(other), self.sizes)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return Ratio.of(self.expr - _expr(other), self.sizes)
-
-    def __rsub__(self, other: Any) -> Any:
-        return Ratio.of(_expr(other) - self.expr, self.sizes)
-
     def __mul__(self, other: Any) -> Any:
         return Ratio.of(self.expr * _expr(other), self.sizes)
 
@@ -172,13 +161,6 @@ def _computed(
     value = compute(own, other)
     expr = derive(own.expr, _expr(other))
     return value if expr.is_Integer else _size(value, expr, own.sizes)
-
-
-def _sum(own: Size, other: Any, compute: Callable[[int, int], int], derive: Callable[[Any, Any], sympy.Expr]) -> Any:
-    """The same, of a size and any number."""
-    if isinstance(other, float):
-        return Ratio.of(derive(own.expr, _expr(other)), own.sizes)
-    return _computed(own, other, compute, derive)
 
 
 def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:

@@ -101,14 +101,6 @@ def test_quotients_are_exact_at_other_sizes() -> None:
     assert at(batch * 0.5, {BATCH: 7}) == 3.5
 
 
-def test_sums_of_sizes_and_fractions_hold_at_other_sizes() -> None:
-    batch, sequence = sizes()
-    assert at(max(0.0, batch * 6 - 1.0), {BATCH: 7}) == 41
-    assert at(3 - batch * 0.5 + 1.5, {BATCH: 7}) == 1
-    assert at(1 + batch / sequence - sequence, {BATCH: 7, SEQUENCE: 2}) == 2.5
-    assert at(batch + sequence / 2, {BATCH: 7, SEQUENCE: 3}) == 8.5
-
-
 @pytest.mark.parametrize(
     ("multiple", "divisor", "expected"), [(1, 2, False), (8, 2, True), (8, 16, False), (3, 3, True)]
 )

@@ -175,7 +175,7 @@ class NormByHand(nn.Module):
 
     Args:
         width: channels.
-        way: who writes the statistics, and how: "inside", "in place", "assigned", "data" or "copied".
+        way: who writes the statistics, and how: "inside", "in place", "assigned" or "copied".
         running: whether what normalises is the running statistics.
     """
 
@@ -198,9 +198,6 @@ class NormByHand(nn.Module):
         elif self.way == "assigned":
             held.mean = held.mean + (mean.detach() - held.mean) * 0.1
             held.variance = torch.lerp(held.variance, variance.detach(), 0.1)
-        elif self.way == "data":
-            held.mean.data.mul_(0.9).add_(mean.data, alpha=0.1)
-            held.variance.data.mul_(0.9).add_(variance.data, alpha=0.1)
         else:
             with torch.no_grad():
                 for buffer, new in ((held.mean, mean), (held.variance, variance)):
@@ -267,7 +264,7 @@ MODULES = {
     "dictionary": Dictionary,
     **{
         f"norm_{way.replace(' ', '_')}{'_running' * running}": functools.partial(NormByHand, way=way, running=running)
-        for way in ("inside", "in place", "assigned", "data", "copied")
+        for way in ("inside", "in place", "assigned", "copied")
         for running in (False, True)
     },
     "frozen": Frozen,
