@@ -191,6 +191,8 @@ def _take_inputs(
         elif kind == "constant":
             name = str(spec.target)
             constant = program.constants[name]
+            if _is_lost(name, constant):
+                raise _lost_error(next(iter(node.users), node))
             fake = fake_like(constant, mode)
             value = None if isinstance(constant, FakeTensor) else constant
         else:
@@ -205,6 +207,26 @@ def _take_inputs(
         seen[kind, name] = node
         inputs.append(ExportedInput(kind, name, fake, value))
     return tuple(inputs)
+
+
+def _is_lost(name: str, constant: torch.Tensor) -> bool:
+    """Whether a constant is a tensor that was made while `forward` was exported, of which the graph knows nothing."""
+    if not name.rpartition(".")[2].startswith("lifted_tensor"):
+        return False
+    try:
+        constant.untyped_storage()
+    except NotImplementedError:  # that of a transform such as vmap
+        return True
+    return isinstance(constant, FakeTensor)
+
+
+def _lost_error(reader: fx.Node) -> CaptureError:
+    """The refusal of a tensor that the graph knows nothing of."""
+    place = node_place(reader, "reads a tensor that torch.export did not see being made")
+    return CaptureError(
+        f"{place}. torch.vmap leaves one behind where its out_dims are not 0: leave out_dims out, and move the dim of "
+        "the result, as in torch.vmap(f)(x).movedim(0, 2)."
+    )
 
 
 def _take_outputs(
