@@ -17,7 +17,7 @@ from autoshard.batch_shares import (
     unlike_axis,
 )
 from autoshard.capture.joint import JointGraph
-from autoshard.errors import PlanError, RuleError
+from autoshard.errors import BudgetError, PlanError, RuleError
 from autoshard.options import Options
 from autoshard.patterns.parts import Loop, in_parts, parted_along
 from autoshard.plan import ShardingPlan
@@ -107,19 +107,57 @@ class _Parts:
     @cached_property
     def equal(self) -> tuple[ShardingPlan, Planner]:
         """The plan of equal parts, and its planner."""
-        own = settled(self.options, self.mesh, {})
-        planner = self.planner_of(self.graph, own)
-        return planned_in_shares(planner, self.seconds, own), planner
+        return self._equal(self.options)
 
     @cached_property
     def split(self) -> dict[Loop, int]:
-        """What that splits along the axis and may be split unequally, and the sizes."""
-        plan, planner = self.equal
+        """The loops that `equal` splits along the axis, as far as they may be split unequally, and their sizes."""
+        return self._split(self.equal)
+
+    @cached_property
+    def split_in_least_memory(self) -> dict[Loop, int]:
+        """The same of the plan of equal parts that needs the least memory, whatever the limit."""
+
+        def limited(limit: int) -> Options:
+            return replace(self.options, settings=replace(self.options.settings, memory_limit=limit))
+
+        try:
+            return self._split(self._equal(limited(1)))
+        except BudgetError as error:
+            if error.peak is None:
+                raise
+            return self._split(self._equal(limited(error.peak)))
+
+    def _equal(self, options: Options) -> tuple[ShardingPlan, Planner]:
+        own = settled(options, self.mesh, {})
+        planner = self.planner_of(self.graph, own)
+        return planned_in_shares(planner, self.seconds, own), planner
+
+    def _split(self, equal: tuple[ShardingPlan, Planner]) -> dict[Loop, int]:
+        plan, planner = equal
         return parted_along(flow_of(planner, plan), self.axis, self.placed)
 
     def planned(self, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
         """A plan, and its planner, where ranks take `counts`, in proportion to one another; None where no dim can be
         divided so.
+
+        Equal parts need less memory, since parameters lie in shards of them. Where there is no plan within the limit,
+        the loops are those of the plan that needs the least, which does not depend on the limit: the limit that the
+        error names is then enough.
+
+        Raises:
+            AutoshardError: there is no such plan.
+        """
+        try:
+            return self.planned_of(self.split, counts)
+        except BudgetError:
+            found = self.planned_of(self.split_in_least_memory, counts)
+            if found is None:
+                raise
+            return found
+
+    def planned_of(self, split: Mapping[Loop, int], counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
+        """A plan, and its planner, where ranks take `counts` of what is `split`; None where no dim can be divided so.
 
         Of dims that can't all lie so, since a program needs equal shares of them together, it is the one with which the
         step is the shortest.
@@ -127,7 +165,7 @@ class _Parts:
         Raises:
             AutoshardError: there is no such plan with any of them.
         """
-        loops = [loop for loop, size in self.split.items() if size % parts_of(counts) == 0]
+        loops = [loop for loop, size in split.items() if size % parts_of(counts) == 0]
         try:
             return self._of(loops, counts) if loops else None
         except PlanError as error:
@@ -160,7 +198,7 @@ class _Parts:
         """The fastest one of equal parts, and of parts in proportion to speed."""
 
         def planned(counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
-            found = self.planned(counts)
+            found = self.planned_of(self.split, counts)
             assert found is not None, "shares of a total divide what the total divides"
             return found
 

@@ -41,7 +41,7 @@ def distances(name: str, mesh: Mapping[str, int]) -> tuple[Distances, Distances]
     module, inputs = models.ZOO[name](dtype=torch.float32)
     with Widened():
         exact = _step(copy.deepcopy(module).double(), _cast(inputs, torch.float64))
-    alone = _step(_Lowered(copy.deepcopy(module)), inputs)
+    alone = _step(Lowered(copy.deepcopy(module)), inputs)
     with simulated(**mesh) as device_mesh:
         autoshard.parallelize(
             module, device_mesh, (), inputs, cluster=fast_links(), time_limit=PLANNING_SECONDS, mp_policy=BFLOAT16
@@ -50,7 +50,7 @@ def distances(name: str, mesh: Mapping[str, int]) -> tuple[Distances, Distances]
     return _distances(ours, exact), _distances(alone, exact)
 
 
-class _Lowered(nn.Module):
+class Lowered(nn.Module):
     """A module that is called with its parameters and inputs in bfloat16; gradients go to those that it has."""
 
     def __init__(self, inner: nn.Module) -> None:

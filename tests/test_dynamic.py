@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.export import Dim
 
 import autoshard
@@ -288,3 +288,26 @@ def test_gradients_of_inputs_of_other_sizes_are_summed_one_by_one() -> None:
             for name, tensor in mine.items():
                 for held in held_by_ranks(tensor.grad):
                     torch.testing.assert_close(held, others[name].grad, rtol=TOLERANCE, atol=0.0)
+
+
+class Spread(nn.Module):
+    """Variances of a batch of any size, of which numbers of elements are taken off that are whole, and that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y.var() + y.std(0, correction=0.5).sum()
+
+
+def test_variances_divide_by_the_elements_of_each_call() -> None:
+    alone, inputs = Spread(), {"x": torch.randn(8, 16, dtype=torch.float64)}
+    module = copy.deepcopy(alone)
+    with simulated(dp=2) as mesh:
+        options: dict[str, Any] = {"cluster": fast_links(), "effort": "fast", "hints": {"*": (Replicate(),)}}
+        autoshard.parallelize(module, mesh, (), inputs, dynamic={"x": {0: "batch"}}, **options)
+        for rows in (8, 5):
+            call = {"x": inputs["x"][:rows]}
+            assert relative_difference(step(module, call), step(alone, call)) <= TOLERANCE

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoshard
 from autoshard import part_shares
 from autoshard.capture.joint import capture
-from autoshard.errors import PlanError
+from autoshard.errors import BudgetError, PlanError
 from autoshard.part_shares import totals_of
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph import GraphRules
@@ -73,6 +73,20 @@ class Heads(nn.Module):
             return self.out(functional.gelu(mixed.transpose(1, 2).reshape(rows, length, 32)))
 
 
+class Square(nn.Module):
+    """A square weight with a diagonal of its own, both of whose dims are in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        square = self.weight.clone()
+        square.diagonal().add_(1.0)
+        with autoshard.split(2):
+            return self.out(x + (x @ square).relu()).square().mean()
+
+
 class Told(nn.Module):
     """Operators that are told sizes of the batch, or sizes and places of other dims."""
 
@@ -95,6 +109,11 @@ def told() -> tuple[nn.Module, Inputs]:
 def wide(rows: int = 5) -> tuple[nn.Module, Inputs]:
     with seeded(torch.float64, 0):
         return Wide(), {"x": torch.randn(rows, 6), "target": torch.randint(40, (rows,))}
+
+
+def square() -> tuple[nn.Module, Inputs]:
+    with seeded(torch.float64, 0):
+        return Square(), {"x": torch.randn(5, 8)}
 
 
 def odd() -> tuple[nn.Module, Inputs]:
@@ -206,6 +225,22 @@ def test_dims_that_can_not_all_lie_in_parts_do_so_alone(monkeypatch: pytest.Monk
     assert len(plan.parts) == 1
     assert len(seconds) == 2
     assert plan.step_seconds == min(seconds)
+
+
+def test_a_diagonal_lies_in_parts_as_its_matrix_does(two: Workers) -> None:
+    module, inputs = square()
+    plan = autoshard.plan(module, {"tp": 2}, (), inputs, shares=SHARES, cluster=fast_links(), effort="fast")
+    assert len(plan.parts) == 1
+    two.run(check, square)
+
+
+def test_the_limit_that_an_error_names_is_enough() -> None:
+    module, inputs = wide()
+    options: dict[str, Any] = {"cluster": fast_links(), "shares": SHARES, "effort": "fast"}
+    with pytest.raises(BudgetError) as raised:
+        autoshard.plan(module, {"tp": 2}, (), inputs, memory_limit=1, **options)
+    plan = autoshard.plan(module, {"tp": 2}, (), inputs, memory_limit=raised.value.peak, **options)
+    assert plan.shares == SHARES
 
 
 def test_parts_beside_an_axis_that_splits_the_batch(four: Workers) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
@@ -164,8 +164,10 @@ def _per_rank(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tenso
 
 def held_by_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The whole tensor as every rank in this process has it, in float64."""
-    value = whole(tensor) if isinstance(tensor, DTensor) else tensor
-    values = list(value._local_tensors.values()) if isinstance(value, LocalTensor) else [value]
+    if isinstance(tensor, DTensor):
+        placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        tensor = whole(tensor.redistribute(placements=placements) if placements != [*tensor.placements] else tensor)
+    values = list(tensor._local_tensors.values()) if isinstance(tensor, LocalTensor) else [tensor]
     return [value.double().clone() for value in values]
 
 

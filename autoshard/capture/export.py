@@ -199,16 +199,14 @@ def _take_inputs(
         elif kind == "constant":
             name = str(spec.target)
             constant = program.constants[name]
-            check_constant(constant, node_line(next(iter(node.users), node)))
+            reader = next(iter(node.users), node)
+            if not _has_storage(constant):
+                raise _lost_error(reader)
+            check_constant(constant, node_line(reader))
+            if isinstance(constant, FakeTensor) and name not in held:
+                raise _lost_error(reader)
             fake = fake_like(constant, mode)
             value = None if isinstance(constant, FakeTensor) else constant
-            if value is None and name not in held:
-                what = "reads a tensor without numbers that the graph has no place for"
-                raise CaptureError(
-                    f"{node_place(next(iter(node.users), node), what)}. Inside of torch.vmap and other transforms of "
-                    "torch.func parameters are such: write the operation for a whole batch, with a batch dim. A tensor "
-                    "that an earlier call left in a list or an object is, too: keep it in an attribute of the module."
-                )
         else:
             name = names.first[str(spec.target)]
             fake = names.fakes[name]
@@ -221,6 +219,26 @@ def _take_inputs(
         seen[kind, name] = node
         inputs.append(ExportedInput(kind, name, fake, value))
     return tuple(inputs)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Return False for the tensor of a transform such as vmap."""
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _lost_error(reader: fx.Node) -> CaptureError:
+    """Return the refusal of a tensor that was made while `forward` was exported, of which the graph knows nothing."""
+    place = node_place(reader, "reads a tensor that torch.export did not see being made")
+    return CaptureError(
+        f"{place}. torch.vmap leaves one behind where its out_dims are not 0: leave out_dims out, and move the dim of "
+        "the result, as in torch.vmap(f)(x).movedim(0, 2). Inside of transforms of torch.func, parameters are such: "
+        "write the operation for a whole batch. A tensor that an earlier call left in a list or an object is, too: "
+        "keep it in an attribute of the module."
+    )
 
 
 def _take_outputs(

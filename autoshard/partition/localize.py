@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.capture.failure import node_place
 from autoshard.capture.joint import JointInput
 from autoshard.capture.recompute import RECOMPUTES
 from autoshard.capture.twin import DEVICE
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, RuleError
 from autoshard.partition._torch import unwritten
 from autoshard.partition.emitter import GraphEmitter
 from autoshard.partition.shares_emitter import SharesEmitter
@@ -138,7 +139,12 @@ class Localizer:
             if source.kind != "tangent":
                 self._deliver(Value(source.node))
         for node in self.rules.operators:
-            self._operator(node)
+            try:
+                self._operator(node)
+            except RuntimeError as error:  # torch's own: shapes do not fit each other
+                raise RuleError(
+                    f"{node_place(node, 'has no program on the shards that were planned')}: {error}"
+                ) from error
             for index in range(len(self.rules.calls[node].results)):
                 self._deliver(Value(node, index))
         for source in self.flow.graph.inputs:

@@ -22,7 +22,7 @@ from autoshard.errors import PlanError
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph import GraphRules, Value, value_of
 from autoshard.patterns.rule import Dims
-from autoshard.patterns.told_sizes import say_sizes, told_factors
+from autoshard.patterns.told_sizes import say_sizes, says_shape, told_factors
 from autoshard.patterns.variants import resolved
 from autoshard.size import Size, symbol
 from autoshard.specs.axes import MeshShape
@@ -165,6 +165,7 @@ class _Families:
         for value in rules.values():
             self._join(value, partners)
         for node in rules.operators:
+            self._tie(node)
             told = told_factors(rules.calls[node], rules.rules[node])
             self._rigid.update(self._root((node.name, factor)) for factor in told)
         self._rigid = set(map(self._root, self._rigid))
@@ -210,6 +211,20 @@ class _Families:
                 self._unite(column[0], loop)
         if not alike:
             self._rigid.update(loop for own in loops for loop in own)
+
+    def _tie(self, node: fx.Node) -> None:
+        """What an operator makes dims of, such as a diagonal, is one loop with them where all are of one size."""
+        rule = self.rules.rules[node]
+        read = {factor for dims in rule.operands for factors in dims for factor in factors}
+        made = {factor for dims in rule.results for factors in dims or () for factor in factors}
+        sizes = {factor: rule.factors[factor].size for factor in read ^ made if rule.factors[factor].size > 1}
+        if not read or says_shape(node) or sizes.keys() <= read:
+            return
+        loops = [(node.name, factor) for factor in sizes]
+        for loop in loops:
+            self._unite(loops[0], loop)
+        if len(set(sizes.values())) > 1:
+            self._rigid.update(loops)
 
     def _unite(self, one: Loop, other: Loop) -> None:
         first, second = sorted((self._root(one), self._root(other)), key=lambda loop: self._order[loop[0]])

@@ -75,6 +75,12 @@ def say_sizes(node: fx.Node, results: Sequence[tuple[int, ...] | None]) -> None:
             node.update_arg(place, shape[0])
 
 
+def says_shape(node: fx.Node) -> bool:
+    """Whether an argument of an operator is the shape of its result, which `say_sizes` says anew."""
+    assert isinstance(node.target, OpOverload)
+    return any(map(_is_shape, node.target._schema.arguments))
+
+
 def _places(call: OpCall, ndim: int) -> Sequence[int]:
     """The dims of a call's tensors that its arguments tell a size or a place of, as far as they say which."""
     names = {argument.name for argument in call.op._schema.arguments}

@@ -414,6 +414,24 @@ def test_a_generator_is_refused() -> None:
         capture(Drawing(), (small_input(),), {})
 
 
+class Mapped(nn.Module):
+    """A map over dims that are not the first, which torch.export can not trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mapped: torch.Tensor = torch.vmap(torch.matmul, in_dims=(2, 0), out_dims=2)(x, self.weight)
+        return mapped.flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_tensor_that_export_did_not_see_being_made_is_refused_by_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"test_joint\.py:\d+ \(mapped: .* = torch\.vmap.*movedim"):
+        capture(Mapped(), (torch.randn(2, 6, 3, 4),), {})
+
+
 def test_differentiable_buffer_update_is_refused() -> None:
     class Update(Small):
         def __init__(self) -> None:

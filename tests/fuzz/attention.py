@@ -133,6 +133,45 @@ def window_in_place(p: Block, x: Tensor) -> Tensor:
 
 
 @BLOCKS.block(**QKV)
+def sliding_rows_in_place(p: Block, x: Tensor) -> Tensor:
+    query, key, value = _heads(p, x)
+    out = torch.empty_like(query)
+    for place in range(x.shape[1]):
+        seen = slice(max(0, place - 2), place + 1)
+        scores = query[:, :, place : place + 1] @ key[:, :, seen].mT / HEAD**0.5
+        out[:, :, place] = (scores.softmax(-1) @ value[:, :, seen])[:, :, 0]
+    return join_heads(out) @ p.out
+
+
+@BLOCKS.block(fused="WT", out="WW")
+def sliding_blocks_in_place(p: Block, x: Tensor) -> Tensor:
+    query, key, value = (x @ p.fused).unflatten(-1, (3, p.heads, HEAD)).unbind(2)
+    out = x.new_zeros(*x.shape[:2], p.heads, HEAD)
+    for start in range(0, x.shape[1], 2):
+        first, end = max(0, start - 2), min(x.shape[1], start + 3)
+        scores = torch.einsum("bqhd,bkhd->bhqk", query[:, start : start + 2], key[:, first:end])
+        far = torch.arange(start, start + 2)[:, None] - torch.arange(first, end)
+        weights = scores.masked_fill_(far.to(x.device).abs() > 2, float("-inf")).softmax(-1)
+        out[:, start : start + 2].copy_(torch.einsum("bhqk,bkhd->bqhd", weights, value[:, first:end]))
+    return out.view(x.shape) @ p.out
+
+
+@BLOCKS.block(**QKV)
+def sliding_sums_in_place(p: Block, x: Tensor) -> Tensor:
+    query, key, value = _heads(p, x)
+    out, total = torch.zeros_like(x), torch.zeros_like(query[..., :1])
+    heads = split_heads(p, out)
+    for shift in range(3):
+        rows = slice(shift, x.shape[1])
+        before = slice(0, x.shape[1] - shift)
+        weights = (query[:, :, rows] * key[:, :, before]).sum(-1, keepdim=True).tanh().exp()
+        heads[:, :, rows] += weights * value[:, :, before]
+        total[:, :, rows].add_(weights)
+    heads.div_(total)
+    return out @ p.out
+
+
+@BLOCKS.block(**QKV)
 def sliding_chunks(p: Block, x: Tensor) -> Tensor:
     query, key, value = _heads(p, x)
     padded = F.pad(key, (0, 0, 1, 1)).unfold(2, 3, 1), F.pad(value, (0, 0, 1, 1)).unfold(2, 3, 1)

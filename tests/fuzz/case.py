@@ -10,7 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
@@ -30,6 +30,7 @@ from autoshard.specs import Spec
 from autoshard.specs.axes import MeshShape
 from tests.fuzz.model import Drawn, Model, inputs_of, loss_of, tensors_of
 from tests.partition.meshes import simulated
+from tests.precision import BFLOAT16, BFLOAT16_ROUNDING, Lowered
 from tests.random_plans import random_plan
 from tests.training import fast_links, held_by_ranks, relative_difference
 from tests.widen import doubles
@@ -39,9 +40,14 @@ TOLERANCE = 1e-9
 TOLERANCE_OF_CASTS = 1e-5
 """Where parameters are float32 and the compute is float64."""
 
+TOLERANCE_OF_LOWERED = 0.1
+"""Where the compute is bfloat16: what is farther off is undetermined or wrong, as what is not finite is."""
+
 ROUNDING = 1e-15
 ATTEMPTS = 5
 SECONDS = 120
+"""Of compute that a case may take."""
+
 MESHES = ((1,), (2,), (2,), (3,), (4,), (5,), (2, 2), (2, 2), (1, 3), (4, 1))
 PLANS = ("random", "random", "fast", "full")
 
@@ -66,6 +72,7 @@ class Case:
         local: whether every rank passes its own rows.
         planned_outputs: whether outputs stay as they lie.
         casts: whether parameters are float32, and the compute is float64.
+        lowered: whether parameters are float32, and the compute is bfloat16.
     """
 
     seed: int
@@ -82,6 +89,7 @@ class Case:
     local: bool = False
     planned_outputs: bool = False
     casts: bool = False
+    lowered: bool = False
 
     @classmethod
     def of(cls, seed: int) -> Case:
@@ -90,6 +98,7 @@ class Case:
         case = replace(
             case, planned_outputs=draw.random() < 0.2, recompute=draw.choice(("none", "none", "auto", "full"))
         )
+        case = replace(case, lowered=draw.random() < 0.1)
         if case.plan == "random":
             return replace(case, forced=draw.choice((0.0, 0.3, 0.7)), uneven=draw.choice((0.0, 0.0, 0.5)))
         shares = tuple(draw.randint(1, 3) for _ in range(case.mesh[0]))
@@ -100,7 +109,7 @@ class Case:
             dynamic=draw.random() < 0.25,
             shares=shares if draw.random() < 0.15 else (),
             local=draw.random() < 0.2,
-            casts=draw.random() < 0.15,
+            casts=not case.lowered and draw.random() < 0.15,
         ).possible
 
     @property
@@ -113,6 +122,16 @@ class Case:
     @property
     def axes(self) -> dict[str, int]:
         return {f"axis{place}": size for place, size in enumerate(self.mesh)}
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy | None:
+        """What the compute is done in, if that is not what parameters are in."""
+        return BFLOAT16 if self.lowered else MixedPrecisionPolicy(torch.float64, torch.float64) if self.casts else None
+
+    @property
+    def width(self) -> AbstractContextManager[object]:
+        """While active, tensors are made in the precision of the step."""
+        return nullcontext() if self.lowered else doubles()
 
     @property
     def batches(self) -> list[int]:
@@ -176,7 +195,7 @@ def run(case: Case) -> Outcome:
     except Exception:
         return outcome("crash", traceback.format_exc()[-3000:])
     errors = {kind: relative_difference(found[kind], expected[kind]) for kind in expected}
-    limit = TOLERANCE_OF_CASTS if case.casts else TOLERANCE
+    limit = TOLERANCE_OF_CASTS if case.casts else TOLERANCE_OF_LOWERED if case.lowered else TOLERANCE
     wrong = {kind: error for kind, error in errors.items() if not error <= limit}
     if not wrong:
         return outcome("right", f"{max(errors.values()):.1e}")
@@ -188,12 +207,12 @@ def _is_undetermined(case: Case, expected: Traced, limit: float) -> bool:
     rounding says which is larger."""
     for attempt in range(ATTEMPTS):
         module, batches = _build(case), _batches(case)
-        with doubles(), torch.no_grad():
+        rounding = BFLOAT16_ROUNDING if case.lowered else ROUNDING
+        with case.width, torch.no_grad():
             generator = torch.Generator().manual_seed(attempt)
             for parameter in module.parameters():
-                parameter *= 1 + ROUNDING * torch.randn(parameter.shape, generator=generator)
-        with doubles():
-            found = _train(module, batches)
+                parameter *= 1 + rounding * torch.randn(parameter.shape, generator=generator)
+        found = _trained(case, module, batches)
         if any(not relative_difference(found[kind], expected[kind]) <= limit for kind in expected):
             return True
     return False
@@ -204,23 +223,23 @@ def _time_limit(seconds: int) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"{seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # of this process, however many others there are
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _build(case: Case) -> nn.Module:
     torch.manual_seed(case.seed)
-    with doubles():
+    with case.width:
         return Model(case.drawn)
 
 
 def _batches(case: Case) -> list[dict[str, Tensor]]:
-    with doubles():
+    with case.width:
         return [inputs_of(case.drawn, batch, case.seed + step) for step, batch in enumerate(case.batches)]
 
 
@@ -229,16 +248,26 @@ def _one_device(case: Case) -> tuple[nn.Module, Traced]:
     module = _build(case)
     if case.casts:
         module.float()
-    with doubles():
-        return copy.deepcopy(module), _train(module.double(), _batches(case))
+    return copy.deepcopy(module), _trained(case, module, _batches(case))
+
+
+def _trained(case: Case, module: nn.Module, batches: list[dict[str, Tensor]]) -> Traced:
+    """What training leaves behind on one device."""
+    with case.width:
+        if not case.lowered:
+            return _train(module.double(), batches)
+        found = _train(Lowered(module), batches)
+    return {
+        kind: {name.removeprefix("inner."): value for name, value in tensors.items()} for kind, tensors in found.items()
+    }
 
 
 def _mesh(case: Case, module: nn.Module) -> Traced:
     """What all ranks of a mesh compute."""
     batches = _batches(case)
     if case.plan == "random":
-        with doubles():
-            graph = capture(module, (), batches[0])
+        with case.width:
+            graph = capture(module, (), batches[0], mp_policy=case.policy)
         mesh, chance = MeshShape.of(case.axes), {"none": 0.0, "auto": 0.5, "full": 1.0}[case.recompute]
         options: dict[str, Any] = {
             "plan": random_plan(
@@ -249,13 +278,14 @@ def _mesh(case: Case, module: nn.Module) -> Traced:
                 uneven=case.uneven,
                 recompute=chance,
                 planned_outputs=case.planned_outputs,
-            )
+            ),
+            "mp_policy": case.policy,
         }
     else:
         options = _options(case, module)
     if case.planned_outputs:
         options["output_placements"] = "planned"
-    with doubles():
+    with case.width:
         if case.limited:
             options["memory_limit"] = _smallest(module, case.axes, batches[0], options)
         if case.plan != "random":  # outside of the ranks: what stands for devices there has no groups of its own
@@ -270,22 +300,29 @@ def _mesh(case: Case, module: nn.Module) -> Traced:
 def _processes(case: Case, options: dict[str, Any]) -> Traced:
     """The same in processes: in one process, ranks can't hold sizes of their own."""
     with Workers(math.prod(case.mesh), SECONDS) as workers:
-        ranks: list[Traced] = workers.run(_on_rank, case, options)
+        ranks: list[Traced | AutoshardError] = workers.run(_on_rank, case, options)
+    traces = [rank for rank in ranks if not isinstance(rank, AutoshardError)]
+    if len(traces) < len(ranks):
+        raise next(rank for rank in ranks if isinstance(rank, AutoshardError))
     return {
-        kind: {name: [rank[kind][name][0] for rank in ranks] for name in tensors} for kind, tensors in ranks[0].items()
+        kind: {name: [rank[kind][name][0] for rank in traces] for name in tensors}
+        for kind, tensors in traces[0].items()
     }
 
 
-def _on_rank(case: Case, options: dict[str, Any]) -> Traced:
+def _on_rank(case: Case, options: dict[str, Any]) -> Traced | AutoshardError:
     mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=tuple(case.axes))
     module = _build(case)
-    return _steps(case, module.float() if case.casts else module, mesh, _batches(case), options)
+    try:
+        return _steps(case, module.float() if case.casts else module, mesh, _batches(case), options)
+    except AutoshardError as error:
+        return error
 
 
 def _steps(
     case: Case, module: nn.Module, mesh: DeviceMesh, batches: list[dict[str, Tensor]], options: dict[str, Any]
 ) -> Traced:
-    with doubles():
+    with case.width:
         autoshard.parallelize(module, mesh, (), batches[0], **options)
         if case.local:
             spec = Spec.of(Shard(0), *[Replicate()] * (len(case.mesh) - 1))
@@ -314,8 +351,7 @@ def _options(case: Case, module: nn.Module) -> dict[str, Any]:
     if case.local:
         placements = (Shard(0), *[Replicate()] * (len(case.mesh) - 1))
         options |= {"inputs": "local", "input_placements": dict.fromkeys(("x", "target"), placements)}
-    if case.casts:
-        options["mp_policy"] = MixedPrecisionPolicy(torch.float64, torch.float64)
+    options["mp_policy"] = case.policy
     return options
 
 

@@ -234,6 +234,54 @@ def fourier_of_both(p: Block, x: Tensor) -> Tensor:
     return torch.fft.fft2(x @ p.weight, norm="ortho").real
 
 
+def _wide(x: Tensor) -> Tensor:
+    """The tensor in a precision that has Fourier transforms."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@BLOCKS.block(gain="W", shift="W")
+def fourier_filter(p: Block, x: Tensor) -> Tensor:
+    filters = torch.complex(_wide(p.gain), _wide(p.shift))
+    spectrum = torch.fft.rfft2(_wide(x), norm="ortho") * filters[: p.width // 2 + 1]
+    return torch.fft.irfft2(spectrum, s=x.shape[1:], norm="ortho").to(x.dtype)
+
+
+@BLOCKS.block(kernel="FW", weight="WW")
+def long_convolution(p: Block, x: Tensor) -> Tensor:
+    size = 2 * x.shape[1]
+    spectrum = torch.fft.rfft(_wide(x), n=size, dim=1) * torch.fft.rfft(_wide(p.kernel[: x.shape[1]]), n=size, dim=0)
+    return torch.fft.irfft(spectrum, n=size, dim=1)[:, : x.shape[1]].to(x.dtype) @ p.weight
+
+
+@BLOCKS.block(weight="WW")
+def fourier_in_place_of_attention(p: Block, x: Tensor) -> Tensor:
+    return torch.fft.fft(torch.fft.fft(_wide(x @ p.weight), dim=-1), dim=1).real.to(x.dtype)
+
+
+@BLOCKS.block(weight="WW", gain="W")
+def logs_of_spectrum(p: Block, x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(_wide(x @ p.weight), dim=-1)
+    power = spectrum.real.square() + spectrum.imag.square()
+    logs = power.log() + spectrum.abs().clamp(min=1e-5).log10()
+    return x + p.gain * F.pad(logs, (0, p.width - logs.shape[-1])).to(x.dtype) * 0.1
+
+
+@BLOCKS.block(weight="WW", gain="W")
+def phases(p: Block, x: Tensor) -> Tensor:
+    spectrum = torch.fft.fft(_wide(x @ p.weight), dim=1, norm="ortho")
+    turned = torch.polar(spectrum.abs(), spectrum.angle() * _wide(p.gain).cos())
+    unit = spectrum / spectrum.abs()
+    return (torch.fft.ifft(turned, dim=1, norm="ortho").real + unit.imag).to(x.dtype)
+
+
+@BLOCKS.block(weight="WW")
+def short_spectra(p: Block, x: Tensor) -> Tensor:
+    waves = _wide(x @ p.weight).mT.flatten(0, 1)
+    spectra = torch.stft(waves, 4, 2, window=torch.hann_window(4, dtype=waves.dtype), return_complex=True)
+    size = (spectra.abs() + 1e-3).mean((1, 2)).view(x.shape[0], 1, -1)
+    return x * size.log1p().to(x.dtype)
+
+
 @BLOCKS.block(shift="W", weight="WW")
 def token_shift(p: Block, x: Tensor) -> Tensor:
     before = F.pad(x, (0, 0, 1, -1))

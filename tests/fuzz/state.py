@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -147,6 +148,66 @@ class Frozen(nn.Module):
         return y
 
 
+class Statistics(nn.Module):
+    """Running statistics, which another module reads and writes, or this one."""
+
+    mean: Tensor
+    variance: Tensor
+    steps: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("variance", torch.ones(width))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            self.steps += 1
+            share = 1.0 / self.steps.to(x.dtype)
+            self.mean = (1 - share) * self.mean + share * x.mean((0, 1))
+            self.variance = (1 - share) * self.variance + share * x.var((0, 1))
+        return x.mean((0, 1)), x.var((0, 1), unbiased=False)
+
+
+class NormByHand(nn.Module):
+    """Batch norm with its statistics in a submodule.
+
+    Args:
+        width: channels.
+        way: who writes the statistics, and how: "inside", "in place", "assigned" or "copied".
+        running: whether what normalises is the running statistics.
+    """
+
+    def __init__(self, width: int, way: str, running: bool = False) -> None:
+        super().__init__()
+        self.way, self.running = way, running
+        self.statistics = Statistics(width)
+        self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.statistics
+        rows = x.reshape(-1, x.shape[-1])
+        mean, variance = rows.mean(0), (rows - rows.mean(0)).square().mean(0)
+        if self.way == "inside":
+            mean, variance = held(x)
+        elif self.way == "in place":
+            held.mean.mul_(0.9).add_(0.1 * mean.detach())
+            held.variance.lerp_(variance.detach() * rows.shape[0] / (rows.shape[0] - 1), 0.1)
+            held.steps.add_(1)
+        elif self.way == "assigned":
+            held.mean = held.mean + (mean.detach() - held.mean) * 0.1
+            held.variance = torch.lerp(held.variance, variance.detach(), 0.1)
+        else:
+            with torch.no_grad():
+                for buffer, new in ((held.mean, mean), (held.variance, variance)):
+                    buffer.copy_(buffer * 0.9 + new * 0.1)
+                held.steps.copy_(held.steps + 1)
+        if self.running:
+            mean, variance = held.mean.clone(), held.variance.clone()
+        return (x - mean) * torch.rsqrt(variance + 1e-5) * self.scale + self.shift
+
+
 class Expanded(torch.autograd.Function):
     """A product with a gradient written by hand."""
 
@@ -201,5 +262,10 @@ MODULES = {
         nn.Sequential(nn.Conv1d(width, width, 3, padding=1), nn.GroupNorm(2, width), nn.SiLU())
     ),
     "dictionary": Dictionary,
+    **{
+        f"norm_{way.replace(' ', '_')}{'_running' * running}": functools.partial(NormByHand, way=way, running=running)
+        for way in ("inside", "in place", "assigned", "copied")
+        for running in (False, True)
+    },
     "frozen": Frozen,
 }

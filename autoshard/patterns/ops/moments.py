@@ -148,7 +148,8 @@ def _local_moments(call: LocalCall) -> Any:
     layout = [f"d{dim}" if dim in dims else "" for dim in range(len(shape))]
     mean, spread = joined_moments(call, call.operands[0], layout)
     count = math.prod(shape[dim] for dim in dims)
-    left = max(0.0, count - _correction(call.call))
+    above, below = _correction(call.call).as_integer_ratio()  # a size less a float would be a float, at every size
+    left = max(0.0, (count * below - above) / below)
     if left != count:
         spread = emit.call(aten.div.Scalar, emit.call(aten.mul.Scalar, spread, count), left)
     name = call.call.op._schema.name
