@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import (
@@ -256,7 +255,6 @@ def _surroundings(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitStac
             if torch.get_default_device() != DEVICE:
                 stack.enter_context(DEVICE)
             stack.enter_context(autocast_of_gpus())
-            stack.enter_context(saved_tensors_hooks(_itself, _itself))  # in the place of those around the call
             stack.enter_context(capturing())
             stack.enter_context(no_accumulation())
             stack.enter_context(marking())
@@ -267,10 +265,6 @@ def _surroundings(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitStac
         raise error.error from None
     except Exception as error:
         raise known_error(error) or capture_error(type(module).__name__, error) from error
-
-
-def _itself(saved: torch.Tensor) -> torch.Tensor:
-    return saved
 
 
 @contextlib.contextmanager
