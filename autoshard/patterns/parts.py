@@ -22,7 +22,7 @@ from autoshard.errors import PlanError
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph import GraphRules, Value, value_of
 from autoshard.patterns.rule import Dims
-from autoshard.patterns.told_sizes import say_sizes, says_shape, told_factors
+from autoshard.patterns.told_sizes import say_sizes, says_result, told_factors
 from autoshard.patterns.variants import resolved
 from autoshard.size import Size, symbol
 from autoshard.specs.axes import MeshShape
@@ -218,7 +218,7 @@ class _Families:
         read = {factor for dims in rule.operands for factors in dims for factor in factors}
         made = {factor for dims in rule.results for factors in dims or () for factor in factors}
         sizes = {factor: rule.factors[factor].size for factor in read ^ made if rule.factors[factor].size > 1}
-        if not read or says_shape(node) or sizes.keys() <= read:
+        if not read or says_result(node) or sizes.keys() <= read:
             return
         loops = [(node.name, factor) for factor in sizes]
         for loop in loops:

@@ -32,6 +32,9 @@ _SPATIAL = frozenset({aten.convolution.default, aten.convolution_backward.defaul
 _ENDS = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
 """Which argument of a range of whole numbers from zero on is the size of it."""
 
+_ROWS = "num_weights"
+"""The argument of the gradient of a table that is the number of its rows."""
+
 
 def told_factors(call: OpCall, rule: Rule) -> Iterator[int]:
     """The factors of a rule whose sizes a call is told, but for those that `say_sizes` says otherwise."""
@@ -71,14 +74,15 @@ def say_sizes(node: fx.Node, results: Sequence[tuple[int, ...] | None]) -> None:
     for place, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
         if _is_shape(argument):
             node.update_arg(place, list(shape))
-        elif argument.name == "num_weights":
+        elif argument.name == _ROWS:
             node.update_arg(place, shape[0])
 
 
-def says_shape(node: fx.Node) -> bool:
-    """Whether an argument of an operator is the shape of its result, which `say_sizes` says anew."""
+def says_result(node: fx.Node) -> bool:
+    """Whether `say_sizes` says anew what size the dims are that an operator makes."""
     assert isinstance(node.target, OpOverload)
-    return any(map(_is_shape, node.target._schema.arguments))
+    said = (_is_shape(argument) or argument.name == _ROWS for argument in node.target._schema.arguments)
+    return node.target is aten.repeat.default or any(said)
 
 
 def _places(call: OpCall, ndim: int) -> Sequence[int]:
