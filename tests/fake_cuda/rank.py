@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.fake_cuda.devices import pretend
+from tests.fake_cuda.devices import leave, pretend
 
 if __name__ == "__main__":
     pretend(sys.argv[1], int(sys.argv[2]))  # before torch is imported
@@ -175,3 +175,4 @@ def _tried(run: Callable[[Case, int, Path], dict[str, Any]], case: Case, rank: i
 
 if __name__ == "__main__":
     main(int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
+    leave()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.fake_cuda.devices import pretend
+from tests.fake_cuda.devices import leave, pretend
 
 if __name__ == "__main__":
     pretend(sys.argv[1], int(sys.argv[2]))  # before torch is imported
@@ -124,3 +124,4 @@ def main(rank: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[2]), Path(sys.argv[3]))
+    leave()
