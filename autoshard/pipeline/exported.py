@@ -16,6 +16,7 @@ from autoshard.capture.attention import attention
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.effects import Effects
 from autoshard.capture.export import Exported, ExportedInput
+from autoshard.capture.failure import node_line
 from autoshard.capture.joint import capture_forward
 from autoshard.capture.python_calls import is_effect
 from autoshard.capture.recurrent_cells import gru_cell, lstm_cell
@@ -222,14 +223,15 @@ def _draws(node: fx.Node, module: fx.GraphModule) -> bool:
 
 
 def _refuse_kept(forward: Exported) -> None:
-    """`CaptureError` where `forward` leaves tensors in containers or variables: the stages compute parts of them."""
-    kept = tuple(one.name for one in forward.result.attributes if one.path is None)
-    lines = [one.line for one in forward.state.mutations if any(name.startswith(one.path) for name in kept)]
-    if lines:
-        raise CaptureError(
-            f"{lines[0]} keeps a tensor ({kept[0]}), which no pipeline does: one rank computes it, for one microbatch "
-            "after another. Let forward return it, or use a mesh without a pipeline axis."
-        )
+    """`CaptureError` where `forward` leaves tensors in attributes, containers or variables: stages compute parts."""
+    kept = {attribute.name for attribute in forward.result.attributes}
+    for name, node in zip(forward.result.names, forward.outputs, strict=True):
+        if name in kept:
+            changed = (one.line for one in forward.state.mutations if name.startswith(one.path))
+            raise CaptureError(
+                f"{next(changed, '') or node_line(node)} keeps a tensor ({name}), which no pipeline does: one rank "
+                "computes it, one microbatch after another. Let forward return it, or use a mesh without a pipeline axis."
+            )
 
 
 def _refuse_reads(forward: Exported) -> None:

@@ -98,6 +98,22 @@ class _Keeping(nn.Linear):
         return super().forward(x)
 
 
+class _Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        self.first.mean = hidden.mean()
+        return self.second(hidden)
+
+
+def test_tensors_set_as_attributes_are_refused_with_the_line() -> None:
+    with pytest.raises(CaptureError, match=r"test_exported.py:\d+ \(self.first.mean = .*tensor \(self.first.mean\)"):
+        exported(_Noting(), (torch.randn(2, 4),), {})
+
+
 def test_tensors_kept_in_containers_are_refused_with_the_line() -> None:
     with pytest.raises(
         CaptureError, match=r"test_exported.py:\d+ \(self.kept = .*keeps a tensor \(self.kept\['mean'\]\)"
