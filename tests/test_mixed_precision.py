@@ -239,3 +239,10 @@ def test_a_program_runs_as_it_was_captured_under_autocast(around_backward: bool)
         gradients = {name: held_by_ranks(parameter.grad) for name, parameter in module.named_parameters()}
     expected = {name: [parameter.grad] for name, parameter in reference.named_parameters()}
     assert relative_difference(gradients, expected) < 1e-5  # the same casts: nothing but the order of sums differs
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM])
+def test_lists_of_parameters_follow_their_casts(kind: type[nn.RNNBase]) -> None:
+    """Recurrent layers keep one."""
+    graph = capture(kind(4, 4), (torch.randn(2, 3, 4),), {}, mp_policy=MixedPrecisionPolicy(BF16))
+    assert {item.kind for item in graph.outputs} == {"output", "gradient"}

@@ -97,6 +97,7 @@ def export_forward(
     `examples` are the inputs by name, as far as they have numbers.
     """
     opaque = OpaqueOutputs()
+    state.mutations.note_state()
     reads = DataReads(examples, state.mutations.note_number)
     assigned = AssignedTensors(twin, state.mutations, lambda: [one.flag for one in reads.assumptions])
     twin.register_forward_hook(opaque)

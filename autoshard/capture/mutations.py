@@ -168,10 +168,16 @@ class Mutations:
         self._counting, self._depended = counting, depended
         self._numbers: dict[str, Tensor] = {}
         self._originals: list[tuple[Place, Any, Any]] = []  # what stand-ins are for
-        places = (*reachable.inside, *reachable.outside)
-        self._known = {id(value) for place in places for value in place.before.values()}
+        self._known: set[int] = set()
         self.found: list[Mutation] = []
         self.kept: list[tuple[str, Tensor]] = []
+
+    def note_state(self) -> None:
+        """Know what objects hold before the call: casts have put other parameters into the twin, and into its lists."""
+        for place in self._reachable.inside:
+            place.before = place.entries(place.traced)
+        places = (*self._reachable.inside, *self._reachable.outside)
+        self._known = {id(value) for place in places for value in place.before.values()}
 
     def note_number(self, symbol: Any, tensor: Tensor) -> None:
         """Know the tensor that a number is taken from."""
