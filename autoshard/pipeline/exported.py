@@ -230,7 +230,7 @@ def _refuse_kept(forward: Exported) -> None:
             changed = (one.line for one in forward.state.mutations if name.startswith(one.path))
             raise CaptureError(
                 f"{next(changed, '') or node_line(node)} keeps a tensor ({name}), which no pipeline does: one rank "
-                "computes it, one microbatch after another. Return it from forward, or use a mesh without pipeline axis."
+                "computes it, one microbatch after another. Return it from forward, or have no pipeline axis."
             )
 
 

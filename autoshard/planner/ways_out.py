@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch.distributed.tensor import Replicate
 
 from autoshard.capture.recompute import recomputable, recomputed
 from autoshard.errors import AutoshardError, BudgetError
@@ -16,6 +17,8 @@ from autoshard.memory.prices import DEAR, memory_prices, peak_weights
 from autoshard.plan_rows import memory_parts
 from autoshard.planner.problem import Wishes
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import is_placeable
+from autoshard.specs.spec import Spec
 
 if TYPE_CHECKING:
     from autoshard.planner.planner import Planner
@@ -81,7 +84,7 @@ def _ways_out(planner: Planner, least: Memory, wishes: Wishes, prices: np.ndarra
         if peak < least.peak:
             yield f'allow recomputation (recompute="full" needs {format_bytes(peak)})'
     mesh = _doubled(planner.mesh)
-    if planner.cluster.count is not None and mesh.size > planner.cluster.count:
+    if (planner.cluster.count is not None and mesh.size > planner.cluster.count) or not _fit(planner, wishes, mesh):
         yield "add devices"
         return
     larger = type(planner)(planner.graph, mesh, planner.cluster, wishes, planner.settings)
@@ -109,6 +112,13 @@ def _peak(planner: Planner, wishes: Wishes, prices: np.ndarray) -> float:
         return planner.solve(wishes, prices=prices).memory.peak
     except AutoshardError:
         return float("inf")
+
+
+def _fit(planner: Planner, wishes: Wishes, mesh: MeshShape) -> bool:
+    """Whether what is pinned can lie so on another mesh."""
+    shapes = {source.name: source.node.meta["val"].shape for source in planner.graph.inputs}
+    pins = ((name, Spec.of(*(one or Replicate() for one in pins))) for name, pins in wishes.pinned.items())
+    return all(is_placeable(shapes[name], spec, mesh) for name, spec in pins)
 
 
 def _doubled(mesh: MeshShape) -> MeshShape:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from torch.distributed.tensor import Shard
 
 from autoshard.errors import BudgetError
 from autoshard.memory.budget import parse_bytes
+from autoshard.planner.problem import Wishes
 from autoshard.planner.recompute import planned
 from tests.planner.steps import captured, planner_of
 
@@ -34,3 +36,11 @@ def test_what_was_asked_for_already_is_no_way_out(recompute: str) -> None:
     said = _said(recompute)
     assert "add devices (x=4 needs" in said
     assert "recomputation" not in said
+
+
+def test_more_devices_than_what_is_pinned_can_lie_on_are_not_tried() -> None:
+    graph = captured("mlp")
+    name = next(item.name for item in graph.inputs if item.kind == "parameter" and item.node.meta["val"].shape[0] == 24)
+    planner = planner_of(graph, {"x": 4, "y": 2}, Wishes(pinned={name: (Shard(0), Shard(0))}), memory_limit=1000)
+    with pytest.raises(BudgetError, match="add devices, or"):
+        planned(planner)
