@@ -58,11 +58,18 @@ class Lowered(nn.Module):
         self.inner = inner
 
     def forward(self, **inputs: Any) -> Any:
-        lowered = {
-            name: parameter.bfloat16() if parameter.is_floating_point() else parameter
-            for name, parameter in self.inner.named_parameters()
+        casts = {
+            parameter: parameter.bfloat16() if parameter.is_floating_point() else parameter
+            for parameter in self.inner.parameters()
         }
-        return torch.func.functional_call(self.inner, lowered, (), _cast(inputs, torch.bfloat16))
+        lowered = {
+            f"{path}.{name}" if path else name: casts[parameter]
+            for path, part in self.inner.named_modules()
+            for name, parameter in part.named_parameters(recurse=False)
+        }
+        # `tie_weights` would put casts into a module that stands in two places twice, and leave one there.
+        inputs = _cast(inputs, torch.bfloat16)
+        return torch.func.functional_call(self.inner, lowered, (), inputs, tie_weights=False)
 
 
 def _cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
