@@ -306,7 +306,7 @@ def symmetric_by_vmap(p: Block, x: Tensor) -> Tensor:
 @BLOCKS.block(weight="HDD")
 def heads_by_vmap(p: Block, x: Tensor) -> Tensor:
     heads = x.unflatten(-1, (p.heads, HEAD))
-    return torch.vmap(torch.matmul, in_dims=(2, 0), out_dims=2)(heads, p.weight).flatten(2)
+    return torch.vmap(torch.matmul, in_dims=(2, 0))(heads, p.weight).movedim(0, 2).flatten(2)
 
 
 @BLOCKS.block(weight="WW")
