@@ -20,6 +20,14 @@ FAILED = {
         dynamic=True,
         planned_outputs=True,
     ),
+    "an input that every rank holds alike, exchanged": Case(
+        200044,
+        Drawn(
+            (("row_in_place", "norm"), ("sorted_along_time", "add"), ("experts_with_capacity", "add")),
+            *("robust", 24, 6, True),
+        ),
+        *((4,), "random", "auto", 0.7, 0.5),
+    ),
 }
 """Cases that failed once, by what was the matter."""
 

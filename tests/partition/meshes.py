@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, Work
@@ -15,6 +16,7 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, _c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
 
 from autoshard.partition.shards import local_of
 from autoshard.specs import MeshShape, Spec
@@ -26,10 +28,31 @@ def simulated(**sizes: int) -> Iterator[DeviceMesh]:
     mesh = MeshShape.of(sizes)
     dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
     try:
-        with mock.patch.object(_c10d, "_local_broadcast_", _broadcast), LocalTensorMode(mesh.size):
+        with mock.patch.object(_c10d, "_local_broadcast_", _broadcast), Ranks(mesh.size):
             yield init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
     finally:
         dist.destroy_process_group()
+
+
+class Ranks(LocalTensorMode):
+    """What is computed inside is computed on every rank; collectives exchange what the ranks hold.
+
+    torch's own mode sends collectives on a tensor that all ranks hold alike, such as an input of the step, to the fake
+    backend, whose results are whatever lay in memory.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._disable and (func.namespace == "_c10d_functional" or func is torch.ops.c10d.broadcast_.default):
+            args, kwargs = pytree.tree_map_only(Tensor, self._held_by_all, (args, kwargs))
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        held_apart = all(isinstance(tensor, LocalTensor) for tensor in tensors)
+        assert self._disable or func.namespace != "c10d" or held_apart, f"{func} changes a tensor of all ranks in place"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _held_by_all(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, LocalTensor) else LocalTensor(dict.fromkeys(sorted(self.ranks), tensor))
 
 
 @contextmanager
