@@ -32,7 +32,7 @@ def settled(options: Options, mesh: MeshShape, given: Mapping[str, Sequence[int]
     Args:
         options: as the user gave them.
         mesh: what is planned for.
-        given: for one mesh axis by name what its ranks take; empty for equal shares.
+        given: for one mesh axis by name what its ranks take; empty for equal shares. A single rank takes all.
 
     Raises:
         MeshError: the mesh has no such axis.
@@ -44,6 +44,8 @@ def settled(options: Options, mesh: MeshShape, given: Mapping[str, Sequence[int]
     axis = mesh.index(name)
     if len(counts) != mesh.sizes[axis]:
         raise PlanError(f"axis {name!r} has {mesh.sizes[axis]} ranks and {len(counts)} shares: give one to each.")
+    if len(counts) == 1:
+        return replace(options, shares=None)
     device = as_equal(devices_along(options.cluster, mesh, axis), counts)
     return replace(
         options, shares={name: tuple(counts)}, cluster=replace(options.cluster.first(mesh.size), device=device)

@@ -55,8 +55,8 @@ def plan_shares(
             return plan_batch_shares(graph, mesh, options, seconds, planner_of)
         return _Parts(graph, mesh, unlike, options, seconds, planner_of).in_proportion()
     own = settled(options, mesh, options.shares or {})
-    if isinstance(options.shares, Mapping) and not options.dynamic:
-        ((axis, counts),) = options.shares.items()
+    if isinstance(own.shares, Mapping) and not options.dynamic:
+        ((axis, counts),) = own.shares.items()
         if options.inputs == "local":
             raise PlanError('shares of what is not the batch are for inputs="global", which every rank passes whole.')
         parts = _Parts(graph, mesh, mesh.index(axis), options, seconds, planner_of, placed or ())

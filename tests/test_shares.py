@@ -185,6 +185,17 @@ def too_small() -> None:
         module(**first_rows(example, 4))
 
 
+@pytest.mark.parametrize("dynamic", [None, ROWS])
+def test_a_single_rank_takes_all(dynamic: dict[str, dict[int, str]] | None) -> None:
+    module, example = mlp()
+    options = {"cluster": fast_links(), "dynamic": dynamic}
+    plan = autoshard.plan(module, {"dp": 1, "tp": 2}, (), example, shares={"dp": (3,)}, **options)
+    assert not plan.shares
+    assert plan.decisions == autoshard.plan(module, {"dp": 1, "tp": 2}, (), example, **options).decisions
+    with pytest.raises(PlanError, match="axis 'tp' has 2 ranks and 1 shares"):
+        autoshard.plan(module, {"dp": 1, "tp": 2}, (), example, shares={"tp": (3,)}, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
