@@ -76,10 +76,11 @@ def _shift_on_all_ranks(mode: Any, func: Any, types: Any, args: tuple[Any, ...],
     """One process holds all ranks, and torch knows its own collectives there: all have everything, and pick theirs."""
     value, steps, group = args
     rows, (_, size) = value.shape[0], place_in_group(group)
-    gathered = collectives.wait_tensor(collectives.all_gather_into_tensor(value, size, group))
-    wanted = gathered.unflatten(0, (size, rows)).roll(steps, 0).flatten(0, 1)  # in the order of who wants it
-    copies = collectives.wait_tensor(collectives.all_to_all_single(wanted, [rows] * size, [rows] * size, group))
-    return copies[:rows].clone()
+    with LocalTensorMode(mode.ranks):
+        gathered = collectives.wait_tensor(collectives.all_gather_into_tensor(value, size, group))
+        wanted = gathered.unflatten(0, (size, rows)).roll(steps, 0).flatten(0, 1)  # in the order of who wants it
+        copies = collectives.wait_tensor(collectives.all_to_all_single(wanted, [rows] * size, [rows] * size, group))
+        return copies[:rows].clone()
 
 
 _library.impl("shift", _shift, "CompositeExplicitAutograd")

@@ -28,31 +28,37 @@ def simulated(**sizes: int) -> Iterator[DeviceMesh]:
     mesh = MeshShape.of(sizes)
     dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
     try:
-        with mock.patch.object(_c10d, "_local_broadcast_", _broadcast), Ranks(mesh.size):
+        with (
+            mock.patch.object(_c10d, "_local_broadcast_", _broadcast),
+            mock.patch.object(LocalTensorMode, "__torch_dispatch__", _dispatch),
+            LocalTensorMode(mesh.size),
+        ):
             yield init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
     finally:
         dist.destroy_process_group()
 
 
-class Ranks(LocalTensorMode):
-    """What is computed inside is computed on every rank; collectives exchange what the ranks hold.
+def _dispatch(
+    mode: LocalTensorMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """torch's own dispatch sends collectives on a tensor that all ranks hold alike, such as an input of the step, to
+    the fake backend, whose results are whatever lay in memory: here, ranks exchange what they hold.
 
-    torch's own mode sends collectives on a tensor that all ranks hold alike, such as an input of the step, to the fake
-    backend, whose results are whatever lay in memory.
+    A subclass of the mode would not be known to the operators that are registered for the mode.
     """
+    if not mode._disable and (func.namespace == "_c10d_functional" or func is torch.ops.c10d.broadcast_.default):
 
-    def __torch_dispatch__(
-        self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not self._disable and (func.namespace == "_c10d_functional" or func is torch.ops.c10d.broadcast_.default):
-            args, kwargs = pytree.tree_map_only(Tensor, self._held_by_all, (args, kwargs))
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        held_apart = all(isinstance(tensor, LocalTensor) for tensor in tensors)
-        assert self._disable or func.namespace != "c10d" or held_apart, f"{func} changes a tensor of all ranks in place"
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        def of_ranks(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, LocalTensor) else LocalTensor(dict.fromkeys(sorted(mode.ranks), tensor))
 
-    def _held_by_all(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, LocalTensor) else LocalTensor(dict.fromkeys(sorted(self.ranks), tensor))
+        args, kwargs = pytree.tree_map_only(Tensor, of_ranks, (args, kwargs))
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    apart = all(isinstance(tensor, LocalTensor) for tensor in tensors)
+    assert mode._disable or func.namespace != "c10d" or apart, f"{func} changes a tensor of all ranks in place"
+    return _dispatch_of_torch(mode, func, types, args, kwargs)
+
+
+_dispatch_of_torch = LocalTensorMode.__torch_dispatch__
 
 
 @contextmanager

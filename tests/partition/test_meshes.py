@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autoshard.patterns import ring  # noqa: F401  # defines an operator
 from tests.partition.meshes import per_rank, simulated
 
 FUNCTIONAL = torch.ops._c10d_functional
@@ -20,9 +21,10 @@ def test_a_tensor_that_all_ranks_hold_alike_is_exchanged_as_others_are(alike: bo
             FUNCTIONAL.all_to_all_single(held, [1] * 4, [1] * 4, group),
             FUNCTIONAL.all_reduce(held, "sum", group),
             FUNCTIONAL.reduce_scatter_tensor(held, "sum", 4, group),
+            torch.ops.autoshard.shift(held, 1, group),
         ]
         results = [per_rank(FUNCTIONAL.wait_tensor(result), mesh) for result in started]
     for rank in range(4):
         own = value[rank].expand(4)
-        for result, expected in zip(results, (value.repeat(4), own, 4 * value, 4 * own[:1]), strict=True):
+        for result, expected in zip(results, (value.repeat(4), own, 4 * value, 4 * own[:1], value), strict=True):
             assert torch.equal(result[rank,], expected)
