@@ -33,11 +33,11 @@ def is_object(value: object) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A mutable object, or a namespace of variables.
+    """A mutable object, or a namespace of variables, attributes or defaults of arguments.
 
     Attributes:
         path: as a user writes it.
-        original: the user's object; of a namespace of attributes, its table.
+        original: the user's object; of a namespace of attributes, its table; of defaults, the function.
         owner: of the attributes.
         root: the namespace in which the object is found, and the name there; None for a namespace.
         names: of a namespace that is looked at in parts.
@@ -83,6 +83,8 @@ class Place:
             return dict(enumerate(elements(held)))
         if isinstance(held, types.CellType):
             return {} if _is_empty(held) else {"": held.cell_contents}
+        if isinstance(held, types.FunctionType):
+            return {name: value for name, value in _defaults(held).items() if not is_plain(value)}
         if isinstance(held, type):
             return {name: value for name, value in vars(held).items() if _is_state(name, value)}
         if self.names is not None:
@@ -99,6 +101,10 @@ class Place:
             target.update(entries.values())
         elif isinstance(target, types.CellType):
             target.cell_contents = entries[""]
+        elif isinstance(target, types.FunctionType):
+            defaults = _defaults(target) | entries
+            target.__defaults__ = tuple(defaults[name] for name in _positional(target)) or None
+            target.__kwdefaults__ = {name: defaults[name] for name in target.__kwdefaults__ or {}} or None
         elif isinstance(target, type):
             for name, value in entries.items():
                 setattr(target, name, value)
@@ -156,6 +162,18 @@ def _is_empty(cell: types.CellType) -> bool:
         return cell.cell_contents is ABSENT
     except ValueError:
         return True
+
+
+def _positional(function: types.FunctionType) -> tuple[str, ...]:
+    """The names of the positional arguments that have defaults."""
+    code = function.__code__
+    return code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) : code.co_argcount]
+
+
+def _defaults(function: types.FunctionType) -> dict[str, Any]:
+    """The defaults of a function's arguments by name."""
+    positional = dict(zip(_positional(function), function.__defaults__ or (), strict=True))
+    return positional | (function.__kwdefaults__ or {})
 
 
 class Reachable:
@@ -278,9 +296,11 @@ class Reachable:
                 self.outside.append(place)
                 if not _is_empty(cell):
                     self._walk(place.path, (place, ""), cell.cell_contents, 0)
-        place = Place(f"a default of {function.__qualname__}", {}, names={})
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._walk(place.path, (place, ""), value, 0)
+        place = Place(function.__qualname__, function)
+        if place.entries(function):
+            self.outside.append(place)
+            for name, value in place.entries(function).items():
+                self._walk(f"{place.path}.{name}", (place, name), value, 0)
         for names in self._names(code):
             for name in names:
                 self._global(function.__globals__, name, names)
