@@ -88,6 +88,7 @@ __all__ = [
     "fake_mode",
     "free_unbacked_symbols",
     "function_modes",
+    "functionalizes",
     "is_lazy",
     "is_persistent",
     "is_tracing",
@@ -273,6 +274,14 @@ def traced_node(tensor: torch.Tensor) -> tuple[fx.Node, torch.nn.Module] | None:
 def transforms_active() -> bool:
     """Whether code runs inside of a transform of torch.func, on tensors that are wrapped for it."""
     return torch._C._are_functorch_transforms_active()
+
+
+def functionalizes() -> bool:
+    """Whether code runs inside of `torch.func.functionalize`."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Functionalize
 
 
 def engine_entry() -> tuple[Any, str]:

@@ -19,6 +19,7 @@ from autoshard.capture._torch import (
     attribute_patch,
     engine_entry,
     function_modes,
+    functionalizes,
     is_tracing,
     transforms_active,
     without_checkpoints,
@@ -68,6 +69,11 @@ class GradientCode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.running and functionalizes():
+            raise CaptureError(
+                f"{running_line()} runs inside of torch.func.functionalize, where no graph can follow it. Call the "
+                "function itself: a captured graph has no operators that change tensors in place."
+            )
         handler = self._handlers.get(func) if self.running else None
         if handler is not None:
             if transforms_active():

@@ -102,7 +102,7 @@ class Place:
         elif isinstance(target, types.CellType):
             target.cell_contents = entries[""]
         elif isinstance(target, types.FunctionType):
-            defaults = _defaults(target) | entries
+            defaults = {**_defaults(target), **entries}
             target.__defaults__ = tuple(defaults[name] for name in _positional(target)) or None
             target.__kwdefaults__ = {name: defaults[name] for name in target.__kwdefaults__ or {}} or None
         elif isinstance(target, type):

@@ -170,6 +170,10 @@ def _transforms(model: Small, x: Tensor) -> Tensor:
     return torch.func.grad(lambda y: (y.exp() * model.scale).sum())(x)  # type: ignore[no-any-return]
 
 
+def _functionalizes(model: Small, x: Tensor) -> Tensor:
+    return torch.func.functionalize(lambda y: (y * model.scale).add_(1))(x)  # type: ignore[no-any-return]
+
+
 def _calls_in_a_branch(model: Small, x: Tensor) -> Tensor:
     branches = (lambda y: Round.apply(y) * 2, lambda y: y.cos())
     return torch.cond(x.sum() > 0, *branches, (x,))  # type: ignore[no-any-return]
@@ -207,6 +211,7 @@ REFUSED: dict[Between, str] = {
     _freezes: r"\(model.scale.requires_grad_.* sets requires_grad of a parameter",
     _sets_gradient: r"\(model.scale.grad = .* sets the gradient of a tensor in forward",
     _transforms: r"\(return torch.func.grad.* inside of a transform of torch.func",
+    _functionalizes: r"\(return torch.func.functionalize.* inside of torch.func.functionalize",
     _calls_in_a_branch: r"\(return torch.cond.* runs a torch.autograd.Function inside of torch.cond",
     _reads_a_view_of_its_argument: "reads a tensor of forward that it was not given",
 }
