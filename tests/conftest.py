@@ -45,7 +45,7 @@ def four(processes: dict[str, Workers]) -> Workers:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_idle_processes(request: pytest.FixtureRequest, processes: dict[str, Workers]) -> None:
-    """End processes that a file does not need: every group of gloo has a thread that wakes a hundred times a second."""
+    """End processes that a file does not need: they hold memory."""
     if not any(_needs_processes(item) for item in request.session.items if item.path == request.path):
         for workers in processes.values():
             workers.close()

@@ -6,6 +6,7 @@ at once, the heap is corrupted (seen in torch 2.13.0; `docs/compatibility.md` te
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -24,5 +25,11 @@ def _backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dis
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._threads = 1
-    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._devices = [_device()]
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+@functools.cache
+def _device() -> object:
+    """One for all groups: each has a thread that looks for messages a hundred times a second."""
+    return dist.ProcessGroupGloo.create_default_device()
