@@ -26,8 +26,9 @@ PIPELINED = ("hf_gpt2", "hf_llama", "hf_qwen3")
 KERNELS = {0: {"line": HOPPER, "square": AMPERE, "cube": (EFFICIENT, MATH)}, 3: dict.fromkeys(MESHES, (MATH,))}
 """What GPUs prefer for attention, by rank and mesh: ranks must come to the same program all the same."""
 RANKS = tuple(KERNELS)  # on hosts of four devices or more, their devices have these numbers
-NAMES = tuple(name for name in MODELS if name not in ("hf_opt", "hf_roberta", "vgg"))
-"""Models; those left out have the operators of GPT-2, BERT and ResNet."""
+ALIKE = ("hf_opt", "hf_gemma", "hf_qwen3_moe", "hf_roberta", "hf_albert", "vgg", "wide_resnet")
+"""Models with the operators of GPT-2, Llama, Mixtral, BERT and ResNet."""
+NAMES = tuple(name for name in MODELS if name not in ALIKE)
 
 
 @dataclass(frozen=True, slots=True)
