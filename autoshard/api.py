@@ -17,8 +17,9 @@ from autoshard.errors import PlanError
 from autoshard.frontier import Frontier
 from autoshard.mesh_search.auto_mesh import auto_mesh, device_type_of_job
 from autoshard.options import Hints, Placements, Shares, check_options
-from autoshard.parallelizer import RUNTIME, Parallelizer
+from autoshard.parallelizer import Parallelizer
 from autoshard.part_shares import plan_shares
+from autoshard.partition.module import RUNTIME
 from autoshard.pipelined.front import PipelineOptions, parallelize_pipeline, planned_pipeline
 from autoshard.pipelined.plan import PipelinePlan
 from autoshard.plan import ShardingPlan

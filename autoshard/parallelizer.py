@@ -46,9 +46,6 @@ from autoshard.simulate.program import KernelPrices
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
-RUNTIME = "_autoshard_runtime"
-"""Attribute of a parallelised module that runs it."""
-
 
 class Parallelizer:
     """One parallelised module: makes the program of every call signature, and places parameters once.
@@ -119,7 +116,6 @@ class Parallelizer:
         place_buffers(self.module, self.device_mesh)
         install_hooks(self.module)
         self.runtime.install()
-        self.module.__dict__[RUNTIME] = self.runtime
         # Parameters that are left are held by somebody else, such as an optimizer that was made before.
         left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
         hand_over(left)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoshard
 from autoshard.capture.joint import capture
-from autoshard.parallelizer import RUNTIME
+from autoshard.partition.module import RUNTIME
 from autoshard.partition.step import Program
 from tests import models
 from tests.memory_tracker import first_rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -112,6 +112,7 @@ def export_forward(
         HostRandom(state.mutations).watching(twin),
         reads.watching(twin),
         unconverted_modules(),
+        state.own_tensors,
         state.watching(),
     ):
         if dynamic:
@@ -131,7 +132,7 @@ def export_forward(
     leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
     call = call_layout(twin, structure, leaves)
     graph_module = program.graph_module
-    inputs = _take_inputs(program, names, call, leaves, mode, bool(sizes), twin, state.mutations.check_constant)
+    inputs = _take_inputs(program, names, call, leaves, mode, bool(sizes), twin, state)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     known = {node: item.value for node, item in zip(placeholders, inputs, strict=True) if item.value is not None}
     replace_position_masks(graph_module.graph, known)
@@ -169,7 +170,7 @@ def _take_inputs(
     mode: FakeTensorMode,
     dynamic: bool,
     twin: nn.Module,
-    check_constant: Callable[[torch.Tensor, str], None],
+    state: StateWatch,
 ) -> tuple[ExportedInput, ...]:
     """Leave one placeholder per tensor: tied names share one, plain values have none."""
     graph = program.graph_module.graph
@@ -203,7 +204,7 @@ def _take_inputs(
             reader = next(iter(node.users), node)
             if not _has_storage(constant):
                 raise _lost_error(reader)
-            check_constant(constant, node_line(reader))
+            state.check_constant(constant, node_line(reader))
             if isinstance(constant, FakeTensor) and name not in held:
                 raise _lost_error(reader)
             fake = fake_like(constant, mode)

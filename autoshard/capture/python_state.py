@@ -23,6 +23,7 @@ from autoshard.capture.counters import FILLED, Blind, Counter
 from autoshard.capture.failure import running_line
 from autoshard.capture.guards import ABSENT, CONTAINERS, HOOKS, Guards, Read, Table, copied, is_alike, is_plain
 from autoshard.capture.mutations import Mutation, Mutations
+from autoshard.capture.own_tensors import OwnTensors
 from autoshard.capture.reachable import FOREIGN, MODULE_STATE, Reachable, is_object
 from autoshard.errors import InputError
 
@@ -190,6 +191,7 @@ class StateWatch:
     Attributes:
         depended: paths of these on which something did depend.
         mutations: what is done to objects.
+        own_tensors: puts tensors of the twin in the place of the module's.
     """
 
     def __init__(
@@ -215,6 +217,7 @@ class StateWatch:
         self.depended: list[str] = []
         modules = {id(part.twin): part.original for part in self._parts.values()}
         self.mutations = Mutations(reachable, copies, modules, counting, self.depended)
+        self.own_tensors = OwnTensors(module, twin)
         for part in self._parts.values():
             for name, value in vars(part.twin).items():
                 path = f"{part.path}.{name}"
@@ -244,6 +247,11 @@ class StateWatch:
             self._running = False
             for hook in hooks:
                 hook.remove()
+
+    def check_constant(self, constant: Tensor, line: str) -> None:
+        """`CaptureError` if a tensor may not be a constant of the graph: another call would find something else."""
+        self.mutations.check_constant(constant, line)
+        self.own_tensors.check_constant(constant, line)
 
     def _begin(self, *_: Any) -> None:
         self._running = True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -34,7 +36,7 @@ def fake_twin(
 ) -> nn.Module:
     """A copy of `module` with fake parameters and buffers; nothing of the module is touched or copied.
 
-    Tied tensors stay tied. A `forward` that autoshard set on the instance gives way to the one that the module had.
+    Tied tensors stay tied. The `forward` of a parallelised module gives way to the one that it had.
 
     Args:
         module: the module.
@@ -58,8 +60,8 @@ def fake_twin(
     for tensor in _attributes(module):
         if id(tensor) not in memo and tensor.device != DEVICE:
             memo[id(tensor)] = tensor.detach().to(DEVICE)
-    for value in vars(module).values():
-        if _is_ours(value):
+    for name, value in vars(module).items():
+        if _is_ours(value) or (name == "forward" and any(map(_runs, vars(module).values()))):
             memo[id(value)] = value  # what runs a parallelised module: graphs, plan and groups are not for copying
     try:
         twin = copy.deepcopy(module, memo)
@@ -70,6 +72,10 @@ def fake_twin(
             "out of the module's attributes."
         ) from error
     _restore_forward(module, twin, memo)
+    for part in twin.modules():
+        hooks = (value for name, value in vars(part).items() if name.endswith("_hooks") and isinstance(value, dict))
+        for held in (vars(part), *hooks):
+            held.update({name: _rebound(value, memo) for name, value in held.items() if callable(value)})
     for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_pre_hooks, twin._backward_hooks):
         hooks.clear()  # those of the module itself run around its forward, not in it
     if training is not None and training != twin.training:
@@ -100,16 +106,65 @@ def _attributes(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _restore_forward(module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
-    """Undo an instance attribute `forward` set by autoshard; one set by the user is part of the model."""
-    forward = twin.__dict__.get("forward")
-    if forward is None or not _is_ours(forward):
+    """Give the copy of a parallelised module the `forward` that the module had before.
+
+    What the user puts around it later runs around its programs, and is no part of them.
+    """
+    before = next((value.forward_before for value in vars(module).values() if _runs(value)), None)
+    if before is None:
         return
-    del twin.__dict__["forward"]
-    before: Any = forward
-    while before is not None and _is_ours(before):  # torch.compiler.disable wraps it once more
-        before = getattr(before, "__wrapped__", None)
-    if before is not None and getattr(before, "__func__", None) is not type(module).forward:
+    twin.__dict__.pop("forward", None)
+    if getattr(before, "__func__", None) is not type(module).forward:
         twin.__dict__["forward"] = copy.deepcopy(before, memo)  # bound to the twin, where it was bound to the module
+
+
+def _rebound(value: Any, copies: dict[int, Any]) -> Any:
+    """A function, method or partial function with copies in the place of the objects that it is bound to.
+
+    `copy.deepcopy` copies no function, nor the variables around it: what was put around the `forward` of a module, and
+    calls it from there, would call that of the original.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, types.MethodType):
+        function, owner = _rebound(value.__func__, copies), _rebound(value.__self__, copies)
+        unchanged = function is value.__func__ and owner is value.__self__
+        return value if unchanged else types.MethodType(function, owner)
+    if isinstance(value, functools.partial):
+        held = [value.func, *value.args, *value.keywords.values()]
+        new = [_rebound(one, copies) for one in held]
+        if all(one is other for one, other in zip(new, held, strict=True)):
+            return value
+        places = len(value.args) + 1
+        return functools.partial(*new[:places], **dict(zip(value.keywords, new[places:], strict=True)))
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return value
+    copies[id(value)] = value  # a function may call itself
+    cells = tuple(_rebound_cell(cell, copies) for cell in value.__closure__)
+    if all(new is old for new, old in zip(cells, value.__closure__, strict=True)):
+        return value
+    made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    made.__kwdefaults__, made.__qualname__, made.__module__ = value.__kwdefaults__, value.__qualname__, value.__module__
+    copies[id(value)] = made
+    return made
+
+
+def _rebound_cell(cell: types.CellType, copies: dict[int, Any]) -> types.CellType:
+    if id(cell) not in copies:
+        try:
+            held = cell.cell_contents
+        except ValueError:  # it is empty
+            return cell
+        new = _rebound(held, copies)
+        copies[id(cell)] = cell if new is held else types.CellType(new)
+    return copies[id(cell)]  # type: ignore[no-any-return]
+
+
+def _runs(value: object) -> bool:
+    """Whether an attribute of a module is what runs it once it is parallelised."""
+    return _is_ours(value) and hasattr(value, "forward_before")
 
 
 def _is_ours(value: object) -> bool:

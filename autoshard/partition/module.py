@@ -38,6 +38,9 @@ from autoshard.specs.layout import is_even
 from autoshard.specs.spec import Spec
 
 Tangents = Literal["loss", "all"]
+RUNTIME = "_autoshard_runtime"
+"""Attribute of a parallelised module that runs it."""
+
 Prepare = Callable[[tuple[Any, ...], dict[str, Any], bool, Tangents, Hashable, bool], tuple[JointGraph, Program]]
 
 
@@ -84,6 +87,7 @@ class Runtime:
         dynamic: for inputs by name, the dims whose sizes calls may change, as `autoshard.plan` takes them.
 
     Attributes:
+        forward_before: the `forward` that `install` replaced, which captures run; None before.
         only_call: where the module is a part of another one, which calls it in one way alone, that call with tensors of
             global shapes: nobody has to find out what local inputs are shards of, and outputs are local tensors.
     """
@@ -104,6 +108,7 @@ class Runtime:
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
         self.uneven_inputs = False
         self.shares: tuple[int, tuple[int, ...]] | None = None  # a mesh axis, and what its ranks take of the batch
+        self.forward_before: Callable[..., Any] | None = None
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._prepare = prepare
         self._served: dict[Hashable, Served] = {}
@@ -125,14 +130,14 @@ class Runtime:
 
     def install(self) -> None:
         """Put this runtime in the place of the module's `forward`."""
-        original = self.module.forward
+        self.forward_before = self.module.forward
 
-        @functools.wraps(original)
+        @functools.wraps(self.forward_before)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
-        forward.__module__ = __name__  # by which the capture knows it from a forward of the user's
         self.module.forward = forward
+        self.module.__dict__[RUNTIME] = self
         _torch.let_autograd_look_for_nan()
         for name, part in self.module.named_modules():
             if callable(getattr(part, _RESIZE, None)):

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard import parallelizer
+from autoshard.partition.module import RUNTIME
 from autoshard.partition.step import Program
 from autoshard.pipelined.places import forward_fingerprint
 from autoshard.pipelined.runtime import StageCall
@@ -140,7 +140,7 @@ def _told(
 
 
 def _programs(module: torch.nn.Module) -> list[Program]:
-    served = module.__dict__[parallelizer.RUNTIME]._served
+    served = module.__dict__[RUNTIME]._served
     return [call.program for call in served.values()]
 
 

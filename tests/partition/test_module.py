@@ -385,14 +385,54 @@ def _patched(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return 2 * module.up(x).sin().mean()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("bind", [types.MethodType, functools.partial], ids=["method", "partial"])
-def test_a_forward_that_the_user_set_serves_every_kind_of_call(mesh: DeviceMesh, bind: Any) -> None:
+def _twice(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What a tool puts around a `forward`: accelerate does so for its precisions, with closures and `__wrapped__`."""
+
+    def around(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * forward(*args, **kwargs)
+
+    around.__wrapped__ = forward  # type: ignore[attr-defined]
+    return around
+
+
+def _bound(module: nn.Module) -> types.MethodType:
+    forward = module.forward
+    return types.MethodType(lambda self, x: 2 * forward(x), module)
+
+
+def _in_part(module: nn.Module) -> functools.partial[torch.Tensor]:
+    forward = module.forward
+    return functools.partial(lambda x, factor: factor * forward(x), factor=2)
+
+
+SET: dict[str, Callable[[nn.Module], Any]] = {
+    "method": lambda module: types.MethodType(_patched, module),
+    "partial": lambda module: functools.partial(_patched, module),
+}
+AROUND: dict[str, Callable[[nn.Module], Any]] = {
+    "closure": lambda module: _twice(module.forward),
+    "closures": lambda module: _twice(_twice(module.forward)),
+    "method around": _bound,
+    "partial around": _in_part,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "later"), [(kind, False) for kind in (*SET, "method around")] + [(kind, True) for kind in AROUND]
+)
+def test_a_forward_that_the_user_set_serves_every_kind_of_call(mesh: DeviceMesh, kind: str, later: bool) -> None:
+    def set_forward(one: nn.Module) -> None:
+        one.forward = (SET | AROUND)[kind](one)
+
     module = _Scaled()
     alone = copy.deepcopy(module)
-    for one in (module, alone):
-        one.forward = bind(_patched, one)
+    set_forward(alone)
     x = torch.randn(4, 8, dtype=torch.float64)
+    if not later:
+        set_forward(module)
     autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
+    if later:
+        set_forward(module)
     _same(module(x), alone(x), mesh)
     with torch.no_grad():
         _same(module(x), alone(x), mesh)
