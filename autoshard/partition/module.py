@@ -42,7 +42,8 @@ from autoshard.specs.spec import Spec
 ADVICE = (
     'All ranks call the module alike: with inputs="global" each passes the whole batch, with inputs="local" its own '
     "rows of it, as many as the others. Drop what is over at the end of an epoch (drop_last=True of a DataLoader). "
-    "Only where the batch of the example does not divide may the last ranks pass fewer rows: those that Shard makes."
+    "The last ranks may pass fewer rows, those that Shard makes, only where the batch of the example does not divide "
+    "and the plan splits it: input_placements asks for that."
 )
 """The end of an error about ranks whose calls differ."""
 
