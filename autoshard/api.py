@@ -79,8 +79,11 @@ def plan(
             preset of the GPU that is there, or the nearest one scaled to it, for a CUDA mesh, and `"h100"` for
             everything else.
         inputs: `"global"`: every rank will pass whole tensors; `"local"`: its own shards, as a data loader yields them.
-            Where the example's batch does not divide, shards may be of different lengths: those that `Shard` makes,
-            the last ones shorter or empty; the ranks then tell each other the lengths at every call.
+            Where the example's batch does not divide and the plan splits it, shards may be of different lengths: those
+            that `Shard` makes, the last ones shorter or empty; the ranks then tell each other the lengths at every
+            call. Else all ranks pass equally many rows; the ranks compare the sizes of every call, as they do with
+            `dynamic`, and raise one error. A rank that makes fewer calls is not detected: the others wait for it until
+            torch's timeout.
         input_placements: input path -> placements, for local inputs.
         output_placements: None: outputs come back whole; `"planned"`: as they lie, as DTensors; or a mapping of output
             paths to placements.

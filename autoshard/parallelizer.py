@@ -29,7 +29,7 @@ from autoshard.partition.agree import compare, from_first_rank, is_first_rank, t
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.constants import check_constants
 from autoshard.partition.gradient_sums import GradientSums
-from autoshard.partition.module import Runtime, Tangents, wants_gradient
+from autoshard.partition.module import ADVICE, Runtime, Tangents, wants_gradient
 from autoshard.partition.overlap import Arrangement, TorchArrangement, arrange_own
 from autoshard.partition.seeds import Seeds
 from autoshard.partition.shards import check_fits, place_buffers, replace_parameters
@@ -86,7 +86,7 @@ class Parallelizer:
         self.runtime = Runtime(module, device_mesh, self.prepare, options.inputs, options.dynamic)
         if options.shares != "auto":
             self._share(options.shares or {})
-        self.seeds = Seeds(device_mesh)
+        self.seeds = Seeds(device_mesh, self.runtime.hosts)
         self.runtime.planned_outputs = options.output_placements is not None
 
     def _share(self, given: Mapping[str, Sequence[int]]) -> None:
@@ -148,8 +148,7 @@ class Parallelizer:
         compare(
             self.device_mesh,
             self.runtime.told(args, kwargs, grad, signature),
-            'All ranks call the module alike: with inputs="global" each passes the whole batch, with inputs="local" '
-            "its own rows of it.",
+            ADVICE,
         )
         graph, planner, seconds = together(
             self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autoshard
@@ -32,6 +34,9 @@ def _parallel(example: torch.Tensor | None = None, **options: Any) -> nn.Module:
 
 def _batch(rows: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(rows * 6, dtype=torch.float32).reshape(rows, 6).to(dtype)
+
+
+_ROWS = {"input": {0: "rows"}}
 
 
 def _samplers_batches(rank: int) -> None:
@@ -56,6 +61,35 @@ def _other_lengths_later(rank: int) -> None:
     module = _parallel()
     module(_batch(4))
     module(_batch(6 + 2 * rank))
+
+
+def _other_numbers_later(rank: int) -> None:
+    module = _parallel()
+    module(_batch(4))
+    module(_batch(6) + rank)
+
+
+def _other_dynamic_sizes(rank: int) -> None:
+    _parallel(dynamic=_ROWS)(_batch(6 + 2 * rank))
+
+
+def _other_dynamic_sizes_later(rank: int) -> None:
+    module = _parallel(dynamic=_ROWS)
+    module(_batch(4))
+    module(_batch(4 + 2 * rank)).sum().backward()
+
+
+def _other_local_rows_later(rank: int) -> None:
+    module = _parallel(_batch(4), inputs="local")
+    module(_batch(2))
+    module(_batch(3 - rank))
+
+
+def _other_local_rows_of_placed_inputs_later(rank: int) -> None:
+    placements = {"input": (torch.distributed.tensor.Shard(0),)}
+    module = _parallel(_batch(4), inputs="local", input_placements=placements)
+    module(_batch(2))
+    module(_batch(3 - rank))
 
 
 def _other_dtypes(rank: int) -> None:
@@ -139,6 +173,11 @@ CASES: dict[Callable[[int], None], str] = {
     _tokens_of_other_batches: r'the input input has other numbers on rank 1.*inputs="local"',
     _other_lengths: r"differ in the input input: torch.float32 \(4, 6\) on rank 0; torch.float32 \(5, 6\) on rank 1",
     _other_lengths_later: r"torch.float32 \(6, 6\) on rank 0; torch.float32 \(8, 6\) on rank 1",
+    _other_numbers_later: r"the input input has other numbers on rank 1 than on rank 0",
+    _other_dynamic_sizes: r"input: torch.float32 \(6, 6\) on rank 0; torch.float32 \(8, 6\) on rank 1",
+    _other_dynamic_sizes_later: r"input: torch.float32 \(4, 6\) on rank 0; torch.float32 \(6, 6\) on rank 1",
+    _other_local_rows_later: r"input: torch.float32 \(3, 6\) on rank 0; torch.float32 \(2, 6\) on rank 1.*drop_last",
+    _other_local_rows_of_placed_inputs_later: r"\(3, 6\) on rank 0; torch.float32 \(2, 6\) on rank 1.*drop_last",
     _other_dtypes: r"torch.float32 \(4, 6\) on rank 0; torch.float64 \(4, 6\) on rank 1",
     _other_gradient_modes: r"whether gradients are wanted: yes on rank 0; no on rank 1",
     _other_training_modes: r"in training mode: yes on rank 0; no on rank 1",
@@ -167,9 +206,14 @@ def _said() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def messages() -> list[list[str]]:
+def two() -> Iterator[Workers]:
     with Workers(2, timeout=100.0) as workers:
-        return workers.run(_said)
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def messages(two: Workers) -> list[list[str]]:
+    return two.run(_said)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[1:])
@@ -179,3 +223,42 @@ def test_all_ranks_raise_one_error_that_says_who_differs(
     first, second = (said[list(CASES).index(case)] for said in messages)
     assert first == second
     assert re.search(CASES[case], first), first
+
+
+class _Exchanges(TorchDispatchMode):
+    """While active, notes the bytes that this rank's collectives send of what is no floating-point number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
+            sent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if not any(tensor.is_floating_point() for tensor in sent):
+                self.sizes.append(sum(tensor.nbytes for tensor in sent))
+        return func(*args, **(kwargs or {}))
+
+
+def _exchanges(options: dict[str, Any]) -> list[list[int]]:
+    module = _parallel(_batch(), **options)
+    noted = []
+    for _ in range(3):
+        with _Exchanges() as exchanges:
+            module(_batch())
+        noted.append(exchanges.sizes)
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("options", "steady"),
+    [({}, []), ({"dynamic": _ROWS}, [16]), ({"inputs": "local"}, [16])],
+    ids=["whole-batches", "dynamic-sizes", "local-rows"],
+)
+def test_later_calls_of_a_kind_compare_one_number_or_none(
+    two: Workers, options: dict[str, Any], steady: list[int]
+) -> None:
+    """The first compares the whole batch, or makes a program; later ones only sizes that need no new program."""
+    for first, *later in two.run(_exchanges, options):
+        assert first
+        assert later == [steady, steady]

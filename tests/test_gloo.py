@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.errors import BudgetError, InputError, PlanError
+from autoshard.partition.hosts import HostGroups
 from autoshard.partition.seeds import Seeds
 from autoshard.partition.shards import cut, local_of, whole
 from autoshard.plan import ShardingPlan
@@ -449,6 +450,16 @@ def gpt_with_dropout() -> None:
     for values in (trace.losses, trace.outputs, trace.gradients, trace.parameters):
         for tensors in values.values():
             assert_same_everywhere(tensors[0])
+
+
+def test_every_rank_knows_that_one_says_something_else(four: Workers) -> None:
+    """Though it has a line of the mesh in common with two others alone."""
+    assert four.run(whether_hosts_differ) == [[False, True, True]] * 4
+
+
+def whether_hosts_differ() -> list[bool]:
+    hosts = HostGroups(mesh())
+    return [hosts.differ("alike"), *(hosts.differ(str(dist.get_rank() == rank)) for rank in (0, 3))]
 
 
 def test_hosts_agree_on_seeds_where_no_group_sends_what_lies_on_the_cpu(four: Workers) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from autoshard.errors import InputError
-from autoshard.partition.seeds import backends
+from autoshard.partition.hosts import backends
 from autoshard.patterns.local import collectives
 from autoshard.specs.layout import dim_of
 from autoshard.specs.spec import is_shard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.calls import call_layout, said_of_passed, signature_of
+from autoshard.capture.calls import said_of_passed, signature_of
 from autoshard.capture.conditions import check_conditions
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
 from autoshard.capture.failure import running_line
@@ -23,10 +23,12 @@ from autoshard.capture.python_state import check_own_changes
 from autoshard.cluster.shares import divided
 from autoshard.errors import InputError
 from autoshard.partition import _torch
-from autoshard.partition.agree import is_first_rank
+from autoshard.partition.agree import compare, is_alone, is_first_rank
 from autoshard.partition.call_sizes import MOST_PROGRAMS, CallSizes
+from autoshard.partition.calls import describe_call, names_of_leaves, shapes_of_call, without_dynamic_sizes
 from autoshard.partition.changes import check_changes, write
 from autoshard.partition.constants import place_constant
+from autoshard.partition.hosts import HostGroups
 from autoshard.partition.lengths import check_blocks, local_shares, whole_shapes
 from autoshard.partition.localize import Border
 from autoshard.partition.same_inputs import check_same_inputs
@@ -36,6 +38,14 @@ from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_even
 from autoshard.specs.spec import Spec
+
+ADVICE = (
+    'All ranks call the module alike: with inputs="global" each passes the whole batch, with inputs="local" its own '
+    "rows of it, as many as the others. Drop what is over at the end of an epoch (drop_last=True of a DataLoader). "
+    "The last ranks may pass fewer rows, those that Shard makes, only where the batch of the example does not divide "
+    "and the plan splits it: input_placements asks for that."
+)
+"""The end of an error about ranks whose calls differ."""
 
 Tangents = Literal["loss", "all"]
 RUNTIME = "_autoshard_runtime"
@@ -105,6 +115,7 @@ class Runtime:
         self.mesh = MeshShape.of(device_mesh)
         self.inputs = inputs
         self.dynamic = dynamic or {}
+        self.hosts = HostGroups(device_mesh)
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
         self.uneven_inputs = False
         self.shares: tuple[int, tuple[int, ...]] | None = None  # a mesh axis, and what its ranks take of the batch
@@ -153,6 +164,7 @@ class Runtime:
             )
         counts = None
         whole_args, whole_kwargs = args, kwargs
+        self._compare_sizes(args, kwargs, grad)
         if self.only_call is not None:
             whole_args, whole_kwargs = self.only_call
         elif self.inputs == "local":
@@ -161,6 +173,23 @@ class Runtime:
         if not served.compared:
             self._compare(served, args, kwargs)
         return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
+
+    def _compare_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> None:
+        """Have the ranks compare the sizes of every call, where sizes that differ would not ask for a new program.
+
+        A rank cannot compare new sizes alone, so known ones are compared, too: by one number from host to host. Local
+        inputs in shards of different lengths have an exchange of their own.
+
+        Raises:
+            InputError: ranks pass other sizes, on every rank.
+        """
+        unequal = self.inputs == "local" and (self.uneven_inputs or self.shares is not None)
+        free = self.inputs == "local" or self.dynamic
+        if self.only_call is not None or unequal or not free or is_alone(self.device_mesh):
+            return
+        said = describe_call(self.module, args, kwargs, grad)
+        if self.hosts.differ(repr(said)):
+            compare(self.device_mesh, said, ADVICE)
 
     def _compare(self, served: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have the ranks compare the first batch of a signature, where they are to pass the same."""
@@ -207,10 +236,10 @@ class Runtime:
         Calls that the dynamic graph is not for, with sizes outside its range or a batch of one, have graphs of their
         own.
         """
-        shapes = dict(_shapes(self.module, (args, kwargs))) if self.dynamic else {}
+        shapes = dict(shapes_of_call(self.module, (args, kwargs))) if self.dynamic else {}
         dynamic = said_of_passed(self.module, self.dynamic, shapes)
         if dynamic and may_be_dynamic(dynamic, shapes):
-            masked_args, masked_kwargs = _masked(self.module, (args, kwargs), dynamic)
+            masked_args, masked_kwargs = without_dynamic_sizes(self.module, (args, kwargs), dynamic)
             signature = signature_of(self.module, masked_args, masked_kwargs, grad)
             served = self._known(signature, args, kwargs)
             served = served or self.prepare(args, kwargs, grad, "loss", signature, True)
@@ -257,7 +286,7 @@ class Runtime:
         start = time.perf_counter()
         graph, program = self._prepare(args, kwargs, grad, tangents, signature, dynamic)
         if not known and self.only_call is None:
-            shapes = dict(_shapes(self.module, (args, kwargs)))
+            shapes = dict(shapes_of_call(self.module, (args, kwargs)))
             self._sizes.meet(self._kind(args, kwargs, grad), shapes, time.perf_counter() - start)
         served = Served(graph, program, tuple(self._place(graph, border) for border in program.step.inputs))
         # One that serves the same state is replaced: it was made for fewer gradients.
@@ -271,7 +300,7 @@ class Runtime:
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Hashable:
         """All of a call that is neither a size nor a plain value."""
         call = (args, kwargs)
-        leaves = zip(_names(self.module, call), pytree.tree_leaves(call), strict=True)
+        leaves = zip(names_of_leaves(self.module, call), pytree.tree_leaves(call), strict=True)
         tensors = [(name, leaf.dtype, leaf.ndim) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
         return grad, self.module.training, tuple(tensors)
 
@@ -378,7 +407,7 @@ class Runtime:
         leaves, structure = pytree.tree_flatten(call)
         local = {
             name or str(place): (place, leaf)
-            for place, (name, leaf) in enumerate(zip(_names(self.module, call), leaves, strict=True))
+            for place, (name, leaf) in enumerate(zip(names_of_leaves(self.module, call), leaves, strict=True))
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
         }
         own = {name: leaf.shape for name, (_, leaf) in local.items()}
@@ -405,27 +434,6 @@ class Runtime:
             return self.input_placements[name]
         default = Spec.replicated(self.mesh.ndim).placements
         return next(iter(self.input_placements.values()), default)
-
-
-def describe_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> dict[str, str]:
-    """Words for what all ranks have in common in a call of the module."""
-    tensors = tensors_of_call(module, args, kwargs)
-    return {
-        "whether gradients are wanted": "yes" if grad else "no",
-        "whether the module is in training mode": "yes" if module.training else "no",
-        "the names of the tensors that are passed": ", ".join(tensors),
-        **{f"the input {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in tensors.items()},
-    }
-
-
-def tensors_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a call by name, or by number where they have none."""
-    call = (args, dict(kwargs))
-    return {
-        name or f"number {place}": leaf
-        for place, (name, leaf) in enumerate(zip(_names(module, call), pytree.tree_leaves(call), strict=True))
-        if isinstance(leaf, torch.Tensor)
-    }
 
 
 def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -462,42 +470,6 @@ def _no_numbers(borders: Sequence[Border], tensors: Sequence[torch.Tensor]) -> I
     )
 
 
-def _shapes(
-    module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors of a call."""
-    for name, leaf in zip(_names(module, call), pytree.tree_leaves(call), strict=True):
-        if isinstance(leaf, torch.Tensor):
-            yield name, tuple(leaf.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _AnySize:
-    """What a signature says of a tensor some of whose sizes calls may change."""
-
-    shape: tuple[int | None, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-def _masked(
-    module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic: Dynamic
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with its tensors replaced by what of them does not change."""
-    names = iter(_names(module, call))
-
-    def masked(leaf: Any) -> Any:
-        dims = dynamic.get(next(names), {})
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        free = {dim % leaf.ndim for dim in dims}
-        shape = tuple(None if dim in free else size for dim, size in enumerate(leaf.shape))
-        return _AnySize(shape, leaf.dtype, leaf.requires_grad)
-
-    args, kwargs = pytree.tree_map(masked, call)
-    return args, kwargs
-
-
 _RESIZE = "resize_token_embeddings"  # what language models call the change of their vocabulary
 
 
@@ -507,11 +479,6 @@ def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> None:
         f"{path}: the embeddings of a parallelised module lie on its mesh, and its programs are made for their sizes. "
         f"Call {_RESIZE} before autoshard.parallelize."
     )
-
-
-def _names(module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[str]:
-    leaves, structure = pytree.tree_flatten(call)
-    return [leaf if isinstance(leaf, str) else "" for leaf in call_layout(module, structure, leaves).leaves]
 
 
 def wants_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -16,10 +16,11 @@ from autoshard.capture.python_state import check_own_changes
 from autoshard.errors import InputError, PipelineError
 from autoshard.options import Options
 from autoshard.partition.agree import compare
+from autoshard.partition.calls import describe_call, tensors_of_call
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.materialize import Initializer
 from autoshard.partition.materialize_stages import materialize_stages
-from autoshard.partition.module import RUNTIME, describe_call, tensors_of_call
+from autoshard.partition.module import RUNTIME
 from autoshard.partition.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.partition.same_inputs import check_same_inputs
 from autoshard.pipelined.clipping import clip, total_norm

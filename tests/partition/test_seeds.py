@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autoshard.partition import seeds
+from autoshard.partition import hosts
 from autoshard.partition.seeds import Seeds
 from autoshard.partition.step import Ranks
 from tests.partition.meshes import one_device, per_rank, simulated
@@ -44,8 +44,8 @@ def test_a_group_that_sends_nothing_of_the_cpu_gets_one_beside_it(monkeypatch: p
 
     monkeypatch.setattr(dist, "new_group", new_group)
     with simulated(x=2, y=2) as mesh:
-        assert seeds.host_group(mesh, 0) is mesh.get_group(0)
+        assert hosts.host_group(mesh, 0) is mesh.get_group(0)
         assert not made
         monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-        seeds.host_group(mesh, 1)
+        hosts.host_group(mesh, 1)
     assert made == [([0, 1], {"backend": "gloo", "use_local_synchronization": True})]
