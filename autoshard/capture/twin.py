@@ -73,9 +73,9 @@ def fake_twin(
         ) from error
     _restore_forward(module, twin, memo)
     for part in twin.modules():
-        hooks = (value for name, value in vars(part).items() if name.endswith("_hooks") and isinstance(value, dict))
-        for held in (vars(part), *hooks):
-            held.update({name: _rebound(value, memo) for name, value in held.items() if callable(value)})
+        tables = [value for name, value in vars(part).items() if name.endswith("_hooks") and isinstance(value, dict)]
+        for table in (vars(part), *tables):
+            table.update({name: _rebound(value, memo) for name, value in table.items() if callable(value)})
     for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_pre_hooks, twin._backward_hooks):
         hooks.clear()  # those of the module itself run around its forward, not in it
     if training is not None and training != twin.training:
@@ -133,12 +133,9 @@ def _rebound(value: Any, copies: dict[int, Any]) -> Any:
         unchanged = function is value.__func__ and owner is value.__self__
         return value if unchanged else types.MethodType(function, owner)
     if isinstance(value, functools.partial):
-        held = [value.func, *value.args, *value.keywords.values()]
-        new = [_rebound(one, copies) for one in held]
-        if all(one is other for one, other in zip(new, held, strict=True)):
-            return value
-        places = len(value.args) + 1
-        return functools.partial(*new[:places], **dict(zip(value.keywords, new[places:], strict=True)))
+        args = [_rebound(one, copies) for one in value.args]
+        named = {name: _rebound(one, copies) for name, one in value.keywords.items()}
+        return functools.partial(_rebound(value.func, copies), *args, **named)
     if not isinstance(value, types.FunctionType) or not value.__closure__:
         return value
     copies[id(value)] = value  # a function may call itself
@@ -159,7 +156,7 @@ def _rebound_cell(cell: types.CellType, copies: dict[int, Any]) -> types.CellTyp
             return cell
         new = _rebound(held, copies)
         copies[id(cell)] = cell if new is held else types.CellType(new)
-    return copies[id(cell)]  # type: ignore[no-any-return]
+    return copies[id(cell)]
 
 
 def _runs(value: object) -> bool:

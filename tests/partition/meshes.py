@@ -46,7 +46,8 @@ def _dispatch(
 
     A subclass of the mode would not be known to the operators that are registered for the mode.
     """
-    if not mode._disable and (func.namespace == "_c10d_functional" or func is torch.ops.c10d.broadcast_.default):
+    exchanges = func.namespace == "_c10d_functional" and func is not torch.ops._c10d_functional.wait_tensor.default
+    if not mode._disable and (exchanges or func is torch.ops.c10d.broadcast_.default):
 
         def of_ranks(tensor: Tensor) -> Tensor:
             return tensor if isinstance(tensor, LocalTensor) else LocalTensor(dict.fromkeys(sorted(mode.ranks), tensor))
