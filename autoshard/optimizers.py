@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.errors import InputError, PlanError
@@ -21,7 +24,8 @@ def hand_over(replaced: Mapping[Tensor, Tensor]) -> None:
     """Let every optimizer that holds a replaced parameter take the new one at its next step.
 
     Where old parameters are left, somebody holds them: torch runs a hook before every step of every optimizer then. It
-    holds old parameters weakly, and has nothing to do once they are gone.
+    holds old parameters weakly, and has nothing to do once they are gone. The first backward warns of those that no
+    optimizer of torch's holds: what else holds them trains nothing.
 
     Args:
         replaced: old parameter -> the one that stands in its place in the module.
@@ -41,6 +45,34 @@ def hand_over(replaced: Mapping[Tensor, Tensor]) -> None:
             group["params"][:] = [_new(optimizer, parameter, waiting) for parameter in group["params"]]
 
     register_optimizer_step_pre_hook(before_step)
+    _warn_of_left(waiting)
+
+
+def _warn_of_left(waiting: WeakTensorKeyDictionary) -> None:
+    hooks: list[RemovableHandle] = []
+
+    def first_gradient(_: Tensor) -> None:
+        for hook in hooks:
+            hook.remove()
+        if len(waiting):
+            gc.collect()  # what is in cycles is held by nobody
+        left = list(waiting.keys())
+        if left:
+            optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+            served = {
+                id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]
+            }
+            left = [parameter for parameter in left if id(parameter) not in served]
+        if left:
+            warnings.warn(
+                f"{len(left)} parameters that the module had before they were placed on the mesh are still referred "
+                f"to, one of shape {tuple(left[0].shape)} among them: gradients go to module.parameters() as they are "
+                "now. Where an optimizer of your own, a list or a closure holds the old ones, make it after "
+                "autoshard.parallelize.",
+                stacklevel=2,
+            )
+
+    hooks += [new.register_post_accumulate_grad_hook(first_gradient) for new in waiting.values() if new.requires_grad]
 
 
 def _new(optimizer: Optimizer, parameter: Tensor, waiting: WeakTensorKeyDictionary) -> Tensor:

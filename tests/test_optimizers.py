@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +14,16 @@ from torch.distributed.tensor import Replicate, Shard
 import autoshard
 from autoshard.errors import InputError
 from autoshard.partition.shards import full
+from tests.partition.meshes import simulated
+from tests.training import fast_links
 from tests.workers import Workers
+
+
+class OwnOptimizer:
+    """Holds parameters, and is none of torch's."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
 
 
 class Net(nn.Module):
@@ -99,3 +111,24 @@ def all_of_it() -> None:
 
 def test_optimizers_anomalies_and_resizing(two: Workers) -> None:
     two.run(all_of_it)
+
+
+@pytest.mark.parametrize(
+    ("make", "warns"),
+    [(OwnOptimizer, True), (torch.optim.SGD, False), (lambda parameters: None, False)],
+    ids=["own", "torch's", "none"],
+)
+@pytest.mark.parametrize("planned", [True, False])
+def test_whatever_else_holds_the_parameters_from_before_is_told_of_once(
+    make: Callable[[Iterable[nn.Parameter]], object], warns: bool, planned: bool
+) -> None:
+    module, x = Net(), torch.randn(4, 4, dtype=torch.float64)
+    with simulated(x=2) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = make(module.parameters())
+        autoshard.parallelize(module, mesh, (x,) if planned else (), cluster=fast_links())
+        for _ in range(3):
+            module(x).backward()
+    said = [str(one.message) for one in caught if "are still referred to" in str(one.message)]
+    assert [text.split()[0] for text in said] == ["4"] * warns
+    del optimizer
