@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.functional import jvp
 from torch.autograd.function import once_differentiable
+from torch.autograd.functional import jvp
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
