@@ -235,6 +235,34 @@ def test_local_inputs() -> None:
         assert relative_difference(_results(usage(module, shards), module), expected) <= TOLERANCE
 
 
+class Scored(nn.Module):
+    """A loss where there are labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y if labels is None else (y - labels).square().mean()
+
+
+def test_a_call_may_leave_out_labels_that_have_a_placement() -> None:
+    module = Scored()
+    expected = copy.deepcopy(module)
+    x, labels = torch.randn(2, 4, 8, dtype=torch.float64)
+    with simulated(dp=2) as mesh:
+        placements = {"x": (Shard(0),), "labels": (Shard(0),)}
+        autoshard.parallelize(
+            module, mesh, (x, labels), cluster=fast_links(), inputs="local", input_placements=placements
+        )
+        shards = [local_of(distribute(one, mesh, Spec.of(Shard(0)))) for one in (x, labels)]
+        for given, whole in ((shards, (x, labels)), (shards[:1], (x,))):
+            ours, theirs = held_by_ranks(module(*given).detach()), [expected(*whole).detach()]
+            assert relative_difference({"": ours}, {"": theirs}) <= TOLERANCE
+            module.eval()
+
+
 def test_dtensor_inputs_may_lie_anyhow() -> None:
     module, inputs = gpt()
     expected = alone(lambda module, inputs: {"loss": step(module, inputs)}, module, inputs)

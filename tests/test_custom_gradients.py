@@ -93,11 +93,21 @@ def softened_backward(gradient: Tensor, result: Tensor) -> Tensor:
     return torch.from_numpy(3 * gradient.numpy())
 
 
-for _operator in (exponential, exponential_backward, softened, softened_backward):
+@torch.library.custom_op("test_gradients::bent", mutates_args=())
+def bent(x: Tensor) -> Tensor:
+    """A kernel with a derivative of its own, and without a rule."""
+    return torch.from_numpy(np.tanh(x.detach().numpy()))
+
+
+for _operator in (exponential, exponential_backward, softened, softened_backward, bent):
     _operator.register_fake(lambda x, *others: torch.empty_like(x))
 
 softened.register_autograd(
     lambda ctx, gradient: softened_backward(gradient, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+bent.register_autograd(
+    lambda ctx, gradient: gradient * (2 - ctx.saved_tensors[0]),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
 )
 autoshard.register_rule("test_gradients::softened", "... -> ...")
@@ -134,6 +144,11 @@ def test_kernels_without_rules_are_run_whole_with_one_warning() -> None:
     told = [str(one.message) for one in raised if "no sharding rule" in str(one.message)]
     assert sum("exponential.default" in text for text in told) == 1
     assert sum("exponential_backward.default" in text for text in told) == 1
+
+
+def test_a_kernel_without_a_rule_keeps_the_derivative_that_is_registered() -> None:
+    with pytest.warns(UserWarning, match="no sharding rule.*bent"):
+        _check(_kernels(lambda model, x: bent(x)), (2, 2))
 
 
 def test_kernels_with_rules_are_sharded() -> None:

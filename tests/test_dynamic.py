@@ -206,6 +206,38 @@ def test_a_call_may_leave_out_labels_that_are_said_to_be_dynamic() -> None:
     assert programs(module) == 2
 
 
+class Named(nn.Module):
+    """Tensors that have names in no signature: in `*rest`, in a container, in `**more`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, *rest: Any, last: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        x, pair = rest
+        return self.linear(x) * more["scale"] + pair[1]["z"] - last * more["shift"]
+
+
+def test_inputs_are_named_wherever_they_stand_in_a_call() -> None:
+    torch.manual_seed(0)
+    module = Named()
+    alone = copy.deepcopy(module)
+
+    def given(batch: int) -> tuple[tuple[Any, ...], Inputs]:
+        x, z, *more = torch.randn(5, batch, 8, dtype=torch.float64)
+        return (x, (3, {"z": z})), dict(zip(("shift", "last", "scale"), more, strict=True))
+
+    rows = {0: "batch"}
+    names = {"args[0]": rows, "args[1][1]['z']": rows, "last": rows, "shift": rows, "scale": rows}
+    with simulated(dp=2) as mesh:
+        autoshard.parallelize(module, mesh, *given(4), dynamic=names, cluster=fast_links(), effort="fast")
+        for batch in (4, 6):
+            args, kwargs = given(batch)
+            ours, theirs = held_by_ranks(module(*args, **kwargs).detach()), [alone(*args, **kwargs).detach()]
+            assert relative_difference({"": ours}, {"": theirs}) <= TOLERANCE
+    assert programs(module) == 1
+
+
 class Twice(nn.Module):
     """A loss, and an output that may be differentiated as well."""
 

@@ -12,6 +12,7 @@ from torch import nn
 import autoshard
 from autoshard import progress
 from autoshard.planner.progress import Progress
+from tests.partition.meshes import one_device
 
 
 def _wait(seconds: float) -> None:
@@ -58,3 +59,23 @@ def test_a_capture_says_which_part_of_it_runs(caplog: pytest.LogCaptureFixture) 
     said = [record.getMessage() for record in caplog.records[:3]]
     assert [line.split(" of ")[0] for line in said] == ["export", "trace", "simplification"]
     assert said[0].startswith("export of forward: after ")
+
+
+def test_a_new_kind_of_call_says_what_takes_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.02)
+    module, x = nn.Linear(2, 2), torch.zeros(4, 2)
+    with one_device("cpu") as mesh, caplog.at_level(logging.INFO, "autoshard"):
+        autoshard.parallelize(module, mesh, (x,))
+        caplog.clear()
+        module(x[:2])
+    assert any(record.getMessage().startswith("capture of Linear") for record in caplog.records)
+
+
+def test_a_pipeline_says_what_takes_long(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.02)
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+    with caplog.at_level(logging.INFO, "autoshard"):
+        autoshard.plan(module, {"pp": 2}, (torch.zeros(4, 4),))
+    assert any("planning of Sequential as a pipeline" in record.getMessage() for record in caplog.records)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 from torch.export import Dim, ShapesCollection
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
-from autoshard.capture._torch import UserError, pytree
+from autoshard.capture._torch import UserError, attribute_patch, pytree
 from autoshard.capture.calls import call_layout
 from autoshard.errors import InputError
 from autoshard.size import Sizes, evaluate
@@ -175,8 +177,31 @@ def _exported(
     shapes = ShapesCollection()
     for name, own in dims.items():
         shapes[inputs[name]] = dict(own)
-    told = shapes.dynamic_shapes(twin, args, dict(kwargs))
-    return torch.export.export(twin, args, dict(kwargs), dynamic_shapes=told, strict=False)
+    with _named_keywords(twin, kwargs):
+        told = shapes.dynamic_shapes(twin, args, dict(kwargs))
+        return torch.export.export(twin, args, dict(kwargs), dynamic_shapes=told, strict=False)
+
+
+@contextlib.contextmanager
+def _named_keywords(twin: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which the signature of `forward` names each argument that its `**kwargs` takes.
+
+    `torch.export` counts such arguments twice where sizes are dynamic: by their names, and as the mapping.
+    """
+    forward = twin.forward
+    signature = inspect.signature(forward)
+    named = {name: one for name, one in signature.parameters.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
+    if len(named) == len(signature.parameters):
+        yield
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in named]
+    vars(call)["__signature__"] = signature.replace(parameters=[*named.values(), *added])
+    with attribute_patch(twin, "forward", call):
+        yield
 
 
 def _refined(dims: Mapping[str, Mapping[int, Any]], reason: str) -> dict[str, dict[int, Any]] | None:

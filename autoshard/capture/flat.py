@@ -37,7 +37,7 @@ def flat_forward(twin: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[st
     own: dict[str, fx.Node] = {}
     inputs: list[ExportedInput] = []
     for path, tensor in names.fakes.items():
-        own[path] = graph.placeholder(path.replace(".", "_"))
+        own[path] = graph.placeholder(f"own_{path}".replace(".", "_"))  # paths may begin with digits
         own[path].meta["val"] = tensor
         inputs.append(ExportedInput("parameter" if path in parameters else "buffer", path, tensor, None))
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))

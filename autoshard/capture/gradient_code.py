@@ -79,6 +79,8 @@ class GradientCode(TorchFunctionMode):
             if transforms_active():
                 _refuse_transform(func)
             return handler(*args, **(kwargs or {}))
+        if self.running and kwargs and kwargs.get("requires_grad") is True and not transforms_active():  # a new tensor
+            return self._require(func(*args, **kwargs | {"requires_grad": False}))
         if args and id(args[0]) in self._data and _changes_first(func):
             raise CaptureError(
                 f"{running_line()} changes the numbers of a tensor that has a gradient, unseen by autograd. Compute a "

@@ -291,6 +291,10 @@ def _draw(module: Stateful, mean: torch.Tensor) -> None:
     module.empty = torch.randn(3)
 
 
+def _set_data(module: Stateful, mean: torch.Tensor) -> None:
+    module.mean.data = mean
+
+
 def _tie(module: Stateful, mean: torch.Tensor) -> None:
     module.tied = mean
 
@@ -309,6 +313,7 @@ def _tie(module: Stateful, mean: torch.Tensor) -> None:
             r"mean\.float.* to a tensor .* torch\.float32: .*plain attribute \(self\.other",
         ),
         (_draw, r"randn\(3\)\) sets the buffer 1\.empty, which was not there"),
+        (_set_data, r"module\.mean\.data = mean\) gives a tensor other numbers by setting its data"),
         (_tie, r"module\.tied = mean\) sets the buffer 1\.tied, which is registered as 1\.other too"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,6 +142,19 @@ def test_a_branch_on_what_all_ordinary_numbers_agree_on_is_checked_by_every_run(
         with pytest.raises(InputError, match=r"test_data_reads.py:\d+ \(if not torch.isfinite\(y\).all\(\)"):
             module(X * factor, ALL)
     assert programs(module) == 1
+
+
+def warn(y: Tensor, mask: Tensor) -> Tensor:
+    if torch.isnan(y).any():
+        warnings.warn("nan", stacklevel=1)
+    return y
+
+
+def test_a_branch_on_activations_that_only_warns_is_checked_by_every_run(mesh: DeviceMesh) -> None:
+    module = parallel(Model(warn), mesh, X, ALL)
+    train(module, ALL)
+    with pytest.raises(InputError, match=r"\(if torch.isnan\(y\).any\(\):\) asks for numbers .* answer False"):
+        module(X * float("nan"), ALL)
 
 
 def solve(y: Tensor, mask: Tensor) -> Tensor:

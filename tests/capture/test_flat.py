@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from autoshard.capture.flat import is_flat
 from autoshard.capture.joint import JointGraph, capture
@@ -39,3 +41,10 @@ def test_a_stage_is_captured_as_if_it_were_exported_again(name: str) -> None:
         for one, other in zip(flat.graph.nodes, again.graph.nodes, strict=True):
             path = again.module_path(other)  # none of what is made contiguous to be sent
             assert path in ("", flat.module_path(one))
+
+
+def test_names_of_parameters_may_begin_with_digits() -> None:
+    graph = exported(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), (torch.zeros(2, 4),), {})
+    half = {node.name: place // 2 for place, node in enumerate(graph.operators)}
+    names = [item.name for stage in cut(graph, half, 2) for item in capture(stage.module, *stage.example).inputs]
+    assert {"0.weight", "2.weight"} <= set(names)

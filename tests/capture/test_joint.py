@@ -8,6 +8,7 @@ import pytest
 import torch
 from functorch.experimental import control_flow
 from torch import nn
+from torch._higher_order_ops import scan
 from torch.utils import _pytree as pytree
 
 from autoshard.capture import JointGraph, capture
@@ -392,6 +393,7 @@ LOOPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "while_loop": lambda x: torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y.sin()), (torch.tensor(0), x))[
         1
     ],
+    "scan": lambda x: scan(lambda c, y: (c + y, c * y), torch.zeros_like(x[0]), x)[1],
 }
 
 

@@ -165,7 +165,7 @@ def sliding_sums_in_place(p: Block, x: Tensor) -> Tensor:
         rows = slice(shift, x.shape[1])
         before = slice(0, x.shape[1] - shift)
         weights = (query[:, :, rows] * key[:, :, before]).sum(-1, keepdim=True).tanh().exp()
-        heads[:, :, rows] += weights * value[:, :, before]
+        heads[:, :, rows].add_(weights * value[:, :, before])
         total[:, :, rows].add_(weights)
     heads.div_(total)
     return out @ p.out

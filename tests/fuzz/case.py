@@ -180,7 +180,7 @@ def run(case: Case) -> Outcome:
         with _time_limit(SECONDS), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                module, expected = _one_device(case)
+                module, expected = on_one_device(case)
             except Exception as error:
                 return outcome("no model", repr(error)[:300])
             if not all(bool(value[0].isfinite().all()) for kind in expected.values() for value in kind.values()):
@@ -201,7 +201,7 @@ def run(case: Case) -> Outcome:
         return outcome("right", f"{max(errors.values()):.1e}")
     if _is_undetermined(case, expected, limit):
         return outcome("undetermined", str(wrong))
-    again = _mesh(case, _one_device(case)[0])
+    again = _mesh(case, on_one_device(case)[0])
     repeated = {kind: relative_difference(again[kind], expected[kind]) for kind in wrong}
     return outcome("wrong", f"{wrong}; once more: {repeated}")  # a fault that comes and goes is looked for otherwise
 
@@ -247,7 +247,7 @@ def _batches(case: Case) -> list[dict[str, Tensor]]:
         return [inputs_of(case.drawn, batch, case.seed + step) for step, batch in enumerate(case.batches)]
 
 
-def _one_device(case: Case) -> tuple[nn.Module, Traced]:
+def on_one_device(case: Case) -> tuple[nn.Module, Traced]:
     """The model as it was built, and what it computes."""
     module = _build(case)
     if case.casts:

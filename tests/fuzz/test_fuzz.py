@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from tests.fuzz.case import MESHES, Case, run, run_seed
+import pytest
+import torch
+
+from tests.fuzz.__main__ import alone
+from tests.fuzz.case import MESHES, Case, on_one_device, run, run_seed
 from tests.fuzz.heads import HEADS
 from tests.fuzz.model import BLOCKS, Drawn
 
@@ -27,6 +31,9 @@ FAILED = {
             *("robust", 24, 6, True),
         ),
         *((4,), "random", "auto", 0.7, 0.5),
+    ),
+    "windows that are written in place, one after the other": Case(
+        6, Drawn((("window_in_place", "add"),), "no_loss", 8, 2, False), (2,), forced=0.3
     ),
 }
 """Cases that failed once, by what was the matter."""
@@ -53,3 +60,17 @@ def test_seeds_draw_all_there_is() -> None:
         assert {bool(getattr(case, option)) for case in cases} == {True, False}
     assert cases[7] == Case.of(7)
     assert len({str(case) for case in cases}) == len(cases)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_block_and_head_computes_on_one_device() -> None:
+    case = Case.of(1)
+    small = replace(case.drawn, blocks=(("two_layers", "add"),), width=12, batch=4, head="no_loss")
+    cases = {name: alone(replace(case, drawn=small), name, lowered=False) for name in BLOCKS}
+    cases |= {name: replace(case, drawn=replace(small, head=name), lowered=False, casts=False) for name in HEADS}
+    assert len(cases) == len(BLOCKS) + len(HEADS)
+    for name, one in cases.items():
+        _, traced = on_one_device(one)
+        tensors = [tensor for step in traced.values() for held in step.values() for tensor in held]
+        assert tensors, name
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors), name

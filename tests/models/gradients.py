@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.autograd.functional import jvp
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -278,6 +279,12 @@ def _steered(model: Small, x: Tensor) -> Tensor:
     return x * force
 
 
+def _shifted(model: Small, x: Tensor) -> Tensor:
+    shift = torch.zeros_like(x, requires_grad=True)
+    (force,) = torch.autograd.grad(((x + shift) ** 3 * model.scale).sum(), shift, create_graph=True)
+    return x + force
+
+
 def _held(model: Small, x: Tensor) -> Tensor:
     with torch.no_grad():
         constant = round_through(x)
@@ -344,6 +351,9 @@ BETWEEN: dict[str, Between] = {
     "hook of a module": _hooked_module,
     "gradient inside": _penalized,
     "constant gradient inside": _steered,
+    "gradient of a new tensor": _shifted,
+    "tangent": lambda model, x: torch.func.jvp(torch.tanh, (x,), (x * model.scale,))[1],
+    "tangent by two gradients": lambda model, x: jvp(torch.tanh, x, x * model.scale, create_graph=True)[1],
     "no gradient": _held,
 }
 """What happens between the two layers, by name."""

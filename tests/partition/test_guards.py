@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import timeit
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,8 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 import autoshard
+from autoshard.capture.joint import capture
 from autoshard.errors import AutoshardError, InputError
 from autoshard.partition.shards import whole
+from tests import models
 from tests.partition.meshes import per_rank, simulated
 from tests.training import fast_links
 from tests.workers import Workers
@@ -478,3 +481,10 @@ def _differing() -> str:
 def test_ranks_in_other_states_are_an_error_on_all(two: Workers) -> None:
     for said in two.run(_differing):
         assert "differ in the attribute self.part.weight_of_loss: 2 on rank 0; 3 on rank 1" in said
+
+
+def test_guards_are_checked_in_microseconds() -> None:
+    module, inputs = models.hf_gpt2()
+    hold = capture(module, (), inputs).state.guards.hold
+    assert hold()
+    assert min(timeit.repeat(hold, number=100, repeat=20)) / 100 < 20e-6

@@ -9,12 +9,14 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import autoshard
 from autoshard.errors import InputError
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.materialize import materialize_module
 from autoshard.partition.shards import distribute, full, local_of, replace_parameters
 from autoshard.specs import Spec
 from tests.partition.meshes import per_rank, simulated
+from tests.training import fast_links, held_by_ranks
 
 TEXTS = ("S(0,f=2) S(0)", "S(0) R", "R S(0)", "R R", "S(0) S(0)")
 
@@ -283,3 +285,30 @@ def test_a_materialized_module_trains_and_loads() -> None:
         module.load_state_dict({"weight": torch.eye(4), "bias": torch.ones(4)})
         assert all(torch.equal(value, torch.eye(4)) for value in per_rank(full(module, "weight"), mesh).values())
         assert local_of(module.bias).requires_grad is False
+
+
+class Sparse(nn.Module):
+    """Makes a constant in `forward`, on the device of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.relu(y - y.mean(-1, keepdim=True) * torch.tensor(0.5, dtype=x.dtype, device=x.device).exp())
+
+
+def test_constants_of_forward_are_there_for_a_module_of_the_meta_device() -> None:
+    x = torch.randn(4, 8, dtype=torch.float64)
+    with torch.device("meta"):
+        module, example = Sparse(), torch.empty_like(x, device="meta")
+    with simulated(x=2) as mesh:
+        autoshard.parallelize(module, mesh, (example,), cluster=fast_links())
+        autoshard.materialize(module, "cpu")
+        alone = Sparse()
+        alone.load_state_dict(
+            {name: next(iter(per_rank(full(module, name), mesh).values())) for name in alone.state_dict()}
+        )
+        for held in held_by_ranks(module(x).detach()):
+            torch.testing.assert_close(held, alone(x).detach())

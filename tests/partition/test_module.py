@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -424,6 +425,25 @@ def test_a_forward_that_the_user_set_serves_every_kind_of_call(mesh: DeviceMesh,
     def set_forward(one: nn.Module) -> None:
         one.forward = (SET | AROUND)[kind](one)
 
+
+_PACKED: dict[str, Callable[[], Any]] = {
+    "on the CPU": save_on_cpu,
+    "doubled": lambda: saved_tensors_hooks(lambda tensor: tensor + tensor, lambda tensor: tensor / 2),
+}
+
+
+@pytest.mark.parametrize("name", _PACKED)
+def test_tensors_for_backward_may_be_packed(mesh: DeviceMesh, name: str) -> None:
+    module, alone, inputs = _parallel(mesh)
+    for one in (module, alone):
+        with _PACKED[name]():
+            loss = one(**inputs)
+        loss.backward()
+    _same_gradients(module, alone, mesh)
+
+
+@pytest.mark.parametrize("bind", [types.MethodType, functools.partial], ids=["method", "partial"])
+def test_a_forward_that_the_user_set_serves_every_kind_of_call(mesh: DeviceMesh, bind: Any) -> None:
     module = _Scaled()
     alone = copy.deepcopy(module)
     set_forward(alone)

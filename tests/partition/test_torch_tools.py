@@ -232,6 +232,18 @@ def save_model(layout: str, folder: str) -> bool:
     return near(state["0.weight"], expected_weight())
 
 
+def save_asynchronously(layout: str, folder: str) -> bool:
+    module = placed(layout, 0)
+    saving = dcp.async_save(module.state_dict(), checkpoint_id=folder)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()  # what is saved is what was there
+    saving.result()
+    state = plain(1).state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    return near(state["0.weight"], expected_weight())
+
+
 def load_model(layout: str, folder: str) -> bool:
     dcp.save(plain(0).state_dict(), checkpoint_id=folder)
     module = placed(layout, 1)
@@ -303,6 +315,7 @@ TOOLS: dict[str, Callable[[str, str], bool]] = {
         set_optimizer_full,
         set_optimizer_broadcast,
         save_model,
+        save_asynchronously,
         load_model,
         save_optimizer,
         load_fresh_optimizer,

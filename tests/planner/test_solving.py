@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from autoshard.planner.planner import Planner
 from autoshard.planner.progress import Progress
 from autoshard.planner.solving import Answer, Search, answered, better
 from autoshard.progress import described
+from autoshard.solver import Problem, Solution, solve
 from tests.planner.steps import captured, links, planner_of
 from tests.planner.test_tiling import built, stack_planner, tiling_of
 
@@ -60,6 +62,18 @@ def test_places_follow_the_program() -> None:
     for edge in problem.problem.edges:
         if problem.variables[edge.source].kind == "rest":
             assert place[edge.source] < place[edge.target]
+
+
+def test_a_search_may_leave_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps: list[float] = []
+
+    def seen(problem: Problem, *, gap: float, **options: Any) -> Solution:
+        gaps.append(gap)
+        return solve(problem, gap=gap, **options)
+
+    monkeypatch.setattr(solving, "solve", seen)
+    answered(built(8), tiling_of(8), Search("auto", math.inf))
+    assert set(gaps) == {1e-3}
 
 
 def test_large_and_small_problems_are_answered_alike(monkeypatch: pytest.MonkeyPatch) -> None:

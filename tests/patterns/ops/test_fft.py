@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,8 @@ from torch import nn
 import autoshard
 from tests.partition.meshes import simulated
 from tests.patterns.ops.soundness import assert_sound, aten, normal
-from tests.training import TOLERANCE, compare, fast_links, train
+from tests.precision import BFLOAT16, Lowered
+from tests.training import TOLERANCE, compare, fast_links, held_by_ranks, train
 
 
 @pytest.mark.parametrize(("dims", "shards"), [([2], "d0 d1"), ([0, 2], "d1"), ([1], "d0 d2")])
@@ -46,3 +49,29 @@ def test_training_with_spectra_is_training_on_one_device(sizes: dict[str, int]) 
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
         trace = train(module, inputs)
     assert compare(trace, reference).worst <= TOLERANCE
+
+
+class Upcast(Filtered):
+    """The filter in float32, whatever the precision around it: there is no spectrum in bfloat16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(self.linear(x).float()) * torch.view_as_complex(self.filter.float())
+        return torch.fft.irfft(spectrum, n=12).square().mean().to(x.dtype)
+
+
+def test_spectra_of_float32_under_a_policy_of_bfloat16_are_near_those_of_one_device() -> None:
+    torch.manual_seed(0)
+    module, inputs = Upcast(), {"x": torch.randn(8, 12)}
+    alone = Lowered(copy.deepcopy(module))
+    loss = alone(**inputs)
+    loss.backward()
+    with simulated(dp=2) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), mp_policy=BFLOAT16)
+        ours = module(**inputs)
+        ours.backward()
+        pairs = [(ours, loss)]
+        pairs += [(one.grad, two.grad) for one, two in zip(module.parameters(), alone.parameters(), strict=True)]
+        for found, expected in pairs:
+            for held in held_by_ranks(found.detach()):
+                assert bool(torch.isfinite(held).all())
+                assert (held - expected).abs().max() <= 0.05 * expected.abs().max()
