@@ -46,7 +46,13 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,  # the sizes in a value that depend on data
 )
 from torch.multiprocessing.reductions import StorageWeakRef  # the identity of a tensor's memory
-from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.modules.module import (
+    _global_backward_hooks,  # the hooks that run for every module, here and in the next ones
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+    register_module_buffer_registration_hook,
+)
 from torch.nn.parameter import is_lazy  # parameters whose shape is not known yet
 from torch.overrides import _get_current_function_mode_stack as function_modes  # the active TorchFunctionModes
 from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export sees them
@@ -62,6 +68,7 @@ from torch.utils.checkpoint import (
 )
 
 __all__ = [
+    "GLOBAL_HOOKS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -113,6 +120,9 @@ __all__ = [
     "without_root_buffers",
     "without_tracebacks",
 ]
+
+GLOBAL_HOOKS = (_global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks)
+"""The tables of hooks that run for every module."""
 
 
 def fake_mode() -> FakeTensorMode:

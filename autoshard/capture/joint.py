@@ -34,6 +34,7 @@ from autoshard.capture.export import Exported, export_forward, with_copies
 from autoshard.capture.failure import ModelError, capture_error, known_error
 from autoshard.capture.flat import flat_forward, is_flat
 from autoshard.capture.flat_symbols import with_symbols, without_sizes
+from autoshard.capture.global_hooks import without_global_hooks
 from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import LoweredModule
@@ -248,6 +249,7 @@ def _surroundings(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitStac
         with contextlib.ExitStack() as stack:
             stack.enter_context(_uncollected())
             stack.enter_context(outside_modes())
+            stack.enter_context(without_global_hooks())
             stack.enter_context(without_tracebacks())
             stack.enter_context(unwritten_graphs())
             stack.enter_context(torch.inference_mode(False))

@@ -18,6 +18,7 @@ from autoshard.capture.calls import said_of_passed, signature_of
 from autoshard.capture.conditions import check_conditions
 from autoshard.capture.dynamic import Dynamic, may_be_dynamic
 from autoshard.capture.failure import running_line
+from autoshard.capture.global_hooks import warn_of_global_hooks
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.python_state import check_own_changes
 from autoshard.cluster.shares import divided
@@ -122,6 +123,7 @@ class Runtime:
         self.forward_before: Callable[..., Any] | None = None
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._prepare = prepare
+        self._has_warned = False  # of hooks for all modules
         self._served: dict[Hashable, Served] = {}
         self._sizes = CallSizes(type(module).__name__, self.dynamic, quiet=not is_first_rank(device_mesh))
         self.owners: dict[str, nn.Module] = {}  # of the parameters that were placed, by their names
@@ -162,6 +164,7 @@ class Runtime:
                 "torch.autograd.graph, which tells saved tensors apart by where they lie in memory: DTensors, such as "
                 "the parameters, have no such place. Call the module outside of it, and change copies: y = y.clone()."
             )
+        self._has_warned = self._has_warned or warn_of_global_hooks()
         counts = None
         whole_args, whole_kwargs = args, kwargs
         self._compare_sizes(args, kwargs, grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import timeit
 import types
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
 
 import autoshard
 from autoshard.capture.joint import capture
@@ -24,7 +26,7 @@ from autoshard.errors import AutoshardError, InputError
 from autoshard.partition.shards import whole
 from tests import models
 from tests.partition.meshes import per_rank, simulated
-from tests.training import fast_links
+from tests.training import fast_links, held_by_ranks
 from tests.workers import Workers
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
@@ -488,3 +490,26 @@ def test_guards_are_checked_in_microseconds() -> None:
     hold = capture(module, (), inputs).state.guards.hold
     assert hold()
     assert min(timeit.repeat(hold, number=100, repeat=20)) / 100 < 20e-6
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_for_all_modules_run_around_the_whole_and_are_told_of_once(early: bool) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(4, 4)
+    expected, told = 2 * net(x).detach().double(), []
+    with simulated(x=2) as mesh, warnings.catch_warnings(record=True) as caught, contextlib.ExitStack() as stack:
+        warnings.simplefilter("always")
+
+        def register() -> None:
+            hook = register_module_forward_hook(lambda part, args, out: 2 * out if part is net else None)
+            stack.callback(hook.remove)
+
+        if early:
+            register()
+        autoshard.parallelize(net, mesh, (x,), cluster=fast_links())
+        if not early:
+            register()
+        for _ in range(2):
+            for held in held_by_ranks(net(x).detach()):
+                torch.testing.assert_close(held, expected)
+            told.append(sum("hooks for all modules" in str(one.message) for one in caught))
+    assert told == [1, 1]

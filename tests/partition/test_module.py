@@ -425,6 +425,21 @@ def test_a_forward_that_the_user_set_serves_every_kind_of_call(mesh: DeviceMesh,
     def set_forward(one: nn.Module) -> None:
         one.forward = (SET | AROUND)[kind](one)
 
+    module = _Scaled()
+    alone = copy.deepcopy(module)
+    set_forward(alone)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    if not later:
+        set_forward(module)
+    autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
+    if later:
+        set_forward(module)
+    _same(module(x), alone(x), mesh)
+    with torch.no_grad():
+        _same(module(x), alone(x), mesh)
+    _same(module.eval()(x), alone.eval()(x), mesh)
+    _same(module(x[:2]), alone(x[:2]), mesh)
+
 
 _PACKED: dict[str, Callable[[], Any]] = {
     "on the CPU": save_on_cpu,
@@ -440,21 +455,3 @@ def test_tensors_for_backward_may_be_packed(mesh: DeviceMesh, name: str) -> None
             loss = one(**inputs)
         loss.backward()
     _same_gradients(module, alone, mesh)
-
-
-@pytest.mark.parametrize("bind", [types.MethodType, functools.partial], ids=["method", "partial"])
-def test_a_forward_that_the_user_set_serves_every_kind_of_call(mesh: DeviceMesh, bind: Any) -> None:
-    module = _Scaled()
-    alone = copy.deepcopy(module)
-    set_forward(alone)
-    x = torch.randn(4, 8, dtype=torch.float64)
-    if not later:
-        set_forward(module)
-    autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
-    if later:
-        set_forward(module)
-    _same(module(x), alone(x), mesh)
-    with torch.no_grad():
-        _same(module(x), alone(x), mesh)
-    _same(module.eval()(x), alone.eval()(x), mesh)
-    _same(module(x[:2]), alone(x[:2]), mesh)
