@@ -51,15 +51,21 @@ def distances(name: str, mesh: Mapping[str, int]) -> tuple[Distances, Distances]
 
 
 class Lowered(nn.Module):
-    """A module that is called with its parameters and inputs in bfloat16; gradients go to those that it has."""
+    """A module that is called with its parameters and inputs in bfloat16; gradients go to those that it has.
 
-    def __init__(self, inner: nn.Module) -> None:
+    Args:
+        inner: the module.
+        dtype: in the place of bfloat16.
+    """
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         self.inner = inner
+        self.dtype = dtype
 
     def forward(self, **inputs: Any) -> Any:
         casts = {
-            parameter: parameter.bfloat16() if parameter.is_floating_point() else parameter
+            parameter: parameter.to(self.dtype) if parameter.is_floating_point() else parameter
             for parameter in self.inner.parameters()
         }
         lowered = {
@@ -68,7 +74,7 @@ class Lowered(nn.Module):
             for name, parameter in part.named_parameters(recurse=False)
         }
         # `tie_weights` would put casts into a module that stands in two places twice, and leave one there.
-        inputs = _cast(inputs, torch.bfloat16)
+        inputs = _cast(inputs, self.dtype)
         return torch.func.functional_call(self.inner, lowered, (), inputs, tie_weights=False)
 
 

@@ -37,7 +37,7 @@ from tests.widen import doubles
 from tests.workers import Workers
 
 TOLERANCE = 1e-9
-TOLERANCE_OF_CASTS = 1e-5
+TOLERANCE_OF_CASTS = 1e-6
 """Where parameters are float32 and the compute is float64."""
 
 TOLERANCE_OF_LOWERED = 0.1
@@ -258,9 +258,9 @@ def on_one_device(case: Case) -> tuple[nn.Module, Traced]:
 def _trained(case: Case, module: nn.Module, batches: list[dict[str, Tensor]]) -> Traced:
     """What training leaves behind on one device."""
     with case.width:
-        if not case.lowered:
+        if not (case.lowered or case.casts):
             return _train(module.double(), batches)
-        found = _train(Lowered(module), batches)
+        found = _train(Lowered(module, torch.bfloat16 if case.lowered else torch.float64), batches)
     return {
         kind: {name.removeprefix("inner."): value for name, value in tensors.items()} for kind, tensors in found.items()
     }
