@@ -12,7 +12,7 @@ from tests.fuzz.case import MESHES, Case, on_one_device, run, run_seed
 from tests.fuzz.heads import HEADS
 from tests.fuzz.model import BLOCKS, Drawn
 
-FRESH = tuple(range(1000, 1003))
+FRESH = tuple(range(1001, 1004))
 FAILED = {
     "a kernel that wants its operand row by row": Case(
         14, Drawn((("time_first", "add"),), "next_token", 12, 5, False), (2, 2), "fast", "full"
