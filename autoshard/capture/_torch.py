@@ -14,6 +14,7 @@ from torch._dynamo.callback import callback_handler  # tells when Dynamo reads c
 from torch._dynamo.exc import UserError  # what torch.export says of dynamic sizes that it cannot have
 from torch._dynamo.source import ConstantSource  # where a symbolic size comes from
 from torch._functorch import config as functorch_config  # whether autocast goes on in the backward half
+from torch._functorch import predispatch  # how export writes down torch.vmap and transforms of torch.func
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,  # an output that is a gradient, and of which input
     InputMutationAOTOutput,  # an output that is the new value of a mutated input
@@ -99,6 +100,7 @@ __all__ = [
     "is_lazy",
     "is_persistent",
     "is_tracing",
+    "is_transform",
     "operator_of",
     "operators_under_autocast",
     "outside_functions",
@@ -284,6 +286,11 @@ def traced_node(tensor: torch.Tensor) -> tuple[fx.Node, torch.nn.Module] | None:
 def transforms_active() -> bool:
     """Whether code runs inside of a transform of torch.func, on tensors that are wrapped for it."""
     return torch._C._are_functorch_transforms_active()
+
+
+def is_transform(node: fx.Node) -> bool:
+    """Whether a node of an exported graph enters, leaves or wraps for a transform such as `torch.vmap`."""
+    return getattr(node.target, "__module__", None) == predispatch.__name__
 
 
 def functionalizes() -> bool:

@@ -17,6 +17,7 @@ from autoshard.capture._torch import (
     FakeTensorMode,
     TangentAOTInput,
     fake_mode,
+    is_transform,
     outside_modes,
     pytree,
     trace_joint,
@@ -31,7 +32,7 @@ from autoshard.capture.describe import describe
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.effects import Effects, effects_of
 from autoshard.capture.export import Exported, export_forward, with_copies
-from autoshard.capture.failure import ModelError, capture_error, known_error
+from autoshard.capture.failure import ModelError, capture_error, known_error, node_line
 from autoshard.capture.flat import flat_forward, is_flat
 from autoshard.capture.flat_symbols import with_symbols, without_sizes
 from autoshard.capture.global_hooks import without_global_hooks
@@ -44,7 +45,7 @@ from autoshard.capture.reachable import Reachable
 from autoshard.capture.symbols import with_sizes
 from autoshard.capture.task_graphs import defaults_of, keeping_marks, marking
 from autoshard.capture.twin import DEVICE, fake_like, fake_twin
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, CaptureError
 
 __all__ = ["JointGraph", "JointInput", "JointOutput", "capture", "capture_forward"]
 
@@ -153,6 +154,7 @@ def capture_forward(
         surroundings.enter_context(watch.mutations.restoring())
         signature_of(twin, args, kwargs, grad)  # refuses what no call can be known by
         exported = with_copies(_export(twin, args, kwargs, mode, dynamic, mp_policy, watch))
+        _refuse_transforms(exported.graph_module.graph)
         if exported.dynamic:
             exported = _with_sizes(exported)
         found = exported, effects_of(exported, mode)
@@ -166,6 +168,16 @@ def capture_forward(
         if again[0].state.counted and again[0].graph_module.code == exported.graph_module.code:
             return again
     return found
+
+
+def _refuse_transforms(graph: fx.Graph) -> None:
+    """`CaptureError` where a transform wraps tensors: what is wrapped has no memory that effects could be found by."""
+    for node in graph.nodes:
+        if is_transform(node):
+            raise CaptureError(
+                f"{node_line(node) or 'forward'} uses torch.vmap or a transform of torch.func, which no pipeline does. "
+                "Write it with operators on whole tensors, or use a mesh without a pipeline axis."
+            )
 
 
 def _watched_twin(

@@ -92,6 +92,22 @@ def test_what_cannot_be_captured_is_refused_with_the_line() -> None:
         exported(_Branching(), (torch.randn(2, 4),), {})
 
 
+class _Mapping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: row * row.sum())(super().forward(x))
+
+
+class _Tangent(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(super().forward, (x,), (x,))[1]
+
+
+@pytest.mark.parametrize("kind", [_Mapping, _Tangent])
+def test_transforms_are_refused_with_the_line(kind: type[nn.Module]) -> None:
+    with pytest.raises(CaptureError, match=r"test_exported.py:\d+ \(return torch.* no pipeline does"):
+        exported(kind(4, 4), (torch.randn(2, 4),), {})
+
+
 class _Keeping(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.kept = {"mean": x.mean()}
