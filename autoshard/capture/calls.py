@@ -14,7 +14,7 @@ from torch import nn
 from autoshard.capture._torch import pytree
 from autoshard.capture.containers import leaf_name, leaves_by_path, restore_dataclasses
 from autoshard.capture.views import View
-from autoshard.errors import InputError
+from autoshard.errors import InputError, warn_caller
 
 Said = TypeVar("Said")
 
@@ -197,14 +197,25 @@ class Check:
         wanted: what the graph takes it for.
         message: of the error that the line raises otherwise; empty where it takes another way.
         error: the type of that error.
+        decides: whether anything that `forward` computes or leaves behind depends on the flag.
     """
 
     line: str
     wanted: bool
     message: str = ""
     error: type[Exception] = InputError
+    decides: bool = True
 
-    def failure(self) -> Exception:
+    def fail(self) -> None:
+        """Raise the error of a run in which the flag is another one; warn where nothing depends on it."""
+        if self.decides:
+            raise self._failure()
+        warn_caller(
+            f"{self.line} asks for numbers that forward computes, and the answer is {not self.wanted} in this call. "
+            "What forward computes does not depend on it. What it does beside that, such as a warning, is left out."
+        )
+
+    def _failure(self) -> Exception:
         """The error of a run in which the flag is another one."""
         if self.message:
             return self.error(f"{self.message} ({self.line})")
@@ -239,13 +250,13 @@ class ResultLayout:
         return (*returned, *assigned, *(f"check {place}" for place in range(len(self.checks))))
 
     def check(self, tensors: list[torch.Tensor]) -> None:
-        """Raise the error of the first check that does not hold, found with one synchronisation."""
+        """Raise the error of the first check that does not hold, or warn, found with one synchronisation."""
         if not self.checks:
             return
         flags = torch.stack([tensor.detach() for tensor in tensors[-len(self.checks) :]]).tolist()
         for check, flag in zip(self.checks, flags, strict=True):
             if flag is not check.wanted:
-                raise check.failure()
+                check.fail()
 
     def unflatten(self, tensors: list[Any]) -> Any:
         """The user's output object with these tensors in it."""

@@ -60,15 +60,21 @@ class DataReads(TorchFunctionMode):
     Args:
         examples: the tensors of the example by name; those on the meta device and fake ones have no numbers.
         note_number: is given what else is read, and the tensor.
+        otherwise: whether questions about what the graph computes have the other answer.
 
     Attributes:
         assumptions: what runs of the graph have to check.
     """
 
     def __init__(
-        self, examples: Mapping[str, Tensor], note_number: Callable[[Any, Tensor], None] = lambda *_: None
+        self,
+        examples: Mapping[str, Tensor],
+        note_number: Callable[[Any, Tensor], None] = lambda *_: None,
+        *,
+        otherwise: bool = False,
     ) -> None:
         super().__init__()
+        self._otherwise = otherwise
         self._note_number = note_number
         self.assumptions: list[Assumption] = []
         self._examples = examples
@@ -197,7 +203,7 @@ class DataReads(TorchFunctionMode):
         if answer is None:
             return bool(tensor)
         self.assumptions.append(Assumption(tensor.detach().reshape(()), Check(running_line(), answer)))
-        return answer
+        return answer is not self._otherwise
 
     def _assert(self, condition: Any, message: str = "") -> None:
         if not (self._number(Tensor.__bool__, condition) if isinstance(condition, Tensor) else condition):

@@ -150,11 +150,42 @@ def warn(y: Tensor, mask: Tensor) -> Tensor:
     return y
 
 
-def test_a_branch_on_activations_that_only_warns_is_checked_by_every_run(mesh: DeviceMesh) -> None:
-    module = parallel(Model(warn), mesh, X, ALL)
+def note_down(y: Tensor, mask: Tensor) -> Tensor:
+    if torch.isnan(y).any():
+        SEEN.append("nan")
+    return y
+
+
+def replace_constant(y: Tensor, mask: Tensor) -> Tensor:
+    factor = torch.tensor(2.0) if torch.isnan(y).any() else torch.tensor(1.0)
+    return y * factor
+
+
+SEEN: list[str] = []
+
+
+def test_a_branch_on_activations_that_only_warns_is_no_error(mesh: DeviceMesh) -> None:
+    module, plain = Model(warn), Model(warn)
+    plain.load_state_dict(module.state_dict())
+    parallel(module, mesh, X, ALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for found, wanted in zip(train(module, ALL), train(plain, ALL), strict=True):
+            assert relative_difference(found, wanted) <= TOLERANCE
+    with pytest.warns(UserWarning, match=r"\(if torch.isnan\(y\).any\(\):\) asks for numbers .* answer is True"):
+        assert torch.isnan(module(X * float("nan"), ALL)).all()
+    assert programs(module) == 1
+
+
+@pytest.mark.parametrize("code", [note_down, replace_constant])
+def test_a_branch_on_activations_that_leaves_anything_else_is_checked_by_every_run(
+    mesh: DeviceMesh, code: Code
+) -> None:
+    module = parallel(Model(code), mesh, X, ALL)
     train(module, ALL)
-    with pytest.raises(InputError, match=r"\(if torch.isnan\(y\).any\(\):\) asks for numbers .* answer False"):
+    with pytest.raises(InputError, match=r"torch.isnan\(y\).any\(\).* asks for numbers .* answer False"):
         module(X * float("nan"), ALL)
+    assert not SEEN
 
 
 def solve(y: Tensor, mask: Tensor) -> Tensor:
