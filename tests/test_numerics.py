@@ -40,7 +40,6 @@ SLOW = [
     ("hf_vit", (2, 2)),
     ("hf_vit" + OF_ONE_LAYER, (4,)),
     ("hf_gpt2" + OF_ONE_LAYER, (3,)),
-    ("hf_gpt2" + OF_ONE_LAYER, (2, 2, 2)),
     ("hf_llama" + OF_ONE_LAYER, (4,)),
 ]
 CASES = [

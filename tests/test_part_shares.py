@@ -25,7 +25,6 @@ from autoshard.size import is_dynamic
 from autoshard.specs.axes import MeshShape
 from tests.models.common import seeded
 from tests.training import (
-    OF_ONE_LAYER,
     ONE_LAYER,
     TOLERANCE,
     Trace,
@@ -187,7 +186,6 @@ def test_heads_are_split_in_shares(two: Workers) -> None:
 
 def test_language_models_are_split_in_shares(two: Workers) -> None:
     assert two.run(language_model, ONE_LAYER, (3, 1)) == [{(12, 12, 144)}, {(12, 12, 48)}]
-    two.run(language_model, "hf_llama" + OF_ONE_LAYER, (2, 1))
 
 
 def unmarked(name: str, shares: tuple[int, int]) -> None:

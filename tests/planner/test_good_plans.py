@@ -333,7 +333,7 @@ def test_with_little_memory_no_norm_of_gpt_is_sharded() -> None:
 # Large classifiers: features data parallel, classes split (Whale, Figure 3; Rhino, Table 3)
 
 
-@pytest.mark.parametrize("devices", [8, 16, 32])
+@pytest.mark.parametrize("devices", [8, 32])
 def test_a_resnet_with_many_classes_is_data_parallel_and_its_classifier_split(devices: int) -> None:
     made = classifier(devices)
     assert made.sharded() == {"classifier.weight", "classifier.bias"}
@@ -342,7 +342,7 @@ def test_a_resnet_with_many_classes_is_data_parallel_and_its_classifier_split(de
     assert images == {32}
 
 
-@pytest.mark.parametrize("devices", [8, 16, 32])
+@pytest.mark.parametrize("devices", [8, 32])
 def test_logits_of_many_classes_are_never_gathered(devices: int) -> None:
     made = classifier(devices)
     assert made.largest(100_000) <= 32 * 100_000  # at most those of its own images

@@ -18,18 +18,23 @@ aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 """Programs reshape where these would refuse."""
 
+PINV = aten.linalg_pinv.atol_rtol_tensor
+"""A sample asks for what is above the largest singular value, times one: rounding decides whether that itself is."""
+
 EMPTY = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 """What memory holds by chance is in no order."""
 
 PARTS = 8
 MOST = 2
-"""Calls checked of every operator; those that add a strategy are taken first come, first served. docs/coverage.md is
-made of more."""
+"""Calls checked of every operator; those that add a strategy are taken first come, first served."""
+
+SAMPLES = 8
+"""Of each entry of torch's database. docs/coverage.md is made of more, and of more calls."""
 
 
 @cache
 def _met() -> dict[str, Met]:
-    return collect(everything(), MOST)
+    return collect(everything(most=SAMPLES), MOST)
 
 
 @pytest.mark.slow
@@ -58,7 +63,7 @@ def test_kernels_that_read_other_elements_in_another_order_of_memory_are_known()
         str(recorded.op)
         for met in _met().values()
         for recorded in met.chosen
-        if recorded.op not in VIEWS
+        if recorded.op not in (*VIEWS, PINV)
         and recorded.op.overloadpacket.__name__ not in EMPTY
         and torch.Tag.nondeterministic_seeded not in recorded.op.tags
         if not all(_same_in_columns(recorded, place) for place in range(-1, 8))

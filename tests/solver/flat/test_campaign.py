@@ -17,7 +17,7 @@ from tests.solver.problems import brute_force, small_problems, two_axes, with_me
 
 
 @given(problem=small_problems())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_small_problems_are_solved_and_proved(problem: Problem) -> None:
     best = brute_force(problem)
     course = Course(60.0)
