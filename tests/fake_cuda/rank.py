@@ -159,7 +159,7 @@ def main(rank: int, folder: Path, *models: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     report: dict[str, Any] = {}
-    for serve, made in ((run, cases()), (run_pipeline, pipelines())):
+    for serve, made in ((run, cases(rank)), (run_pipeline, pipelines())):
         for case in made:
             if not models or case.model in models:
                 report[case.plan] = _tried(serve, case, rank, folder)
