@@ -16,8 +16,10 @@ from torch.nn import functional
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.errors import CaptureError, InputError
+from tests.capture.questions import MODELS
 from tests.partition.meshes import simulated
-from tests.training import TOLERANCE, fast_links, held_by_ranks, relative_difference
+from tests.training import TOLERANCE, fast_links, held_by_ranks, loss_of, outputs_of, relative_difference
+from tests.widen import Widened
 
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 ALL, SOME, OTHERS, MORE = (torch.tensor(one).bool() for one in ([1, 1, 1, 1], [1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 1, 0]))
@@ -284,3 +286,24 @@ def test_modules_that_forward_converts() -> None:
 def test_branches_on_data_do_not_serve_pipelines() -> None:
     with pytest.raises(CaptureError, match=r"mask.all\(\).*no pipeline does"):
         autoshard.plan(Model(branch), {"pp": 2}, (X, ALL))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no sharding rule:UserWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_ask_for_numbers_train_as_on_one_device(name: str) -> None:
+    with Widened():
+        alone, inputs = MODELS[name]()
+        expected = losses_and_gradients(alone, inputs)
+    with simulated(a=2) as mesh, Widened():
+        module, _ = MODELS[name]()
+        module.load_state_dict(alone.state_dict())
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast")
+        assert relative_difference(losses_and_gradients(module, inputs), expected) <= TOLERANCE
+
+
+def losses_and_gradients(module: nn.Module, inputs: dict[str, Any]) -> dict[str, list[Tensor]]:
+    loss = loss_of(outputs_of(module(**inputs)))
+    loss.backward()
+    gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+    return {name: held_by_ranks(one) for name, one in (gradients | {"the loss": loss.detach()}).items()}
