@@ -267,6 +267,31 @@ def shards_of_different_lengths() -> str:
     return str(caught.value)
 
 
+def test_a_wrong_length_on_one_line_of_ranks_is_an_error_on_all(four: Workers) -> None:
+    for lengths, replicas in four.run(wrong_lengths):
+        assert "along axis 'tp' were given 6, 4 elements of dim 1 of input_ids" in lengths
+        assert "along axis 'tp' were given 2, 1 elements of dim 0 of input_ids, which they hold alike" in replicas
+
+
+def wrong_lengths() -> tuple[str, str]:
+    """What is said where the last rank has too few positions, of which the ranks of a line hold some; or too few rows,
+    which they hold alike."""
+    said = []
+    for placements, wrong in (((Shard(0), Shard(1)), (2, 4)), ((Shard(0), Replicate()), (1, models.SEQUENCE))):
+        module, inputs = words()
+        batch = {name: tensor[:5] for name, tensor in inputs.items()}
+        options: dict[str, Any] = {"inputs": "local", "input_placements": dict.fromkeys(inputs, placements)}
+        device_mesh = mesh()
+        autoshard.parallelize(module, device_mesh, (), batch, cluster=fast_links(), **options)
+        own = {name: cut(tensor, device_mesh, Spec.of(*placements)) for name, tensor in batch.items()}
+        if dist.get_rank() == dist.get_world_size() - 1:
+            own = {name: tensor[: wrong[0], : wrong[1]] for name, tensor in own.items()}
+        with pytest.raises(InputError) as caught:
+            module(**own)
+        said.append(str(caught.value))
+    return said[0], said[1]
+
+
 def test_other_signatures_and_a_loss_of_the_logits(four: Workers) -> None:
     four.run(several_signatures)
 

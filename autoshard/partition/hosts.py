@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +36,17 @@ class HostGroups:
             message = collectives.wait_tensor(collectives.all_reduce(message, "max", group))
         largest, smallest_negated = message.tolist()
         return bool(largest != -smallest_negated)
+
+    def of_all_ranks(self, numbers: Sequence[int]) -> np.ndarray:
+        """These numbers of every rank, of shape `[*axes of the mesh, numbers]`; all ranks call this together."""
+        gathered = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        shape: tuple[int, ...] = (len(numbers),)
+        for axis in reversed(range(self._device_mesh.ndim)):
+            size = self._device_mesh.size(axis)
+            pending = collectives.all_gather_into_tensor(gathered.flatten(), size, self.names[axis])
+            gathered = collectives.wait_tensor(pending)
+            shape = (size, *shape)
+        return np.array(gathered.tolist(), dtype=np.int64).reshape(shape)
 
 
 def host_group(device_mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:

@@ -30,7 +30,7 @@ from autoshard.partition.calls import describe_call, names_of_leaves, shapes_of_
 from autoshard.partition.changes import check_changes, write
 from autoshard.partition.constants import place_constant
 from autoshard.partition.hosts import HostGroups
-from autoshard.partition.lengths import check_blocks, local_shares, whole_shapes
+from autoshard.partition.lengths import check_blocks, even_shapes, local_shares, shapes_of_ranks, whole_shapes
 from autoshard.partition.localize import Border
 from autoshard.partition.same_inputs import check_same_inputs
 from autoshard.partition.shards import on_device
@@ -186,13 +186,16 @@ class Runtime:
         Raises:
             InputError: ranks pass other sizes, on every rank.
         """
-        unequal = self.inputs == "local" and (self.uneven_inputs or self.shares is not None)
         free = self.inputs == "local" or self.dynamic
-        if self.only_call is not None or unequal or not free or is_alone(self.device_mesh):
+        if self.only_call is not None or self._takes_other_lengths() or not free or is_alone(self.device_mesh):
             return
         said = describe_call(self.module, args, kwargs, grad)
         if self.hosts.differ(repr(said)):
             compare(self.device_mesh, said, ADVICE)
+
+    def _takes_other_lengths(self) -> bool:
+        """Whether ranks may be given shards of different lengths: they tell each other how long theirs are."""
+        return self.inputs == "local" and (self.uneven_inputs or self.shares is not None)
 
     def _compare(self, served: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have the ranks compare the first batch of a signature, where they are to pass the same."""
@@ -415,16 +418,15 @@ class Runtime:
         }
         own = {name: leaf.shape for name, (_, leaf) in local.items()}
         placements = {name: self._placements(name) for name in local}
-        counts = None
-        if self.shares is not None:
-            counts = local_shares(own, placements, self.device_mesh, self.shares[0])
-        shapes = whole_shapes(
-            own,
-            placements,
-            self.device_mesh,
-            uneven=self.uneven_inputs,
-            shares=None if counts is None or self.shares is None else (self.shares[0], counts),
-        )
+        counts = shares = None
+        if self._takes_other_lengths():
+            tables = shapes_of_ranks(own, self.hosts)
+            if self.shares is not None:
+                counts = local_shares(tables, placements, self.device_mesh, self.shares[0])
+                shares = self.shares[0], counts
+            shapes = whole_shapes(tables, placements, self.device_mesh, shares)
+        else:
+            shapes = even_shapes(own, placements, self.device_mesh)
         for name, (place, leaf) in local.items():
             like = torch.empty(shapes[name], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
             leaves[place] = like
