@@ -212,7 +212,7 @@ class Check:
             raise self._failure()
         warn_caller(
             f"{self.line} asks for numbers that forward computes, and the answer is {not self.wanted} in this call. "
-            "What forward computes does not depend on it. What it does beside that, such as a warning, is left out."
+            "Nothing that is computed depends on it. What the line does then, such as a warning, is left out."
         )
 
     def _failure(self) -> Exception:

@@ -17,6 +17,7 @@ from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, 
 from autoshard.capture.calls import Check, call_layout
 from autoshard.capture.conditions import Conditions, InputProgram, NoNumbersError
 from autoshard.capture.failure import ModelError, running_line, shape_error
+from autoshard.capture.reports import only_reports
 from autoshard.capture.simplify import is_random
 from autoshard.errors import CaptureError
 
@@ -60,21 +61,15 @@ class DataReads(TorchFunctionMode):
     Args:
         examples: the tensors of the example by name; those on the meta device and fake ones have no numbers.
         note_number: is given what else is read, and the tensor.
-        otherwise: whether questions about what the graph computes have the other answer.
 
     Attributes:
         assumptions: what runs of the graph have to check.
     """
 
     def __init__(
-        self,
-        examples: Mapping[str, Tensor],
-        note_number: Callable[[Any, Tensor], None] = lambda *_: None,
-        *,
-        otherwise: bool = False,
+        self, examples: Mapping[str, Tensor], note_number: Callable[[Any, Tensor], None] = lambda *_: None
     ) -> None:
         super().__init__()
-        self._otherwise = otherwise
         self._note_number = note_number
         self.assumptions: list[Assumption] = []
         self._examples = examples
@@ -202,8 +197,10 @@ class DataReads(TorchFunctionMode):
         answer = None if found is None else ordinary_answer(found[0])
         if answer is None:
             return bool(tensor)
-        self.assumptions.append(Assumption(tensor.detach().reshape(()), Check(running_line(), answer)))
-        return answer is not self._otherwise
+        self.assumptions.append(
+            Assumption(tensor.detach().reshape(()), Check(running_line(), answer, decides=not only_reports()))
+        )
+        return answer
 
     def _assert(self, condition: Any, message: str = "") -> None:
         if not (self._number(Tensor.__bool__, condition) if isinstance(condition, Tensor) else condition):

@@ -91,15 +91,14 @@ def export_forward(
     dynamic: Dynamic | None,
     state: StateWatch,
     examples: Mapping[str, torch.Tensor],
-    otherwise: bool = False,
 ) -> Exported:
     """Export a fake twin called with fake inputs, of which some sizes may be dynamic.
 
-    `examples` are the inputs by name, as far as they have numbers. `otherwise` as for `DataReads`.
+    `examples` are the inputs by name, as far as they have numbers.
     """
     opaque = OpaqueOutputs()
     state.mutations.note_state()
-    reads = DataReads(examples, state.mutations.note_number, otherwise=otherwise)
+    reads = DataReads(examples, state.mutations.note_number)
     assigned = AssignedTensors(twin, state.mutations, lambda: [one.flag for one in reads.assumptions])
     twin.register_forward_hook(opaque)
     calls, regions = PythonCalls(twin, state.mutations), Regions()

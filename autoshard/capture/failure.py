@@ -214,13 +214,19 @@ def running_line() -> str:
     return _innermost(traceback.extract_stack())
 
 
+def running_frame() -> traceback.FrameSummary | None:
+    """The frame of the user's line that is running now."""
+    return _users(traceback.extract_stack())
+
+
 def _innermost(frames: traceback.StackSummary) -> str:
     """The last frame of the user's with its source; nothing where there is none."""
-    for frame in reversed(frames):
-        if not is_users_file(frame.filename):
-            continue
-        return code_line(frame.filename, frame.lineno or 0)
-    return ""
+    frame = _users(frames)
+    return "" if frame is None else code_line(frame.filename, frame.lineno or 0)
+
+
+def _users(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
+    return next((frame for frame in reversed(frames) if is_users_file(frame.filename)), None)
 
 
 def is_users_file(filename: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -38,10 +38,8 @@ from autoshard.capture.flat_symbols import with_symbols, without_sizes
 from autoshard.capture.global_hooks import without_global_hooks
 from autoshard.capture.gradient_code import no_accumulation
 from autoshard.capture.graph import JointGraph, JointInput, JointOutput
-from autoshard.capture.guards import is_alike
 from autoshard.capture.mixed_precision import LoweredModule
 from autoshard.capture.order import in_one_order
-from autoshard.capture.python_calls import PythonCall
 from autoshard.capture.python_state import StateWatch
 from autoshard.capture.reachable import Reachable
 from autoshard.capture.symbols import with_sizes
@@ -95,18 +93,13 @@ def capture(
         InputError: an argument is of a type that cannot be part of a signature.
     """
     begin = progress or (lambda _: None)
-
-    def export(surroundings: contextlib.ExitStack, otherwise: bool = False) -> tuple[Hashable, Exported]:
+    with _surroundings(module, grad) as surroundings:
         mode = fake_mode()
         twin, watch = _watched_twin(module, mode, training, counting)
         surroundings.enter_context(watch.mutations.restoring())
-        signature = signature_of(twin, args, kwargs, grad)  # refuses what no call can be known by
-        return signature, _export(twin, args, kwargs, mode, dynamic, mp_policy, watch, otherwise)
-
-    with _surroundings(module, grad) as surroundings:
+        signature = signature_of(twin, args, kwargs, grad)
         begin("export of forward")
-        signature, exported = export(surroundings)
-        text = _text(exported)
+        exported = _export(twin, args, kwargs, mode, dynamic, mp_policy, watch)
         everything = tuple(True for _ in exported.outputs)
         differentiated = _losses(exported) if tangents == "loss" else everything
         begin(f"trace of forward and backward, {len(exported.graph_module.graph.nodes)} nodes in forward")
@@ -115,15 +108,6 @@ def capture(
             traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
     begin(f"simplification of {len(traced.graph.nodes)} nodes")
     graph = describe(traced, exported, signature, mp_policy, defaults_of(module))
-    if any(not check.message for check in graph.result.checks):
-        begin("export of forward with the other answers to what it asks of numbers")
-        with warnings.catch_warnings(), contextlib.suppress(Exception):  # the example does not go this way
-            warnings.simplefilter("ignore")
-            with _surroundings(module, grad) as surroundings:
-                _, other = export(surroundings, otherwise=True)
-            if _text(other) == text and _leave_the_same(exported, other):
-                checks = tuple(replace(check, decides=bool(check.message)) for check in graph.result.checks)
-                graph = replace(graph, result=replace(graph.result, checks=checks))
 
     def counted(counters: Sequence[str]) -> JointGraph:
         return capture(
@@ -186,29 +170,6 @@ def capture_forward(
     return found
 
 
-def _text(exported: Exported) -> list[tuple[str, ...]]:
-    """Equal for graphs that compute the same, constants apart."""
-    parts = [part for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)]
-    called = (node.target for part in parts for node in part.graph.nodes if isinstance(node.target, PythonCall))
-    return [(part.code,) for part in parts] + [(call.__name__, call.where) for call in called]
-
-
-def _leave_the_same(exported: Exported, other: Exported) -> bool:
-    """Whether two graphs of one call have the same constants, return the same and leave the same in Python."""
-    states = exported.state, other.state
-    constants = [
-        [(item.name, item.value) for item in one.inputs if item.value is not None and item.kind == "constant"]
-        for one in (exported, other)
-    ]
-    return (
-        replace(exported.result, checks=()) == replace(other.result, checks=())
-        and len(constants[0]) == len(constants[1])
-        and all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(*constants, strict=True))
-        and not any(state.mutations or state.hooks for state in states)
-        and is_alike(*([(one.path, one.value) for one in state.effects] for state in states))
-    )
-
-
 def _refuse_transforms(graph: fx.Graph) -> None:
     """`CaptureError` where a transform wraps tensors: what is wrapped has no memory that effects could be found by."""
     for node in graph.nodes:
@@ -261,9 +222,8 @@ def _export(
     dynamic: Dynamic | None,
     mp_policy: MixedPrecisionPolicy | None,
     state: StateWatch,
-    otherwise: bool = False,
 ) -> Exported:
-    """The forward graph of a twin, in the precisions of a policy; `otherwise` as for `DataReads`."""
+    """The forward graph of a twin, in the precisions of a policy."""
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda leaf: fake_like(leaf, mode), (real_args, dict(real_kwargs))
     )
@@ -279,11 +239,11 @@ def _export(
     names = call_layout(twin, structure, real_leaves).leaves
     examples = {name: leaf for name, leaf in zip(names, real_leaves, strict=True) if isinstance(name, str)}
     if mp_policy is None:
-        exported = export_forward(twin, args, kwargs, mode, dynamic, state, examples, otherwise)
+        exported = export_forward(twin, args, kwargs, mode, dynamic, state, examples)
     else:
         lowered = LoweredModule(twin, mp_policy)
         lowered_args, lowered_kwargs = lowered.inputs((args, kwargs))
-        exported = export_forward(twin, lowered_args, lowered_kwargs, mode, dynamic, state, examples, otherwise)
+        exported = export_forward(twin, lowered_args, lowered_kwargs, mode, dynamic, state, examples)
         exported = lowered.with_casts(exported, exported.call.flatten(args, kwargs))
     check_sizes(exported.graph_module.graph)
     check_collectives(exported.graph_module.graph)

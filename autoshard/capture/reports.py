@@ -1,0 +1,47 @@
+"""Branches of the user's code that warn, log or print, and do nothing else: found in its source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+
+from autoshard.capture.failure import running_frame
+
+
+def only_reports() -> bool:
+    """Whether the user's line that is running asks for no more than whether to warn, to log or to print."""
+    frame = running_frame()
+    if frame is None:
+        return False
+    number = frame.lineno or 0
+    around = [node for node in _statements(frame.filename) if node.lineno <= number <= (node.end_lineno or 0)]
+    innermost = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+    return (
+        isinstance(innermost, ast.If)
+        and innermost.test.lineno <= number <= (innermost.test.end_lineno or 0)
+        and not innermost.orelse
+        and all(_reports(statement) for statement in innermost.body)
+    )
+
+
+@functools.lru_cache(8)
+def _statements(filename: str) -> list[ast.stmt]:
+    try:
+        module = ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:  # a notebook's cell may have commands of its own
+        return []
+    return [node for node in ast.walk(module) if isinstance(node, ast.stmt)]
+
+
+_REPORTS = frozenset({"warn", "warning", "error", "info", "debug", "critical", "exception", "warning_once"})
+
+
+def _reports(statement: ast.stmt) -> bool:
+    """Whether a statement is a call such as `warnings.warn(...)`, `self.logger.info(...)` or `print(...)`."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call):
+        return isinstance(statement, ast.Pass)
+    owner, _, name = ast.unparse(call.func).rpartition(".")
+    logs = owner.rpartition(".")[2].lower()
+    return (name == "print" and not owner) or (name in _REPORTS and (logs == "warnings" or "log" in logs))
