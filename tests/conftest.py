@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections import Counter
 from collections.abc import Iterator
 
@@ -56,7 +57,12 @@ def _needs_processes(item: pytest.Item) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that share the tests take files as they are ordered here; xdist would order them by number of tests."""
+    """Processes that share the tests take files as they are ordered here; xdist would order them by number of tests.
+
+    Of loggers that do not propagate pytest reads what they get: torch's trace of compilations is written for readers
+    alone, with the stack of every fake tensor that is made, and takes a fifteenth of the time.
+    """
+    logging.getLogger("torch.__trace").propagate = True
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

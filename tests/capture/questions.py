@@ -97,14 +97,14 @@ def rt_detr() -> Made:
 
 
 def mask2former() -> Made:
-    backbone = transformers.SwinConfig(
-        image_size=32, patch_size=4, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2,
-        drop_path_rate=0.0, out_features=["stage1", "stage2", "stage3", "stage4"],
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=["stage1", "stage2", "stage3", "stage4"],
     )  # fmt: skip
     config = transformers.Mask2FormerConfig(
         backbone_config=backbone, backbone=None, use_timm_backbone=False, use_pretrained_backbone=False,
         feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16, encoder_layers=1,
-        num_attention_heads=2, dim_feedforward=16, decoder_layers=2, num_queries=6, dropout=0.0,
+        num_attention_heads=2, dim_feedforward=16, decoder_layers=1, num_queries=6, dropout=0.0,
     )  # fmt: skip
     names = ("class_queries_logits", "masks_queries_logits")
     return Named(transformers.Mask2FormerForUniversalSegmentation(config), *names), _images()
