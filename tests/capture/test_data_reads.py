@@ -181,6 +181,23 @@ def warn_of_what_is_named(y: Tensor, mask: Tensor) -> Tensor:
     return y
 
 
+def warn_and_remember(y: Tensor, mask: Tensor) -> Tensor:
+    if lost := bool(torch.isnan(y).any()):
+        warnings.warn("nan", stacklevel=1)
+    return y.nan_to_num() if lost else y
+
+
+def note(y: Tensor) -> bool:
+    SEEN.append("nan")
+    return True
+
+
+def warn_behind_a_call(y: Tensor, mask: Tensor) -> Tensor:
+    if torch.isnan(y).any() and note(y):
+        warnings.warn("nan", stacklevel=1)
+    return y
+
+
 def log(y: Tensor, mask: Tensor) -> Tensor:
     if torch.isnan(y).any():
         logging.getLogger().warning("%s", y.shape)
@@ -205,7 +222,9 @@ def test_a_branch_on_activations_that_only_warns_is_no_error(mesh: DeviceMesh, c
     assert programs(module) == 1
 
 
-@pytest.mark.parametrize("code", [note_down, warn_or_change, warn_and_change, warn_of_what_is_named])
+@pytest.mark.parametrize(
+    "code", [note_down, warn_or_change, warn_and_change, warn_of_what_is_named, warn_and_remember, warn_behind_a_call]
+)
 def test_a_branch_on_activations_that_leaves_anything_else_is_checked_by_every_run(
     mesh: DeviceMesh, code: Code
 ) -> None:
