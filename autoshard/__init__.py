@@ -22,10 +22,10 @@ from autoshard.mesh_search.result import SearchResult
 from autoshard.mesh_search.search import search
 from autoshard.partition.checkpoint import checkpointable
 from autoshard.patterns.registry import register_rule
-from autoshard.pipelined.materialize import materialize
-from autoshard.pipelined.module import PipelineModule
-from autoshard.pipelined.plan import PipelinePlan
-from autoshard.pipelined.safetensors import load_safetensors
+from autoshard.pipelined.load_safetensors import load_safetensors
+from autoshard.pipelined.materialize_model import materialize
+from autoshard.pipelined.pipeline_module import PipelineModule
+from autoshard.pipelined.pipeline_plan import PipelinePlan
 from autoshard.plan import ShardingPlan
 from autoshard.use_mesh import use_mesh
 from autoshard.version import __version__

@@ -19,13 +19,13 @@ from autoshard.mesh_search.auto_mesh import auto_mesh, device_type_of_job
 from autoshard.options import Hints, Placements, Shares, check_options
 from autoshard.parallelizer import Parallelizer
 from autoshard.part_shares import plan_shares
-from autoshard.partition.module import RUNTIME
-from autoshard.pipelined.front import PipelineOptions, parallelize_pipeline, planned_pipeline
-from autoshard.pipelined.plan import PipelinePlan
+from autoshard.partition.module_runtime import RUNTIME
+from autoshard.pipelined.entry import PipelineOptions, parallelize_pipeline, plan_with_options
+from autoshard.pipelined.pipeline_plan import PipelinePlan
 from autoshard.plan import ShardingPlan
-from autoshard.planner.frontier import frontier_plans
-from autoshard.planning import Planners, planner_for, told, watch_capture
-from autoshard.progress import watched
+from autoshard.planner.frontier_search import frontier_plans
+from autoshard.planning import PlannerCache, capture_with_progress, planner_for, with_provenance
+from autoshard.progress import show_progress
 from autoshard.specs.axes import MeshShape
 
 
@@ -175,9 +175,9 @@ def plan(
         compile=compile,
     )
     if pipeline is not None:
-        return planned_pipeline(module, shape, args, kwargs, pipeline, options)
-    graph, seconds = watch_capture(module, args, kwargs, options, grad=torch.is_grad_enabled())
-    return plan_shares(graph, shape, options, seconds, Planners(module, shape).of)
+        return plan_with_options(module, shape, args, kwargs, pipeline, options)
+    graph, seconds = capture_with_progress(module, args, kwargs, options, grad=torch.is_grad_enabled())
+    return plan_shares(graph, shape, options, seconds, PlannerCache(module, shape).of)
 
 
 def frontier(
@@ -248,11 +248,11 @@ def frontier(
         work_limit=work_limit,
         verbose=verbose,
     )
-    graph, seconds = watch_capture(module, args, kwargs, options, grad=torch.is_grad_enabled())
+    graph, seconds = capture_with_progress(module, args, kwargs, options, grad=torch.is_grad_enabled())
     planner = planner_for(module, graph, shape, options)
-    with watched(options.verbose) as planner.progress:
+    with show_progress(options.verbose) as planner.progress:
         plans = frontier_plans(planner, gaps)
-    return Frontier([told(plan, planner, seconds, options) for plan in plans])
+    return Frontier([with_provenance(plan, planner, seconds, options) for plan in plans])
 
 
 def parallelize(

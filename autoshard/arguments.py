@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autoshard.errors import InputError, MeshError, PlanError
-from autoshard.partition.hosts import backends
+from autoshard.partition.host_groups import backends
 from autoshard.plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.twin import DEVICE
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
-from autoshard.cluster.shares import Worker, as_equal, shares
+from autoshard.cluster.worker_shares import Worker, equal_share_device, shares
 from autoshard.errors import BudgetError, PlanError, RuleError
 from autoshard.memory.footprint import Memory
 from autoshard.options import Options
-from autoshard.partition.steady import steady_step
+from autoshard.partition.size_generic import size_generic_step
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.share_prices import SharePrices
-from autoshard.planning import batch_of, flow_of, planned_with
+from autoshard.planning import batch_of, flow_of, run_planner
 from autoshard.specs.axes import MeshShape
 
 MakePlanner = Callable[[JointGraph, Options], Planner]
 """Makes the planner of a graph under some options."""
 
-_LASTING = ("parameter", "gradient", "optimizer", "buffer")
+_PERSISTENT_KINDS = ("parameter", "gradient", "optimizer", "buffer")
 
 
-def settled(options: Options, mesh: MeshShape, given: Mapping[str, Sequence[int]]) -> Options:
+def with_shares(options: Options, mesh: MeshShape, given: Mapping[str, Sequence[int]]) -> Options:
     """The options with these shares in place of `"auto"`, and with prices at which every rank is done in time.
 
     Args:
@@ -46,7 +46,7 @@ def settled(options: Options, mesh: MeshShape, given: Mapping[str, Sequence[int]
         raise PlanError(f"axis {name!r} has {mesh.sizes[axis]} ranks and {len(counts)} shares: give one to each.")
     if len(counts) == 1:
         return replace(options, shares=None)
-    device = as_equal(devices_along(options.cluster, mesh, axis), counts)
+    device = equal_share_device(devices_along(options.cluster, mesh, axis), counts)
     return replace(
         options, shares={name: tuple(counts)}, cluster=replace(options.cluster.first(mesh.size), device=device)
     )
@@ -74,22 +74,22 @@ def plan_batch_shares(
     Source: Whale 3.3.1, Formula 1 and Algorithm 1.
     """
 
-    def planned(given: Mapping[str, Sequence[int]]) -> tuple[ShardingPlan, Planner]:
-        own = settled(options, mesh, given)
+    def plan_counts(given: Mapping[str, Sequence[int]]) -> tuple[ShardingPlan, Planner]:
+        own = with_shares(options, mesh, given)
         planner = planner_of(graph, own)
-        return planned_in_shares(planner, capture_seconds, own), planner
+        return plan_with_shares(planner, capture_seconds, own), planner
 
-    equal = planned({})
-    axis = unlike_axis(options.cluster, mesh)
+    equal = plan_counts({})
+    axis = heterogeneous_axis(options.cluster, mesh)
     batch = None if graph.dynamic is None else batch_of(graph)
     if axis is None or batch is None or options.inputs == "local" or options.output_placements is not None:
         return equal[0]
     assert graph.dynamic is not None
     total = int(graph.dynamic.example[batch])
-    return faster_in_proportion(equal, mesh, options, axis, total, lambda counts: planned({mesh.names[axis]: counts}))
+    return faster_plan(equal, mesh, options, axis, total, lambda counts: plan_counts({mesh.names[axis]: counts}))
 
 
-def faster_in_proportion(
+def faster_plan(
     equal: tuple[ShardingPlan, Planner],
     mesh: MeshShape,
     options: Options,
@@ -116,7 +116,7 @@ def faster_in_proportion(
             if min(counts) < 1 or len(set(counts)) == 1:
                 return equal[0]
             uneven, planner = planned(counts)
-            memory_of = _memory_of(uneven.memory, total / len(workers))
+            memory_of = _memory_by_rows(uneven.memory, total / len(workers))
             before, counts = counts, shares(total, workers, memory_of)
             if counts == before:
                 room = min(one.memory - memory_of(count) for one, count in zip(workers, counts, strict=True))
@@ -132,12 +132,14 @@ def faster_in_proportion(
 def check_program(planner: Planner, plan: ShardingPlan) -> None:
     """`PlanError` if there is no program in which operators have shares of their own, whatever these are."""
     try:
-        steady_step(flow_of(planner, plan), planner.resharder, planner.mesh.names, DEVICE, planner.wishes.shared)
+        size_generic_step(
+            flow_of(planner, plan), planner.resharder, planner.mesh.names, DEVICE, planner.constraints.shared
+        )
     except RuleError as error:
         raise PlanError(f"an operator can't be in such shares: {error}") from error
 
 
-def planned_in_shares(planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:
+def plan_with_shares(planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:
     """What a planner decides, with the seconds of the rank that is done last with its share of the batch.
 
     Args:
@@ -145,7 +147,7 @@ def planned_in_shares(planner: Planner, capture_seconds: float, options: Options
         capture_seconds: that the capture of the graph took.
         options: with settled shares.
     """
-    plan = planned_with(planner, capture_seconds, options)
+    plan = run_planner(planner, capture_seconds, options)
     if not options.cluster.stretches or not isinstance(options.shares, Mapping):
         return plan  # with equal devices, the rank with the largest share is what the planner's prices are for
     ((name, counts),) = options.shares.items()
@@ -172,7 +174,7 @@ def _seconds_on(planner: Planner, plan: ShardingPlan) -> Callable[[Device, float
     """How long a plan's step takes on such devices with so many times an equal share, and what of it is exposed."""
     flow = flow_of(planner, plan)
     program = planner.program(flow, planner.settings.left_unreduced)
-    cluster, shared = planner.cluster.first(planner.mesh.size), planner.wishes.shared
+    cluster, shared = planner.cluster.first(planner.mesh.size), planner.constraints.shared
 
     def seconds(device: Device, share: float) -> tuple[float, float]:
         return planner.replay(program, SharePrices(flow, replace(cluster, device=device), shared, share))
@@ -180,7 +182,7 @@ def _seconds_on(planner: Planner, plan: ShardingPlan) -> Callable[[Device, float
     return seconds
 
 
-def unlike_axis(cluster: Cluster, mesh: MeshShape) -> int | None:
+def heterogeneous_axis(cluster: Cluster, mesh: MeshShape) -> int | None:
     """The first mesh axis whose ranks do not all have the same devices; None where there is none."""
     if cluster.is_uniform:
         return None
@@ -196,13 +198,13 @@ def devices_along(cluster: Cluster, mesh: MeshShape, axis: int) -> list[Device]:
     return [cluster.slowest(ranks) for ranks in members]
 
 
-def _memory_of(memory: Memory, equal: float) -> Callable[[int], float]:
+def _memory_by_rows(memory: Memory, equal: float) -> Callable[[int], float]:
     """Bytes of a rank with so many rows, by a plan's account of equal shares.
 
     More rows than equal ones: what is held besides parameters, gradients and optimizer state grows with them, wherever
     most of it is. Fewer: what is held of it at the moment of the peak shrinks.
     """
-    moving = memory.peak - sum(memory.held.get(kind, 0) for kind in _LASTING)
+    moving = memory.peak - sum(memory.held.get(kind, 0) for kind in _PERSISTENT_KINDS)
 
     def bytes_with(count: int) -> float:
         return memory.peak + (count / equal - 1) * (memory.activations if count > equal else moving)

@@ -50,7 +50,7 @@ def autoshard(
     """
 
     def first_call(*inputs: Any) -> Sequence[Any]:
-        known = _checked({**(options or {}), **others})
+        known = _check_options({**(options or {}), **others})
         mesh = known.pop("mesh", None) or current_mesh()
         if mesh is None:
             raise MeshError(
@@ -66,7 +66,7 @@ def autoshard(
     return first_call
 
 
-def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in OPTIONS:
             raise PlanError(
@@ -104,27 +104,27 @@ def _parallelize(
     wanted = output_values(graph)
     plan: ShardingPlan | None = module.sharding_plan  # type: ignore[assignment]
     hooked = call.part == "all" and bool(module._forward_hooks or module._forward_pre_hooks)
-    if plan is not None and not hooked and _told_apart(wanted) and len(wanted) == len(plan.output_placements):
-        return _in_order(module.forward(*call.args, **call.kwargs), wanted)
-    return _graph_alone(module, graph, inputs, names, mesh, options)
+    if plan is not None and not hooked and _are_distinct(wanted) and len(wanted) == len(plan.output_placements):
+        return _order_results(module.forward(*call.args, **call.kwargs), wanted)
+    return _parallelize_graph(module, graph, inputs, names, mesh, options)
 
 
-def _told_apart(values: Sequence[Any]) -> bool:
+def _are_distinct(values: Sequence[Any]) -> bool:
     """Whether no two of the graph's outputs look alike, so that each can be found among the module's results."""
-    looks = [_look(value) for value in values if isinstance(value, Tensor)]
+    looks = [_tensor_key(value) for value in values if isinstance(value, Tensor)]
     return len(looks) == len(values) == len(set(looks))
 
 
-def _look(tensor: Tensor) -> tuple[torch.dtype, int]:
+def _tensor_key(tensor: Tensor) -> tuple[torch.dtype, int]:
     """What is known of a tensor on both sides; Dynamo's sizes may be symbols, or a shard's."""
     return tensor.dtype, tensor.ndim
 
 
-def _in_order(result: Any, wanted: Sequence[Tensor]) -> list[Tensor]:
+def _order_results(result: Any, wanted: Sequence[Tensor]) -> list[Tensor]:
     """The tensors in the module's result in the order of the graph's outputs."""
-    tensors = {_look(leaf): leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
-    assert tensors.keys() == {_look(value) for value in wanted}, "Dynamo and torch.export give other results"
-    return [tensors[_look(value)] for value in wanted]
+    tensors = {_tensor_key(leaf): leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
+    assert tensors.keys() == {_tensor_key(value) for value in wanted}, "Dynamo and torch.export give other results"
+    return [tensors[_tensor_key(value)] for value in wanted]
 
 
 class _GraphModule(nn.Module):
@@ -136,29 +136,29 @@ class _GraphModule(nn.Module):
     def __init__(self, graph: fx.GraphModule, held: Mapping[int, Tensor]) -> None:
         super().__init__()
         self.graph = graph
-        self.held = dict(held)
+        self.owned = dict(held)
         for index, tensor in held.items():
             like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             if isinstance(tensor, nn.Parameter):
-                self.register_parameter(_place(index), nn.Parameter(like, tensor.requires_grad))
+                self.register_parameter(_input_name(index), nn.Parameter(like, tensor.requires_grad))
             else:
-                self.register_buffer(_place(index), like)
+                self.register_buffer(_input_name(index), like)
 
-    def hold(self) -> None:
-        for index, tensor in self.held.items():
-            setattr(self, _place(index), tensor)
+    def set_owned(self) -> None:
+        for index, tensor in self.owned.items():
+            setattr(self, _input_name(index), tensor)
 
     def forward(self, *others: Any) -> Any:
         rest = iter(others)
-        count = len(self.held) + len(others)
-        return self.graph(*(getattr(self, _place(i)) if i in self.held else next(rest) for i in range(count)))
+        count = len(self.owned) + len(others)
+        return self.graph(*(getattr(self, _input_name(i)) if i in self.owned else next(rest) for i in range(count)))
 
 
-def _place(index: int) -> str:
+def _input_name(index: int) -> str:
     return f"input_{index}"
 
 
-def _graph_alone(
+def _parallelize_graph(
     module: nn.Module,
     graph: fx.GraphModule,
     inputs: Sequence[Any],
@@ -178,9 +178,9 @@ def _graph_alone(
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     held = {index: tensors[names[id(value)]] for index, value in enumerate(inputs) if id(value) in names}
     alone = _GraphModule(graph, held)
-    pins = {_place(index): tensor.placements for index, tensor in held.items() if isinstance(tensor, DTensor)}
+    pins = {_input_name(index): tensor.placements for index, tensor in held.items() if isinstance(tensor, DTensor)}
     others = tuple(value for index, value in enumerate(inputs) if index not in held)
     parallelize(alone, mesh, others, **{**options, "hints": pins, "plan": None})
-    alone.hold()
+    alone.set_owned()
     results: Sequence[Any] = alone(*others)
     return results

@@ -15,21 +15,21 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.arguments import check_examples, check_module
+from autoshard.capture.capture_errors import advice_for
 from autoshard.capture.containers import leaves_by_path
-from autoshard.capture.failure import advice_for
+from autoshard.capture.fake_module import parameter_faults
 from autoshard.capture.joint import JointGraph, capture
-from autoshard.capture.survey import Call, Finding, survey
-from autoshard.capture.twin import parameter_faults
+from autoshard.capture.survey import CallArguments, UncapturableLine, survey
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.doctor_report import Operator, Problem, Report
+from autoshard.doctor_report import CaptureProblem, Operator, Report
 from autoshard.errors import AutoshardError
-from autoshard.patterns.graph import GraphRules
+from autoshard.patterns.graph_rules import GraphRules
 from autoshard.patterns.ops.unknown import batch_advice
 from autoshard.patterns.registry import is_borrowed, rule_for
 from autoshard.patterns.rule import OpCall
 from autoshard.patterns.variants import WHOLE
-from autoshard.planner.options import OptionTables
+from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.specs.axes import MeshShape
 
 _MESH = MeshShape.of({"any": 2})  # rules are looked up as for any mesh; what is priced is the whole operator
@@ -63,13 +63,13 @@ def doctor(
     """
     check_module(module)
     args, kwargs = check_examples(example_args, example_kwargs)
-    examination = _Examination(OptionTables(CostModel(Cluster.of(cluster), _MESH)))
+    examination = _Examination(StrategyTables(CostModel(Cluster.of(cluster), _MESH)))
     examination.run(module, (args, kwargs))
     return examination.report(type(module).__name__)
 
 
 @dataclass(slots=True)
-class _Calls:
+class _OperatorCalls:
     """Calls of one operator, counted."""
 
     count: int = 0
@@ -81,14 +81,14 @@ class _Calls:
 class _Examination:
     """Collects what is found of one module."""
 
-    def __init__(self, tables: OptionTables) -> None:
+    def __init__(self, tables: StrategyTables) -> None:
         self.tables = tables
-        self.problems: dict[Problem, None] = {}
+        self.problems: dict[CaptureProblem, None] = {}
         self.notes: dict[str, None] = {}
-        self.operators: dict[tuple[str, str], _Calls] = {}
+        self.operators: dict[tuple[str, str], _OperatorCalls] = {}
         self.parts: list[str] = []
 
-    def run(self, module: nn.Module, call: Call) -> None:
+    def run(self, module: nn.Module, call: CallArguments) -> None:
         """Examine the module as a whole; where that fails, line by line and part by part."""
         self._add(*_parameter_problems(module), *_input_problems(call))
         failure = None if self.problems else self._examine("", module, call)
@@ -103,7 +103,7 @@ class _Examination:
             return
         self._add(*map(_line_problem, found.findings))
         self._examine_children("", module, found.calls)
-        if failure is not None and not self._explained(failure):
+        if failure is not None and not self._is_reported(failure):
             self._add(_problem("", failure))
 
     def report(self, model: str) -> Report:
@@ -115,23 +115,23 @@ class _Examination:
         cluster = self.tables.cost.cluster.name
         return Report(model, cluster, tuple(self.problems), tuple(self.notes), tuple(operators), tuple(self.parts))
 
-    def _add(self, *problems: Problem) -> None:
+    def _add(self, *problems: CaptureProblem) -> None:
         self.problems |= dict.fromkeys(problems)
 
-    def _examine(self, path: str, module: nn.Module, call: Call) -> AutoshardError | None:
+    def _examine(self, path: str, module: nn.Module, call: CallArguments) -> AutoshardError | None:
         """Capture one module and take stock of its operators; the error where that fails."""
         try:
             with warnings.catch_warnings(record=True) as raised:
                 warnings.simplefilter("always")
                 graph = capture(module, *call, grad=torch.is_grad_enabled())
-            self._take_stock(path, graph)
+            self._count_operators(path, graph)
         except AutoshardError as error:
             return error
         self.notes |= {str(one.message): None for one in raised if one.filename.startswith(_LIBRARY)}
         self.parts.append(path)
         return None
 
-    def _examine_children(self, path: str, module: nn.Module, calls: Mapping[str, Call]) -> None:
+    def _examine_children(self, path: str, module: nn.Module, calls: Mapping[str, CallArguments]) -> None:
         """Capture the children one by one, and the children of those that cannot be captured."""
         for name, child in module.named_children():
             inner = f"{path}.{name}" if path else name
@@ -139,10 +139,10 @@ class _Examination:
             failure = self._examine(inner, child, calls[inner]) if fits else None
             if inner not in self.parts:
                 self._examine_children(inner, child, calls)
-            if failure is not None and not self._explained(failure):
+            if failure is not None and not self._is_reported(failure):
                 self._add(_problem(inner, failure))
 
-    def _explained(self, failure: AutoshardError) -> bool:
+    def _is_reported(self, failure: AutoshardError) -> bool:
         """Whether a problem found before is at the line that the error names, or says the same."""
         text = str(failure)
         reason = text.partition(" could not be captured as one graph")[2] or text
@@ -153,12 +153,14 @@ class _Examination:
             for known in self.problems
         )
 
-    def _take_stock(self, path: str, graph: JointGraph) -> None:
+    def _count_operators(self, path: str, graph: JointGraph) -> None:
         """Count the operators of one graph and price them; seconds are those of one device."""
         rules = GraphRules(graph, _MESH)
         for node in rules.operators:
             call = rules.calls[node]
-            calls = self.operators.setdefault((str(call.op), _source(call, graph.pin(node) is not None)), _Calls())
+            calls = self.operators.setdefault(
+                (str(call.op), _source(call, graph.pin(node) is not None)), _OperatorCalls()
+            )
             calls.count += 1
             if str(call.op) in rules.batch_rules:
                 calls.advice = calls.advice or batch_advice(str(call.op), rules.batch_rules[str(call.op)])
@@ -175,21 +177,21 @@ def _source(call: OpCall, pinned: bool) -> str:
     return "borrowed" if is_borrowed(call.op) else "rule"
 
 
-def _parameter_problems(module: nn.Module) -> Iterator[Problem]:
-    return (Problem("", "", fault) for fault in parameter_faults(module))
+def _parameter_problems(module: nn.Module) -> Iterator[CaptureProblem]:
+    return (CaptureProblem("", "", fault) for fault in parameter_faults(module))
 
 
-def _input_problems(call: Call) -> Iterator[Problem]:
+def _input_problems(call: CallArguments) -> Iterator[CaptureProblem]:
     """Arguments of types that no graph can take."""
     for path, leaf in leaves_by_path(call):
         if leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str)):
             continue
         name = ("example_args", "example_kwargs")[path[0].idx] + pytree.keystr(path[1:])
         what = f"Unsupported input type: {name} is a {type(leaf).__name__}"
-        yield Problem("", "", what, advice_for(what) or "")
+        yield CaptureProblem("", "", what, advice_for(what) or "")
 
 
-def _copy_problems(module: nn.Module) -> Iterator[Problem]:
+def _copy_problems(module: nn.Module) -> Iterator[CaptureProblem]:
     """Attributes that `copy.deepcopy` refuses; capture works on a copy without numbers."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -199,12 +201,14 @@ def _copy_problems(module: nn.Module) -> Iterator[Problem]:
                 copy.deepcopy(value, {id(other): other for other in module.modules()})
             except Exception as error:
                 what = f"the attribute {name} ({type(value).__name__}) cannot be copied: {error}"
-                yield Problem(path, "", what, "Keep it out of the module: capture works on a copy without numbers.")
+                yield CaptureProblem(
+                    path, "", what, "Keep it out of the module: capture works on a copy without numbers."
+                )
 
 
-def _line_problem(finding: Finding) -> Problem:
-    return Problem(finding.module, finding.where, finding.what, advice_for(finding.what) or "")
+def _line_problem(finding: UncapturableLine) -> CaptureProblem:
+    return CaptureProblem(finding.module, finding.where, finding.what, advice_for(finding.what) or "")
 
 
-def _problem(path: str, failure: AutoshardError) -> Problem:
-    return Problem(path, "", str(failure))
+def _problem(path: str, failure: AutoshardError) -> CaptureProblem:
+    return CaptureProblem(path, "", str(failure))

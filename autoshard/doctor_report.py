@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.names import grouped
+from autoshard.names import group_names
 from autoshard.plan_rows import format_seconds
 
 WIDTH = 120
@@ -21,7 +21,7 @@ _ROWS = 20  # operators with a rule that are shown, those that take most time
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class CaptureProblem:
     """Something that keeps the model from being captured.
 
     Attributes:
@@ -75,7 +75,7 @@ class Report:
 
     model: str
     cluster: str
-    problems: tuple[Problem, ...]
+    problems: tuple[CaptureProblem, ...]
     notes: tuple[str, ...]
     operators: tuple[Operator, ...]
     parts: tuple[str, ...]
@@ -161,7 +161,7 @@ def _verdict(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _problem(problem: Problem) -> Text:
+def _problem(problem: CaptureProblem) -> Text:
     text = Text(f"{problem.module or 'the root module'}: ", style="bold")
     text.append(problem.what, style="")
     if problem.where:
@@ -186,6 +186,6 @@ def _operator_table(operators: Iterable[Operator]) -> Table:
 
 def _patterns(modules: Iterable[str]) -> str:
     """Module paths with indices put together; the first few of them where there are many."""
-    texts = [group.text or "(root)" for group in grouped(dict.fromkeys(modules))]
+    texts = [group.text or "(root)" for group in group_names(dict.fromkeys(modules))]
     more = f" and {len(texts) - _MODULES} more" if len(texts) > _MODULES else ""
     return ", ".join(texts[:_MODULES]) + more

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from autoshard import finite_json
 from autoshard.errors import AutoshardError, BudgetError, PlanError
-from autoshard.memory.budget import format_bytes, parse_bytes
+from autoshard.memory.byte_units import format_bytes, parse_bytes
 from autoshard.plan import ShardingPlan
 from autoshard.plan_rows import format_seconds
 

@@ -60,8 +60,8 @@ def resolve(
             pins = pinned.setdefault(name, [None] * mesh.ndim)
             for axis, placement in enumerate(placements):
                 if placement is not None:
-                    pin = _Pin(glob, _normal(glob, placement, name, parameters[name], mesh, axis))
-                    pins[axis] = _agreed(pins[axis], pin, name, mesh.axes[axis].name)
+                    pin = _Pin(glob, _normalize_placement(glob, placement, name, parameters[name], mesh, axis))
+                    pins[axis] = _merge_pins(pins[axis], pin, name, mesh.axes[axis].name)
     for name, pins in pinned.items():
         _check_sizes(name, parameters[name], pins, mesh)
     return {name: tuple(pin.placement if pin else None for pin in pins) for name, pins in pinned.items()}
@@ -127,14 +127,14 @@ def _value_text(value: HintValue) -> str:
 def _per_axis(glob: str, value: object, mesh: MeshShape) -> Pins:
     """The value of a hint as one placement or None per mesh axis."""
     if isinstance(value, Placement):
-        pins: Pins = (_allowed(glob, value),) * mesh.ndim
+        pins: Pins = (_check_placement(glob, value),) * mesh.ndim
     elif isinstance(value, Mapping):
         unknown = [axis for axis in value if axis not in mesh.names]
         if unknown:
             raise HintError(
                 f"the hint {glob!r}: {value!r} names the mesh axis {unknown[0]!r}; the axes of this mesh are {mesh}."
             )
-        pins = tuple(_allowed(glob, value[name]) if name in value else None for name in mesh.names)
+        pins = tuple(_check_placement(glob, value[name]) if name in value else None for name in mesh.names)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != mesh.ndim:
             raise HintError(
@@ -142,13 +142,13 @@ def _per_axis(glob: str, value: object, mesh: MeshShape) -> Pins:
                 f"({mesh}). Give one for each, None to leave an axis to the planner, or name axes: "
                 f"{{{mesh.names[-1]!r}: Shard(0)}}."
             )
-        pins = tuple(None if placement is None else _allowed(glob, placement) for placement in value)
+        pins = tuple(None if placement is None else _check_placement(glob, placement) for placement in value)
     else:
         raise _not_a_placement(glob, value)
     return pins
 
 
-def _allowed(glob: str, value: object) -> Placement:
+def _check_placement(glob: str, value: object) -> Placement:
     """A placement that a parameter may have."""
     if isinstance(value, Partial):
         raise HintError(
@@ -188,7 +188,9 @@ def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]
     return tuple(dict.fromkeys(reached))
 
 
-def _normal(glob: str, placement: Placement, name: str, shape: Sequence[int], mesh: MeshShape, axis: int) -> Placement:
+def _normalize_placement(
+    glob: str, placement: Placement, name: str, shape: Sequence[int], mesh: MeshShape, axis: int
+) -> Placement:
     """The placement with its dim counted from the front; replicated on an axis of size 1."""
     if not is_shard(placement):
         return placement
@@ -203,7 +205,7 @@ def _normal(glob: str, placement: Placement, name: str, shape: Sequence[int], me
     return shard_placement(dim % len(shape), split_factor_of(placement))
 
 
-def _agreed(before: _Pin | None, pin: _Pin, name: str, axis: str) -> _Pin:
+def _merge_pins(before: _Pin | None, pin: _Pin, name: str, axis: str) -> _Pin:
     """The one pin of an axis; an error where two hints ask for different ones."""
     if before is not None and before.placement != pin.placement:
         raise HintError(

@@ -43,7 +43,7 @@ class Group(Generic[Key]):
     key: Key
 
 
-def grouped(items: Mapping[str, Key]) -> tuple[Group[Key], ...]:
+def group_names(items: Mapping[str, Key]) -> tuple[Group[Key], ...]:
     """Put together the names that differ in indices alone and have equal keys, in the order of their first names.
 
     An index is shown as `*` where the group takes all its values, as itself where there is one, and as the set of its

@@ -20,7 +20,7 @@ from autoshard.errors import InputError, PlanError
 from autoshard.partition.checkpoint import checkpointable
 
 
-def hand_over(replaced: Mapping[Tensor, Tensor]) -> None:
+def replace_in_optimizers(replaced: Mapping[Tensor, Tensor]) -> None:
     """Let every optimizer that holds a replaced parameter take the new one at its next step.
 
     Where old parameters are left, somebody holds them: torch runs a hook before every step of every optimizer then. It
@@ -42,13 +42,13 @@ def hand_over(replaced: Mapping[Tensor, Tensor]) -> None:
             return
         for group in optimizer.param_groups:
             # In place: L-BFGS keeps the list.
-            group["params"][:] = [_new(optimizer, parameter, waiting) for parameter in group["params"]]
+            group["params"][:] = [_replacement(optimizer, parameter, waiting) for parameter in group["params"]]
 
     register_optimizer_step_pre_hook(before_step)
-    _warn_of_left(waiting)
+    _warn_of_unreplaced(waiting)
 
 
-def _warn_of_left(waiting: WeakTensorKeyDictionary) -> None:
+def _warn_of_unreplaced(waiting: WeakTensorKeyDictionary) -> None:
     hooks: list[RemovableHandle] = []
 
     def first_gradient(_: Tensor) -> None:
@@ -75,7 +75,7 @@ def _warn_of_left(waiting: WeakTensorKeyDictionary) -> None:
     hooks += [new.register_post_accumulate_grad_hook(first_gradient) for new in waiting.values() if new.requires_grad]
 
 
-def _new(optimizer: Optimizer, parameter: Tensor, waiting: WeakTensorKeyDictionary) -> Tensor:
+def _replacement(optimizer: Optimizer, parameter: Tensor, waiting: WeakTensorKeyDictionary) -> Tensor:
     new = waiting.get(parameter)
     if new is None:
         return parameter
@@ -89,7 +89,7 @@ def _new(optimizer: Optimizer, parameter: Tensor, waiting: WeakTensorKeyDictiona
     return new
 
 
-def serve(module: nn.Module) -> None:
+def prepare_optimizers(module: nn.Module) -> None:
     """Make optimizers of a module's parameters ready at their first step.
 
     Their state is saved and loaded rightly from then on (`torch.distributed.checkpoint.state_dict` has an optimizer

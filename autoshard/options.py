@@ -14,7 +14,7 @@ from autoshard.capture.dynamic import Dynamic
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.nearest import default_cluster
 from autoshard.errors import PlanError
-from autoshard.memory.budget import parse_bytes
+from autoshard.memory.byte_units import parse_bytes
 from autoshard.memory.optimizer import optimizer_memory
 from autoshard.partition.overlap import Overlap, check_overlap
 from autoshard.planner.planner import EFFORTS, METHODS, RECOMPUTE, Settings

@@ -17,31 +17,31 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoshard.batch_shares import planned_in_shares, settled
+from autoshard.batch_shares import plan_with_shares, with_shares
 from autoshard.capture import outside_modes
+from autoshard.capture.fake_module import check_parameters
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.twin import check_parameters
 from autoshard.errors import PlanError
-from autoshard.optimizers import hand_over, serve
+from autoshard.optimizers import prepare_optimizers, replace_in_optimizers
 from autoshard.options import Options
-from autoshard.part_shares import parts_of, plan_shares
-from autoshard.partition.agree import compare, from_first_rank, is_first_rank, together
+from autoshard.part_shares import part_count, plan_shares
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.constants import check_constants
 from autoshard.partition.gradient_sums import GradientSums
-from autoshard.partition.module import ADVICE, Runtime, Tangents, wants_gradient
+from autoshard.partition.module_runtime import ADVICE, Runtime, Tangents, wants_gradient
 from autoshard.partition.overlap import Arrangement, TorchArrangement, arrange_own
+from autoshard.partition.rank_agreement import check_ranks_agree, from_first_rank, is_first_rank, on_all_ranks
 from autoshard.partition.seeds import Seeds
 from autoshard.partition.shards import check_fits, place_buffers, replace_parameters
+from autoshard.partition.size_generic import size_generic_step
 from autoshard.partition.split import split
-from autoshard.partition.steady import steady_step
-from autoshard.partition.step import Program, Ranks
+from autoshard.partition.step import LocalProgram, Ranks
 from autoshard.patterns.decisions import Flow
-from autoshard.patterns.parts import in_parts
+from autoshard.patterns.parts import with_unequal_loops
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
-from autoshard.planning import Planners, checked_flow, watch_capture
-from autoshard.reshard.unreduced import Reduced
+from autoshard.planning import PlannerCache, capture_with_progress, checked_flow
+from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.simulate.program import KernelPrices
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
@@ -69,30 +69,30 @@ class Parallelizer:
         part: int = 0,
         later: list[Callable[[], None]] | None = None,
         sums: GradientSums | None = None,
-        reduced: Reduced = "step",
+        reduced: DeferredReduction = "step",
     ) -> None:
         self.part = part
         self.later = later
         self.sums = sums
-        self.reduced: Reduced = reduced
+        self.reduced: DeferredReduction = reduced
         self.module = module
         self.device_mesh = device_mesh
         self.mesh = MeshShape.of(device_mesh)
-        self.asked = self.options = options
+        self.given_options = self.options = options
         self.compile = compile
         self.plan = plan
         self.placed: dict[str, tuple[Placement, ...]] | None = None
-        self.planners = Planners(module, self.mesh)
+        self.planners = PlannerCache(module, self.mesh)
         self.runtime = Runtime(module, device_mesh, self.prepare, options.inputs, options.dynamic)
         if options.shares != "auto":
-            self._share(options.shares or {})
+            self._set_shares(options.shares or {})
         self.seeds = Seeds(device_mesh, self.runtime.hosts)
         self.runtime.planned_outputs = options.output_placements is not None
 
-    def _share(self, given: Mapping[str, Sequence[int]]) -> None:
+    def _set_shares(self, given: Mapping[str, Sequence[int]]) -> None:
         """Have the ranks of an axis take such shares from now on; equal ones where none are given."""
-        self.asked = replace(self.asked, shares=given or None)
-        self.options = settled(self.asked, self.mesh, given)
+        self.given_options = replace(self.given_options, shares=given or None)
+        self.options = with_shares(self.given_options, self.mesh, given)
         for axis, shares in given.items():
             self.runtime.shares = self.mesh.index(axis), tuple(shares)
 
@@ -103,12 +103,18 @@ class Parallelizer:
             InputError: other ranks have other options, plans or examples; nothing was changed.
         """
         before = WeakTensorKeyDictionary({parameter: name for name, parameter in self.module.named_parameters()})
-        compare(self.device_mesh, self._said(args or kwargs), "Call parallelize with the same arguments on all ranks.")
+        check_ranks_agree(
+            self.device_mesh,
+            self._option_texts(args or kwargs),
+            "Call parallelize with the same arguments on all ranks.",
+        )
         if args or kwargs:
-            self.runtime.serve(args, kwargs, torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs))
+            self.runtime.program_for_call(
+                args, kwargs, torch.is_grad_enabled() and wants_gradient(self.module, args, kwargs)
+            )
         else:
             check_parameters(self.module)
-            whole = Spec.replicated(self.mesh.ndim)
+            whole = Spec.all_replicated(self.mesh.ndim)
             replace_parameters(
                 self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh
             )
@@ -118,10 +124,10 @@ class Parallelizer:
         self.runtime.install()
         # Parameters that are left are held by somebody else, such as an optimizer that was made before.
         left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
-        hand_over(left)
-        serve(self.module)
+        replace_in_optimizers(left)
+        prepare_optimizers(self.module)
 
-    def _said(self, example: Any) -> dict[str, str]:
+    def _option_texts(self, example: Any) -> dict[str, str]:
         """What the user asked for, as far as all ranks must ask for the same."""
         settings, plan = self.options.settings, self.plan
         wanted = {name: getattr(self.options, name) for name in ("inputs", "overlap", "mp_policy")}
@@ -142,27 +148,27 @@ class Parallelizer:
         tangents: Tangents,
         signature: Hashable,
         dynamic: bool,
-    ) -> tuple[JointGraph, Program]:
+    ) -> tuple[JointGraph, LocalProgram]:
         """Graph and program of one call."""
         device = torch.device(self.device_mesh.device_type)
-        compare(
+        check_ranks_agree(
             self.device_mesh,
-            self.runtime.told(args, kwargs, grad, signature),
+            self.runtime.describe_new_call(args, kwargs, grad, signature),
             ADVICE,
         )
-        graph, planner, seconds = together(
+        graph, planner, seconds = on_all_ranks(
             self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic)
         )
         wants_all = tangents == "all" or not grad or _differentiates_all(graph)
-        general = None if wants_all else self._general(graph, args, kwargs, signature, dynamic)
-        program = self._equal(graph, signature)
+        general = None if wants_all else self._general_program(graph, args, kwargs, signature, dynamic)
+        program = self._program_of_equal_graph(graph, signature)
         if program is not None:
             return graph, replace(program, general=general)
-        decided = self._decide(graph, planner, seconds)
-        graph, planner, flow = together(self.device_mesh, lambda: self._checked(graph, planner, decided))
+        decided = self._agree_on_plan(graph, planner, seconds)
+        graph, planner, flow = on_all_ranks(self.device_mesh, lambda: self._apply_plan(graph, planner, decided))
         ranks = Ranks(self.device_mesh, device, self.part, self.seeds)
         with outside_modes():
-            step = steady_step(flow, planner.resharder, ranks.groups, device, planner.wishes.shared)
+            step = size_generic_step(flow, planner.resharder, ranks.groups, device, planner.constraints.shared)
             # Who differentiates more than the loss is given reduced gradients at once.
             sums = self.sums if tangents == "loss" else None
             reduced = None if sums is None else self.reduced
@@ -175,35 +181,35 @@ class Parallelizer:
             self._place(decided)
         else:
             self._place_new(decided)
-        self.runtime.know_inputs(step.inputs)
+        self.runtime.record_inputs(step.inputs)
         self.planners.forget()
-        return graph, Program(step, halves, ranks, general, self.later, sums)
+        return graph, LocalProgram(step, halves, ranks, general, self.later, sums)
 
-    def _equal(self, graph: JointGraph, signature: Hashable) -> Program | None:
+    def _program_of_equal_graph(self, graph: JointGraph, signature: Hashable) -> LocalProgram | None:
         """Return the program of another state of the module in which the graph was equal, such as before an attribute
         that `forward` sets was set; None where there is none.
         """
-        known = {served.graph.fingerprint: served.program for served in self.runtime.known(signature)}
+        known = {served.graph.fingerprint: served.program for served in self.runtime.programs_for(signature)}
         if not all(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
             return None  # those of new modules have to be placed
         if known:
             said = {"the graph": graph.fingerprint[:12] if graph.fingerprint in known else "a new one"}
-            compare(self.device_mesh, said, "Have the module in the same state on all ranks.")
+            check_ranks_agree(self.device_mesh, said, "Have the module in the same state on all ranks.")
         return known.get(graph.fingerprint)
 
-    def _general(
+    def _general_program(
         self, graph: JointGraph, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Hashable, dynamic: bool
-    ) -> Callable[[], Program]:
+    ) -> Callable[[], LocalProgram]:
         """Return a function that makes the program in which every output has a gradient."""
         # What the graph depends on of the numbers in its inputs has to be the same again.
         like = _with_numbers if graph.state.conditions.inputs else _without_numbers
         like_args, like_kwargs = pytree.tree_map_only(torch.Tensor, like, (args, kwargs))
 
-        def general() -> Program:
-            with graph.state.guards.as_captured():
+        def make_program() -> LocalProgram:
+            with graph.state.guards.captured_values():
                 return self.runtime.prepare(like_args, like_kwargs, True, "all", signature, dynamic).program
 
-        return general
+        return make_program
 
     def _capture(
         self,
@@ -217,7 +223,7 @@ class Parallelizer:
         quiet = not is_first_rank(self.device_mesh)
         if self.options.inputs == "local":  # no rank knows the numbers of the whole batch
             args, kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
-        graph, seconds = watch_capture(
+        graph, seconds = capture_with_progress(
             self.module, args, kwargs, self.options, grad=grad, tangents=tangents, dynamic=dynamic, quiet=quiet
         )
         check_constants(graph, self.module)
@@ -228,9 +234,9 @@ class Parallelizer:
 
     def _planner_with(self, graph: JointGraph, options: Options) -> Planner:
         known = self.runtime.input_placements if options.inputs == "local" else {}
-        return self.planners.of(graph, options, self._lying(), known)
+        return self.planners.of(graph, options, self._current_placements(), known)
 
-    def _lying(self) -> dict[str, tuple[Placement, ...]] | None:
+    def _current_placements(self) -> dict[str, tuple[Placement, ...]] | None:
         """Where parameters lie that were placed, and where those of new modules are to lie that have their names."""
         if self.placed is None:
             return None
@@ -244,7 +250,7 @@ class Parallelizer:
                     lying[name] = self.placed[name]
         return lying
 
-    def _decide(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
+    def _agree_on_plan(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
         """The plan given by the user for the first call; else the first rank's."""
         held = {
             name: tuple(source.node.meta["val"].shape)
@@ -254,7 +260,7 @@ class Parallelizer:
         }
         decided = self.plan if self.placed is None else None
         if decided is None:
-            compare(
+            check_ranks_agree(
                 self.device_mesh,
                 {
                     "its parameters and buffers": f"{len(held)} of {sum(map(math.prod, held.values()))} numbers",
@@ -264,23 +270,25 @@ class Parallelizer:
                 "check what hangs on chance (Python's random, NumPy's), on the rank, or on attributes that are not the "
                 "same on all ranks.",
             )
-            text = from_first_rank(self.device_mesh, lambda: self._planned(graph, planner, seconds).to_json())
+            text = from_first_rank(self.device_mesh, lambda: self._make_plan(graph, planner, seconds).to_json())
             decided = ShardingPlan.from_json(text)
-        together(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))
+        on_all_ranks(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))
         return decided
 
-    def _checked(self, graph: JointGraph, planner: Planner, decided: ShardingPlan) -> tuple[JointGraph, Planner, Flow]:
+    def _apply_plan(
+        self, graph: JointGraph, planner: Planner, decided: ShardingPlan
+    ) -> tuple[JointGraph, Planner, Flow]:
         """The graph, in parts where a plan has such, its planner, and the decisions on it.
 
         Raises:
             PlanError: the decisions do not fit the graph, or the plan's shares what was asked for.
         """
         if self.options.shares == "auto":
-            self._share(decided.shares)
+            self._set_shares(decided.shares)
             planner = self._planner(graph) if decided.shares else planner
         if decided.parts:
             (counts,) = decided.shares.values()
-            graph = in_parts(graph, self.mesh, decided.parts, parts_of(counts))
+            graph = with_unequal_loops(graph, self.mesh, decided.parts, part_count(counts))
             planner = self._planner(graph)
         if decided is self.plan:
             self._check_shares(decided, planner)
@@ -296,20 +304,20 @@ class Parallelizer:
                 f"the plan has the shares {given.shares}, and parallelize was asked for {dict(asked) or 'none'}: pass "
                 "the same, or leave shares out."
             )
-        if planner.wishes.shared is None:
+        if planner.constraints.shared is None:
             raise PlanError(
                 f"the plan has the shares {given.shares}, and nothing in this call is shared: no dim is in parts, and "
                 "none is dynamic. Pass dynamic as the plan was made with, or make the plan again."
             )
 
-    def _planned(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
-        first, shares = self.placed is None, self.asked.shares
+    def _make_plan(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
+        first, shares = self.placed is None, self.given_options.shares
         if (shares == "auto" and first) or (isinstance(shares, Mapping) and not self.options.dynamic):
-            return plan_shares(graph, self.mesh, self.asked, seconds, self._planner_with, self.placed)
-        return planned_in_shares(planner, seconds, self.options)
+            return plan_shares(graph, self.mesh, self.given_options, seconds, self._planner_with, self.placed)
+        return plan_with_shares(planner, seconds, self.options)
 
     def _place(self, decided: ShardingPlan) -> None:
-        whole = Spec.replicated(self.mesh.ndim).placements
+        whole = Spec.all_replicated(self.mesh.ndim).placements
         specs = {name: Spec.of(*decided.placements.get(name, whole)) for name, _ in self.module.named_parameters()}
         replace_parameters(self.module, specs, self.device_mesh)
         self.placed = dict(decided.placements)
@@ -321,7 +329,7 @@ class Parallelizer:
         plain = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
         if not plain:
             return
-        whole = Spec.replicated(self.mesh.ndim).placements
+        whole = Spec.all_replicated(self.mesh.ndim).placements
         specs = {
             name: Spec.of(*(parameter.placements if isinstance(parameter, DTensor) else lying))
             for name, parameter in named.items()
@@ -332,7 +340,7 @@ class Parallelizer:
         replace_parameters(self.module, specs, self.device_mesh)
         for name in plain:
             place_buffers(self.module.get_submodule(name.rpartition(".")[0]), self.device_mesh)
-        hand_over({old: self.module.get_parameter(name) for old, name in before.items()})
+        replace_in_optimizers({old: self.module.get_parameter(name) for old, name in before.items()})
 
 
 def _digest(plan: ShardingPlan) -> str:

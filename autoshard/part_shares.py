@@ -10,22 +10,22 @@ from functools import cached_property
 from autoshard.batch_shares import (
     MakePlanner,
     check_program,
-    faster_in_proportion,
+    faster_plan,
+    heterogeneous_axis,
     plan_batch_shares,
-    planned_in_shares,
-    settled,
-    unlike_axis,
+    plan_with_shares,
+    with_shares,
 )
 from autoshard.capture.joint import JointGraph
 from autoshard.errors import BudgetError, PlanError, RuleError
 from autoshard.options import Options
-from autoshard.patterns.parts import Loop, in_parts, parted_along
+from autoshard.patterns.parts import Loop, unequal_loops, with_unequal_loops
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
 from autoshard.planning import flow_of
 from autoshard.specs.axes import MeshShape
 
-_TRIED = 2
+_MAX_TOTALS = 2
 """Into how many numbers of parts dims are divided before the fastest plan is taken: each is planned once or twice."""
 
 
@@ -50,18 +50,18 @@ def plan_shares(
         AutoshardError: as for `autoshard.plan`.
     """
     if options.shares == "auto":
-        unlike = unlike_axis(options.cluster, mesh)
+        unlike = heterogeneous_axis(options.cluster, mesh)
         if options.dynamic or options.inputs == "local" or unlike is None:
             return plan_batch_shares(graph, mesh, options, seconds, planner_of)
-        return _Parts(graph, mesh, unlike, options, seconds, planner_of).in_proportion()
-    own = settled(options, mesh, options.shares or {})
+        return _UnequalParts(graph, mesh, unlike, options, seconds, planner_of).plan_proportional()
+    own = with_shares(options, mesh, options.shares or {})
     if isinstance(own.shares, Mapping) and not options.dynamic:
         ((axis, counts),) = own.shares.items()
         if options.inputs == "local":
             raise PlanError('shares of what is not the batch are for inputs="global", which every rank passes whole.')
-        parts = _Parts(graph, mesh, mesh.index(axis), options, seconds, planner_of, placed or ())
+        parts = _UnequalParts(graph, mesh, mesh.index(axis), options, seconds, planner_of, placed or ())
         try:
-            found = parts.planned(counts)
+            found = parts.plan_counts(counts)
         except PlanError:
             if placed is None:
                 raise
@@ -69,18 +69,18 @@ def plan_shares(
         if found is not None:
             return found[0]
         if placed is None:
-            raise _no_parts(axis, counts)
-        own = settled(options, mesh, {})
-    return planned_in_shares(planner_of(graph, own), seconds, own)
+            raise _indivisible_error(axis, counts)
+        own = with_shares(options, mesh, {})
+    return plan_with_shares(planner_of(graph, own), seconds, own)
 
 
-def parts_of(counts: Sequence[int]) -> int:
+def part_count(counts: Sequence[int]) -> int:
     """Into how many equal parts a dim is divided of which ranks take `counts`, in proportion to one another."""
     return sum(counts) // math.gcd(*counts)
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _UnequalParts:
     """Plans in which the ranks of an axis hold unequal parts of the dims that a plan of equal parts splits along it.
 
     Parameters lie whole along that axis, since no `DTensor` has such parts; a rank computes with its part of them.
@@ -105,39 +105,39 @@ class _Parts:
     placed: Collection[str] = ()
 
     @cached_property
-    def equal(self) -> tuple[ShardingPlan, Planner]:
+    def equal_plan(self) -> tuple[ShardingPlan, Planner]:
         """The plan of equal parts, and its planner."""
-        return self._equal(self.options)
+        return self._plan_equal(self.options)
 
     @cached_property
-    def split(self) -> dict[Loop, int]:
+    def split_loops(self) -> dict[Loop, int]:
         """The loops that `equal` splits along the axis, as far as they may be split unequally, and their sizes."""
-        return self._split(self.equal)
+        return self._loops_split_by(self.equal_plan)
 
     @cached_property
-    def split_in_least_memory(self) -> dict[Loop, int]:
+    def split_loops_in_least_memory(self) -> dict[Loop, int]:
         """The same of the plan of equal parts that needs the least memory, whatever the limit."""
 
-        def limited(limit: int) -> Options:
+        def with_limit(limit: int) -> Options:
             return replace(self.options, settings=replace(self.options.settings, memory_limit=limit))
 
         try:
-            return self._split(self._equal(limited(1)))
+            return self._loops_split_by(self._plan_equal(with_limit(1)))
         except BudgetError as error:
             if error.peak is None:
                 raise
-            return self._split(self._equal(limited(error.peak)))
+            return self._loops_split_by(self._plan_equal(with_limit(error.peak)))
 
-    def _equal(self, options: Options) -> tuple[ShardingPlan, Planner]:
-        own = settled(options, self.mesh, {})
+    def _plan_equal(self, options: Options) -> tuple[ShardingPlan, Planner]:
+        own = with_shares(options, self.mesh, {})
         planner = self.planner_of(self.graph, own)
-        return planned_in_shares(planner, self.seconds, own), planner
+        return plan_with_shares(planner, self.seconds, own), planner
 
-    def _split(self, equal: tuple[ShardingPlan, Planner]) -> dict[Loop, int]:
+    def _loops_split_by(self, equal: tuple[ShardingPlan, Planner]) -> dict[Loop, int]:
         plan, planner = equal
-        return parted_along(flow_of(planner, plan), self.axis, self.placed)
+        return unequal_loops(flow_of(planner, plan), self.axis, self.placed)
 
-    def planned(self, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
+    def plan_counts(self, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
         """A plan, and its planner, where ranks take `counts`, in proportion to one another; None where no dim can be
         divided so.
 
@@ -149,14 +149,14 @@ class _Parts:
             AutoshardError: there is no such plan.
         """
         try:
-            return self.planned_of(self.split, counts)
+            return self.plan_loops(self.split_loops, counts)
         except BudgetError:
-            found = self.planned_of(self.split_in_least_memory, counts)
+            found = self.plan_loops(self.split_loops_in_least_memory, counts)
             if found is None:
                 raise
             return found
 
-    def planned_of(self, split: Mapping[Loop, int], counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
+    def plan_loops(self, split: Mapping[Loop, int], counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
         """A plan, and its planner, where ranks take `counts` of what is `split`; None where no dim can be divided so.
 
         Of dims that can't all lie so, since a program needs equal shares of them together, it is the one with which the
@@ -165,54 +165,54 @@ class _Parts:
         Raises:
             AutoshardError: there is no such plan with any of them.
         """
-        loops = [loop for loop, size in split.items() if size % parts_of(counts) == 0]
+        loops = [loop for loop, size in split.items() if size % part_count(counts) == 0]
         try:
-            return self._of(loops, counts) if loops else None
+            return self._plan_parts(loops, counts) if loops else None
         except PlanError as error:
-            alone = [self._of_one(loop, counts) for loop in loops] if len(loops) > 1 else []
+            alone = [self._try_loop(loop, counts) for loop in loops] if len(loops) > 1 else []
             found = [one for one in alone if one is not None]
             if not found:
                 raise error
             return min(found, key=lambda one: one[0].step_seconds)
 
-    def _of_one(self, loop: Loop, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
+    def _try_loop(self, loop: Loop, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
         """The plan, and its planner, in which dims of one family lie so; None where there is none."""
         try:
-            return self._of([loop], counts)
+            return self._plan_parts([loop], counts)
         except PlanError:
             return None
 
-    def _of(self, loops: Sequence[Loop], counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
+    def _plan_parts(self, loops: Sequence[Loop], counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
         """The plan, and its planner, in which all these loops are in such parts; `PlanError` if a program can't be."""
-        own = settled(self.options, self.mesh, {self.mesh.names[self.axis]: counts})
+        own = with_shares(self.options, self.mesh, {self.mesh.names[self.axis]: counts})
         try:
-            planner = self.planner_of(in_parts(self.graph, self.mesh, loops, parts_of(counts)), own)
+            planner = self.planner_of(with_unequal_loops(self.graph, self.mesh, loops, part_count(counts)), own)
         except RuleError as error:  # an operator is told sizes that its dims have no more, such as a number of groups
             raise PlanError(f"an operator can't be in such parts: {error}") from error
-        plan = planned_in_shares(planner, self.seconds, own)
+        plan = plan_with_shares(planner, self.seconds, own)
         plan = replace(plan, options={**plan.options, "parts": [list(loop) for loop in loops]})
         check_program(planner, plan)
         return plan, planner
 
-    def in_proportion(self) -> ShardingPlan:
+    def plan_proportional(self) -> ShardingPlan:
         """The fastest one of equal parts, and of parts in proportion to speed."""
 
-        def planned(counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
-            found = self.planned_of(self.split, counts)
+        def plan_total(counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
+            found = self.plan_loops(self.split_loops, counts)
             assert found is not None, "shares of a total divide what the total divides"
             return found
 
-        found = [self.equal[0]]
+        found = [self.equal_plan[0]]
         if self.options.output_placements is None:
-            totals = totals_of(self.split.values(), self.mesh.sizes[self.axis])
+            totals = candidate_totals(self.split_loops.values(), self.mesh.sizes[self.axis])
             found += [
-                faster_in_proportion(self.equal, self.mesh, self.options, self.axis, total, planned)
-                for total in totals[:_TRIED]
+                faster_plan(self.equal_plan, self.mesh, self.options, self.axis, total, plan_total)
+                for total in totals[:_MAX_TOTALS]
             ]
         return min(found, key=lambda plan: plan.step_seconds)
 
 
-def totals_of(sizes: Iterable[int], ranks: int) -> list[int]:
+def candidate_totals(sizes: Iterable[int], ranks: int) -> list[int]:
     """Into how many parts dims of these sizes may be divided, so that ranks can take unequal ones.
 
     Returns:
@@ -226,10 +226,10 @@ def totals_of(sizes: Iterable[int], ranks: int) -> list[int]:
     return sorted(largest.values(), key=lambda total: -sum(size % total == 0 for size in sizes))
 
 
-def _no_parts(axis: str, counts: Sequence[int]) -> PlanError:
+def _indivisible_error(axis: str, counts: Sequence[int]) -> PlanError:
     """What to say where nothing can be divided so."""
     return PlanError(
         f"shares of axis {axis!r} are {list(counts)}, and no dim that is split along it can be divided in "
-        f"{parts_of(counts)} equal parts. Choose shares that add up to a divisor of such dims, or, for shares of the "
+        f"{part_count(counts)} equal parts. Choose shares that add up to a divisor of such dims, or, for shares of the "
         'batch of any size, say which dims of the inputs are the batch: dynamic={"x": {0: "batch"}}.'
     )

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement
 
 from autoshard import plan_file, plan_text
 from autoshard.errors import PlanError
-from autoshard.memory.budget import format_bytes
+from autoshard.memory.byte_units import format_bytes
 from autoshard.memory.footprint import Memory
 from autoshard.plan_rows import format_seconds
 from autoshard.specs.axes import MeshShape

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Placement
 
-from autoshard.memory.budget import format_bytes
-from autoshard.names import grouped
+from autoshard.memory.byte_units import format_bytes
+from autoshard.names import group_names
 from autoshard.specs.spec import placement_text
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def summary(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
         ("peak", peak_text(plan.memory)),
         ("search", f"{plan.method or 'none'}, {_proof(plan)}"),
         ("planned in", ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in plan.timings.items())),
-        ("recomputed", _recomputed(plan.recomputed)),
+        ("recomputed", _layers_text(plan.recomputed)),
         ("hints", ", ".join(f"{hint}: {pinned}" for hint, pinned in plan.hints.items())),
     )
     return tuple((label, value) for label, value in lines if value)
@@ -149,7 +149,7 @@ def _communication(plan: ShardingPlan) -> str:
     return f", {count} collectives taking {format_seconds(seconds)} before overlap"
 
 
-def _recomputed(layers: Sequence[str]) -> str:
+def _layers_text(layers: Sequence[str]) -> str:
     if len(layers) <= 4:
         return ", ".join(layers)
     return f"{len(layers)} layers: {layers[0]}, {layers[1]}, ..., {layers[-1]}"
@@ -191,7 +191,7 @@ def tensor_rows(
         )
         for name, row in placements.items()
     }
-    return tuple(TensorRow(group.text, len(group.names), *group.key) for group in grouped(keys))
+    return tuple(TensorRow(group.text, len(group.names), *group.key) for group in group_names(keys))
 
 
 def _not_gathered(placements: Sequence[Placement]) -> str:
@@ -231,7 +231,7 @@ def _work_rows(
         modules[record.module] = (count + more[0], size + more[1], seconds + more[2])
     rows = []
     for label, modules in sums.items():
-        for group in grouped({module: total[:2] for module, total in modules.items()}):
+        for group in group_names({module: total[:2] for module, total in modules.items()}):
             times = len(group.names)
             seconds = sum(modules[module][2] for module in group.names)
             rows.append(WorkRow(label, group.text, times * group.key[0], times * group.key[1], seconds))

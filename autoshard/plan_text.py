@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autoshard import plan_rows
 from autoshard.errors import PlanError
-from autoshard.memory.budget import format_bytes
+from autoshard.memory.byte_units import format_bytes
 from autoshard.names import ancestors, matching, suggestion
 from autoshard.plan_rows import TensorRow, WorkRow, format_seconds
 
@@ -115,7 +115,7 @@ def explanation(plan: ShardingPlan, path_glob: str) -> list[Table | Text]:
     at = {name.rpartition(".")[0] for name in names}
     covered = {module for module in _modules(plan) if module in at or _under(path_glob, module)}
     if not names and not covered:
-        raise nothing_at(path_glob, paths(plan))
+        raise no_match_error(path_glob, paths(plan))
     return [
         *_explained_parameters(plan, names),
         *_explained_hints(plan, names),
@@ -130,7 +130,7 @@ def paths(plan: ShardingPlan) -> set[str]:
     return {*plan.placements, *_modules(plan), *above} - {""}
 
 
-def nothing_at(path_glob: str, known: set[str]) -> PlanError:
+def no_match_error(path_glob: str, known: set[str]) -> PlanError:
     """The error that says that no path matches, with those that come near."""
     return PlanError(
         f"nothing in the plan is at {path_glob!r}: no parameter and no module matches. {suggestion(path_glob, known)}"

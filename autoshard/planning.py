@@ -14,31 +14,31 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import hints as hint_rules
-from autoshard.capture.calls import said_of_passed
+from autoshard.capture.call_layout import without_omitted_arguments
 from autoshard.capture.joint import JointGraph, capture
-from autoshard.capture.recompute import recomputed
+from autoshard.capture.recomputation import recompute_layers
 from autoshard.capture.task_graphs import assign_task_graphs, defaults_of
 from autoshard.errors import HintError, PlanError
 from autoshard.options import Options, Placements
 from autoshard.patterns.decisions import Decisions, Flow
-from autoshard.patterns.graph import GraphRules
+from autoshard.patterns.graph_rules import GraphRules
 from autoshard.plan import ShardingPlan
-from autoshard.planner.checks import check_decisions, check_placements
-from autoshard.planner.collector import older_objects_set_aside
-from autoshard.planner.found import Found
+from autoshard.planner.candidate_plan import CandidatePlan
+from autoshard.planner.gc_freeze import freeze_older_objects
+from autoshard.planner.plan_checks import check_decisions, check_placements
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import Wishes
-from autoshard.planner.progress import Progress
-from autoshard.planner.recompute import planned
-from autoshard.planner.task_graphs import axes_of, whole_parameters
-from autoshard.progress import watched
+from autoshard.planner.planning_problem import Constraints
+from autoshard.planner.recompute_search import plan_with_recompute
+from autoshard.planner.search_progress import Progress
+from autoshard.planner.task_graph_restrictions import axes_of, whole_parameters
+from autoshard.progress import show_progress
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, dim_of, padded_segments_of
 from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import Spec, is_shard
 
 
-def watch_capture(
+def capture_with_progress(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -59,7 +59,9 @@ def watch_capture(
     """
     start = time.perf_counter()
     sizes = options.dynamic if dynamic else None
-    watching = contextlib.nullcontext() if quiet else watched(options.verbose, f"capture of {type(module).__name__}")
+    watching = (
+        contextlib.nullcontext() if quiet else show_progress(options.verbose, f"capture of {type(module).__name__}")
+    )
     with watching as report:
 
         def begin(part: str) -> None:
@@ -79,12 +81,12 @@ def watch_capture(
     return graph, time.perf_counter() - start
 
 
-@older_objects_set_aside()
-def planned_with(
+@freeze_older_objects()
+def run_planner(
     planner: Planner,
     capture_seconds: float,
     options: Options,
-    unlimited: Found | None = None,
+    unlimited: CandidatePlan | None = None,
     *,
     explained: bool = True,
 ) -> ShardingPlan:
@@ -95,15 +97,17 @@ def planned_with(
         capture_seconds: that the capture of the graph took.
         options: what was asked for.
     """
-    with watched(options.verbose) as planner.progress:
-        return told(planned(planner, unlimited, explained=explained), planner, capture_seconds, options)
+    with show_progress(options.verbose) as planner.progress:
+        return with_provenance(
+            plan_with_recompute(planner, unlimited, explained=explained), planner, capture_seconds, options
+        )
 
 
-def told(result: ShardingPlan, planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:
+def with_provenance(result: ShardingPlan, planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:
     """A plan with what the planner does not know of it."""
     task_graphs = {
         str(primitive): " x ".join(planner.mesh.names[axis] for axis in axes) or "one device"
-        for primitive, axes in planner.wishes.task_graphs.items()
+        for primitive, axes in planner.constraints.task_graphs.items()
     }
     shares = options.shares
     return replace(
@@ -121,7 +125,7 @@ def told(result: ShardingPlan, planner: Planner, capture_seconds: float, options
     )
 
 
-@older_objects_set_aside()
+@freeze_older_objects()
 def planner_for(
     module: nn.Module,
     graph: JointGraph,
@@ -155,10 +159,10 @@ def planner_for(
         pinned.update({source.name: placed[source.name] for source in graph.inputs if source.name in placed})
     shared = shared_axis(graph, mesh, options)
     if shared is not None:
-        pinned = {name: _whole_if_shared(graph, name, pins, shared) for name, pins in pinned.items()}
+        pinned = {name: _replicate_if_shared(graph, name, pins, shared) for name, pins in pinned.items()}
     pinned.update(_input_pins(module, graph, mesh, options, placed_inputs or {}, shared))
     planned = options.output_placements == "planned"
-    wishes = Wishes(
+    wishes = Constraints(
         pinned=pinned,
         planned_outputs=planned,
         outputs={} if planned else _output_specs(graph, mesh, options.output_placements),
@@ -169,7 +173,7 @@ def planner_for(
     return Planner(graph, mesh, options.cluster, wishes, options.settings, like=like)
 
 
-class Planners:
+class PlannerCache:
     """Planners of the calls of one module on one mesh: what one works out of operators and tensors serves the others.
 
     Args:
@@ -193,7 +197,7 @@ class Planners:
         alike = (
             one
             for one in self._first
-            if (one.wishes.shared, one.cluster, one.settings) == (shared, options.cluster, options.settings)
+            if (one.constraints.shared, one.cluster, one.settings) == (shared, options.cluster, options.settings)
         )
         like = next(alike, None)
         planner = planner_for(self.module, graph, self.mesh, options, placed, placed_inputs, like=like)
@@ -207,7 +211,7 @@ class Planners:
             one.forget()
 
 
-def _whole_if_shared(
+def _replicate_if_shared(
     graph: JointGraph, name: str, pins: tuple[Placement | None, ...], shared: SharedAxis
 ) -> tuple[Placement | None, ...]:
     """What a parameter is pinned to, but whole where ranks would hold shares of it: no `DTensor` lies in such."""
@@ -222,7 +226,7 @@ def flow_of(planner: Planner, plan: ShardingPlan) -> Flow:
     """The decisions of a plan on the graph that they are of: the planner's, or that in which layers are run again."""
     rules = planner.rules
     if plan.recomputed:
-        rules = GraphRules(recomputed(planner.graph, plan.recomputed), planner.mesh)
+        rules = GraphRules(recompute_layers(planner.graph, plan.recomputed), planner.mesh)
     return Flow(rules, Decisions.from_data(plan.decisions), planner.mesh)
 
 
@@ -233,7 +237,7 @@ def checked_flow(planner: Planner, plan: ShardingPlan) -> Flow:
         PlanError: they do not, or the placements that the plan tells are not what they say.
     """
     flow = flow_of(planner, plan)
-    check_decisions(flow, planner.resharder, planner.wishes)
+    check_decisions(flow, planner.resharder, planner.constraints)
     check_placements(flow, plan.placements, plan.input_placements, plan.output_placements)
     return flow
 
@@ -251,8 +255,8 @@ def _input_pins(
         raise PlanError('input_placements is for inputs="local": global inputs are sliced by the program, for free.')
     asked: dict[str, tuple[Placement | None, ...]] = {
         name: _spec_of(f"input_placements[{name!r}]", value, shapes[name], mesh).placements
-        for name, value in said_of_passed(module, options.input_placements, shapes).items()
-        if _known(name, shapes, "input")
+        for name, value in without_omitted_arguments(module, options.input_placements, shapes).items()
+        if _check_name(name, shapes, "input")
     }
     shares: dict[str, tuple[Placement | None, ...]] = {}
     if shared is not None and options.inputs == "local":
@@ -305,11 +309,11 @@ def _output_specs(graph: JointGraph, mesh: MeshShape, wanted: Placements) -> dic
     return {
         name: _spec_of(f"output_placements[{name!r}]", value, shapes[name], mesh)
         for name, value in wanted.items()
-        if _known(name, shapes, "output")
+        if _check_name(name, shapes, "output")
     }
 
 
-def _known(name: str, shapes: Mapping[str, Any], kind: str) -> bool:
+def _check_name(name: str, shapes: Mapping[str, Any], kind: str) -> bool:
     if name not in shapes:
         raise HintError(f"there is no {kind} {name!r}; the {kind}s are {', '.join(shapes) or 'none'}.")
     return True

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from autoshard.planner.progress import Progress
+from autoshard.planner.search_progress import Progress
 
 _log = logging.getLogger("autoshard")
 
@@ -23,7 +23,7 @@ SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def watched(verbose: bool, doing: str = "planning") -> Iterator[Callable[[Progress], None]]:
+def show_progress(verbose: bool, doing: str = "planning") -> Iterator[Callable[[Progress], None]]:
     """What a planner reports to while the block runs.
 
     Args:
@@ -35,24 +35,24 @@ def watched(verbose: bool, doing: str = "planning") -> Iterator[Callable[[Progre
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Bar(*columns, console=Console(file=sys.stderr), transient=True) as bar:
             task = bar.add_task(doing)
-            yield lambda one: bar.update(task, description=described(one))
+            yield lambda one: bar.update(task, description=progress_text(one))
         return
     last: list[Progress] = []
 
     def report(one: Progress) -> None:
         last[:] = [one]
         if verbose:
-            _say(described(one))
+            _say(progress_text(one))
 
-    def tell(seconds: float) -> None:
-        _say("; ".join([f"{doing} for {seconds:.0f} s", *map(described, last)]))
+    def report_elapsed(seconds: float) -> None:
+        _say("; ".join([f"{doing} for {seconds:.0f} s", *map(progress_text, last)]))
 
-    with _every(SECONDS, tell):
+    with _call_every(SECONDS, report_elapsed):
         yield report
 
 
 @contextlib.contextmanager
-def _every(seconds: float, say: Callable[[float], None]) -> Iterator[None]:
+def _call_every(seconds: float, say: Callable[[float], None]) -> Iterator[None]:
     """Call a function of the seconds gone by, every so many of them, while the block runs."""
     start, ended = time.monotonic(), threading.Event()
 
@@ -78,7 +78,7 @@ def _say(text: str) -> None:
         logging.StreamHandler().handle(record)
 
 
-def described(one: Progress) -> str:
+def progress_text(one: Progress) -> str:
     """A report as one line, such as `messages: 0.1885 s per step, at least 0.1884 (gap 0.05 %), after 3.1 s`."""
     parts = []
     if math.isfinite(one.cost):

@@ -28,7 +28,7 @@ def symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True, positive=True)
 
 
-class Size(int):
+class DynamicSize(int):
     """A number of elements, steps or ranks that depends on dynamic sizes.
 
     It equals, and compares as, the number that it is where it was made, but two that are equal there by chance have
@@ -54,38 +54,38 @@ class Size(int):
         return hash(self.expr)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return Size.of, (self.expr, dict(self.sizes))
+        return DynamicSize.of, (self.expr, dict(self.sizes))
 
     def __add__(self, other: int) -> int:
-        return _computed(self, other, int.__add__, lambda a, b: a + b)
+        return _combine(self, other, int.__add__, lambda a, b: a + b)
 
     def __radd__(self, other: int) -> int:
-        return _computed(self, other, int.__radd__, lambda a, b: b + a)
+        return _combine(self, other, int.__radd__, lambda a, b: b + a)
 
     def __sub__(self, other: int) -> int:
-        return _computed(self, other, int.__sub__, lambda a, b: a - b)
+        return _combine(self, other, int.__sub__, lambda a, b: a - b)
 
     def __rsub__(self, other: int) -> int:
-        return _computed(self, other, int.__rsub__, lambda a, b: b - a)
+        return _combine(self, other, int.__rsub__, lambda a, b: b - a)
 
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, float):
             return Ratio.of(self.expr * _expr(other), self.sizes)
-        return _computed(self, other, int.__mul__, lambda a, b: a * b)
+        return _combine(self, other, int.__mul__, lambda a, b: a * b)
 
     __rmul__ = __mul__
 
     def __floordiv__(self, other: int) -> int:
-        return _computed(self, other, int.__floordiv__, _floor)
+        return _combine(self, other, int.__floordiv__, _floor)
 
     def __rfloordiv__(self, other: int) -> int:
-        return _computed(self, other, int.__rfloordiv__, lambda a, b: _floor(b, a))
+        return _combine(self, other, int.__rfloordiv__, lambda a, b: _floor(b, a))
 
     def __mod__(self, other: int) -> int:
-        return _computed(self, other, int.__mod__, lambda a, b: sympy.Mod(a, b))
+        return _combine(self, other, int.__mod__, lambda a, b: sympy.Mod(a, b))
 
     def __rmod__(self, other: int) -> int:
-        return _computed(self, other, int.__rmod__, lambda a, b: sympy.Mod(b, a))
+        return _combine(self, other, int.__rmod__, lambda a, b: sympy.Mod(b, a))
 
     def __divmod__(self, other: int) -> tuple[int, int]:
         return self // other, self % other
@@ -141,20 +141,20 @@ class Ratio(float):
         return Ratio.of(_expr(other) / self.expr, self.sizes)
 
 
-def _size(value: int, expr: sympy.Expr, sizes: Sizes) -> Size:
-    made = int.__new__(Size, value)
+def _size(value: int, expr: sympy.Expr, sizes: Sizes) -> DynamicSize:
+    made = int.__new__(DynamicSize, value)
     made.expr, made.sizes = expr, sizes
     return made
 
 
 def _expr(number: Any) -> sympy.Expr:
-    if isinstance(number, (Size, Ratio)):
+    if isinstance(number, (DynamicSize, Ratio)):
         return number.expr
     return sympy.Integer(int(number)) if isinstance(number, int) else sympy.Float(number)
 
 
-def _computed(
-    own: Size, other: int, compute: Callable[[int, int], int], derive: Callable[[Any, Any], sympy.Expr]
+def _combine(
+    own: DynamicSize, other: int, compute: Callable[[int, int], int], derive: Callable[[Any, Any], sympy.Expr]
 ) -> int:
     if not isinstance(other, int):
         return NotImplemented
@@ -171,35 +171,35 @@ def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
 
 
 def _ratio(above: Any, below: Any) -> float:
-    sizes = above.sizes if isinstance(above, (Size, Ratio)) else below.sizes
+    sizes = above.sizes if isinstance(above, (DynamicSize, Ratio)) else below.sizes
     return Ratio.of(_expr(above) / _expr(below), sizes)
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
-def _evaluated(expr: sympy.Expr, values: tuple[tuple[sympy.Symbol, int], ...]) -> sympy.Expr:
+def _substitute(expr: sympy.Expr, values: tuple[tuple[sympy.Symbol, int], ...]) -> sympy.Expr:
     return expr.xreplace({name: sympy.Integer(value) for name, value in values})
 
 
 def evaluate(expr: sympy.Expr, sizes: Sizes) -> sympy.Expr:
     """The number, or truth value, that an expression has at `sizes`; never rounded."""
-    return _evaluated(expr, tuple(sizes.items()))
+    return _substitute(expr, tuple(sizes.items()))
 
 
 def is_dynamic(number: object) -> bool:
     """Whether a number depends on dynamic sizes."""
-    return isinstance(number, (Size, Ratio))
+    return isinstance(number, (DynamicSize, Ratio))
 
 
 def plain(number: T) -> T:
     """A dynamic size as the number that it is where it was made; anything else as it is."""
-    if isinstance(number, Size):
+    if isinstance(number, DynamicSize):
         return cast(T, int(number))
     return cast(T, float(number)) if isinstance(number, Ratio) else number
 
 
 def divides(divisor: int, size: int) -> bool:
     """Whether a size is a multiple of `divisor` at whatever sizes; zero is none."""
-    if not isinstance(size, Size):
+    if not isinstance(size, DynamicSize):
         return size > 0 and size % divisor == 0
     return bool(sympy.expand(size.expr / divisor).is_integer)
 
@@ -211,17 +211,17 @@ def ceil_div(size: int, parts: int) -> int:
 
 def common_divisor(a: int, b: int) -> int:
     """The greatest common divisor: of dynamic sizes, the one of their expressions, which divides them everywhere."""
-    if not isinstance(a, Size) and not isinstance(b, Size):
+    if not isinstance(a, DynamicSize) and not isinstance(b, DynamicSize):
         return math.gcd(a, b)
-    sizes = a.sizes if isinstance(a, Size) else cast(Size, b).sizes
-    return Size.of(sympy.gcd(_expr(a), _expr(b)), sizes)
+    sizes = a.sizes if isinstance(a, DynamicSize) else cast(DynamicSize, b).sizes
+    return DynamicSize.of(sympy.gcd(_expr(a), _expr(b)), sizes)
 
 
 def at(value: T, sizes: Sizes) -> T:
     """`value` with the dynamic sizes in it, in tuples, lists and dataclasses, taken at `sizes`; itself without any."""
     if not sizes:
         return value
-    if isinstance(value, (Size, Ratio)):
+    if isinstance(value, (DynamicSize, Ratio)):
         return cast(T, type(value).of(value.expr, sizes))
     if isinstance(value, (tuple, list)):
         items = [at(item, sizes) for item in value]

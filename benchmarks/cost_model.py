@@ -50,25 +50,25 @@ from autoshard.capture.joint import capture  # noqa: E402
 from autoshard.cluster.bench import Bench  # noqa: E402
 from autoshard.cluster.calibrate import calibrate  # noqa: E402
 from autoshard.cluster.cluster import Cluster  # noqa: E402
-from autoshard.cluster.collective_samples import awaited, compute_before, in_turn, started  # noqa: E402
-from autoshard.cluster.measured import Measured  # noqa: E402
-from autoshard.cluster.stopwatch import Stopwatch, mean  # noqa: E402
+from autoshard.cluster.collective_samples import chain_calls, make_blocking, make_collective, make_matmul  # noqa: E402
+from autoshard.cluster.measurements import Measurements  # noqa: E402
+from autoshard.cluster.stopwatch import Stopwatch, robust_mean  # noqa: E402
 from autoshard.partition.localize import Localizer  # noqa: E402
 from autoshard.partition.split import split  # noqa: E402
-from autoshard.partition.step import Program, Ranks  # noqa: E402
+from autoshard.partition.step import LocalProgram, Ranks  # noqa: E402
 from autoshard.patterns.decisions import Decisions, Flow  # noqa: E402
-from autoshard.planner.building import ProblemBuilder  # noqa: E402
 from autoshard.planner.planner import Planner, Settings  # noqa: E402
-from autoshard.planner.problem import Wishes  # noqa: E402
+from autoshard.planner.planning_problem import Constraints  # noqa: E402
+from autoshard.planner.problem_builder import ProblemBuilder  # noqa: E402
 from autoshard.simulate.events import COMPUTE, replay  # noqa: E402
-from autoshard.simulate.program import operations, sendings  # noqa: E402
+from autoshard.simulate.program import collective_calls, operations  # noqa: E402
 from autoshard.specs.axes import MeshShape  # noqa: E402
 from tests import gloo  # noqa: E402
 from tests.models import resnet18  # noqa: E402
 from tests.random_plans import random_assignment  # noqa: E402
 
 Example = tuple[nn.Module, dict[str, Tensor]]
-COMPUTE_BEFORE = compute_before(torch.device("cpu"))
+COMPUTE_BEFORE = make_matmul(torch.device("cpu"))
 MESHES = {2: {"x": 2}, 4: {"x": 2, "y": 2}}
 
 
@@ -130,7 +130,7 @@ MODELS: dict[str, Callable[[], Example]] = {one.__name__: one for one in (mlp, g
 class Run:
     """A plan's program, what was predicted of it, and what was measured."""
 
-    program: Program
+    program: LocalProgram
     locals_: list[Tensor]
     collectives: list[Callable[[], object]]
     predicted: float
@@ -163,12 +163,12 @@ def runs(example: Example, mesh: DeviceMesh, cluster: Cluster, plans: int, seed:
     """
     module, inputs = example
     shape, ranks = MeshShape.of(mesh), Ranks(mesh, torch.device("cpu"))
-    planner = Planner(capture(module, (), inputs), shape, cluster, Wishes(), Settings())
-    built = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes).build(
+    planner = Planner(capture(module, (), inputs), shape, cluster, Constraints(), Settings())
+    built = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.constraints).build(
         frozenset(range(shape.ndim)), None
     )
     generator = np.random.default_rng(seed)
-    best = built.encode(planner.solve(planner.wishes).decisions)
+    best = built.encode(planner.solve(planner.constraints).decisions)
     shares = np.linspace(1.0, 0.0, plans)
     chosen = [random_assignment(built.problem, generator, best, float(share)) for share in shares]
     return [_run(planner, built.decode(one), mesh, ranks) for one in chosen]
@@ -180,13 +180,15 @@ def _run(planner: Planner, decisions: Decisions, mesh: DeviceMesh, ranks: Ranks)
     issued = operations(halves.graphs, ranks.groups, planner.prices)
     groups = [mesh.get_group(axis) for axis in range(planner.mesh.ndim)]
     return Run(
-        program=Program(step, halves, ranks),
+        program=LocalProgram(step, halves, ranks),
         locals_=[_like(border, ranks.mesh) for border in step.inputs if border.kind != "tangent"],
         collectives=[
-            in_turn(COMPUTE_BEFORE, awaited(started(one.kind, one.bytes, groups[one.axis], ranks.device)))
-            for one in sendings(halves.graphs, ranks.groups)
+            chain_calls(
+                COMPUTE_BEFORE, make_blocking(make_collective(one.kind, one.bytes, groups[one.axis], ranks.device))
+            )
+            for one in collective_calls(halves.graphs, ranks.groups)
         ],
-        predicted=replay(issued).disturbed(planner.cluster.contention),
+        predicted=replay(issued).seconds_with_contention(planner.cluster.contention),
         sent=sum(one.seconds for one in issued if one.stream != COMPUTE),
     )
 
@@ -197,7 +199,7 @@ def compute_alone(names: Sequence[str], console: Console) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
     with torch.no_grad():
         bench = Bench(Stopwatch(torch.device("cpu"), 5, 0.03, time.thread_time), lambda what: console.print(what))
-        measured = Measured(1, {}, dict(bench.operators(torch.float32)))
+        measured = Measurements(1, {}, dict(bench.operators(torch.float32)))
     cluster = dataclasses.replace(Cluster.preset("cpu"), measured=measured)
     table = Table("model", "measured, ms", "predicted, ms", "predicted over measured")
     for name in names:
@@ -207,7 +209,7 @@ def compute_alone(names: Sequence[str], console: Console) -> None:
             start = time.thread_time()
             one.step()
             one.steps.append(time.thread_time() - start)
-        step = mean(one.steps[1:])
+        step = robust_mean(one.steps[1:])
         table.add_row(name, f"{1e3 * step:.1f}", f"{1e3 * one.predicted:.1f}", f"{one.predicted / step:.2f}")
     console.print(table)
     dist.destroy_process_group()
@@ -228,7 +230,7 @@ def measure(found: Sequence[Run], rounds: int) -> None:
     for number in range(rounds + 1):
         for one in found:
             step, sending = timed(one.step), timed(one.send)
-            computing = timed(in_turn(*[COMPUTE_BEFORE] * len(one.collectives)))
+            computing = timed(chain_calls(*[COMPUTE_BEFORE] * len(one.collectives)))
             if number:
                 one.steps.append(step)
                 one.sendings.append(sending - computing)
@@ -253,9 +255,9 @@ def shape(predicted: Sequence[float], measured: Sequence[float]) -> str:
 
 
 def row(name: str, found: Sequence[Run]) -> list[str]:
-    steps = [mean(one.steps) for one in found]
-    even, odd = [mean(one.steps[::2]) for one in found], [mean(one.steps[1::2]) for one in found]
-    sendings = [(one.sent, mean(one.sendings)) for one in found if one.collectives]
+    steps = [robust_mean(one.steps) for one in found]
+    even, odd = [robust_mean(one.steps[::2]) for one in found], [robust_mean(one.steps[1::2]) for one in found]
+    sendings = [(one.sent, robust_mean(one.sendings)) for one in found if one.collectives]
     predicted = [one.predicted for one in found]
     pairs = [errors(predicted, steps), errors(odd, even)]
     ranks = [spearman(predicted, steps), spearman(odd, even)]

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
-from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.planner import Planner, Settings
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
+from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.solver import CostFrontier, Problem, cost_frontier
 from autoshard.specs.axes import MeshShape
 
@@ -115,8 +115,8 @@ def problem_of(module: nn.Module, inputs: dict[str, Tensor]) -> Problem:
     """The planner's problem of a training step on 16 devices."""
     graph = capture(module, (), inputs, grad=True)
     mesh = MeshShape.of({"x": DEVICES})
-    planner = Planner(graph, mesh, Cluster.of("v100"), Wishes(), Settings())
-    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes)
+    planner = Planner(graph, mesh, Cluster.of("v100"), Constraints(), Settings())
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.constraints)
     return builder.build(frozenset({0}), reuse="inputs").problem
 
 
@@ -136,7 +136,7 @@ def measure(model: Model, args: argparse.Namespace) -> Result:
     result = Result(parameters / 1e9, shape)
     for name, options in runs(args):
         result.seconds[name], found = tracked(problem, options)
-        settled = f", {found.settled} settled" if found.settled else f", within {found.within:.2%}"
+        settled = f", {found.fixed_nodes} settled" if found.fixed_nodes else f", within {found.gap:.2%}"
         result.points[name] = f"{len(found)}{settled}"
     if not args.tracking_only:
         start = time.process_time()

@@ -23,10 +23,10 @@ from rich.table import Table
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.planner.planner import Planner, Settings
-from autoshard.planner.problem import BuiltProblem, Wishes
-from autoshard.planner.solving import Answer, Search, answered, by_messages, is_large
+from autoshard.planner.planning_problem import BuiltProblem, Constraints
+from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_by_messages, solve_problem
 from autoshard.planner.tiling import Tiling
-from autoshard.solver.hierarchy import Hierarchy, solve_in_segments
+from autoshard.solver.hierarchy import HierarchySolution, solve_in_segments
 from autoshard.specs.axes import MeshShape
 
 MESHES = {"8": {"x": 8}, "8x8": {"dp": 8, "tp": 8}}
@@ -48,7 +48,7 @@ def problems(model: str, layers: int | None, meshes: list[str]) -> Iterator[tupl
     graph = capture(module, (), kwargs, grad=True)
     for mesh in meshes:
         shape = MeshShape.of(MESHES[mesh])
-        planner = Planner(graph, shape, Cluster.of("h100"), Wishes(), Settings())
+        planner = Planner(graph, shape, Cluster.of("h100"), Constraints(), Settings())
         built = planner.builder.build(frozenset(range(len(shape.sizes))))
         yield mesh, built, Tiling.of(built, planner.layers) if is_large(built.problem) else None
 
@@ -62,11 +62,11 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 def row(built: BuiltProblem, tiling: Tiling | None, time_limit: float) -> list[str]:
     """What the table says of one problem, from its number of nodes on."""
 
-    def by(effort: str) -> Answer:
-        search = Search("auto", time.monotonic() + time_limit, fast=effort == "fast")
-        return answered(built, tiling, search)
+    def by(effort: str) -> SolveResult:
+        search = SolveOptions("auto", time.monotonic() + time_limit, fast=effort == "fast")
+        return solve_problem(built, tiling, search)
 
-    segments, alone = timed(lambda: solve_in_segments(built.problem, built.places))
+    segments, alone = timed(lambda: solve_in_segments(built.problem, built.program_positions))
     fast, quick = timed(lambda: by("fast"))
     full, long = timed(lambda: by("full"))
     return [
@@ -85,7 +85,7 @@ def row(built: BuiltProblem, tiling: Tiling | None, time_limit: float) -> list[s
     ]
 
 
-def relative(found: Answer | Hierarchy, full: Answer) -> str:
+def relative(found: SolveResult | HierarchySolution, full: SolveResult) -> str:
     return f"{found.cost / full.cost:.4f}" if found.assignment else "none"
 
 
@@ -104,7 +104,9 @@ def main() -> None:
     for model in args.model:
         for number, (mesh, built, tiling) in enumerate(problems(model, args.layers, args.mesh)):
             if not table.rows:
-                by_messages(built.problem, built.places, None, Search("auto", math.inf))  # compiles what messages need
+                solve_by_messages(
+                    built.problem, built.program_positions, None, SolveOptions("auto", math.inf)
+                )  # compiles what messages need
             table.add_row(
                 model if number == 0 else "", f"({', '.join(mesh.split('x'))})", *row(built, tiling, args.time_limit)
             )

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from autoshard.solver import Edge, Problem, Solution, solve
-from autoshard.solver.course import Course
-from autoshard.solver.flat.campaign import Campaign
+from autoshard.solver.flat.large_solver import LargeSolver
+from autoshard.solver.solver_budget import Budget
 
 _PREFIX = "asplos-2025-iopddl-"
 
@@ -102,7 +102,7 @@ def _compile() -> None:
     costs = tuple(random.random((5, 3)))
     edges = tuple(Edge(node, (node + step) % 5, random.random((3, 3))) for node in range(5) for step in (1, 2))
     usages = tuple(random.integers(1, 9, (5, 3)).astype(float))
-    Campaign(Problem(costs, edges, usages, ((0, 9),) * 5, 15.0), Course(60.0)).run()
+    LargeSolver(Problem(costs, edges, usages, ((0, 9),) * 5, 15.0), Budget(60.0)).run()
 
 
 if __name__ == "__main__":

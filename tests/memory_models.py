@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tests.models.basic import Gpt, Mlp
-from tests.models.common import Model, seeded
+from tests.models.common import Model, fixed_seed
 from tests.models.convolutional import ResNet, UNet
 
 BATCH = 8
@@ -132,5 +132,5 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 def build(name: str) -> Model:
     """A model and the keyword arguments of a call, in float32, seeded."""
-    with seeded(torch.float32, 0):
+    with fixed_seed(torch.float32, 0):
         return MODELS[name]()

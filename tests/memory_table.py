@@ -17,7 +17,7 @@ import torch
 
 import autoshard
 from autoshard.errors import BudgetError
-from autoshard.memory.budget import format_bytes
+from autoshard.memory.byte_units import format_bytes
 from tests.memory_models import MODELS, build
 from tests.memory_tracker import first_rank, track_step
 from tests.training import fast_links
@@ -81,7 +81,7 @@ def _possible(module: torch.nn.Module, sizes: Mapping[str, int], inputs: Any, li
 def table(rows: Iterable[Row]) -> str:
     """The rows and their errors as Markdown."""
     rows = list(rows)
-    titles = ("Model", "Mesh", "Limit", "Peak in", "Predicted", "Measured", "Error")
+    titles = ("Model", "Mesh", "Limit", "Peak in", "Predicted", "Measurements", "Error")
     lines = [titles, ["---"] * len(titles), *map(cells, rows)]
     errors = [one.error for one in rows]
     said = (

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.partition.shards import local_of
 from autoshard.patterns.local import collectives
-from autoshard.reshard.overlap import KEEPS_INPUT
+from autoshard.reshard.collective_schedule import KEEPS_INPUT
 from autoshard.specs import MeshShape
 from tests.training import loss_of, outputs_of
 
@@ -112,10 +112,10 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key not in self._live and storage.nbytes():
             self._live[key] = _Piece(storage.nbytes(), maker, tuple(tensor.shape))
-            self._watch[key] = weakref.ref(storage, functools.partial(self._freed, key))
+            self._watch[key] = weakref.ref(storage, functools.partial(self._remove, key))
             self.held += storage.nbytes()
 
-    def _freed(self, key: int, _: object) -> None:
+    def _remove(self, key: int, _: object) -> None:
         self.held -= self._live.pop(key).bytes
         del self._watch[key]
 

@@ -17,17 +17,17 @@ import torch.distributed as dist
 
 from tests.pipeline_rows import pipeline_table
 from tests.precision import BFLOAT16_ROUNDING, FACTOR, distances
-from tests.tight import Tight, tight_row
+from tests.tight_limits import TightRun, tight_row
 from tests.training import (
     STEPS,
     Effort,
     Errors,
     Trace,
     compare,
-    on_mesh,
-    on_mesh_at_random,
-    on_processes,
     one_device,
+    train_on_mesh,
+    train_on_processes,
+    train_random_plan,
 )
 from tests.workers import Workers
 
@@ -171,12 +171,12 @@ def axes(sizes: tuple[int, ...]) -> dict[str, int]:
 
 def planned_row(model: str, mesh: tuple[int, ...], steps: int = STEPS, effort: Effort = "full") -> Row:
     """A run under the planner's plan."""
-    return _row(model, mesh, on_mesh(model, axes(mesh), steps, effort=effort))
+    return _row(model, mesh, train_on_mesh(model, axes(mesh), steps, effort=effort))
 
 
 def random_row(model: str, mesh: tuple[int, ...], seed: int) -> Row:
     """A run under a random plan."""
-    return _row(model, mesh, on_mesh_at_random(model, axes(mesh), seed, forced=1 / 3))
+    return _row(model, mesh, train_random_plan(model, axes(mesh), seed, forced=1 / 3))
 
 
 def process_row(model: str, workers: Workers) -> Row:
@@ -190,7 +190,7 @@ def process_row(model: str, workers: Workers) -> Row:
 
 
 def _write_own_row(model: str, folder: str) -> None:
-    row = _row(model, SQUARE, on_processes(model, axes(SQUARE)))
+    row = _row(model, SQUARE, train_on_processes(model, axes(SQUARE)))
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(asdict(row)))
 
 
@@ -207,7 +207,7 @@ def lowered_row(model: str) -> str:
     return f"| {MODELS[model]} | {SQUARE} | {' | '.join(f'{figure:.1e}' for figure in figures)} |\n"
 
 
-def limited_row(run: Tight) -> str:
+def limited_row(run: TightRun) -> str:
     """A line of the table of tight limits."""
     lying = " | ".join(str(run.lying[how]) for how in ("whole", "never", "once", "again"))
     share = f"{run.limit / run.unlimited:.0%}"
@@ -218,17 +218,17 @@ def limited_row(run: Tight) -> str:
 
 
 def planned_section(jobs: Executor) -> str:
-    return f"\n## Planned\n\n{_table(_logged(jobs.map(planned_row, *zip(*PLANNED, strict=True))))}"
+    return f"\n## Planned\n\n{_table(_log_rows(jobs.map(planned_row, *zip(*PLANNED, strict=True))))}"
 
 
 def random_section(jobs: Executor) -> str:
-    rows = _logged(jobs.map(random_row, *zip(*RANDOMLY, strict=True), range(len(RANDOMLY))))
+    rows = _log_rows(jobs.map(random_row, *zip(*RANDOMLY, strict=True), range(len(RANDOMLY))))
     return f"{RANDOM}\n{_table(rows)}"
 
 
 def process_section(jobs: Executor) -> str:
     with Workers(4) as workers:
-        return f"{PROCESSES}\n{_table(_logged(process_row(model, workers) for model in REAL))}"
+        return f"{PROCESSES}\n{_table(_log_rows(process_row(model, workers) for model in REAL))}"
 
 
 def pipeline_section(jobs: Executor) -> str:
@@ -292,7 +292,7 @@ def _cells(row: Row) -> Iterator[str]:
         yield f"{value:.1e}" if value else "0"
 
 
-def _logged(rows: Iterable[Row]) -> list[Row]:
+def _log_rows(rows: Iterable[Row]) -> list[Row]:
     done = []
     for row in rows:
         logger.info("%s", " | ".join(_cells(row)))

@@ -10,7 +10,7 @@ import torch
 
 from autoshard.specs.axes import MeshShape
 from tests.pipelined.cases import OURS, Case
-from tests.pipelined.pipelines import trained_alone
+from tests.pipelined.pipelines import train_model_alone
 from tests.training import relative_difference
 from tests.workers import Workers
 
@@ -76,7 +76,7 @@ def pipeline_table(workers: Mapping[int, Workers], names: Mapping[str, str]) -> 
 
 def _row(case: Case, workers: Workers, names: Mapping[str, str]) -> list[str]:
     plan = case.plan()
-    distances = compare(case.run(workers, plan), trained_alone(case.model, 1, **(case.options or {})))
+    distances = compare(case.run(workers, plan), train_model_alone(case.model, 1, **(case.options or {})))
     placements = {name: row for stage in plan.stages for name, row in stage.placements.items()}
     sharded = sum(any(placement.is_shard() for placement in row) for row in placements.values())
     order = case.order

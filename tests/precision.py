@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 import autoshard
 from tests import models
-from tests.partition.meshes import simulated
+from tests.float64 import Float64Mode
+from tests.partition.meshes import simulated_mesh
 from tests.training import PLANNING_SECONDS, fast_links, held_by_ranks, loss_of, outputs_of, relative_difference
-from tests.widen import Widened
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FACTOR = 2.0
@@ -25,7 +25,7 @@ FACTOR = 2.0
 BFLOAT16_ROUNDING = float(torch.finfo(torch.bfloat16).eps)
 """What a single rounding may do; a distance below it is luck on either side."""
 
-Found = dict[str, list[torch.Tensor]]
+NamedTensors = dict[str, list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class Distances:
 def distances(name: str, mesh: Mapping[str, int]) -> tuple[Distances, Distances]:
     """Distances of a mesh and of one device, from the same float32 parameters and the same batch."""
     module, inputs = models.ZOO[name](dtype=torch.float32)
-    with Widened():
+    with Float64Mode():
         exact = _step(copy.deepcopy(module).double(), _cast(inputs, torch.float64))
-    alone = _step(Lowered(copy.deepcopy(module)), inputs)
-    with simulated(**mesh) as device_mesh:
+    alone = _step(CastModule(copy.deepcopy(module)), inputs)
+    with simulated_mesh(**mesh) as device_mesh:
         autoshard.parallelize(
             module, device_mesh, (), inputs, cluster=fast_links(), time_limit=PLANNING_SECONDS, mp_policy=BFLOAT16
         )
@@ -50,7 +50,7 @@ def distances(name: str, mesh: Mapping[str, int]) -> tuple[Distances, Distances]
     return _distances(ours, exact), _distances(alone, exact)
 
 
-class Lowered(nn.Module):
+class CastModule(nn.Module):
     """A module that is called with its parameters and inputs in bfloat16; gradients go to those that it has.
 
     Args:
@@ -85,7 +85,7 @@ def _cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     )
 
 
-def _step(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[Found, Found]:
+def _step(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[NamedTensors, NamedTensors]:
     """Loss and gradients as every rank has them."""
     loss = loss_of(outputs_of(module(**inputs)))
     loss.backward()
@@ -97,5 +97,5 @@ def _step(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[Found, Found]:
     return {"loss": held_by_ranks(loss.detach())}, gradients
 
 
-def _distances(ours: tuple[Found, Found], exact: tuple[Found, Found]) -> Distances:
+def _distances(ours: tuple[NamedTensors, NamedTensors], exact: tuple[NamedTensors, NamedTensors]) -> Distances:
     return Distances(*(relative_difference(found, reference) for found, reference in zip(ours, exact, strict=True)))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.attention import operators
-from autoshard.capture.graph import JointGraph
-from autoshard.partition.step import Program
+from autoshard.capture.attention_operator import operators
+from autoshard.capture.joint_graph import JointGraph
+from autoshard.partition.step import LocalProgram
 from autoshard.patterns.ops._draws import draws
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ class Finding:
     problem: str
 
 
-def program_findings(program: Program) -> list[Finding]:
+def program_findings(program: LocalProgram) -> list[Finding]:
     """Findings of all kinds in the halves of a program, but for gathers that nothing hides."""
     return [finding for graph in program.halves.graphs for finding in graph_findings(graph)]
 

@@ -23,7 +23,7 @@ SECONDS = 500.0
 """After which a program counts as hanging."""
 
 
-def by_command(file: Path, processes: int | None, folder: Path, *arguments: str) -> str:
+def run_by_command(file: Path, processes: int | None, folder: Path, *arguments: str) -> str:
     """What a program prints when its command starts it.
 
     Args:
@@ -44,10 +44,10 @@ def by_command(file: Path, processes: int | None, folder: Path, *arguments: str)
         timeout=SECONDS,
         check=False,
     )
-    return _checked(file, [done.returncode], done.stdout, done.stderr)
+    return _check_exit(file, [done.returncode], done.stdout, done.stderr)
 
 
-def by_fork(file: Path, processes: int | None, folder: Path, *arguments: str) -> str:
+def run_by_fork(file: Path, processes: int | None, folder: Path, *arguments: str) -> str:
     """The same, without the seconds of imports: the processes have the environment that torchrun gives them."""
     world = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(processes)}
     started: list[Any] = []
@@ -55,12 +55,12 @@ def by_fork(file: Path, processes: int | None, folder: Path, *arguments: str) ->
         ranks = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes else {}
         run = (str(file), arguments, _settings(folder) | ranks, str(folder), str(folder / f"rank-{rank}"))
         started.append(start(rank, _run, *run))
-    codes = _ended(started)
+    codes = _wait_for_all(started)
     said = {kind: "".join(path.read_text("utf-8") for path in sorted(folder.glob(f"rank-*.{kind}"))) for kind in _KINDS}
-    return _checked(file, codes, said["out"], said["err"])
+    return _check_exit(file, codes, said["out"], said["err"])
 
 
-def _ended(started: Sequence[Any]) -> list[int | None]:
+def _wait_for_all(started: Sequence[Any]) -> list[int | None]:
     """Exit codes once all have ended, or soon after one has failed, which others may be waiting for: None of those."""
     deadline = time.monotonic() + SECONDS
     while running := [process for process in started if process.exitcode is None]:
@@ -99,7 +99,7 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _checked(file: Path, codes: Sequence[int | None], out: str, err: str) -> str:
+def _check_exit(file: Path, codes: Sequence[int | None], out: str, err: str) -> str:
     assert codes == [0] * len(codes), f"{file.name} failed, exit codes {codes}:\n{out}\n{err}"
     assert "has no rule" not in err
     return out

@@ -8,14 +8,14 @@ import numpy as np
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.capture.joint import JointGraph
-from autoshard.capture.recompute import recomputable, recomputed
+from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.cluster.cluster import Cluster
 from autoshard.patterns.decisions import Decisions
-from autoshard.patterns.graph import Value
+from autoshard.patterns.graph_rules import Value
 from autoshard.plan import ShardingPlan
-from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.planner import Planner, Settings
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
+from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.solver import Problem
 from autoshard.specs.axes import MeshShape
 
@@ -46,15 +46,15 @@ def random_plan(
     """
     generator = np.random.default_rng(seed)
     layers = recomputable(graph) if recompute else ()
-    graph = recomputed(graph, [layer.name for layer in layers if generator.random() < recompute])
+    graph = recompute_layers(graph, [layer.name for layer in layers if generator.random() < recompute])
     shapes = {source.name: Value(source.node).meta.shape for source in graph.inputs if source.kind == "parameter"}
-    wishes = Wishes(
+    wishes = Constraints(
         pinned={name: _cut(shape, mesh, generator) for name, shape in shapes.items() if generator.random() < uneven},
         forced=frozenset(name for name in shapes if generator.random() < forced),
         planned_outputs=planned_outputs,
     )
     planner = Planner(graph, mesh, Cluster.preset("cpu"), wishes, Settings())
-    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes)
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.constraints)
     axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
     decisions: Decisions | None = None
     for block in [axes[:2], *([axis] for axis in axes[2:])]:

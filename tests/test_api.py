@@ -19,7 +19,7 @@ from autoshard.errors import BudgetError, InputError, PlanError
 from autoshard.partition.shards import distribute, local_of
 from autoshard.specs import Spec
 from tests import models
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks, outputs_of, relative_difference
 
 Inputs = dict[str, Any]
@@ -61,7 +61,7 @@ def _results(results: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str
 def check(usage: Usage, module: nn.Module, inputs: Inputs, **options: Any) -> nn.Module:
     """The usage gives on a mesh what it gives on one device."""
     expected = alone(usage, module, inputs)
-    with simulated(**MESH) as mesh:
+    with simulated_mesh(**MESH) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast", **options)
         assert relative_difference(_results(usage(module, inputs), module), expected) <= TOLERANCE
     return module
@@ -85,7 +85,7 @@ def cut(inputs: Inputs, size: int) -> Inputs:
 def test_the_module_stays_the_same_object_with_the_same_names() -> None:
     module, inputs = gpt()
     names, kind = list(module.state_dict()), type(module)
-    with simulated(dp=2, tp=2) as mesh:
+    with simulated_mesh(dp=2, tp=2) as mesh:
         assert autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links()) is module
         assert type(module) is kind
         assert list(module.state_dict()) == names
@@ -104,7 +104,7 @@ def test_without_examples_an_optimizer_made_before_the_first_call_trains_the_rig
         return {f"loss {index}": step(module, inputs, optimizer) for index in range(3)}
 
     expected = alone(train, module, inputs)
-    with simulated(dp=2, tp=2) as mesh:
+    with simulated_mesh(dp=2, tp=2) as mesh:
         autoshard.parallelize(module, mesh, cluster=fast_links())
         assert all(placement == Replicate() for p in module.parameters() for placement in p.placements)
         assert relative_difference(_results(train(module, inputs), module), expected) <= TOLERANCE
@@ -153,7 +153,7 @@ def test_frozen_parameters_stay_and_tied_ones_stay_tied() -> None:
     frozen = module.layers[0].attention.qkv.weight
     assert frozen.grad is None
     assert not frozen.requires_grad
-    with simulated(dp=2, tp=2):
+    with simulated_mesh(dp=2, tp=2):
         assert all(torch.equal(value, before) for value in held_by_ranks(frozen.detach()))
 
 
@@ -225,7 +225,7 @@ def test_local_inputs() -> None:
         return {"loss": step(module, inputs), "then": step(module, inputs)}
 
     expected = alone(usage, module, inputs)
-    with simulated(dp=2, tp=2) as mesh:
+    with simulated_mesh(dp=2, tp=2) as mesh:
         placements = dict.fromkeys(inputs, (Shard(0), Replicate()))
         autoshard.parallelize(
             module, mesh, (), inputs, cluster=fast_links(), inputs="local", input_placements=placements
@@ -251,7 +251,7 @@ def test_a_call_may_leave_out_labels_that_have_a_placement() -> None:
     module = Scored()
     expected = copy.deepcopy(module)
     x, labels = torch.randn(2, 4, 8, dtype=torch.float64)
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         placements = {"x": (Shard(0),), "labels": (Shard(0),)}
         autoshard.parallelize(
             module, mesh, (x, labels), cluster=fast_links(), inputs="local", input_placements=placements
@@ -266,7 +266,7 @@ def test_a_call_may_leave_out_labels_that_have_a_placement() -> None:
 def test_dtensor_inputs_may_lie_anyhow() -> None:
     module, inputs = gpt()
     expected = alone(lambda module, inputs: {"loss": step(module, inputs)}, module, inputs)
-    with simulated(dp=2, tp=2) as mesh:
+    with simulated_mesh(dp=2, tp=2) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, plan=plan_of_gpt())
         placed = {name: distribute(tensor, mesh, Spec.of(Shard(1), Shard(0))) for name, tensor in inputs.items()}
         results = _results({"loss": step(module, placed)}, module)
@@ -300,7 +300,7 @@ def test_an_uneven_hint_trains_right() -> None:
         return losses
 
     expected = alone(usage, module, inputs)
-    with simulated(dp=5) as mesh:
+    with simulated_mesh(dp=5) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, hints={"*.weight": Shard(0), "up.bias": Shard(0)})
         assert tuple(module.up.weight.placements) == (Shard(0),)
         assert relative_difference(_results(usage(module, inputs), module), expected) <= TOLERANCE
@@ -309,7 +309,7 @@ def test_an_uneven_hint_trains_right() -> None:
 def test_a_budget_that_cannot_be_met_changes_nothing() -> None:
     module, inputs = mlp()
     parameters = list(module.parameters())
-    with simulated(dp=2, tp=2) as mesh, pytest.raises(BudgetError, match="smallest"):
+    with simulated_mesh(dp=2, tp=2) as mesh, pytest.raises(BudgetError, match="smallest"):
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), memory_limit=1000)
     assert all(before is now for before, now in zip(parameters, module.parameters(), strict=True))
     assert "forward" not in module.__dict__
@@ -318,7 +318,7 @@ def test_a_budget_that_cannot_be_met_changes_nothing() -> None:
 def test_a_parameter_changed_between_forward_and_backward_is_an_error() -> None:
     """As on one device: the gradient would be of other numbers."""
     module, inputs = gpt()
-    with simulated(dp=2, tp=2) as mesh:
+    with simulated_mesh(dp=2, tp=2) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, plan=plan_of_gpt())
         logits, loss = module(**inputs)
         with torch.no_grad():

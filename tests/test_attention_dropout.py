@@ -11,21 +11,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.capture.attention import operators
+from autoshard.capture.attention_operator import operators
 from autoshard.capture.joint import capture
 from autoshard.specs.axes import MeshShape
 from tests import models
-from tests.partition.meshes import simulated
+from tests.float64 import Float64Mode, default_float64
+from tests.partition.meshes import simulated_mesh
 from tests.random_plans import random_plan
 from tests.training import fast_links, held_by_ranks, loss_of, outputs_of
-from tests.widen import Widened, doubles
 
 RATE = 0.25
 STEP = 1e-5
 
 
 def build(name: str) -> models.Model:
-    with Widened():
+    with Float64Mode():
         return models.ZOO[name](dtype=torch.float64, layers=1, dropout=RATE)
 
 
@@ -80,10 +80,10 @@ def test_attention_with_dropout_is_captured_as_one_operator(name: str) -> None:
 @pytest.mark.parametrize(("name", "recompute"), [("gpt", "none"), ("hf_gpt2", "full")])
 def test_planned_gradients_are_those_of_what_was_dropped(name: str, recompute: Literal["none", "full"]) -> None:
     module, inputs = build(name)
-    with simulated(dp=2, tp=2) as mesh:
-        with Widened():
+    with simulated_mesh(dp=2, tp=2) as mesh:
+        with Float64Mode():
             autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), recompute=recompute)
-        with doubles():
+        with default_float64():
             assert gradients_disagree(module, inputs) < 1e-7
 
 
@@ -91,8 +91,8 @@ def test_planned_gradients_are_those_of_what_was_dropped(name: str, recompute: L
 def test_gradients_under_random_plans(seed: int) -> None:
     module, inputs = build("gpt")
     plan = random_plan(capture(module, (), inputs), MeshShape.of({"a": 2, "b": 2}), seed, recompute=seed % 2)
-    with simulated(a=2, b=2) as mesh:
-        with Widened():
+    with simulated_mesh(a=2, b=2) as mesh:
+        with Float64Mode():
             autoshard.parallelize(module, mesh, (), inputs, plan=plan)
-        with doubles():
+        with default_float64():
             assert gradients_disagree(module, inputs) < 1e-7

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
 from autoshard.pipeline.schedules import schedule
-from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipelined.pipeline_plan import PipelinePlan
 from tests.models.gradients import BETWEEN, Small, gradients
-from tests.partition.meshes import simulated
-from tests.pipelined.pipelines import assert_equal, pipeline_of, plan_by_hand, train_alone, trained
+from tests.partition.meshes import simulated_mesh
+from tests.pipelined.pipelines import assert_equal, pipeline_of, plan_by_hand, train_alone, train_pipeline
 from tests.training import PLANNING_SECONDS, TOLERANCE, Trace, compare, fast_links, train
 from tests.workers import Workers
 
@@ -31,7 +31,7 @@ MESHES = [(name, (2, 2)) for name in BETWEEN] + [
 
 def _on_mesh(build: Builder, mesh: tuple[int, ...], **options: Any) -> Trace:
     module, inputs = build()
-    with simulated(**{f"axis{place}": size for place, size in enumerate(mesh)}) as device_mesh:
+    with simulated_mesh(**{f"axis{place}": size for place, size in enumerate(mesh)}) as device_mesh:
         asked = {"cluster": fast_links(), "time_limit": PLANNING_SECONDS, "effort": "fast", **options}
         autoshard.parallelize(module, device_mesh, (), inputs, **asked)
         return train(module, inputs)
@@ -59,7 +59,7 @@ def test_sizes_may_change(name: str) -> None:
     reference, _ = gradients(name)
     others = {key: tensor.repeat(2, 1)[:18] for key, tensor in inputs.items()}
     dims = {key: {0: "batch"} for key in inputs}
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         autoshard.parallelize(
             module, mesh, (), inputs, cluster=fast_links(), time_limit=PLANNING_SECONDS, effort="fast", dynamic=dims
         )
@@ -171,7 +171,7 @@ def _deep(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 def _on_pipeline(name: str, plan: PipelinePlan) -> dict[str, Tensor]:
     module, inputs = _deep(name)
-    return trained(pipeline_of(module, inputs, plan), inputs)
+    return train_pipeline(pipeline_of(module, inputs, plan), inputs)
 
 
 @pytest.mark.parametrize("name", ["lean linear", "hooks set late", "gradient inside"])

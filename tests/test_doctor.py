@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.capture.joint import capture
-from autoshard.doctor_report import Operator, Problem, Report
+from autoshard.doctor_report import CaptureProblem, Operator, Report
 from tests import models
 
 
@@ -185,7 +185,9 @@ def test_wrong_arguments_of_doctor_itself(module: object, args: object) -> None:
 
 def test_long_lists_are_cut_in_the_text_alone() -> None:
     operators = tuple(Operator(f"aten.op{index}.default", "rule", 1, ("m",), 1e-6) for index in range(50))
-    report = Report("Model", "h100", (Problem("a.b", "", "is wrong", "Mend it."),), (), operators, ("a.c", "a.d"))
+    report = Report(
+        "Model", "h100", (CaptureProblem("a.b", "", "is wrong", "Mend it."),), (), operators, ("a.c", "a.d")
+    )
     text = str(report)
     assert "aten.op19.default" in text
     assert "aten.op20.default" not in text
@@ -195,7 +197,7 @@ def test_long_lists_are_cut_in_the_text_alone() -> None:
 
 
 def test_nothing_captured_at_all() -> None:
-    report = Report("Model", "h100", (Problem("", "", "is wrong"),), (), (), ())
+    report = Report("Model", "h100", (CaptureProblem("", "", "is wrong"),), (), (), ())
     assert "not captured, nor any part of it" in str(report)
     assert report.replicated_share == 0
 

@@ -17,15 +17,15 @@ from autoshard.capture.joint import capture
 from autoshard.errors import InputError, PlanError
 from autoshard.specs import MeshShape
 from tests import models
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.random_plans import random_plan
 from tests.training import (
     OF_ONE_LAYER,
     ONE_LAYER,
     TOLERANCE,
-    Widened,
+    Float64Mode,
     build,
-    doubles,
+    default_float64,
     fast_links,
     held_by_ranks,
     loss_of,
@@ -70,13 +70,13 @@ def check(
     """At all these sizes, a model on a mesh does what it does on one device, by one program."""
     options = {"cluster": fast_links(), "effort": "fast"} | options
     alone, inputs = build(name)
-    with Widened():
+    with Float64Mode():
         expected = {size: step(alone, of_size(inputs, *size)) for size in sizes}
     module, _ = build(name)
-    with simulated(**mesh) as device_mesh:
-        with Widened():
+    with simulated_mesh(**mesh) as device_mesh:
+        with Float64Mode():
             autoshard.parallelize(module, device_mesh, (), inputs, dynamic=dynamic, **options)
-        with doubles():
+        with default_float64():
             for size in sizes:
                 assert relative_difference(step(module, of_size(inputs, *size)), expected[size]) <= TOLERANCE, size
     assert programs(module) == 1
@@ -121,7 +121,7 @@ def test_a_range_that_the_model_sets_is_kept() -> None:
 def test_a_random_plan_holds_at_all_sizes() -> None:
     mesh = {"tp": 2}
     module, inputs = build(ONE_LAYER)
-    with Widened():
+    with Float64Mode():
         graph = capture(module, (), inputs, dynamic=TOKENS)
     check(
         ONE_LAYER,
@@ -142,7 +142,7 @@ def test_a_batch_of_one_has_a_graph_of_its_own() -> None:
     alone, inputs = build("mlp")
     expected = step(alone, of_size(inputs, 1, 0))
     module, _ = build("mlp")
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, dynamic=ROWS, cluster=fast_links())
         assert relative_difference(step(module, of_size(inputs, 1, 0)), expected) <= TOLERANCE
         assert programs(module) == 2
@@ -152,7 +152,7 @@ def test_a_batch_of_one_has_a_graph_of_its_own() -> None:
 
 def test_sizes_of_one_name_must_be_equal() -> None:
     module, inputs = build("mlp")
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, dynamic=ROWS)
         with pytest.raises(InputError, match='dim 0 of target is 5, but dim 0 of x is 6, and both were declared as "b'):
             module(inputs["x"][:6], inputs["target"][:5])
@@ -162,7 +162,7 @@ def test_without_an_example_the_first_call_is_one() -> None:
     module, inputs = build("mlp")
     alone, _ = build("mlp")
     expected = step(alone, of_size(inputs, 5, 0))
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         autoshard.parallelize(module, mesh, dynamic=ROWS, cluster=fast_links())
         step(module, inputs)
         assert relative_difference(step(module, of_size(inputs, 5, 0)), expected) <= TOLERANCE
@@ -171,7 +171,7 @@ def test_without_an_example_the_first_call_is_one() -> None:
 
 def test_evaluation_and_training_have_programs_of_their_own() -> None:
     module, inputs = build("mlp")
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, dynamic=ROWS)
         for batch in (4, 7):
             with torch.no_grad():
@@ -195,7 +195,7 @@ def test_a_call_may_leave_out_labels_that_are_said_to_be_dynamic() -> None:
     alone = copy.deepcopy(module)
     ids = torch.arange(24).reshape(4, 6) % 11
     sizes = {0: "batch", 1: "length"}
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         autoshard.parallelize(
             module, mesh, (ids, ids), dynamic={"ids": sizes, "labels": sizes}, cluster=fast_links(), effort="fast"
         )
@@ -229,7 +229,7 @@ def test_inputs_are_named_wherever_they_stand_in_a_call() -> None:
 
     rows = {0: "batch"}
     names = {"args[0]": rows, "args[1][1]['z']": rows, "last": rows, "shift": rows, "scale": rows}
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         autoshard.parallelize(module, mesh, *given(4), dynamic=names, cluster=fast_links(), effort="fast")
         for batch in (4, 6):
             args, kwargs = given(batch)
@@ -263,7 +263,7 @@ def test_more_than_the_loss_is_differentiated_at_any_size() -> None:
         return {name: held_by_ranks(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
     expected = gradients(alone)
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         example = torch.zeros(4, 8, dtype=torch.float64)
         autoshard.parallelize(module, mesh, (example,), dynamic={"x": {0: "batch"}}, cluster=fast_links())
         assert relative_difference(gradients(module), expected) <= TOLERANCE
@@ -275,7 +275,7 @@ def test_a_plan_for_dynamic_sizes_is_saved_and_applied(tmp_path: Any) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = autoshard.ShardingPlan.load(tmp_path / "plan.json")
     check("mlp", {"dp": 2}, ROWS, ((5, 0), (12, 0)), plan=loaded)
-    with simulated(dp=2) as mesh, pytest.raises(PlanError):
+    with simulated_mesh(dp=2) as mesh, pytest.raises(PlanError):
         autoshard.parallelize(build("mlp")[0], mesh, (), inputs, plan=loaded)
 
 
@@ -302,13 +302,13 @@ class TwoInputs(nn.Module):
 
 
 def test_gradients_of_inputs_of_other_sizes_are_summed_one_by_one() -> None:
-    with Widened():
+    with Float64Mode():
         alone = TwoInputs().double()
         module = copy.deepcopy(alone)
         inputs = {name: torch.randn(12, 6, dtype=torch.float64, requires_grad=True) for name in ("x", "y")}
     hints = {name: Shard(0) for name in ("first.weight", "second.weight")}
     rows = {name: {0: "batch"} for name in inputs}
-    with simulated(tp=2) as device_mesh:
+    with simulated_mesh(tp=2) as device_mesh:
         autoshard.parallelize(module, device_mesh, (), inputs, dynamic=rows, hints=hints, cluster=fast_links())
         for batch in (12, 5):
             mine, others = (
@@ -337,7 +337,7 @@ class Spread(nn.Module):
 def test_variances_divide_by_the_elements_of_each_call() -> None:
     alone, inputs = Spread(), {"x": torch.randn(8, 16, dtype=torch.float64)}
     module = copy.deepcopy(alone)
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         options: dict[str, Any] = {"cluster": fast_links(), "effort": "fast", "hints": {"*": (Replicate(),)}}
         autoshard.parallelize(module, mesh, (), inputs, dynamic={"x": {0: "batch"}}, **options)
         for rows in (8, 5):

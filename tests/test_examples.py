@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import autoshard
-from tests.programs import ROOT, by_command, by_fork
+from tests.programs import ROOT, run_by_command, run_by_fork
 
 EXAMPLES = ROOT / "examples"
 COMMAND = re.compile(
@@ -28,7 +28,7 @@ def run(name: str, folder: Path, *arguments: str, command: bool = False) -> str:
     """What an example prints in as many processes as the command in its first line starts; temporary files go to
     `folder`. By the command itself where that is asked for: for one example of `python`'s, and for one of torchrun's.
     """
-    return (by_command if command else by_fork)(EXAMPLES / name, launched(name), folder, *arguments)
+    return (run_by_command if command else run_by_fork)(EXAMPLES / name, launched(name), folder, *arguments)
 
 
 def losses(line: str) -> list[float]:
@@ -164,6 +164,6 @@ def test_laptop_to_cluster(tmp_path: Path) -> None:
     """The plan that one command makes is taken by the other."""
     plan = str(tmp_path / "gpt.plan.json")
     assert f"saved as {plan}" in run("laptop_to_cluster.py", tmp_path, "--plan", plan)
-    text = by_fork(EXAMPLES / "laptop_to_cluster.py", 4, tmp_path, "--plan", plan)
+    text = run_by_fork(EXAMPLES / "laptop_to_cluster.py", 4, tmp_path, "--plan", plan)
     first, last = losses(next(line for line in text.splitlines() if line.startswith("loss on 4 cpu devices")))
     assert last < first / 2

@@ -18,7 +18,7 @@ from autoshard.frontier import Frontier
 from autoshard.memory import Memory
 from autoshard.plan import ShardingPlan
 from tests import models
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.sample_plan import sample_plan
 from tests.training import TOLERANCE, fast_links, relative_difference
 
@@ -172,7 +172,7 @@ def test_plans_of_the_frontier_train_as_one_device_does() -> None:
     assert len(frontier) > 1
     for chosen in (frontier[0], frontier[len(frontier) // 2]):
         module, _ = models.mlp(dtype=torch.float64)
-        with simulated(x=4) as mesh:
+        with simulated_mesh(x=4) as mesh:
             autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), plan=chosen)
             module(**inputs).backward()
             gradients = {name: [parameter.grad.full_tensor()] for name, parameter in module.named_parameters()}  # type: ignore[union-attr]

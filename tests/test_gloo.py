@@ -17,24 +17,24 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.errors import BudgetError, InputError, PlanError
-from autoshard.partition.hosts import HostGroups
+from autoshard.partition.host_groups import HostGroups
 from autoshard.partition.seeds import Seeds
-from autoshard.partition.shards import cut, local_of, whole
+from autoshard.partition.shards import cut, gather_full_tensor, local_of
 from autoshard.plan import ShardingPlan
 from autoshard.specs import Spec
 from tests import models
-from tests.models.common import seeded, tokens
+from tests.models.common import fixed_seed, tokens
 from tests.models.routed import sorted_experts
-from tests.patterns.units.whole import attention_model, plan_with, worst_error
+from tests.patterns.units.unit_models import attention_model, plan_with, worst_error
 from tests.training import (
     ONE_LAYER,
     TOLERANCE,
     compare,
     fast_links,
-    on_processes,
     one_device,
     relative_difference,
     train,
+    train_on_processes,
 )
 from tests.workers import Workers
 
@@ -62,7 +62,7 @@ class Words(nn.Module):
 
 
 def words(seed: int = 0) -> models.Model:
-    with seeded(torch.float64, seed):
+    with fixed_seed(torch.float64, seed):
         return Words(), {"input_ids": tokens(), "labels": tokens()}
 
 
@@ -83,7 +83,7 @@ def test_training_equals_one_device(four: Workers) -> None:
 
 
 def worst_difference(model: str) -> float:
-    trace = on_processes(model, {"dp": 2, "tp": 2})
+    trace = train_on_processes(model, {"dp": 2, "tp": 2})
     assert any(placement != Replicate() for placements in trace.placements.values() for placement in placements)
     return compare(trace, one_device(model)).worst
 
@@ -147,7 +147,7 @@ def different_seeds() -> None:
     module.register_buffer("scale", torch.full((2,), float(dist.get_rank())))
     autoshard.parallelize(module, mesh(), (), inputs, cluster=fast_links())
     for name, value in expected.named_parameters():
-        assert torch.equal(whole(module.get_parameter(name)), value)
+        assert torch.equal(gather_full_tensor(module.get_parameter(name)), value)
     assert torch.equal(module.get_buffer("scale"), torch.zeros(2))
     later, _ = words(seed=dist.get_rank())
     autoshard.parallelize(later, mesh(), cluster=fast_links())
@@ -155,7 +155,7 @@ def different_seeds() -> None:
         assert_same_everywhere(local_of(parameter))
     later(**inputs)
     for name, value in expected.named_parameters():
-        assert torch.equal(whole(later.get_parameter(name)), value)
+        assert torch.equal(gather_full_tensor(later.get_parameter(name)), value)
 
 
 def test_an_optimizer_made_before_the_first_call(four: Workers) -> None:
@@ -185,7 +185,7 @@ def train_with_an_optimizer_made_before() -> None:
                 loss = partial(backward, one, inputs, optimizer)
                 loss()
                 optimizer.step(loss if make is torch.optim.LBFGS else None)  # type: ignore[arg-type]
-        ours = {name: [whole(value)] for name, value in module.named_parameters()}
+        ours = {name: [gather_full_tensor(value)] for name, value in module.named_parameters()}
         theirs = {name: [value.detach()] for name, value in alone.named_parameters()}
         assert relative_difference(ours, theirs) <= TOLERANCE, make
 
@@ -315,7 +315,7 @@ def several_signatures() -> None:
 
 def whole_of(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
-    return whole(tensor) if isinstance(tensor, DTensor) else tensor
+    return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def test_planned_outputs_hold_their_shards(four: Workers) -> None:
@@ -495,8 +495,8 @@ def seeds_of_groups_beside() -> None:
     agreed = Seeds(mesh())
     torch.manual_seed(dist.get_rank())
     with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
-        first = agreed.agree()
-    second = agreed.agree()
+        first = agreed.draw()
+    second = agreed.draw()
     for seed in (first, second):
         assert_same_everywhere(seed)
     assert int(first) != int(second)

@@ -17,8 +17,8 @@ from autoshard.capture.joint import capture
 from autoshard.errors import InputError
 from autoshard.partition.split import split
 from autoshard.patterns.local import collectives
-from autoshard.planner.problem import Wishes
-from tests.partition.meshes import simulated
+from autoshard.planner.planning_problem import Constraints
+from tests.partition.meshes import simulated_mesh
 from tests.partition.programs import step_on
 from tests.training import fast_links, held_by_ranks, relative_difference
 
@@ -89,7 +89,7 @@ def one_device(dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, list[torch.T
 def on_mesh(policy: MixedPrecisionPolicy, mesh: dict[str, int], **options: Any) -> tuple[Any, Any, nn.Module, Sent]:
     torch.manual_seed(0)
     module, inputs = Tied(), example()
-    with simulated(**mesh) as device_mesh:
+    with simulated_mesh(**mesh) as device_mesh:
         autoshard.parallelize(
             module, device_mesh, (), inputs, cluster=fast_links(), mp_policy=policy, time_limit=10.0, **options
         )
@@ -130,7 +130,7 @@ def test_bfloat16_is_near_one_device_in_bfloat16(reduce_dtype: torch.dtype | Non
 )
 def test_gradients_are_reduced_in_the_dtype_asked_for(policy: MixedPrecisionPolicy, reduced_as: torch.dtype) -> None:
     graph = capture(Tied(), (), example(batch=512), mp_policy=policy)  # large: data parallel is cheapest
-    with simulated(dp=4) as device_mesh:
+    with simulated_mesh(dp=4) as device_mesh:
         step = step_on(graph, device_mesh, cluster=fast_links())
     final = next(iter(step.graph_module.graph.find_nodes(op="output"))).args[0]
     gradients = [node for node, border in zip(final, step.outputs, strict=True) if border.kind == "gradient"]
@@ -151,10 +151,10 @@ def reductions_behind(node: fx.Node) -> list[torch.dtype]:
 def test_gradients_reduced_in_another_dtype_are_reduced_together() -> None:
     inputs = example(batch=512)
     graph = capture(Tied(), (), inputs, mp_policy=MixedPrecisionPolicy(BF16))
-    with simulated(dp=4) as device_mesh:
+    with simulated_mesh(dp=4) as device_mesh:
         everywhere = {name: (Replicate(),) for name, _ in Tied().named_parameters()}
         local = {name: (Shard(0),) for name in inputs if name == "tokens"}
-        step = step_on(graph, device_mesh, Wishes(pinned={**everywhere, **local}), fast_links())
+        step = step_on(graph, device_mesh, Constraints(pinned={**everywhere, **local}), fast_links())
         backward = split(step, compile=False).backward
     assert backward is not None
     assert len(backward.graph.find_nodes(op="call_function", target=collectives.all_reduce.default)) < 7
@@ -228,7 +228,7 @@ def test_a_program_runs_as_it_was_captured_under_autocast(around_backward: bool)
     with torch.autocast("cpu", BF16):
         loss = reference(x)
     loss.backward()
-    with simulated(dp=1) as mesh:
+    with simulated_mesh(dp=1) as mesh:
         with torch.autocast("cpu", BF16):
             autoshard.parallelize(module, mesh, (x,), cluster=fast_links())
             found = module(x)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.names import ancestors, grouped, matching, suggestion
+from autoshard.names import ancestors, group_names, matching, suggestion
 
 
 def test_a_star_matches_dots_too() -> None:
@@ -33,12 +33,12 @@ def test_suggestions_offer_close_names_or_any() -> None:
     ],
 )
 def test_names_that_differ_in_indices_are_put_together(items: dict[str, int], texts: list[str]) -> None:
-    assert [group.text for group in grouped(items)] == texts
+    assert [group.text for group in group_names(items)] == texts
 
 
 @given(st.dictionaries(st.integers(0, 30).map("h.{}.w".format), st.integers(0, 2)))
 def test_groups_divide_the_names_by_key(items: dict[str, int]) -> None:
-    groups = grouped(items)
+    groups = group_names(items)
     assert sorted(name for group in groups for name in group.names) == sorted(items)
     assert all(items[name] == group.key for group in groups for name in group.names)
     assert len(groups) == len(set(items.values()))

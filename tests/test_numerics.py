@@ -29,8 +29,8 @@ from tests.numerics import (
 from tests.pipeline_rows import CASES as PIPELINES
 from tests.pipeline_rows import compare as compare_held
 from tests.precision import BFLOAT16_ROUNDING, FACTOR, distances
-from tests.tight import tight_row
-from tests.training import OF_ONE_LAYER, STEPS, TOLERANCE, compare, on_mesh, one_device, relative_difference
+from tests.tight_limits import tight_row
+from tests.training import OF_ONE_LAYER, STEPS, TOLERANCE, compare, one_device, relative_difference, train_on_mesh
 
 FAST = {("mlp", mesh) for mesh in MESHES} | {("hf_gpt2", (2,)), ("resnet18", (3,))}
 # The page has every model on every mesh; here every model trains with two layers on one, and with one on others.
@@ -76,7 +76,7 @@ def test_other_models_under_a_random_plan(model: str, mesh: tuple[int, ...]) -> 
 @pytest.mark.parametrize("model", ["hf_mixtral"])
 def test_the_default_experts_equal_the_batched_ones(model: str) -> None:
     """`grouped_mm` has no kernel in float64 on one device; what is captured of it does."""
-    trace = on_mesh(model, axes(SQUARE), 1, effort="fast", experts="grouped_mm")
+    trace = train_on_mesh(model, axes(SQUARE), 1, effort="fast", experts="grouped_mm")
     assert compare(trace, one_device(model, 1)).worst <= TOLERANCE
 
 

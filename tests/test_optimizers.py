@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
 from autoshard.errors import InputError
-from autoshard.partition.shards import full
-from tests.partition.meshes import simulated
+from autoshard.partition.shards import get_full
+from tests.partition.meshes import simulated_mesh
 from tests.training import fast_links
 from tests.workers import Workers
 
@@ -51,12 +51,12 @@ def sharded_steps_are_refused() -> None:
     for kind in (torch.optim.Adafactor, torch.optim.Rprop):
         optimizer = kind(module.parameters())
         module(x).backward()
-        before = full(module, "up.weight")
+        before = get_full(module, "up.weight")
         for _ in range(2):
             with pytest.raises(InputError, match=rf"{kind.__name__} can't step .*'up.weight' lies as .*Shard\(dim=0\)"):
                 optimizer.step()
         assert not optimizer.state
-        assert torch.equal(full(module, "up.weight"), before)
+        assert torch.equal(get_full(module, "up.weight"), before)
         optimizer.zero_grad()
 
 
@@ -69,7 +69,7 @@ def whole_parameters_step() -> None:
             net(x).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert torch.allclose(full(module, "up.weight"), alone.up.weight, rtol=1e-9, atol=0)
+    assert torch.allclose(get_full(module, "up.weight"), alone.up.weight, rtol=1e-9, atol=0)
 
 
 def anomalies_are_found() -> None:
@@ -123,7 +123,7 @@ def test_whatever_else_holds_the_parameters_from_before_is_told_of_once(
     make: Callable[[Iterable[nn.Parameter]], object], warns: bool, planned: bool
 ) -> None:
     module, x = Net(), torch.randn(4, 4, dtype=torch.float64)
-    with simulated(x=2) as mesh, warnings.catch_warnings(record=True) as caught:
+    with simulated_mesh(x=2) as mesh, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = make(module.parameters())
         autoshard.parallelize(module, mesh, (x,) if planned else (), cluster=fast_links())

@@ -17,21 +17,21 @@ import autoshard
 from autoshard import part_shares
 from autoshard.capture.joint import capture
 from autoshard.errors import BudgetError, PlanError
-from autoshard.part_shares import totals_of
+from autoshard.part_shares import candidate_totals
 from autoshard.patterns.decisions import Decisions, Flow
-from autoshard.patterns.graph import GraphRules
-from autoshard.patterns.parts import in_parts, parted_along
+from autoshard.patterns.graph_rules import GraphRules
+from autoshard.patterns.parts import unequal_loops, with_unequal_loops
 from autoshard.size import is_dynamic
 from autoshard.specs.axes import MeshShape
-from tests.models.common import seeded
+from tests.models.common import fixed_seed
 from tests.training import (
     ONE_LAYER,
     TOLERANCE,
+    Float64Mode,
     Trace,
-    Widened,
     build,
     compare,
-    doubles,
+    default_float64,
     fast_links,
     outputs_of,
     train,
@@ -101,28 +101,28 @@ class Told(nn.Module):
 
 
 def told() -> tuple[nn.Module, Inputs]:
-    with seeded(torch.float64, 0):
+    with fixed_seed(torch.float64, 0):
         return Told(), {"x": torch.randn(16, 7, 6), "last": torch.randint(7, (16,))}
 
 
 def wide(rows: int = 5) -> tuple[nn.Module, Inputs]:
-    with seeded(torch.float64, 0):
+    with fixed_seed(torch.float64, 0):
         return Wide(), {"x": torch.randn(rows, 6), "target": torch.randint(40, (rows,))}
 
 
 def square() -> tuple[nn.Module, Inputs]:
-    with seeded(torch.float64, 0):
+    with fixed_seed(torch.float64, 0):
         return Square(), {"x": torch.randn(5, 8)}
 
 
 def odd() -> tuple[nn.Module, Inputs]:
     """Of its classes no two ranks can hold unequal numbers of equal parts."""
-    with seeded(torch.float64, 0):
+    with fixed_seed(torch.float64, 0):
         return Wide(41), {"x": torch.randn(5, 6), "target": torch.randint(41, (5,))}
 
 
 def heads() -> tuple[nn.Module, Inputs]:
-    with seeded(torch.float64, 0):
+    with fixed_seed(torch.float64, 0):
         return Heads(), {"x": torch.randn(3, 7, 32)}
 
 
@@ -145,15 +145,15 @@ def check(
     """Three steps, and one without gradients if told, beside one device; the shapes that this rank activates."""
     (module, example), (alone, _) = made(), made()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    with Widened():
+    with Float64Mode():
         autoshard.parallelize(module, mesh, (), example, **({"shares": SHARES, "cluster": fast_links()} | options))
         expected = train(alone, example)
     seen = Activated()
-    with doubles(), seen:
+    with default_float64(), seen:
         trained = train(module, example)
     assert compare(trained, expected).worst <= TOLERANCE
     if evaluated:
-        with Widened(), torch.no_grad():
+        with Float64Mode(), torch.no_grad():
             assert compare(train_nothing(module, example), train_nothing(alone, example)).worst <= TOLERANCE
     return seen.shapes
 
@@ -199,14 +199,14 @@ def test_two_dims_of_a_tensor_lie_in_parts_of_one_number(two: Workers) -> None:
 
 def test_parameters_in_shards_of_another_axis_lie_in_parts_on_this_one() -> None:
     module, example = build("mlp")
-    with Widened():
+    with Float64Mode():
         plan = autoshard.plan(module, {"dp": 2, "tp": 2}, (), example, shares={"dp": (3, 1)}, cluster=fast_links())
     assert len(plan.parts) == 2
 
 
 def test_dims_that_can_not_all_lie_in_parts_do_so_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that needs equal shares of two dims together is that of a deep network; here it is refused as such."""
-    together, seconds = part_shares._Parts._of, []
+    together, seconds = part_shares._UnequalParts._plan_parts, []
 
     def refused_together(parts: Any, loops: Sequence[Any], counts: Sequence[int]) -> Any:
         if len(loops) > 1:
@@ -215,10 +215,10 @@ def test_dims_that_can_not_all_lie_in_parts_do_so_alone(monkeypatch: pytest.Monk
         seconds.append(plan.step_seconds)
         return plan, planner
 
-    monkeypatch.setattr(part_shares._Parts, "_of", refused_together)
+    monkeypatch.setattr(part_shares._UnequalParts, "_plan_parts", refused_together)
     module, example = build("mlp")
     options = {"shares": {"dp": (3, 1)}, "cluster": fast_links(), "effort": "fast"}
-    with Widened():
+    with Float64Mode():
         plan = autoshard.plan(module, {"dp": 2, "tp": 2}, (), example, **options)
     assert len(plan.parts) == 1
     assert len(seconds) == 2
@@ -250,11 +250,11 @@ def beside_data_parallelism() -> set[tuple[int, ...]]:
     (module, example), (alone, _) = wide(6), wide(6)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     options = {"shares": {"tp": (3, 1)}, "hints": {"": autoshard.split("tp")}, "cluster": fast_links()}
-    with Widened():
+    with Float64Mode():
         autoshard.parallelize(module, mesh, (), example, **options)
         expected = train(alone, example)
     seen = Activated()
-    with doubles(), seen:
+    with default_float64(), seen:
         trained = train(module, example)
     assert compare(trained, expected).worst <= TOLERANCE
     assert len(seen.shapes) == 1
@@ -275,9 +275,9 @@ def test_what_is_split_in_an_odd_number_is_no_hindrance(two: Workers) -> None:
 
 
 def test_totals_are_those_that_most_sizes_can_be_divided_in() -> None:
-    assert totals_of([12, 3072, 768, 50257], 2) == [12, 768, 3072, 50257]
-    assert totals_of([8, 32, 4096], 8) == [32, 4096]
-    assert totals_of([2, 2], 2) == totals_of([], 2) == []
+    assert candidate_totals([12, 3072, 768, 50257], 2) == [12, 768, 3072, 50257]
+    assert candidate_totals([8, 32, 4096], 8) == [32, 4096]
+    assert candidate_totals([2, 2], 2) == candidate_totals([], 2) == []
 
 
 def test_a_parameter_that_is_pinned_to_be_sharded_says_what_is_split(two: Workers) -> None:
@@ -297,13 +297,13 @@ def pinned() -> None:
 
 def test_sizes_of_a_graph_in_parts_are_those_that_it_had() -> None:
     module, example = build("gpt")
-    with Widened():
+    with Float64Mode():
         graph = capture(module, (), example)
     mesh = MeshShape.of({"tp": 2})
     rules = GraphRules(graph, mesh)
     plan = autoshard.plan(module, {"tp": 2}, (), example, cluster=fast_links(), hints={"": autoshard.split("tp")})
-    loops = parted_along(Flow(rules, Decisions.from_data(plan.decisions), mesh), 0)
-    parted = in_parts(graph, mesh, [loop for loop, size in loops.items() if size % 4 == 0], 4)
+    loops = unequal_loops(Flow(rules, Decisions.from_data(plan.decisions), mesh), 0)
+    parted = with_unequal_loops(graph, mesh, [loop for loop, size in loops.items() if size % 4 == 0], 4)
     dynamic = 0
     for node in parted.graph.nodes:
         for value, shape in zip(flat(node.meta.get("val")), node.meta.get("sizes", ()), strict=False):

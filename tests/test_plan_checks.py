@@ -21,12 +21,12 @@ import autoshard
 from autoshard import parallelizer, plan_file
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.errors import PlanError
-from autoshard.partition.shards import whole
+from autoshard.partition.shards import gather_full_tensor
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
-from autoshard.planning import Planners
+from autoshard.planning import PlannerCache
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 from tests.planner.steps import planner_of
 from tests.random_plans import random_plan
 from tests.training import fast_links
@@ -128,7 +128,7 @@ def _same(data: Data) -> None:
     module, alone, x = _net(), _net(), _x()
     expected = alone(x)
     expected[0].backward()
-    with simulated(**MESH) as mesh:
+    with simulated_mesh(**MESH) as mesh:
         autoshard.parallelize(module, mesh, (x,), cluster=fast_links(), plan=_saved_anew(data))
         # One tensor for all ranks would take part in no collective of the simulation.
         outputs = module(LocalTensor({rank: x.clone() for rank in range(mesh.size())}))
@@ -136,7 +136,7 @@ def _same(data: Data) -> None:
         ours = [*outputs, *(p.grad for p in module.parameters()), *module.buffers()]
         theirs = [*expected, *(p.grad for p in alone.parameters()), *alone.buffers()]
         for one, other in zip(ours, theirs, strict=True):
-            for held in per_rank(whole(one) if isinstance(one, DTensor) else one.detach(), mesh).values():
+            for held in per_rank(gather_full_tensor(one) if isinstance(one, DTensor) else one.detach(), mesh).values():
                 torch.testing.assert_close(held, other.detach(), **TOLERANCE)
 
 
@@ -290,8 +290,8 @@ def test_an_edited_plan_is_refused_before_anything_is_changed(
     data = copy.deepcopy(plain)
     edit(data)
     with (  # these take most of the time, and are the same for all
-        mock.patch.object(parallelizer, "watch_capture", return_value=(graph, 0.0)),
-        mock.patch.object(Planners, "of", return_value=planner),
+        mock.patch.object(parallelizer, "capture_with_progress", return_value=(graph, 0.0)),
+        mock.patch.object(PlannerCache, "of", return_value=planner),
     ):
         _refused(data, mesh, said)
 
@@ -362,5 +362,5 @@ def test_a_plan_for_local_inputs_is_none_for_global_ones(mesh: DeviceMesh) -> No
     _refused(data, mesh, 'was the plan made with inputs="local"', make)
     other = {"inputs": "local", "input_placements": {"x": [Shard(0), Shard(0)]}}
     graph = capture(make(), (_x(),), {})
-    with mock.patch.object(parallelizer, "watch_capture", return_value=(graph, 0.0)):
+    with mock.patch.object(parallelizer, "capture_with_progress", return_value=(graph, 0.0)):
         _refused(data, mesh, "it is asked for as", make, **other)

@@ -16,7 +16,7 @@ from autoshard.capture import capture
 from autoshard.errors import PlanError
 from autoshard.plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.random_plans import random_plan
 from tests.sample_plan import sample_plan
 from tests.training import held_by_ranks
@@ -108,7 +108,7 @@ def test_blocks_of_a_dynamic_size_serve_other_sizes_behind_a_file() -> None:
     alone, x = copy.deepcopy(module), torch.randn(2, 5, 6, dtype=torch.float64)
     plan = random_plan(capture(module, (x,), {}, dynamic=dynamic), MeshShape.of({"x": 4}), 0)
     assert "S(0,f=2,b=2)" in plan.to_json()
-    with simulated(x=4) as mesh:
+    with simulated_mesh(x=4) as mesh:
         plan = ShardingPlan.from_json(plan.to_json())
         autoshard.parallelize(module, mesh, (x,), plan=plan, dynamic=dynamic)
         for size in (5, 9, 14):

@@ -9,7 +9,7 @@ from torch import nn
 
 from autoshard.capture.joint import capture
 from autoshard.options import Options, check_options
-from autoshard.planning import Planners, planned_with
+from autoshard.planning import PlannerCache, run_planner
 from autoshard.specs.axes import MeshShape
 from tests.training import build, fast_links
 
@@ -33,22 +33,22 @@ def _graphs(module: nn.Module, inputs: dict[str, Any]) -> list[Any]:
 def test_later_calls_are_planned_as_if_they_were_the_first_from_what_was_worked_out_before() -> None:
     module, inputs = build("mlp")
     options = _options()
-    planners = Planners(module, MESH)
+    planners = PlannerCache(module, MESH)
     tables = None
     for graph in _graphs(module, inputs):
         planner = planners.of(graph, options)
         tables = tables or planner.resharder
         assert planner.resharder is tables
-        found = planned_with(planner, 0.0, options)
-        alone = planned_with(Planners(module, MESH).of(graph, options), 0.0, options)
+        found = run_planner(planner, 0.0, options)
+        alone = run_planner(PlannerCache(module, MESH).of(graph, options), 0.0, options)
         assert replace(found, timings={}) == replace(alone, timings={})
     planners.forget()
-    assert not any(one._found for one in planners._first)
+    assert not any(one._candidates for one in planners._first)
 
 
 def test_planners_at_other_prices_work_out_their_own() -> None:
     module, inputs = build("mlp")
     graph = capture(module, (), inputs)
-    planners = Planners(module, MESH)
+    planners = PlannerCache(module, MESH)
     one, other = (planners.of(graph, _options(optimizer=optimizer)) for optimizer in ("adamw", "sgd"))
     assert one.resharder is not other.resharder

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoshard
 from autoshard.capture.joint import capture
-from autoshard.partition.module import RUNTIME
-from autoshard.partition.step import Program
+from autoshard.partition.module_runtime import RUNTIME
+from autoshard.partition.step import LocalProgram
 from tests import models
 from tests.memory_tracker import first_rank
 from tests.program_lint import exposed_gathers, gathers, graph_findings, named_devices, program_findings
@@ -155,7 +155,7 @@ class Stack(nn.Module):
         return self.layers(x).square().mean()
 
 
-def program_of(module: nn.Module, inputs: dict[str, Tensor], sizes: dict[str, int], **options: Any) -> Program:
+def program_of(module: nn.Module, inputs: dict[str, Tensor], sizes: dict[str, int], **options: Any) -> LocalProgram:
     with first_rank(sizes) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **options)
     (served,) = module.__dict__[RUNTIME]._served.values()

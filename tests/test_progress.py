@@ -11,18 +11,18 @@ from torch import nn
 
 import autoshard
 from autoshard import progress
-from autoshard.planner.progress import Progress
+from autoshard.planner.search_progress import Progress
 from tests.partition.meshes import one_device
 
 
 def _wait(seconds: float) -> None:
-    with progress.watched(False, "capture of Model"):
+    with progress.show_progress(False, "capture of Model"):
         time.sleep(seconds)
 
 
 def test_what_takes_long_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SECONDS", 0.02)
-    with caplog.at_level(logging.INFO, "autoshard"), progress.watched(False) as report:
+    with caplog.at_level(logging.INFO, "autoshard"), progress.show_progress(False) as report:
         report(Progress("messages", 2.0, 1.0, 3.0))
         time.sleep(0.2)
     said = [record.getMessage() for record in caplog.records]
@@ -37,7 +37,7 @@ def test_what_is_done_soon_is_not(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_every_report_is_logged_where_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "autoshard"), progress.watched(True) as report:
+    with caplog.at_level(logging.INFO, "autoshard"), progress.show_progress(True) as report:
         for cost in (3.0, 2.0):
             report(Progress("messages", cost, 1.0, 3.0))
     assert [record.getMessage()[:13] for record in caplog.records] == ["messages: 3 s", "messages: 2 s"]

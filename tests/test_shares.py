@@ -14,15 +14,15 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.errors import InputError, MeshError, PlanError
-from tests.models.common import seeded
+from tests.models.common import fixed_seed
 from tests.training import (
     OF_ONE_LAYER,
     TOLERANCE,
+    Float64Mode,
     Rows,
-    Widened,
     build,
     compare,
-    doubles,
+    default_float64,
     fast_links,
     train,
     unlike_devices,
@@ -54,7 +54,7 @@ class Scores(nn.Module):
 
 
 def scores() -> tuple[nn.Module, Inputs]:
-    with seeded(torch.float64, 0):
+    with fixed_seed(torch.float64, 0):
         target = torch.randint(8, (12, 6))
         target[1:4] = -1
         target[0, 2:] = -1
@@ -79,16 +79,16 @@ def check(made: Callable[[], tuple[nn.Module, Inputs]], inputs: str, counts: Any
     (module, example), (alone, _) = made(), made()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     options = {"dynamic": ROWS, "shares": SHARES, "cluster": fast_links(), "inputs": inputs} | options
-    with Widened():
+    with Float64Mode():
         autoshard.parallelize(module, mesh, (), first_rows(example, 6), **options)
     seen = Rows()
     for shares in counts:
         batch = first_rows(example, sum(shares))
-        with Widened():
+        with Float64Mode():
             expected = train(alone, batch, 2)
         own = own_rows(batch, shares, mesh.get_local_rank()) if inputs == "local" else batch
         seen.rows.clear()
-        with doubles(), seen:
+        with default_float64(), seen:
             trained = train(module, own, 2)
         assert compare(trained, expected).worst <= TOLERANCE, shares
     return seen.rows

@@ -13,7 +13,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autoshard.size import Ratio, Size, at, ceil_div, common_divisor, divides, evaluate, is_dynamic, plain, symbol
+from autoshard.size import (
+    DynamicSize,
+    Ratio,
+    at,
+    ceil_div,
+    common_divisor,
+    divides,
+    evaluate,
+    is_dynamic,
+    plain,
+    symbol,
+)
 
 BATCH, SEQUENCE = symbol("batch"), symbol("sequence")
 EXAMPLE = {BATCH: 6, SEQUENCE: 10}
@@ -61,7 +72,7 @@ TREES = st.recursive(
 
 
 def sizes() -> tuple[int, int]:
-    return Size.of(BATCH, EXAMPLE), Size.of(SEQUENCE, EXAMPLE)
+    return DynamicSize.of(BATCH, EXAMPLE), DynamicSize.of(SEQUENCE, EXAMPLE)
 
 
 @given(TREES, st.integers(2, 40), st.integers(2, 40))
@@ -105,7 +116,7 @@ def test_quotients_are_exact_at_other_sizes() -> None:
     ("multiple", "divisor", "expected"), [(1, 2, False), (8, 2, True), (8, 16, False), (3, 3, True)]
 )
 def test_a_divisor_divides_at_all_sizes_or_is_none(multiple: int, divisor: int, expected: bool) -> None:
-    assert divides(divisor, Size.of(multiple * BATCH, EXAMPLE)) is expected
+    assert divides(divisor, DynamicSize.of(multiple * BATCH, EXAMPLE)) is expected
 
 
 def test_zero_is_no_multiple() -> None:

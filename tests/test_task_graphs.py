@@ -17,9 +17,9 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.errors import HintError
-from tests.partition.meshes import per_rank, simulated
+from tests.float64 import default_float64
+from tests.partition.meshes import per_rank, simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
-from tests.widen import doubles
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "whale"
 
@@ -59,7 +59,7 @@ def assert_like_one_device(model: nn.Module, batch: tuple[Tensor, ...], mesh: di
     inputs = dict(zip(("first", "second"), batch, strict=True))
     alone = copy.deepcopy(module)
     reference = train(alone, inputs)
-    with simulated(**mesh) as device_mesh, doubles():
+    with simulated_mesh(**mesh) as device_mesh, default_float64():
         autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links())
         trace = train(module, inputs)
     assert compare(trace, reference).worst < TOLERANCE
@@ -69,7 +69,7 @@ def assert_like_one_device(model: nn.Module, batch: tuple[Tensor, ...], mesh: di
 def build(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model of the examples with primitives for two devices, and a batch, in float64."""
     torch.manual_seed(0)
-    with doubles():
+    with default_float64():
         return example(name).build(2)
 
 
@@ -112,7 +112,7 @@ class Layers(nn.Module):
 
 
 def test_every_layer_has_its_task_graphs() -> None:
-    with doubles():
+    with default_float64():
         model = Layers(2)
     placements = assert_like_one_device(model, (torch.randn(4, 6, 16).double(),) * 2, {"x": 2}).sharding_plan.placements
     for layer in ("model.layers.0", "model.layers.1"):
@@ -123,11 +123,11 @@ def test_every_layer_has_its_task_graphs() -> None:
 
 @pytest.mark.parametrize("dynamic", [None, {"x": {0: "batch"}, "target": {0: "batch"}}])
 def test_other_calls_keep_the_task_graphs(dynamic: dict[str, dict[int, str]] | None) -> None:
-    with doubles():
+    with default_float64():
         model = Layers(1).eval()
     alone = copy.deepcopy(model)
     calls = [{"x": torch.randn(rows, 6, 16).double(), "target": torch.randn(rows, 6, 16).double()} for rows in (4, 8)]
-    with simulated(x=2) as mesh:
+    with simulated_mesh(x=2) as mesh:
         autoshard.parallelize(model, mesh, (), calls[0], cluster=fast_links(), dynamic=dynamic)
         for call in calls:
             with torch.no_grad():
@@ -139,6 +139,6 @@ def test_other_calls_keep_the_task_graphs(dynamic: dict[str, dict[int, str]] | N
 def test_devices_that_the_mesh_has_not_change_nothing() -> None:
     model, batch = build("data_parallel")
     said = r"replicate\(2\) asks for 2 devices, and no axis of the mesh x=3"
-    with simulated(x=3) as mesh, pytest.raises(HintError, match=said):
+    with simulated_mesh(x=3) as mesh, pytest.raises(HintError, match=said):
         autoshard.parallelize(model, mesh, batch)
     assert not hasattr(model, "sharding_plan")

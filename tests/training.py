@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoshard
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster, Link
-from autoshard.partition.shards import whole
+from autoshard.partition.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
 from tests import models
-from tests.partition.meshes import simulated
+from tests.float64 import Float64Mode, default_float64
+from tests.partition.meshes import simulated_mesh
 from tests.random_plans import random_plan
-from tests.widen import Widened, doubles
 
 TOLERANCE = 1e-9
 OF_ONE_LAYER = " of one layer"  # behind the name of a model that has two
@@ -166,7 +166,9 @@ def held_by_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The whole tensor as every rank in this process has it, in float64."""
     if isinstance(tensor, DTensor):
         placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        tensor = whole(tensor.redistribute(placements=placements) if placements != [*tensor.placements] else tensor)
+        tensor = gather_full_tensor(
+            tensor.redistribute(placements=placements) if placements != [*tensor.placements] else tensor
+        )
     values = list(tensor._local_tensors.values()) if isinstance(tensor, LocalTensor) else [tensor]
     return [value.double().clone() for value in values]
 
@@ -175,7 +177,7 @@ def build(name: str, **options: Any) -> models.Model:
     """A model of `tests.models` with options of its own, in float64 all through."""
     if name.endswith(OF_ONE_LAYER):
         name, options = name.removesuffix(OF_ONE_LAYER), options | {"layers": 1}
-    with Widened():
+    with Float64Mode():
         return models.ZOO[name](dtype=torch.float64, **options)
 
 
@@ -183,19 +185,19 @@ def build(name: str, **options: Any) -> models.Model:
 def one_device(name: str, steps: int = STEPS) -> Trace:
     """The trace of a model on one device."""
     module, inputs = build(name)
-    with Widened():
+    with Float64Mode():
         return train(module, inputs, steps)
 
 
-def on_mesh(
+def train_on_mesh(
     name: str, mesh: Mapping[str, int], steps: int = STEPS, *, effort: Effort = "full", **options: Any
 ) -> Trace:
     """Train a model, built with these options, as planned on all ranks of a mesh in this process."""
-    with simulated(**mesh) as device_mesh:
+    with simulated_mesh(**mesh) as device_mesh:
         return _train_planned(name, device_mesh, steps, effort, **options)
 
 
-def on_processes(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> Trace:
+def train_on_processes(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> Trace:
     """Train a model as planned on a mesh of processes of which this is one."""
     device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     return _train_planned(name, device_mesh, steps)
@@ -204,9 +206,9 @@ def on_processes(name: str, mesh: Mapping[str, int], steps: int = STEPS) -> Trac
 def _train_planned(name: str, device_mesh: DeviceMesh, steps: int, effort: Effort = "full", **options: Any) -> Trace:
     module, inputs = build(name, **options)
     asked: dict[str, Any] = {"cluster": fast_links(), "time_limit": PLANNING_SECONDS, "effort": effort}
-    with Widened(), warnings.catch_warnings(record=True) as raised:
+    with Float64Mode(), warnings.catch_warnings(record=True) as raised:
         autoshard.parallelize(module, device_mesh, (), inputs, **asked)
-    with doubles():
+    with default_float64():
         trace = train(module, inputs, steps)
     return dataclasses.replace(trace, replicated=_without_rule(raised))
 
@@ -224,14 +226,14 @@ def _without_rule(raised: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
 
 
 @functools.cache
-def captured(name: str) -> JointGraph:
+def joint_graph(name: str) -> JointGraph:
     """The graph of a model's step."""
     module, inputs = build(name)
-    with Widened():
+    with Float64Mode():
         return capture(module, (), inputs)
 
 
-def on_mesh_at_random(
+def train_random_plan(
     name: str, mesh: Mapping[str, int], seed: int, steps: int = 1, *, planned_outputs: bool = False, **options: float
 ) -> Trace:
     """Train a model under a random plan on all ranks of a mesh in this process.
@@ -245,12 +247,12 @@ def on_mesh_at_random(
         options: further options of `random_plan`.
     """
     module, inputs = build(name)
-    plan = random_plan(captured(name), MeshShape.of(mesh), seed, planned_outputs=planned_outputs, **options)
-    with simulated(**mesh) as device_mesh:
-        with Widened():
+    plan = random_plan(joint_graph(name), MeshShape.of(mesh), seed, planned_outputs=planned_outputs, **options)
+    with simulated_mesh(**mesh) as device_mesh:
+        with Float64Mode():
             outputs = "planned" if planned_outputs else None
             autoshard.parallelize(module, device_mesh, (), inputs, plan=plan, output_placements=outputs)
-        with doubles():
+        with default_float64():
             return train(module, inputs, steps)
 
 

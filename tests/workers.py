@@ -86,7 +86,7 @@ class Workers:
             ready = wait(pending, 5.0 if failed else self.timeout)
             if not ready:
                 break
-            answers |= {self._connections.index(one): _received(one) for one in ready}  # type: ignore[arg-type]
+            answers |= {self._connections.index(one): _receive(one) for one in ready}  # type: ignore[arg-type]
         errors = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(answers.items()) if kind == "error"]
         hanging = [str(rank) for rank in range(self.size) if rank not in answers]
         if errors or hanging:
@@ -121,7 +121,7 @@ class Workers:
         self.close()
 
 
-def _received(connection: Connection) -> tuple[str, Any]:
+def _receive(connection: Connection) -> tuple[str, Any]:
     try:
         kind, value = connection.recv()
     except (EOFError, ConnectionError):

@@ -87,7 +87,7 @@ __all__ = [
     "TensorArgument",
     "TorchDispatchMode",
     "UserError",
-    "annotated",
+    "annotate_nodes",
     "apply_function",
     "around_dynamo",
     "attribute_patch",
@@ -186,7 +186,7 @@ def unwritten_graphs() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def annotated(annotations: Mapping[str, object]) -> Iterator[None]:
+def annotate_nodes(annotations: Mapping[str, object]) -> Iterator[None]:
     """Context in which nodes that are traced have these annotations in `meta["custom"]`."""
     with traceback.annotate(dict(annotations)), traceback.preserve_node_meta():
         yield

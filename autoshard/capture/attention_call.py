@@ -13,7 +13,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionCall:
     """One call on the keys that its queries can attend to.
 
     Attributes:
@@ -49,7 +49,7 @@ class Attention:
         """Whether the causal flag of every kernel means the limit of this call, if it has one."""
         return not self.causal or (self.query.shape[2] == self.key.shape[2] and not self.window)
 
-    def with_mask(self) -> Attention:
+    def with_mask(self) -> AttentionCall:
         """The same attention, its causal limit and window spelt out in the mask."""
         if not self.causal:
             return self
@@ -57,7 +57,7 @@ class Attention:
         mask = band(range(keys - queries, keys), range(keys), self.window, self.query.device)
         return replace(self, mask=mask, causal=False, window=0)
 
-    def with_repeated_keys(self) -> Attention:
+    def with_repeated_keys(self) -> AttentionCall:
         """The same attention with a key head for every query head."""
         if self.groups == 1:
             return self
@@ -73,7 +73,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Attended:
+class AttentionBackwardInputs:
     """What the forward half of a call gave, the gradient of its result, and whether that of the mask is wanted."""
 
     out: Tensor
@@ -86,8 +86,8 @@ class Attended:
 class Kernel:
     """A kernel: its forward gives result and logarithms, its backward gradients of query, key, value and mask."""
 
-    forward: Callable[[Attention], tuple[Tensor, Tensor]]
-    backward: Callable[[Attention, Attended], Gradients]
+    forward: Callable[[AttentionCall], tuple[Tensor, Tensor]]
+    backward: Callable[[AttentionCall, AttentionBackwardInputs], Gradients]
 
 
 def band(queries: range, keys: range, window: int, device: torch.device) -> Tensor:
@@ -98,7 +98,7 @@ def band(queries: range, keys: range, window: int, device: torch.device) -> Tens
     return kept & (others > position - window) if window else kept
 
 
-def reachable(whole: Attention, start: int) -> tuple[Attention, int]:
+def drop_unreachable_keys(whole: AttentionCall, start: int) -> tuple[AttentionCall, int]:
     """The call on the keys that its queries reach, and the number of keys before these.
 
     Args:
@@ -118,7 +118,7 @@ def reachable(whole: Attention, start: int) -> tuple[Attention, int]:
     return replace(part, mask=mask, causal=False, window=0), first
 
 
-def no_gradient(call: Attention) -> Tensor:
+def no_gradient(call: AttentionCall) -> Tensor:
     """What stands for the gradient of a mask that nobody asks for."""
     return call.query.new_empty(0)
 
@@ -127,7 +127,7 @@ def _precise(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def _scores(call: Attention) -> Tensor:
+def _scores(call: AttentionCall) -> Tensor:
     scores = _precise(call.query) @ _precise(call.key).transpose(-2, -1) * call.scale
     if call.mask is None:
         return scores
@@ -140,7 +140,7 @@ def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
     return weights.masked_fill((logsumexp == -math.inf).unsqueeze(-1), 0)
 
 
-def _dropped(call: Attention, *weights: Tensor) -> tuple[Tensor, ...]:
+def _apply_dropout(call: AttentionCall, *weights: Tensor) -> tuple[Tensor, ...]:
     """Weights, zero where they are dropped and larger where they are kept; of one seed, always the same ones."""
     if not call.dropout:
         return weights
@@ -152,18 +152,18 @@ def _dropped(call: Attention, *weights: Tensor) -> tuple[Tensor, ...]:
     return tuple(each * kept * larger for each in weights)
 
 
-def _math_forward(call: Attention) -> tuple[Tensor, Tensor]:
+def _math_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     scores = _scores(call.with_mask())
     logsumexp = scores.logsumexp(-1)
-    (weights,) = _dropped(call, _weights(scores, logsumexp))
+    (weights,) = _apply_dropout(call, _weights(scores, logsumexp))
     return (weights @ _precise(call.value)).to(call.query.dtype), logsumexp
 
 
-def _math_backward(call: Attention, attended: Attended) -> Gradients:
+def _math_backward(call: AttentionCall, attended: AttentionBackwardInputs) -> Gradients:
     call, gradient, dtype = call.with_mask(), _precise(attended.grad_out), call.query.dtype
     weights = _weights(_scores(call), attended.logsumexp)
     inner = (gradient * _precise(attended.out)).sum(-1, keepdim=True)
-    kept, of_kept = _dropped(call, weights, gradient @ _precise(call.value).transpose(-2, -1))
+    kept, of_kept = _apply_dropout(call, weights, gradient @ _precise(call.value).transpose(-2, -1))
     of_scores = weights * (of_kept - inner)
     grad_mask = no_gradient(call)
     if call.mask is not None and call.mask.dtype != torch.bool:

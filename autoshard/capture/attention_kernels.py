@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.functional import pad
 
-from autoshard.capture.attention_call import MATH, Attended, Attention, Gradients, Kernel, no_gradient
+from autoshard.capture.attention_call import (
+    MATH,
+    AttentionBackwardInputs,
+    AttentionCall,
+    Gradients,
+    Kernel,
+    no_gradient,
+)
 
 aten = torch.ops.aten
 
@@ -29,12 +36,12 @@ _BANDED = -1
 """Flash attention of causal calls whose last query is the last key, and of windows."""
 
 
-def choose(call: Attention) -> tuple[Kernel, Attention]:
+def choose_kernel(call: AttentionCall) -> tuple[Kernel, AttentionCall]:
     """The kernel that `scaled_dot_product_attention` would take on this device, and the call in the form it takes.
 
     The form may have more key heads than the call.
     """
-    kernels = _KERNELS.get(call.query.device.type, _OF_GPUS)
+    kernels = _KERNELS.get(call.query.device.type, _GPU_KERNELS)
     if not call.is_simple:
         if _BANDED in kernels and _choice(replace(call, causal=False, window=0)) == _FLASH:
             return kernels[_BANDED], call
@@ -46,13 +53,13 @@ def choose(call: Attention) -> tuple[Kernel, Attention]:
     return kernels.get(choice, MATH), call
 
 
-def choose_drawing(call: Attention) -> int:
+def choose_dropout_kernel(call: AttentionCall) -> int:
     """The kernel that drops weights of a call: its backward has to be the same kernel's, which draws them again."""
     if call.dropout >= 1:
         return _MATH
     call = call.with_repeated_keys()
     if not call.is_simple:
-        kernels = _KERNELS.get(call.query.device.type, _OF_GPUS)
+        kernels = _KERNELS.get(call.query.device.type, _GPU_KERNELS)
         if _BANDED in kernels and _choice(replace(call, causal=False, window=0)) == _FLASH:
             return _BANDED
         return _choice(call.with_mask())
@@ -62,10 +69,10 @@ def choose_drawing(call: Attention) -> int:
         return _choice(call)
 
 
-def drawing(call: Attention, number: int) -> tuple[Kernel, Attention]:
+def dropout_kernel(call: AttentionCall, number: int) -> tuple[Kernel, AttentionCall]:
     """The kernel of this number, and the call in the form in which it drops weights."""
     call = call.with_repeated_keys()
-    kernel = _KERNELS.get(call.query.device.type, _OF_GPUS).get(number, MATH)
+    kernel = _KERNELS.get(call.query.device.type, _GPU_KERNELS).get(number, MATH)
     return kernel, call if number == _BANDED or call.is_simple else call.with_mask()
 
 
@@ -81,7 +88,7 @@ def _without_cudnn() -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(call: Attention) -> Iterator[None]:
+def _seeded_generator(call: AttentionCall) -> Iterator[None]:
     """Context in which the device's generator has the seed of a call that draws; it is then what it was before."""
     if not call.dropout:
         yield
@@ -96,7 +103,7 @@ def _seeded(call: Attention) -> Iterator[None]:
         generator.set_state(state)
 
 
-def _choice(call: Attention) -> int:
+def _choice(call: AttentionCall) -> int:
     return int(
         aten._fused_sdp_choice(
             call.query,
@@ -114,14 +121,14 @@ def _choice(call: Attention) -> int:
 # Flash attention for the CPU
 
 
-def _cpu_forward(call: Attention) -> tuple[Tensor, Tensor]:
+def _cpu_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
         call.query, call.key, call.value, 0.0, call.causal, attn_mask=call.bias(), scale=call.scale
     )
     return out, logsumexp
 
 
-def _cpu_backward(call: Attention, attended: Attended) -> Gradients:
+def _cpu_backward(call: AttentionCall, attended: AttentionBackwardInputs) -> Gradients:
     gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         attended.grad_out,
         call.query,
@@ -143,42 +150,42 @@ CPU_FLASH = Kernel(_cpu_forward, _cpu_backward)
 # Flash attention of GPUs: heads as wide as multiples of 8, no mask
 
 
-def _with_wide_heads(call: Attention) -> Attention:
+def _with_wide_heads(call: AttentionCall) -> AttentionCall:
     missing = -call.query.shape[-1] % 8
     query, key, value = (pad(each, (0, missing)) if missing else each for each in (call.query, call.key, call.value))
     return replace(call, query=query, key=key, value=value)
 
 
-def _gradients(call: Attention, gradients: tuple[Tensor, Tensor, Tensor]) -> Gradients:
+def _gradients(call: AttentionCall, gradients: tuple[Tensor, Tensor, Tensor]) -> Gradients:
     """Gradients of heads as wide as those of the call."""
     width = call.query.shape[-1]
     query, key, value = (each[..., :width] for each in gradients)
     return query, key, value, no_gradient(call)
 
 
-def _state(call: Attention, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+def _state(call: AttentionCall, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
     """What a generator holds that was just seeded, on the device of a call or another: its seed, and how far it is."""
     device = call.query.device if device is None else device
     seed, drawn = (torch.full((), number, dtype=torch.int64, device=device) for number in (call.seed, 0))
     return seed, drawn
 
 
-def _flash_state(call: Attention) -> tuple[Tensor, Tensor]:
+def _flash_state(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """The same as flash attention keeps it: both in the first tensor."""
     seed, drawn = _state(call)
     return torch.stack((seed, drawn)).view(torch.uint64), drawn
 
 
-def _flash_forward(call: Attention) -> tuple[Tensor, Tensor]:
+def _flash_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     wide = _with_wide_heads(call)
-    with _seeded(call):
+    with _seeded_generator(call):
         out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
             wide.query, wide.key, wide.value, call.dropout, call.causal, False, scale=call.scale
         )
     return out[..., : call.value.shape[-1]], logsumexp
 
 
-def _flash_backward(call: Attention, attended: Attended) -> Gradients:
+def _flash_backward(call: AttentionCall, attended: AttentionBackwardInputs) -> Gradients:
     wide = _with_wide_heads(call)
     missing = wide.value.shape[-1] - call.value.shape[-1]
     gradients = aten._scaled_dot_product_flash_attention_backward(
@@ -206,23 +213,23 @@ FLASH = Kernel(_flash_forward, _flash_backward)
 # Flash attention of GPUs by its own name: it aligns the last query with the last key, and knows windows
 
 
-def _limits(call: Attention) -> dict[str, int | float]:
+def _limits(call: AttentionCall) -> dict[str, int | float]:
     limits: dict[str, int | float] = {"scale": call.scale}
     return limits | {"window_size_left": call.window - 1, "window_size_right": 0} if call.window else limits
 
 
-def _banded_forward(call: Attention) -> tuple[Tensor, Tensor]:
+def _banded_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     wide = _with_wide_heads(call)
     operands = (each.transpose(1, 2) for each in (wide.query, wide.key, wide.value))
     lengths = call.query.shape[2], call.key.shape[2]
-    with _seeded(call):
+    with _seeded_generator(call):
         out, logsumexp, *_ = aten._flash_attention_forward(
             *operands, None, None, *lengths, call.dropout, True, False, **_limits(call)
         )
     return out.transpose(1, 2)[..., : call.value.shape[-1]], logsumexp
 
 
-def _banded_backward(call: Attention, attended: Attended) -> Gradients:
+def _banded_backward(call: AttentionCall, attended: AttentionBackwardInputs) -> Gradients:
     wide = _with_wide_heads(call)
     missing = wide.value.shape[-1] - call.value.shape[-1]
     out, grad_out = (pad(each, (0, missing)) for each in (attended.out, attended.grad_out))
@@ -240,7 +247,7 @@ BANDED_FLASH = Kernel(_banded_forward, _banded_backward)
 # The memory-efficient kernel: rows of a mask begin at whole 16 bytes, logarithms lie in rows of 32
 
 
-def _aligned_mask(call: Attention) -> Tensor | None:
+def _aligned_mask(call: AttentionCall) -> Tensor | None:
     """The mask for all samples, heads and queries, its rows in memory a multiple of 16 elements apart."""
     bias = call.bias()
     if bias is None:
@@ -252,15 +259,15 @@ def _aligned_mask(call: Attention) -> Tensor | None:
     return bias.expand(*call.query.shape[:3], keys)
 
 
-def _efficient_forward(call: Attention) -> tuple[Tensor, Tensor]:
-    with _seeded(call):
+def _efficient_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    with _seeded_generator(call):
         out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
             call.query, call.key, call.value, _aligned_mask(call), True, call.dropout, call.causal, scale=call.scale
         )
     return out, logsumexp[..., : call.query.shape[2]]
 
 
-def _efficient_backward(call: Attention, attended: Attended) -> Gradients:
+def _efficient_backward(call: AttentionCall, attended: AttentionBackwardInputs) -> Gradients:
     logsumexp = pad(attended.logsumexp, (0, -call.query.shape[2] % 32), value=math.inf)
     query, key, value, mask = aten._scaled_dot_product_efficient_attention_backward(
         attended.grad_out,
@@ -287,22 +294,22 @@ EFFICIENT = Kernel(_efficient_forward, _efficient_backward)
 # cuDNN's kernel: its logarithms have one more dim
 
 
-def _full_mask(call: Attention) -> Tensor | None:
+def _full_mask(call: AttentionCall) -> Tensor | None:
     bias = call.bias()
     if bias is None:
         return None
     return bias.to(call.query.dtype).expand(*call.query.shape[:3], call.key.shape[2])
 
 
-def _cudnn_forward(call: Attention) -> tuple[Tensor, Tensor]:
-    with _seeded(call):
+def _cudnn_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    with _seeded_generator(call):
         out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
             call.query, call.key, call.value, _full_mask(call), True, call.dropout, call.causal, False, scale=call.scale
         )
     return out, logsumexp.reshape(call.query.shape[:3])
 
 
-def _cudnn_backward(call: Attention, attended: Attended) -> Gradients:
+def _cudnn_backward(call: AttentionCall, attended: AttentionBackwardInputs) -> Gradients:
     gradients = aten._scaled_dot_product_cudnn_attention_backward(
         attended.grad_out,
         call.query,
@@ -325,5 +332,5 @@ def _cudnn_backward(call: Attention, attended: Attended) -> Gradients:
 
 CUDNN = Kernel(_cudnn_forward, _cudnn_backward)
 
-_OF_GPUS = {_FLASH: FLASH, _BANDED: BANDED_FLASH, _EFFICIENT: EFFICIENT, _CUDNN: CUDNN}
+_GPU_KERNELS = {_FLASH: FLASH, _BANDED: BANDED_FLASH, _EFFICIENT: EFFICIENT, _CUDNN: CUDNN}
 _KERNELS = {"cpu": {_FLASH: CPU_FLASH}}

@@ -70,7 +70,7 @@ def autocast_of_gpus() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         kernels = _Kernels(stack)
 
-        def of_cpu(
+        def initialize_on_cpu(
             self: Any,
             device_type: str,
             dtype: torch.dtype | None = None,
@@ -83,7 +83,7 @@ def autocast_of_gpus() -> Iterator[None]:
             initialize(self, device_type, dtype, enabled, cache_enabled)
 
         stack.callback(setattr, torch.autocast, "__init__", initialize)
-        torch.autocast.__init__ = of_cpu  # type: ignore[method-assign]
+        torch.autocast.__init__ = initialize_on_cpu  # type: ignore[method-assign]
         if torch.is_autocast_enabled("cuda"):
             stack.enter_context(torch.autocast("cuda", torch.get_autocast_dtype("cuda")))
         yield

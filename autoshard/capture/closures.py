@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoshard.capture._torch import FakeTensor, pytree, storage_of, version_of
+from autoshard.capture.capture_errors import running_line
 from autoshard.capture.composites import Exportable, attend
 from autoshard.capture.data_reads import READS
-from autoshard.capture.failure import running_line
 from autoshard.errors import CaptureError
 
 _attributes: Any = Tensor  # whose attributes are descriptors
@@ -74,7 +74,7 @@ class FreeTensors(TensorScope):
         for tensor in given:
             self._keep(tensor)
 
-    def changed(self) -> bool:
+    def has_mutated_tensor(self) -> bool:
         """Whether the code changed one of them in place."""
         return any(version_of(tensor) != version for tensor, version in zip(self.found, self._versions, strict=True))
 

@@ -11,12 +11,12 @@ from torch import Tensor, fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture.attention import attention, attention_with_dropout
-from autoshard.capture.bags import embedding_bag
-from autoshard.capture.ctc import ctc_loss
-from autoshard.capture.devices import without_devices
-from autoshard.capture.recurrent import gru, lstm, rnn_relu, rnn_tanh
-from autoshard.capture.recurrent_cells import gru_cell, lstm_cell
+from autoshard.capture.attention_operator import attention, attention_with_dropout
+from autoshard.capture.ctc_operator import ctc_loss
+from autoshard.capture.device_arguments import without_devices
+from autoshard.capture.fixed_size_bags import embedding_bag
+from autoshard.capture.recurrent_cell_operators import gru_cell, lstm_cell
+from autoshard.capture.recurrent_layers import gru, lstm, rnn_relu, rnn_tanh
 from autoshard.capture.rms_norm import rms_norm
 from autoshard.errors import CaptureError
 

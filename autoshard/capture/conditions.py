@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture._torch import FakeTensor, OpOverload, operators_under_autocast, outside_functions
+from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.simplify import is_random
-from autoshard.capture.twin import DEVICE
 from autoshard.errors import InputError
 
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ class Conditions:
         """Whether a call with these inputs would be captured as the same graph."""
         return all(self.flags(tensors))
 
-    def changed(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    def changes(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         """The lines whose values are others in a call with these inputs, as subjects of an error, and what that is."""
         if self.program is not None:
             for reading, flag in zip(self.readings, self.flags(tensors), strict=True):
@@ -177,7 +177,7 @@ class InputProgram:
         copies = {} if changes else self._copies
         for source in sources:
             if source not in copies:
-                copies[source] = self._copied(source, copies, changes)
+                copies[source] = self._copy_node(source, copies, changes)
         return copies[node]
 
     def is_fixed(self, copy: fx.Node) -> bool:
@@ -210,13 +210,13 @@ class InputProgram:
         self._readings.append(Reading(line, value))
         self._flags.append(self._graph.call_function(_is_same, (copy, self._graph.get_attr(name))))
 
-    def _copied(self, node: fx.Node, copies: Mapping[fx.Node, fx.Node], changes: bool) -> fx.Node:
+    def _copy_node(self, node: fx.Node, copies: Mapping[fx.Node, fx.Node], changes: bool) -> fx.Node:
         if node.op == "placeholder":
             name, value = self._inputs[node]
             assert value is not None
             copy = self._input(name, value)
             wanted = node.meta["val"].dtype
-            return self.call(_copied, copy, wanted) if changes or value.dtype != wanted else copy
+            return self.call(_cast_copy, copy, wanted) if changes or value.dtype != wanted else copy
         if node.op == "get_attr":
             constant = _constant(getattr(self._root, str(node.target)))
             assert constant is not None
@@ -272,7 +272,7 @@ def _is_like(node: fx.Node) -> bool:
 _CAST = operators_under_autocast("CPU")
 
 
-def _copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """An input as the captured graph takes it, which a policy of precisions may have cast, to be changed in place."""
     return tensor.to(dtype, copy=True)
 

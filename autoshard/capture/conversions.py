@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.capture._torch import attribute_patch
-from autoshard.capture.failure import running_line
+from autoshard.capture.capture_errors import running_line
 from autoshard.errors import CaptureError
 
 
@@ -27,9 +27,9 @@ def unconverted_modules() -> Iterator[None]:
                 converted = convert(tensor)
             if converted is not tensor:
                 raise CaptureError(
-                    f"{running_line()} converts {type(module).__name__}.{name} from {_said(tensor)} to "
-                    f"{_said(converted)}: a parallelised module keeps its parameters and buffers. Convert the module "
-                    "before autoshard.parallelize, or what is computed with them in forward."
+                    f"{running_line()} converts {type(module).__name__}.{name} from {_dtype_and_device(tensor)} to "
+                    f"{_dtype_and_device(converted)}: a parallelised module keeps its parameters and buffers. "
+                    "Convert the module before autoshard.parallelize, or what is computed with them in forward."
                 )
         return module
 
@@ -37,5 +37,5 @@ def unconverted_modules() -> Iterator[None]:
         yield
 
 
-def _said(tensor: Tensor) -> str:
+def _dtype_and_device(tensor: Tensor) -> str:
     return f"{tensor.dtype} on {tensor.device}"

@@ -45,7 +45,7 @@ class Counter:
     steps: tuple[Step, ...]
     read: list[str]
 
-    def after(self, number: Number) -> Any:
+    def apply_to(self, number: Number) -> Any:
         """What becomes of a number."""
         for operation, other, comes_first in self.steps:
             number = operation(other, number) if comes_first else operation(number, other)
@@ -76,10 +76,10 @@ for _name in READS:
     setattr(Counter, f"__{_name}__", _refuse)
 
 
-Filled = list[Any] | deque[Any] | dict[Any, Any]
+FillableContainer = list[Any] | deque[Any] | dict[Any, Any]
 
 
-class Blind:
+class ContainerStandIn:
     """A container in place of one that `forward` fills.
 
     It holds one thing that nobody can use, for code in C that reads it unseen.
@@ -100,7 +100,7 @@ def _refuse_contents(container: Any, *_: Any, **__: Any) -> NoReturn:
     raise CounterError(container.path)
 
 
-_KEPT = frozenset(
+_ALLOWED_METHODS = frozenset(
     {
         *("__class__", "__new__", "__init__", "__getattribute__", "__setattr__", "__init_subclass__", "__doc__"),
         *("__subclasshook__", "__class_getitem__", "__dir__", "__delattr__", "__sizeof__", "__hash__"),
@@ -108,36 +108,36 @@ _KEPT = frozenset(
 )
 
 
-def _blind_class(kind: type, writes: Iterable[str]) -> type:
+def _stand_in_class(kind: type, writes: Iterable[str]) -> type:
     def clear(container: Any) -> None:
         container.cleared = True
         vars(kind)["clear"](container)
 
-    refused = {name: _refuse_contents for name in dir(kind) if name not in {*_KEPT, *writes}}
-    return type(f"Blind{kind.__name__}", (Blind, kind), {**refused, "clear": clear})
+    refused = {name: _refuse_contents for name in dir(kind) if name not in {*_ALLOWED_METHODS, *writes}}
+    return type(f"Blind{kind.__name__}", (ContainerStandIn, kind), {**refused, "clear": clear})
 
 
-_BLIND = {
-    list: _blind_class(list, ("append", "extend")),
-    deque: _blind_class(deque, ("append", "extend")),
-    dict: _blind_class(dict, ("__setitem__", "update")),
+_STAND_INS = {
+    list: _stand_in_class(list, ("append", "extend")),
+    deque: _stand_in_class(deque, ("append", "extend")),
+    dict: _stand_in_class(dict, ("__setitem__", "update")),
 }
-FILLED = (list, deque, dict)
+FILLABLE = (list, deque, dict)
 """Kinds of containers that a stand-in is for."""
 
 
-def blind(container: Filled, path: str, read: list[str]) -> Filled:
-    """A stand-in for a container of one of the kinds of `FILLED`."""
-    kind = _BLIND[type(container)]
+def container_stand_in(container: FillableContainer, path: str, read: list[str]) -> FillableContainer:
+    """A stand-in for a container of one of the kinds of `FILLABLE`."""
+    kind = _STAND_INS[type(container)]
     nobody = object()
     made: Any = kind({nobody: nobody}) if isinstance(container, dict) else kind([nobody])
     made.path, made.cleared, made.read = path, False, read
     return made
 
 
-def filling(container: Any) -> tuple[dict[Any, Any], bool]:
+def added_entries(container: Any) -> tuple[dict[Any, Any], bool]:
     """What was put into a stand-in, by key or position, and whether that is all there is then."""
-    kind = next(kind for kind in FILLED if isinstance(container, kind))
+    kind = next(kind for kind in FILLABLE if isinstance(container, kind))
     first = 0 if container.cleared else 1
     if isinstance(container, dict):
         pairs = list(zip(dict.keys(container), dict.values(container), strict=True))[first:]

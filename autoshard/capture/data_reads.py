@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture._torch import FakeTensor, OpOverload, outside_functions, pytree, traced_node
-from autoshard.capture.calls import Check, call_layout
+from autoshard.capture.call_layout import RuntimeCheck, call_layout
+from autoshard.capture.capture_errors import ModelError, running_line, shape_error
 from autoshard.capture.conditions import Conditions, InputProgram, NoNumbersError
-from autoshard.capture.failure import ModelError, running_line, shape_error
-from autoshard.capture.reports import only_reports
+from autoshard.capture.reporting_branches import is_reporting_only
 from autoshard.capture.simplify import is_random
 from autoshard.errors import CaptureError
 
@@ -35,7 +35,7 @@ READS = (
 )
 """Functions of Python that ask for the numbers in a tensor."""
 
-_TRUTHS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
+_BOOL_CONVERSIONS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ class Assumption:
     """
 
     flag: Tensor
-    check: Check
+    check: RuntimeCheck
 
 
 class DataReads(TorchFunctionMode):
@@ -88,10 +88,10 @@ class DataReads(TorchFunctionMode):
             **dict.fromkeys((torch.argwhere, Tensor.argwhere), self._nonzero),
             torch.where: self._where,
             torch.tensor: self._tensor,
-            **{function: partial(self._counted, function) for function in _COUNTED},
-            **{function: partial(self._made, function) for function in _MADE},
+            **{function: partial(self._call_data_dependent, function) for function in _DATA_DEPENDENT},
+            **{function: partial(self._call_factory, function) for function in _FACTORIES},
             **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), self._repeat_interleave),
-            **{function: partial(self._checked, *how) for function, how in _WITH_ERRORS.items()},
+            **{function: partial(self._call_decomposition, *how) for function, how in _WITH_ERRORS.items()},
         }
 
     def __torch_function__(
@@ -172,13 +172,13 @@ class DataReads(TorchFunctionMode):
         """A Python value of a tensor."""
         copy = self._answer(tensor)
         if copy is None:
-            if read in _TRUTHS:
-                return self._assumed(tensor)
+            if read in _BOOL_CONVERSIONS:
+                return self._assume_answer(tensor)
             number = read(tensor, *args, **kwargs)
             self._note_number(number, tensor)
             return number
         assert self._program is not None
-        if read in _TRUTHS:
+        if read in _BOOL_CONVERSIONS:
             copy = copy if tensor.dtype is torch.bool else self._program.call(aten.ne.Scalar, copy, 0)
         elif tensor.is_floating_point() and not self._program.is_fixed(copy):
             if read is not Tensor.__int__:
@@ -191,14 +191,16 @@ class DataReads(TorchFunctionMode):
         with outside_functions():
             return read(self._read(copy), *args, **kwargs)
 
-    def _assumed(self, tensor: Tensor) -> bool:
+    def _assume_answer(self, tensor: Tensor) -> bool:
         """The answer that ordinary numbers give, to be checked by every run."""
         found = traced_node(tensor) if isinstance(tensor, FakeTensor) and tensor.dtype is torch.bool else None
         answer = None if found is None else ordinary_answer(found[0])
         if answer is None:
             return bool(tensor)
         self.assumptions.append(
-            Assumption(tensor.detach().reshape(()), Check(running_line(), answer, decides=not only_reports()))
+            Assumption(
+                tensor.detach().reshape(()), RuntimeCheck(running_line(), answer, decides=not is_reporting_only())
+            )
         )
         return answer
 
@@ -283,14 +285,14 @@ class DataReads(TorchFunctionMode):
         stacked = torch.stack([row.detach() for row in rows])
         return stacked.to(kwargs.get("dtype") or stacked.dtype).requires_grad_(kwargs.get("requires_grad", False))
 
-    def _made(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    def _call_factory(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """A function that makes a tensor, of sizes or in steps that are numbers of tensors."""
         read = partial(self._number, Tensor.item)
-        first = 1 if function in _MADE_LIKE else 0
+        first = 1 if function in _LIKE_FACTORIES else 0
         sizes = pytree.tree_map_only(FakeTensor, read, (args[first:], kwargs))
         return function(*args[:first], *sizes[0], **sizes[1])
 
-    def _counted(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_data_dependent(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A function whose results have sizes that depend on numbers: these are what they are in the example."""
         copies = [self._answer(one) if isinstance(one, FakeTensor) else one for one in args]
         if copies[0] is None:
@@ -307,10 +309,10 @@ class DataReads(TorchFunctionMode):
         value = self._read(copy)
         return torch.tensor(value.tolist(), dtype=value.dtype).reshape(value.shape)
 
-    def _checked(self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_decomposition(self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         """A decomposition whose failure is a check of every run, in a form that raises nothing itself."""
         result, info = function(*args, **kwargs)
-        check = Check(
+        check = RuntimeCheck(
             running_line(),
             True,
             f"{name}: the input is singular, or has no such decomposition",
@@ -320,14 +322,23 @@ class DataReads(TorchFunctionMode):
         return result
 
 
-_COUNTED = (
+_DATA_DEPENDENT = (
     *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
     *(torch.bincount, Tensor.bincount),
 )
 """Functions whose results have sizes that depend on numbers, beside those that positions alone are taken from."""
 
-_MADE_LIKE = (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
-_MADE = (torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.linspace, *_MADE_LIKE)
+_LIKE_FACTORIES = (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
+_FACTORIES = (
+    torch.arange,
+    torch.zeros,
+    torch.ones,
+    torch.empty,
+    torch.full,
+    torch.eye,
+    torch.linspace,
+    *_LIKE_FACTORIES,
+)
 """Functions that make tensors of sizes that may be given as tensors."""
 
 _WITH_ERRORS: dict[Any, tuple[Callable[..., Any], str]] = {

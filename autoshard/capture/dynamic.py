@@ -15,7 +15,7 @@ from torch.export import Dim, ShapesCollection
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
 from autoshard.capture._torch import UserError, attribute_patch, pytree
-from autoshard.capture.calls import call_layout
+from autoshard.capture.call_layout import call_layout
 from autoshard.errors import InputError
 from autoshard.size import Sizes, evaluate
 
@@ -70,11 +70,11 @@ class DynamicSizes:
                 if left:
                     raise InputError(f"{said}, and was declared to be {expr}: pad the input to such a size.")
                 if found.setdefault(own, (value, said))[0] != value:
-                    raise _unequal(said, found[own][1], str(own))
+                    raise _unequal_error(said, found[own][1], str(own))
         return {name: found[name][0] for name in self.example}
 
 
-def _unequal(said: str, before: str, name: str) -> InputError:
+def _unequal_error(said: str, before: str, name: str) -> InputError:
     return InputError(
         f'{said}, but {before}, and both were declared as "{name}": pass inputs of equal sizes, or give the dims names '
         "of their own."
@@ -102,7 +102,7 @@ def may_be_dynamic(dynamic: Dynamic, shapes: Mapping[str, tuple[int, ...]]) -> b
             smallest = min(smallest, size)
             own = said if isinstance(said, str) else ""
             if own and named.setdefault(own, (size, text))[0] != size:
-                raise _unequal(text, named[own][1], own)
+                raise _unequal_error(text, named[own][1], own)
     return smallest >= _SMALLEST
 
 
@@ -121,13 +121,13 @@ def export_dynamic(
     inputs = _inputs(twin, args, kwargs)
     dims = _declared_dims(inputs, dynamic)
     try:
-        program = _exported(twin, args, kwargs, inputs, dims)
+        program = _export(twin, args, kwargs, inputs, dims)
     except UserError as error:
-        refined = _refined(dims, str(error))
+        refined = _refine_dims(dims, str(error))
         if refined is None:
             raise
         dims = refined
-        program = _exported(twin, args, kwargs, inputs, dims)
+        program = _export(twin, args, kwargs, inputs, dims)
     names = {
         name: {dim: getattr(made, "root", made).__name__ for dim, made in own.items()} for name, own in dims.items()
     }
@@ -151,14 +151,14 @@ def _declared_dims(inputs: Mapping[str, torch.Tensor], dynamic: Dynamic) -> dict
     known: dict[str, Any] = {}
     return {
         name: {
-            dim % inputs[name].ndim: _declared(said, known, f"dynamic: dim {dim} of {name}")
+            dim % inputs[name].ndim: _torch_dim(said, known, f"dynamic: dim {dim} of {name}")
             for dim, said in dims.items()
         }
         for name, dims in dynamic.items()
     }
 
 
-def _declared(said: object, known: dict[str, Any], where: str) -> Any:
+def _torch_dim(said: object, known: dict[str, Any], where: str) -> Any:
     """The `Dim` that a caller named or made; one for each name."""
     if isinstance(said, Dim):
         return said
@@ -167,7 +167,7 @@ def _declared(said: object, known: dict[str, Any], where: str) -> Any:
     return known.setdefault(said, Dim(said))
 
 
-def _exported(
+def _export(
     twin: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -204,7 +204,7 @@ def _named_keywords(twin: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None
         yield
 
 
-def _refined(dims: Mapping[str, Mapping[int, Any]], reason: str) -> dict[str, dict[int, Any]] | None:
+def _refine_dims(dims: Mapping[str, Mapping[int, Any]], reason: str) -> dict[str, dict[int, Any]] | None:
     """The dims as torch suggests them; None where it has nothing to suggest, or only a fixed size."""
     _, found, suggested = reason.partition("Suggested fixes:")
     if not found:

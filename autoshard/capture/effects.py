@@ -40,7 +40,7 @@ def effects_of(exported: Exported, mode: FakeTensorMode) -> Effects:
         exported: the graph.
         mode: of the fake tensors that are its inputs. What depends on no input, such as a mask, has no numbers either.
     """
-    run = _Run(exported.graph_module)
+    run = _EffectInterpreter(exported.graph_module)
     with mode:
         run.run(*(item.fake for item in exported.inputs))
     memory = {node: frozenset(storage_of(tensor) for tensor in _tensors(value)) for node, value in run.env.items()}
@@ -48,7 +48,7 @@ def effects_of(exported: Exported, mode: FakeTensorMode) -> Effects:
     return Effects(frozenset(differentiable), memory, run.changed)
 
 
-class _Run(fx.Interpreter):
+class _EffectInterpreter(fx.Interpreter):
     """Runs a graph and remembers what was changed in place; all values are kept, so that no memory is used twice."""
 
     def __init__(self, module: fx.GraphModule) -> None:

@@ -10,24 +10,24 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture._torch import FakeTensor, FakeTensorMode, InputKind, TensorArgument, pytree
-from autoshard.capture.assigned import AssignedTensors, SetBuffer
-from autoshard.capture.calls import CallLayout, Check, Constant, ResultLayout, call_layout, result_names
+from autoshard.capture.assigned_tensors import AssignedTensors, SetBuffer
+from autoshard.capture.call_layout import CallLayout, Constant, ResultLayout, RuntimeCheck, call_layout, result_names
+from autoshard.capture.capture_errors import Regions, node_line, node_place, refusing_branches
 from autoshard.capture.composites import Exportable, replace_composites
 from autoshard.capture.conversions import unconverted_modules
 from autoshard.capture.data_reads import DataReads
 from autoshard.capture.dynamic import Dynamic, export_dynamic
-from autoshard.capture.failure import Regions, node_line, node_place, refusing_branches
+from autoshard.capture.fake_module import fake_like
 from autoshard.capture.flex_attention import capturable_flex_attention
 from autoshard.capture.gradient_code import GradientCode
 from autoshard.capture.host_random import HostRandom
 from autoshard.capture.masks import replace_position_masks
-from autoshard.capture.opaque import OpaqueOutputs
+from autoshard.capture.opaque_outputs import OpaqueOutputs
+from autoshard.capture.output_views import find_output_views
 from autoshard.capture.python_calls import PythonCalls, replace_python_calls
 from autoshard.capture.python_state import PythonState, StateWatch
-from autoshard.capture.routes import replace_routing
+from autoshard.capture.routing_patterns import replace_routing
 from autoshard.capture.simplify import is_random
-from autoshard.capture.twin import fake_like
-from autoshard.capture.views import views_among
 from autoshard.errors import CaptureError
 
 ExportedKind = Literal["parameter", "buffer", "constant", "input"]
@@ -112,7 +112,7 @@ def export_forward(
         HostRandom(state.mutations).watching(twin),
         reads.watching(twin),
         unconverted_modules(),
-        state.own_tensors,
+        state.traced_parameters,
         state.watching(),
     ):
         if dynamic:
@@ -140,7 +140,7 @@ def export_forward(
     kinds = dict(zip(placeholders, (item.kind for item in inputs), strict=True))
     buffers = tuple(_take_buffers(zip(assigned.buffers, set_buffers, strict=True), names, kinds))
     sources = [(item.kind, item.name, node) for item, node in zip(inputs, placeholders, strict=True)]
-    views = dict(views_among(dict(zip(result.names, outputs, strict=False)), sources))
+    views = dict(find_output_views(dict(zip(result.names, outputs, strict=False)), sources))
     result = replace(result, views=views)
     seen = replace(seen, conditions=reads.conditions())
     return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes, buffers, seen)
@@ -244,7 +244,7 @@ def _lost_error(reader: fx.Node) -> CaptureError:
 
 
 def _take_outputs(
-    program: torch.export.ExportedProgram, assigned: AssignedTensors, checks: tuple[Check, ...]
+    program: torch.export.ExportedProgram, assigned: AssignedTensors, checks: tuple[RuntimeCheck, ...]
 ) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...], ResultLayout]:
     """The nodes of outputs and flags, those of assigned buffers, and how the first become what `forward` returns."""
     output = next(reversed(program.graph_module.graph.nodes))

@@ -11,8 +11,8 @@ from torch import fx
 
 from autoshard.capture._torch import pytree
 from autoshard.capture.export import ExportedInput
-from autoshard.capture.graph import JointInput, JointOutput
-from autoshard.size import Ratio, Size
+from autoshard.capture.joint_graph import JointInput, JointOutput
+from autoshard.size import DynamicSize, Ratio
 
 
 def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[JointOutput], graph: fx.Graph) -> str:
@@ -27,12 +27,12 @@ def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[
         ):
             digest.update(fingerprint((), (), nested.graph).encode())
         arguments = fx.node.map_arg((node.args, node.kwargs), number.__getitem__)
-        digest.update(f"{node.op} {_called(node)} {arguments}".encode())
+        digest.update(f"{node.op} {_target_text(node)} {arguments}".encode())
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor):
                 digest.update(f" {tuple(value.shape)} {value.dtype}".encode())
         for size in pytree.tree_leaves((node.args, node.kwargs, node.meta.get("sizes"))):
-            if isinstance(size, (Size, Ratio)):
+            if isinstance(size, (DynamicSize, Ratio)):
                 digest.update(f" {size.expr}".encode())
         digest.update(b"\n")
     for output in outputs:
@@ -40,7 +40,7 @@ def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[
     return digest.hexdigest()
 
 
-def _called(node: fx.Node) -> str:
+def _target_text(node: fx.Node) -> str:
     """What a node calls: an operator, or a function, whose text would tell where it lies in memory."""
     if node.op != "call_function":
         return ""

@@ -15,7 +15,7 @@ from torch import fx
 from autoshard.capture._torch import FakeTensorMode, symbolic_integer
 from autoshard.capture.export import Exported
 from autoshard.errors import CaptureError
-from autoshard.size import Ratio, Size, plain
+from autoshard.size import DynamicSize, Ratio, plain
 
 
 def with_symbols(exported: Exported, mode: FakeTensorMode) -> Exported:
@@ -35,29 +35,29 @@ def with_symbols(exported: Exported, mode: FakeTensorMode) -> Exported:
     placeholders = graph.find_nodes(op="placeholder")
     for node, item in zip(placeholders, exported.inputs, strict=True):
         (shape,) = node.meta.get("sizes") or [()]
-        dims = {dim: size for dim, size in enumerate(shape) if isinstance(size, Size)}
+        dims = {dim: size for dim, size in enumerate(shape) if isinstance(size, DynamicSize)}
         if dims:
             for size in dims.values():
                 _add_symbols(size, symbols, mode)
-            sizes = [_computed(size.expr, symbols) if isinstance(size, Size) else size for size in shape]
+            sizes = [_evaluate(size.expr, symbols) if isinstance(size, DynamicSize) else size for size in shape]
             with mode:
                 fake = torch.empty(sizes, dtype=item.fake.dtype, device=item.fake.device)
             item = replace(item, fake=fake.requires_grad_(item.fake.requires_grad))
             dynamic[item.name] = {dim: str(*size.expr.free_symbols) for dim, size in dims.items()}
             roots.update({(node, dim): size.expr for dim, size in dims.items()})
         inputs.append(item)
-    _put_in(graph, _Numbers(graph, placeholders[-1], roots).of)
+    _map_arguments(graph, _SizeNodes(graph, placeholders[-1], roots).of)
     exported.graph_module.recompile()
     return replace(exported, inputs=tuple(inputs), dynamic=dynamic)
 
 
 def without_sizes(exported: Exported) -> Exported:
     """The forward graph of a flat module with the example's sizes, and no dynamic ones; changed in place."""
-    _put_in(exported.graph_module.graph, plain)
+    _map_arguments(exported.graph_module.graph, plain)
     return exported
 
 
-def _add_symbols(size: Size, symbols: dict[sympy.Symbol, torch.SymInt | int], mode: FakeTensorMode) -> None:
+def _add_symbols(size: DynamicSize, symbols: dict[sympy.Symbol, torch.SymInt | int], mode: FakeTensorMode) -> None:
     env = mode.shape_env
     assert env is not None
     for name in size.expr.free_symbols:
@@ -65,7 +65,7 @@ def _add_symbols(size: Size, symbols: dict[sympy.Symbol, torch.SymInt | int], mo
             symbols[name], _ = symbolic_integer(env, size.sizes[name], len(symbols))
 
 
-class _Numbers:
+class _SizeNodes:
     """Nodes for expressions in the sizes of inputs, each made once.
 
     Args:
@@ -90,13 +90,13 @@ class _Numbers:
 
     def of(self, number: Any) -> Any:
         """A number of the graph; whatever else as it is."""
-        if not isinstance(number, (Size, Ratio)):
+        if not isinstance(number, (DynamicSize, Ratio)):
             return number
         key = number.expr
         if key not in self._known:
             above, below = sympy.together(key).as_numer_denom() if isinstance(number, Ratio) else (key, sympy.S.One)
-            made = _computed(above, self._symbols, self._call)
-            divisor = _computed(below, self._symbols, self._call)
+            made = _evaluate(above, self._symbols, self._call)
+            divisor = _evaluate(below, self._symbols, self._call)
             self._known[key] = made if below == 1 else self._call(operator.truediv, made, divisor)
         return self._known[key]
 
@@ -108,7 +108,7 @@ class _Numbers:
         return self._last
 
 
-def _put_in(graph: fx.Graph, number: Callable[[Any], Any]) -> None:
+def _map_arguments(graph: fx.Graph, number: Callable[[Any], Any]) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function":
             node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), number)
@@ -118,7 +118,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def _computed(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable[..., Any] = _call) -> Any:
+def _evaluate(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable[..., Any] = _call) -> Any:
     """An integer expression, computed of what stands for its symbols."""
     if expr.is_Integer:
         return int(expr)
@@ -128,7 +128,7 @@ def _computed(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable
     if isinstance(expr, (sympy.floor, sympy.ceiling)):
         above, below = sympy.together(parts[0]).as_numer_denom()
         sign = 1 if isinstance(expr, sympy.floor) else -1  # what is rounded up is rounded down below zero
-        quotient = call(operator.floordiv, _computed(sign * above, symbols, call), _computed(below, symbols, call))
+        quotient = call(operator.floordiv, _evaluate(sign * above, symbols, call), _evaluate(below, symbols, call))
         return quotient if sign == 1 else call(operator.neg, quotient)
     function = operator.add if expr.is_Add else operator.mul if expr.is_Mul else None
     if isinstance(expr, sympy.Mod):
@@ -137,4 +137,4 @@ def _computed(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable
         function, parts = operator.mul, [parts[0]] * int(parts[1])
     if function is None or not all(part.is_integer for part in parts):
         raise CaptureError(f"{expr}, on which an operator depends, can't be computed from sizes of what a stage takes.")
-    return reduce(lambda one, other: call(function, one, other), (_computed(part, symbols, call) for part in parts))
+    return reduce(lambda one, other: call(function, one, other), (_evaluate(part, symbols, call) for part in parts))

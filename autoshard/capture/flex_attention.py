@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture._torch import FakeTensor, outside_modes, pytree
-from autoshard.capture.failure import running_line
+from autoshard.capture.capture_errors import running_line
 from autoshard.errors import CaptureError
 
 aten = torch.ops.aten
@@ -108,37 +108,39 @@ def flex_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     key, value = (each.expand(query.shape[0], *each.shape[1:]) for each in (key, value))
     mask = None if block_mask is None else _mask(block_mask, shape)
-    bias, is_sum = _added(score_mod, shape, query)
+    bias, is_sum = _score_bias(score_mod, shape, query)
     if is_sum and not return_lse and return_aux is None:
         if bias is not None:
             hidden = torch.full((), -math.inf, dtype=bias.dtype)
             mask = (bias if mask is None else torch.where(mask, bias, hidden)).to(query.dtype)
         return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
     changed = None if score_mod is None or (is_sum and bias is None) else score_mod
-    return _results(*_spelt_out(query, key, value, changed, mask, scale), return_lse, return_aux)
+    return _results(*_reference_attention(query, key, value, changed, mask, scale), return_lse, return_aux)
 
 
-def _refused(why: str) -> CaptureError:
+def _flex_attention_error(why: str) -> CaptureError:
     return CaptureError(f"{running_line()}: flex_attention {why}.")
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool, asked_twice: bool) -> None:
     shapes = ", ".join(str(list(each.shape)) for each in (query, key, value))
     if any(each.is_nested for each in (query, key, value)):
-        raise _refused("of nested tensors: no plan can be made for sizes that differ by sample. Pad the samples")
+        raise _flex_attention_error(
+            "of nested tensors: no plan can be made for sizes that differ by sample. Pad the samples"
+        )
     if any(each.dim() != 4 for each in (query, key, value)):
-        raise _refused(f"takes query, key and value of four dims, not {shapes}")
+        raise _flex_attention_error(f"takes query, key and value of four dims, not {shapes}")
     if not query.dtype == key.dtype == value.dtype:
-        raise _refused(
+        raise _flex_attention_error(
             f"takes query, key and value of one element type, not {query.dtype}, {key.dtype}, {value.dtype}: cast them"
         )
     if asked_twice:
-        raise _refused("takes return_lse or return_aux, not both")
+        raise _flex_attention_error("takes return_lse or return_aux, not both")
     heads, groups = query.shape[1], key.shape[1]
     if heads % groups if enable_gqa else heads != groups:
-        raise _refused(f"cannot share key heads among query heads: {shapes}, enable_gqa={enable_gqa}")
+        raise _flex_attention_error(f"cannot share key heads among query heads: {shapes}, enable_gqa={enable_gqa}")
     if key.shape[0] != query.shape[0] and (block_mask is None or key.shape[0] != 1):
-        raise _refused(f"takes query, key and value of one batch size, not {shapes}")
+        raise _flex_attention_error(f"takes query, key and value of one batch size, not {shapes}")
     if block_mask is not None:
         _check_blocks(block_mask, query.shape[2], key.shape[2])
 
@@ -150,9 +152,11 @@ _ANY_LENGTHS = (1, 1)
 def _check_blocks(block_mask: Any, queries: int, keys: int) -> None:
     lengths = tuple(block_mask.seq_lengths)
     if lengths not in ((queries, keys), _ANY_LENGTHS):
-        raise _refused(f"has {queries} queries and {keys} keys, but its block mask is of lengths {lengths}")
+        raise _flex_attention_error(
+            f"has {queries} queries and {keys} keys, but its block mask is of lengths {lengths}"
+        )
     if block_mask.mask_mod is torchs.noop_mask and not _keeps_all_blocks(block_mask):
-        raise _refused(
+        raise _flex_attention_error(
             "under a block mask without mask_mod: what it hides is said by its blocks alone, which a captured graph "
             "does not hold. Say it by mask_mod"
         )
@@ -172,10 +176,10 @@ def _mask(block_mask: Any, shape: Sequence[int]) -> Tensor | None:
     """Truth values that keep a score, `[1 or b, 1 or h, 1 or s, 1 or t]`."""
     if block_mask.mask_mod in (torchs.noop_mask, _keep_all):
         return None
-    return _of_positions(block_mask.mask_mod, shape)
+    return _evaluate_at_positions(block_mask.mask_mod, shape)
 
 
-def _of_positions(function: _Modification, shape: Sequence[int], *scores: Tensor) -> Tensor:
+def _evaluate_at_positions(function: _Modification, shape: Sequence[int], *scores: Tensor) -> Tensor:
     """What a function of sample, head, query and key gives for all of them, `[1 or b, 1 or h, 1 or s, 1 or t]`.
 
     Args:
@@ -184,7 +188,7 @@ def _of_positions(function: _Modification, shape: Sequence[int], *scores: Tensor
         scores: broadcast to `[b, h, s, t]`, handed to the function first.
     """
     grid = _grid(shape)
-    with _EachPosition(*scores, *grid) as positions:
+    with _PerPositionMode(*scores, *grid) as positions:
         values = function(*scores, *grid)
     return _with_dims(positions.current(values))
 
@@ -199,7 +203,7 @@ def _with_dims(value: Tensor) -> Tensor:
     return value if value.dim() else value.view(1, 1, 1, 1)
 
 
-class _EachPosition(TorchFunctionMode):
+class _PerPositionMode(TorchFunctionMode):
     """While active, tensors `[b, h, s, t, ...]` behave as `[...]` does to a function that is called for each position.
 
     FlexAttention's kernels know element-wise functions of numbers, and numbers read from tensors; so does this.
@@ -234,7 +238,7 @@ class _EachPosition(TorchFunctionMode):
             if not isinstance(result, Tensor) or _name(func) in _FACTORIES:
                 return result
             if not _is_elementwise(func) or any(each.dim() > (4 if self._is_value(each) else 0) for each in tensors):
-                raise _refused(
+                raise _flex_attention_error(
                     f"with a score_mod or mask_mod that calls {_name(func)}: only element-wise functions of numbers "
                     "are known in one, and numbers read from a tensor by index"
                 )
@@ -249,7 +253,7 @@ class _EachPosition(TorchFunctionMode):
         """Elements of a tensor, each position its own."""
         given = index if isinstance(index, tuple) else (index,)
         if any(not isinstance(each, (Tensor, int)) for each in given):
-            raise _refused("with a score_mod or mask_mod that reads a tensor by other than numbers")
+            raise _flex_attention_error("with a score_mod or mask_mod that reads a tensor by other than numbers")
         places = [torch.full([1] * 4, each) if isinstance(each, int) else _with_dims(each) for each in given]
         if self._is_value(tensor):
             places = [*_grid(tensor.shape[:4]), *places]
@@ -284,23 +288,23 @@ def _is_elementwise(func: Callable[..., Any]) -> bool:
     return packet is not None and any(torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads())
 
 
-def _added(score_mod: _Modification | None, shape: Sequence[int], query: Tensor) -> tuple[Tensor | None, bool]:
+def _score_bias(score_mod: _Modification | None, shape: Sequence[int], query: Tensor) -> tuple[Tensor | None, bool]:
     """What a modification adds to the scores, and whether that is all it does to them.
 
     Nothing is None. A modification that adds gives that for a score of zero.
     """
     if score_mod is None:
         return None, True
-    score, sums = torch.zeros([1] * 4, dtype=_wide(query)), _Sums()
+    score, sums = torch.zeros([1] * 4, dtype=_wide(query)), _ScoreTracker()
     sums.add(score)
 
-    def followed(*arguments: Tensor) -> Tensor:
+    def tracked_score_mod(*arguments: Tensor) -> Tensor:
         with sums:
             result = score_mod(*arguments)
         sums.finish(result)
         return result
 
-    bias = _of_positions(followed, shape, score)
+    bias = _evaluate_at_positions(tracked_score_mod, shape, score)
     return bias if sums.is_changed else None, sums.is_sum
 
 
@@ -313,7 +317,7 @@ _SUBTRACTIONS = frozenset({torch.sub, Tensor.sub, Tensor.__sub__, Tensor.sub_})
 _FILLS = frozenset({torch.masked_fill, Tensor.masked_fill})
 
 
-class _Sums(TorchFunctionMode):
+class _ScoreTracker(TorchFunctionMode):
     """While active, follows scores through the functions that add to them or hide them.
 
     Attributes:
@@ -366,7 +370,7 @@ def _is_hiding(value: Any) -> bool:
     return isinstance(value, float) and value == -math.inf
 
 
-def _spelt_out(
+def _reference_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: _Modification | None, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Result, logarithms of the sums of exponentials, and greatest scores; what attends to nothing has zeros."""
@@ -380,7 +384,7 @@ def _spelt_out(
             key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
         scores = query.to(_wide(query)) @ key.to(_wide(query)).transpose(-2, -1) * scale
         if score_mod is not None:
-            scores = _of_positions(score_mod, scores.shape, scores)
+            scores = _evaluate_at_positions(score_mod, scores.shape, scores)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
         greatest = scores.detach().amax(-1)

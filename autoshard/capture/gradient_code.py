@@ -24,11 +24,11 @@ from autoshard.capture._torch import (
     transforms_active,
     without_checkpoints,
 )
+from autoshard.capture.capture_errors import running_line
 from autoshard.capture.closures import TensorScope
-from autoshard.capture.failure import running_line
 from autoshard.capture.functions import call_function
 from autoshard.capture.hooks import GradientNode, hook_tensor, set_requires_grad, take_gradients
-from autoshard.capture.python_calls import PythonCalls, collection, tensors_of
+from autoshard.capture.python_calls import PythonCalls, collect_calls, tensors_of
 from autoshard.errors import CaptureError
 
 _attributes: Any = Tensor  # whose attributes are descriptors
@@ -118,7 +118,7 @@ class GradientCode(TorchFunctionMode):
 
         hooks = module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)
         try:
-            with collection(self.calls), self, _interception():
+            with collect_calls(self.calls), self, _interception():
                 yield
         finally:
             for hook in hooks:

@@ -35,32 +35,32 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def copied(value: object) -> Any:
+def copy_value(value: object) -> Any:
     """A copy of a plain value or of nested containers of such; ABSENT where it holds what can't be compared."""
     if is_plain(value) or isinstance(value, _IDENTICAL):
         return value
     if isinstance(value, CONTAINERS) and len(value) > _LARGEST:
         return ABSENT
     if isinstance(value, dict):
-        items = {key: copied(one) for key, one in value.items()}
+        items = {key: copy_value(one) for key, one in value.items()}
         return ABSENT if any(one is ABSENT for one in items.values()) else items
     for kind in (*_SEQUENCES, *_SETS):
         if isinstance(value, kind):
-            parts = [copied(one) for one in value]
+            parts = [copy_value(one) for one in value]
             return ABSENT if any(one is ABSENT for one in parts) else kind(parts)
     return ABSENT
 
 
-def is_alike(now: Any, copy: Any) -> bool:
+def is_equivalent(now: Any, copy: Any) -> bool:
     """Whether a value does the same as the one that was copied: numbers of one type, in containers of one kind."""
     if now is copy:
         return True
     if isinstance(copy, dict):
         same = isinstance(now, dict) and list(now) == list(copy)
-        return same and all(map(is_alike, now.values(), copy.values()))
+        return same and all(map(is_equivalent, now.values(), copy.values()))
     if isinstance(copy, _SEQUENCES):
         same = isinstance(now, _SEQUENCES) and len(now) == len(copy)
-        return same and isinstance(now, list) == isinstance(copy, list) and all(map(is_alike, now, copy))
+        return same and isinstance(now, list) == isinstance(copy, list) and all(map(is_equivalent, now, copy))
     if isinstance(copy, _SETS):
         return isinstance(now, _SETS) and now == copy
     if not is_plain(copy) or type(now) is not type(copy):
@@ -70,7 +70,7 @@ def is_alike(now: Any, copy: Any) -> bool:
     return bool(now == copy)
 
 
-class Holding(Protocol):
+class Guard(Protocol):
     """State of Python that a graph depends on."""
 
     @property
@@ -82,7 +82,7 @@ class Holding(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class ValueGuard:
     """A value that a capture read.
 
     Attributes:
@@ -104,7 +104,7 @@ class Read:
     def __post_init__(self) -> None:
         self.value = self.table[self.name]
         contains = isinstance(self.value, CONTAINERS)
-        self.copy = copied(self.value) if contains else ABSENT
+        self.copy = copy_value(self.value) if contains else ABSENT
         self.size = len(self.value) if contains else None
 
     def holds(self) -> bool:
@@ -113,22 +113,22 @@ class Read:
         if isinstance(self.value, Tensor):  # its numbers are an input of the graph
             return isinstance(now, Tensor) and now.shape == self.value.shape and now.dtype == self.value.dtype
         if self.copy is not ABSENT:
-            return is_alike(now, self.copy)
+            return is_equivalent(now, self.copy)
         if self.size is not None:
             return type(now) is type(self.value) and len(now) == self.size
-        return is_alike(now, self.value)
+        return is_equivalent(now, self.value)
 
-    def said(self) -> str:
+    def describe_value(self) -> str:
         """What the value is now, in words."""
         now = self.table.get(self.name, ABSENT)
         if now is ABSENT:
             return "nothing"
-        text = repr(now) if is_plain(now) or copied(now) is not ABSENT else f"a {type(now).__name__}"
+        text = repr(now) if is_plain(now) or copy_value(now) is not ABSENT else f"a {type(now).__name__}"
         return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 @dataclass(slots=True, eq=False)
-class Table:
+class TableGuard:
     """A table of which more was read than values: the submodules of a module, its attributes, its hooks.
 
     Attributes:
@@ -177,14 +177,14 @@ class Guards:
         mutations: what the call changes in objects, on which it may depend.
     """
 
-    reads: Sequence[Read] = ()
-    submodules: Sequence[Table] = ()
-    attributes: Sequence[Table] = ()
-    hooks: Sequence[Table] = ()
-    mutations: Sequence[Holding] = ()
+    reads: Sequence[ValueGuard] = ()
+    submodules: Sequence[TableGuard] = ()
+    attributes: Sequence[TableGuard] = ()
+    hooks: Sequence[TableGuard] = ()
+    mutations: Sequence[Guard] = ()
     _names: dict[str, Any] = field(init=False, default_factory=dict)
     _are_identical: Callable[[], bool] = field(init=False)
-    _slow: list[Holding] = field(init=False)
+    _slow: list[Guard] = field(init=False)
     _counted: list[Mapping[str, Any]] = field(init=False)
     _counts: list[int] = field(init=False)
     _live: list[Any] = field(init=False)
@@ -193,11 +193,11 @@ class Guards:
     _hooks_made: int = field(init=False)
 
     def __post_init__(self) -> None:
-        exec(self._code(), self._names)
+        exec(self._compile_comparison(), self._names)
         self._are_identical = self._names["are_identical"]
         self._prepare()
 
-    def _code(self) -> str:
+    def _compile_comparison(self) -> str:
         """A function that compares values and looks for names: any loop would take twice its time.
 
         Tables and values stand in its globals, as `t0` and `v0`.
@@ -239,7 +239,7 @@ class Guards:
             counts = list(map(len, self._counted)) == self._counts
             if counts and self._are_identical() and self._live == self._copies and self._has_no_new_hooks():
                 return all(read.holds() for read in self._slow)
-        if next(self.changed(), None) is not None:
+        if next(self.changes(), None) is not None:
             return False
         self._prepare()
         return True
@@ -251,11 +251,11 @@ class Guards:
             self._hooks_made = RemovableHandle.next_id
         return True
 
-    def changed(self) -> Iterator[tuple[str, str]]:
+    def changes(self) -> Iterator[tuple[str, str]]:
         """What is not as it was: the paths, and what is there now."""
         for read in self.reads:
             if not read.holds():
-                yield f"the attribute {read.path}", read.said()
+                yield f"the attribute {read.path}", read.describe_value()
         for mutation in self.mutations:
             if not mutation.holds():
                 yield f"the attribute {mutation.path}", "other contents"
@@ -266,12 +266,12 @@ class Guards:
                 yield f"the {table.kind} of {table.path}", ", ".join(shown or names) or "none"
 
     @contextlib.contextmanager
-    def as_captured(self) -> Iterator[None]:
+    def captured_values(self) -> Iterator[None]:
         """Context in which attributes have the values again that they had at the capture."""
         missing = [(read, read.table.get(read.name, ABSENT)) for read in self.reads if not read.holds()]
         changed = [(read, read.table, now) for read, now in missing if isinstance(read.table, dict)]
         for read, table, _ in changed:
-            table[read.name] = read.value if read.copy is ABSENT else copied(read.copy)
+            table[read.name] = read.value if read.copy is ABSENT else copy_value(read.copy)
         try:
             yield
         finally:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from autoshard.capture._torch import version_of
+from autoshard.capture.capture_errors import running_line
 from autoshard.capture.closures import FreeTensors, TensorScope
-from autoshard.capture.failure import running_line
 from autoshard.capture.mutations import Mutations
 from autoshard.capture.python_calls import PythonCall, PythonCalls, tensors_of
 from autoshard.errors import CaptureError
@@ -43,7 +43,7 @@ def hook_tensor(calls: PythonCalls, tensor: Tensor, hook: Hook) -> HookHandle:
         )
     if not tensor.requires_grad:
         tensor.register_hook(hook)  # torch says what is wrong with that
-    return _set_hook(calls, "register_hook", tensor, hook, _itself)
+    return _set_hook(calls, "register_hook", tensor, hook, _identity)
 
 
 class GradientNode:
@@ -88,7 +88,7 @@ def _set_hook(
                 return hook(*gradients)
 
         if isinstance(scope, FreeTensors):
-            if owner is _itself:
+            if owner is _identity:
                 _try_hook(run, tensors[0], call.where, calls.mutations)
         elif not handle.removed:
             getattr(owner(tensors[0]), method)(run)
@@ -100,7 +100,7 @@ def _set_hook(
     return handle
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -137,7 +137,7 @@ def set_requires_grad(calls: PythonCalls, tensor: Tensor, wanted: bool = True) -
     """
     if tensor.requires_grad == wanted:
         return tensor
-    if calls.is_held(tensor):
+    if calls.is_module_tensor(tensor):
         raise CaptureError(
             f"{running_line()} sets requires_grad of a parameter or buffer in forward, and a plan counts on what "
             "it was before. Set it before parallelizing, or use the detached tensor."

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from autoshard.capture._torch import attribute_patch
+from autoshard.capture.capture_errors import is_users_file, running_line
 from autoshard.capture.counters import READS, Number
-from autoshard.capture.failure import is_users_file, running_line
 from autoshard.capture.mutations import Mutations
 from autoshard.capture.reachable import NumPyGenerator
 from autoshard.errors import CaptureError
@@ -27,7 +27,7 @@ _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
 
 @dataclass(slots=True, eq=False)
-class Drawn:
+class RandomStandIn:
     """In place of a number that was drawn: it knows its bounds, and refuses what depends on more.
 
     So a layer that is dropped with probability 0 is captured, and one that is with another probability is not.
@@ -44,20 +44,20 @@ class Drawn:
     def __getattr__(self, name: str) -> NoReturn:
         raise _refusal(self.line)
 
-    def __add__(self, other: Any) -> Drawn:
-        return Drawn(self.low + _plain(other, self), self.high + other, self.line)
+    def __add__(self, other: Any) -> RandomStandIn:
+        return RandomStandIn(self.low + _plain(other, self), self.high + other, self.line)
 
-    def __mul__(self, other: Any) -> Drawn:
+    def __mul__(self, other: Any) -> RandomStandIn:
         ends = self.low * _plain(other, self), self.high * other
-        return Drawn(min(ends), max(ends), self.line)
+        return RandomStandIn(min(ends), max(ends), self.line)
 
-    def __neg__(self) -> Drawn:
+    def __neg__(self) -> RandomStandIn:
         return self * -1
 
-    def __sub__(self, other: Any) -> Drawn:
+    def __sub__(self, other: Any) -> RandomStandIn:
         return self + -_plain(other, self)
 
-    def __rsub__(self, other: Any) -> Drawn:
+    def __rsub__(self, other: Any) -> RandomStandIn:
         return -self + other
 
     def __lt__(self, other: Any) -> bool:
@@ -79,20 +79,20 @@ class Drawn:
     __radd__, __rmul__ = __add__, __mul__
 
 
-def _plain(value: Any, drawn: Drawn) -> Number:
+def _plain(value: Any, drawn: RandomStandIn) -> Number:
     if type(value) not in (int, float, bool):
         raise _refusal(drawn.line)
     number: Number = value
     return number
 
 
-def _refuse_read(drawn: Drawn, *_: Any, **__: Any) -> NoReturn:
+def _refuse_read(drawn: RandomStandIn, *_: Any, **__: Any) -> NoReturn:
     raise _refusal(drawn.line)
 
 
 for _name in READS:
-    if f"__{_name}__" not in vars(Drawn):
-        setattr(Drawn, f"__{_name}__", _refuse_read)
+    if f"__{_name}__" not in vars(RandomStandIn):
+        setattr(RandomStandIn, f"__{_name}__", _refuse_read)
 
 
 def _refusal(line: str) -> CaptureError:
@@ -151,7 +151,7 @@ class HostRandom:
         draw, bits, seed = kind.random, kind.getrandbits, kind.seed
 
         def drawing(own: Any) -> Any:
-            return Drawn(0.0, 1.0, running_line()) if self._is_watched(own) else draw(own)
+            return RandomStandIn(0.0, 1.0, running_line()) if self._is_watched(own) else draw(own)
 
         def drawing_bits(own: Any, count: int) -> int:
             if self._is_watched(own):
@@ -169,18 +169,18 @@ class HostRandom:
         for name in dir(np.random):
             function = getattr(np.random, name)
             if isinstance(getattr(function, "__self__", None), np.random.RandomState) and not name.endswith("_state"):
-                yield np.random, name, self._of_numpy(name, function)
+                yield np.random, name, self._wrap_numpy(name, function)
         for owner in (torch, torch.random, torch.cuda):
             for name in _SEEDS:
                 if hasattr(owner, name):
-                    yield owner, name, self._of_torch(getattr(owner, name))
+                    yield owner, name, self._wrap_torch(getattr(owner, name))
 
     def _generator(self, seed: Any = None) -> np.random.Generator:
         if seed is None and self._running and _called_by_user():
             raise _refusal(running_line())
         return _default_rng(seed)
 
-    def _of_numpy(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_numpy(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         own = function.__self__  # type: ignore[attr-defined]
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -188,20 +188,20 @@ class HostRandom:
                 self._note_seed(own, args[0] if args else kwargs.get("seed"))
             elif self._is_watched(own):
                 if name in _UNIT and not (args or kwargs):
-                    return Drawn(0.0, 1.0, running_line())
+                    return RandomStandIn(0.0, 1.0, running_line())
                 if (
                     name == "uniform"
                     and not kwargs
                     and len(args) == 2
                     and all(type(one) in (int, float) for one in args)
                 ):
-                    return Drawn(*args, running_line())
+                    return RandomStandIn(*args, running_line())
                 raise _refusal(running_line())
             return function(*args, **kwargs)
 
         return run
 
-    def _of_torch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_torch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._running and _called_by_user():
                 raise CaptureError(

@@ -26,25 +26,25 @@ from autoshard.capture._torch import (
 )
 from autoshard.capture.annotate import capturing
 from autoshard.capture.autocast import autocast_of_gpus
-from autoshard.capture.calls import call_layout, said_of_passed, signature_of
-from autoshard.capture.checks import check_collectives, check_shapes, check_sizes
+from autoshard.capture.call_layout import call_layout, signature_of, without_omitted_arguments
+from autoshard.capture.canonical_order import canonicalize_order
+from autoshard.capture.capture_errors import ModelError, capture_error, known_error, node_line
 from autoshard.capture.describe import describe
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.effects import Effects, effects_of
 from autoshard.capture.export import Exported, export_forward, with_copies
-from autoshard.capture.failure import ModelError, capture_error, known_error, node_line
-from autoshard.capture.flat import flat_forward, is_flat
+from autoshard.capture.fake_module import DEVICE, fake_copy, fake_like
+from autoshard.capture.flat_modules import flat_forward, is_flat
 from autoshard.capture.flat_symbols import with_symbols, without_sizes
 from autoshard.capture.global_hooks import without_global_hooks
 from autoshard.capture.gradient_code import no_accumulation
-from autoshard.capture.graph import JointGraph, JointInput, JointOutput
+from autoshard.capture.graph_checks import check_collectives, check_shapes, check_sizes
+from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.mixed_precision import LoweredModule
-from autoshard.capture.order import in_one_order
 from autoshard.capture.python_state import StateWatch
 from autoshard.capture.reachable import Reachable
 from autoshard.capture.symbols import with_sizes
 from autoshard.capture.task_graphs import defaults_of, keeping_marks, marking
-from autoshard.capture.twin import DEVICE, fake_like, fake_twin
 from autoshard.errors import AutoshardError, CaptureError
 
 __all__ = ["JointGraph", "JointInput", "JointOutput", "capture", "capture_forward"]
@@ -93,9 +93,9 @@ def capture(
         InputError: an argument is of a type that cannot be part of a signature.
     """
     begin = progress or (lambda _: None)
-    with _surroundings(module, grad) as surroundings:
+    with _isolated_modes(module, grad) as surroundings:
         mode = fake_mode()
-        twin, watch = _watched_twin(module, mode, training, counting)
+        twin, watch = _watched_copy(module, mode, training, counting)
         surroundings.enter_context(watch.mutations.restoring())
         signature = signature_of(twin, args, kwargs, grad)
         begin("export of forward")
@@ -109,7 +109,7 @@ def capture(
     begin(f"simplification of {len(traced.graph.nodes)} nodes")
     graph = describe(traced, exported, signature, mp_policy, defaults_of(module))
 
-    def counted(counters: Sequence[str]) -> JointGraph:
+    def capture_with_counters(counters: Sequence[str]) -> JointGraph:
         return capture(
             module,
             args,
@@ -123,7 +123,7 @@ def capture(
             progress=progress,
         )
 
-    return graph if counting else _counted(graph, counted)
+    return graph if counting else _with_counters(graph, capture_with_counters)
 
 
 def capture_forward(
@@ -148,9 +148,9 @@ def capture_forward(
     Raises:
         CaptureError, InputError: as for `capture`.
     """
-    with _surroundings(module, grad) as surroundings:
+    with _isolated_modes(module, grad) as surroundings:
         mode = fake_mode()
-        twin, watch = _watched_twin(module, mode, None, counting)
+        twin, watch = _watched_copy(module, mode, None, counting)
         surroundings.enter_context(watch.mutations.restoring())
         signature_of(twin, args, kwargs, grad)  # refuses what no call can be known by
         exported = with_copies(_export(twin, args, kwargs, mode, dynamic, mp_policy, watch))
@@ -165,7 +165,7 @@ def capture_forward(
         again = capture_forward(
             module, args, kwargs, grad=grad, dynamic=dynamic, mp_policy=mp_policy, counting=exported.state.counters
         )
-        if again[0].state.counted and again[0].graph_module.code == exported.graph_module.code:
+        if again[0].state.are_counters_unread and again[0].graph_module.code == exported.graph_module.code:
             return again
     return found
 
@@ -180,23 +180,23 @@ def _refuse_transforms(graph: fx.Graph) -> None:
             )
 
 
-def _watched_twin(
+def _watched_copy(
     module: nn.Module, mode: FakeTensorMode, training: bool | None, counting: Sequence[str]
 ) -> tuple[nn.Module, StateWatch]:
     """A fake twin, and what watches its state of Python."""
     reachable, copies = Reachable(module), dict[int, Any]()
-    twin = fake_twin(module, mode, training, held=reachable.tensors(), copies=copies)
+    twin = fake_copy(module, mode, training, held=reachable.tensors(), copies=copies)
     return twin, StateWatch(module, twin, reachable, copies, counting)
 
 
-def _counted(graph: JointGraph, capture_again: Callable[[Sequence[str]], JointGraph]) -> JointGraph:
+def _with_counters(graph: JointGraph, capture_again: Callable[[Sequence[str]], JointGraph]) -> JointGraph:
     """The graph in which numbers that `forward` counts with are counted on, if it is the same without them."""
     if not graph.state.counters:
         return graph
     with warnings.catch_warnings(), contextlib.suppress(Exception):  # whatever meets a counter may refuse it
         warnings.simplefilter("ignore")
         again = capture_again(graph.state.counters)
-        if again.state.counted and again.fingerprint == graph.fingerprint:
+        if again.state.are_counters_unread and again.fingerprint == graph.fingerprint:
             return again
     return graph
 
@@ -231,10 +231,10 @@ def _export(
         exported = flat_forward(twin, args, kwargs)
         exported = with_symbols(exported, mode) if dynamic else without_sizes(exported)
         check_sizes(exported.graph_module.graph)
-        return in_one_order(exported)
+        return canonicalize_order(exported)
     if dynamic:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        dynamic = said_of_passed(twin, dynamic, call_layout(twin, structure, leaves).leaves)
+        dynamic = without_omitted_arguments(twin, dynamic, call_layout(twin, structure, leaves).leaves)
     real_leaves, structure = pytree.tree_flatten((real_args, dict(real_kwargs)))
     names = call_layout(twin, structure, real_leaves).leaves
     examples = {name: leaf for name, leaf in zip(names, real_leaves, strict=True) if isinstance(name, str)}
@@ -248,18 +248,18 @@ def _export(
     check_sizes(exported.graph_module.graph)
     check_collectives(exported.graph_module.graph)
     check_shapes(exported.graph_module.graph)
-    return in_one_order(exported)
+    return canonicalize_order(exported)
 
 
 @contextlib.contextmanager
-def _surroundings(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitStack]:
+def _isolated_modes(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitStack]:
     """Nothing of the caller's modes reaches the capture: grad mode, dispatch modes, default device.
 
     Whatever goes wrong in it is a `CaptureError` that names the line of the user's code.
     """
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_uncollected())
+            stack.enter_context(_without_garbage_collection())
             stack.enter_context(outside_modes())
             stack.enter_context(without_global_hooks())
             stack.enter_context(without_tracebacks())
@@ -282,7 +282,7 @@ def _surroundings(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitStac
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Tracing makes many objects that stay: looking for garbage among them takes a fifth of its time."""
     enabled = gc.isenabled()
     gc.disable()

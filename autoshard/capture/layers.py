@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from autoshard.capture._torch import OpOverload
-from autoshard.capture.graph import JointGraph
+from autoshard.capture.joint_graph import JointGraph
 
-_FEWEST = 3  # operators that a layer has, on average
-_WHOLE = 10**18  # more bytes than anything crosses: no cut parts an operator from the names of its results
+_MIN_OPERATORS = 3  # operators that a layer has, on average
+_UNCUTTABLE_BYTES = 10**18  # more bytes than anything crosses: no cut parts an operator from the names of its results
 aten = torch.ops.aten
 Key = TypeVar("Key")
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -63,10 +63,10 @@ def layers(graph: JointGraph) -> tuple[Layer, ...]:
     into about as many parts as a part has operators, where least crosses.
     """
     nodes = [node for node in graph.graph.nodes if node.op == "call_function" and graph.phase(node) == "forward"]
-    named = elements({node: _path(graph, node) for node in nodes})
+    named = group_by_list_element({node: _path(graph, node) for node in nodes})
     found = [Layer(name, tuple(members)) for name, members in named.items()]
-    inside = sum(len(_working(layer.nodes)) for layer in found)
-    if len(found) > 1 and inside >= max(_FEWEST * len(found), len(_working(nodes)) / 2):
+    inside = sum(len(_compute_nodes(layer.nodes)) for layer in found)
+    if len(found) > 1 and inside >= max(_MIN_OPERATORS * len(found), len(_compute_nodes(nodes)) / 2):
         return tuple(found)
     return tuple(Layer(f"part {number}", part) for number, part in enumerate(_parts(nodes)))
 
@@ -78,7 +78,7 @@ def parameter_layers(graph: JointGraph) -> dict[str, str]:
         Parameter name -> path of the layer.
     """
     modules = {source.name: source.name.rpartition(".")[0] for source in graph.inputs if source.kind == "parameter"}
-    named = elements(modules)
+    named = group_by_list_element(modules)
     return modules | {name: layer for layer, names in named.items() for name in names}
 
 
@@ -91,20 +91,20 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
-def _working(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+def _compute_nodes(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if not is_view(node)]
 
 
-def elements(paths: Mapping[Key, str]) -> dict[str, list[Key]]:
+def group_by_list_element(paths: Mapping[Key, str]) -> dict[str, list[Key]]:
     """Nodes, or parameters, by the path of the list element that they belong to, of which none is most of the model.
 
     Args:
         paths: of the modules of all of them.
     """
-    sizes = Counter(prefix for path in paths.values() for prefix in _indexed(path))
+    sizes = Counter(prefix for path in paths.values() for prefix in _indexed_prefixes(path))
     named: dict[str, list[Key]] = {}
     for node, path in paths.items():
-        name = next((prefix for prefix in _indexed(path) if sizes[prefix] <= len(paths) / 2), None)
+        name = next((prefix for prefix in _indexed_prefixes(path) if sizes[prefix] <= len(paths) / 2), None)
         if name is not None:
             named.setdefault(name, []).append(node)
     return named
@@ -115,17 +115,17 @@ def _path(graph: JointGraph, node: fx.Node) -> str:
     return graph.module_path(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
-def _indexed(path: str) -> Iterator[str]:
+def _indexed_prefixes(path: str) -> Iterator[str]:
     """The parts of a path that end in an index, shortest first."""
     return (path[: match.end()] for match in _INDEX.finditer(path))
 
 
 def _parts(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
     """The nodes in about as many parts as a part has operators, each cut near its place where least crosses."""
-    count = math.isqrt(len(_working(nodes)))
+    count = math.isqrt(len(_compute_nodes(nodes)))
     if count < 2:
         return
-    crossing = _crossing(nodes)
+    crossing = _crossing_bytes(nodes)
     start, step = 0, len(nodes) / count
     for number in range(1, count):
         low, high = (round((number + side / 4) * step) for side in (-1, 1))
@@ -135,14 +135,14 @@ def _parts(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
     yield tuple(nodes[start:])
 
 
-def _crossing(nodes: Sequence[fx.Node]) -> list[int]:
+def _crossing_bytes(nodes: Sequence[fx.Node]) -> list[int]:
     """For every place between two nodes, bytes made before it and used after it."""
     position = {node: place for place, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for place, node in enumerate(nodes):
         last = max((position[user] for user in node.users if user in position), default=place)
         value = node.meta.get("val")
-        held = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else _WHOLE
+        held = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else _UNCUTTABLE_BYTES
         change[place + 1] += held
         change[last + 1] -= held
     return list(accumulate(change))

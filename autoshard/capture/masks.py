@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.capture._torch import OpOverload, pytree
-from autoshard.capture.attention import attention, attention_with_dropout
+from autoshard.capture.attention_operator import attention, attention_with_dropout
 from autoshard.capture.position_forms import Meaning, meaning_at_all_sizes
 from autoshard.capture.simplify import is_random
 
@@ -68,7 +68,7 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
         constants: placeholders that stand for tensors with known numbers.
     """
     changed = _changed_in_place(graph)
-    evaluation = _Evaluation({node: value for node, value in constants.items() if node not in changed}, changed)
+    evaluation = _MaskEvaluation({node: value for node, value in constants.items() if node not in changed}, changed)
     meanings: dict[fx.Node, Meaning | None] = {}
     calls = [graph.find_nodes(op="call_function", target=target) for target in (attention, attention_with_dropout)]
     for node in itertools.chain(*calls):
@@ -84,7 +84,7 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
                 kept["dropout_p"] = node.args[4]
             node.args = node.args[:3]
             node.kwargs = kept | {"is_causal": meaning.causal, "window": meaning.window}
-            _drop(mask)
+            _erase_unused(mask)
 
 
 def _changed_in_place(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -104,7 +104,7 @@ def _changed_in_place(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(node for node, own in base.items() if own in written)
 
 
-def _drop(node: fx.Node) -> None:
+def _erase_unused(node: fx.Node) -> None:
     """Erase a node that nothing reads any more, and what was computed for it alone."""
     stack = {node: None}
     while stack:
@@ -114,7 +114,7 @@ def _drop(node: fx.Node) -> None:
             latest.graph.erase_node(latest)
 
 
-def _meaning(mask: fx.Node, call: fx.Node, evaluation: _Evaluation) -> Meaning | None:
+def _meaning(mask: fx.Node, call: fx.Node, evaluation: _MaskEvaluation) -> Meaning | None:
     operands: Any = call.args
     query, key = (operand.meta["val"].shape[-2] for operand in operands[:2])
     shape = mask.meta["val"].shape
@@ -127,26 +127,26 @@ def _meaning(mask: fx.Node, call: fx.Node, evaluation: _Evaluation) -> Meaning |
         return None
     try:
         value = evaluation.of(mask)
-        window = int(_kept(value.rows(query - 1, query), 1, key)[0].sum())
+        window = int(_kept_scores(value.rows(query - 1, query), 1, key)[0].sum())
         none, causal = Meaning(False), Meaning(True, 0 if window == key else window)
         candidates = [none] if query != key else [none, causal]
         for first in range(0, query, step := max(1, _SMALL // key)):
             end = min(first + step, query)
-            found = _kept(value.rows(first, end), end - first, key)
+            found = _kept_scores(value.rows(first, end), end - first, key)
             candidates = [one for one in candidates if _equals(found, one, first, end, key)]
             if not candidates:
                 return None
-    except _UnknownError:
+    except _UnknownValueError:
         return None
     return candidates[0]
 
 
-def _kept(rows: Tensor, queries: int, keys: int) -> Tensor:
+def _kept_scores(rows: Tensor, queries: int, keys: int) -> Tensor:
     """Which scores rows of a mask keep, `[samples and heads, queries, keys]`."""
     if rows.dtype != torch.bool:
         lowest = torch.finfo(rows.dtype).min
         if not ((rows == 0) | (rows <= lowest)).all():
-            raise _UnknownError
+            raise _UnknownValueError
         rows = rows == 0
     return rows.expand(*rows.shape[:-2], queries, keys).reshape(-1, queries, keys)
 
@@ -161,12 +161,12 @@ def _equals(found: Tensor, meaning: Meaning, first: int, end: int, keys: int) ->
     return bool((found == expected).all())
 
 
-class _UnknownError(Exception):
+class _UnknownValueError(Exception):
     """A value hangs on an input, or on an operator that is not computed here."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _KnownTensor:
     """A tensor with its numbers; dims along which it repeats itself have size one."""
 
     value: Tensor
@@ -209,45 +209,45 @@ class _Triangle:
         return result
 
 
-_Value = _Held | _Computed | _Triangle
+_Value = _KnownTensor | _Computed | _Triangle
 
 
-class _Evaluation:
+class _MaskEvaluation:
     """The numbers of nodes that no input decides."""
 
     def __init__(self, constants: Mapping[fx.Node, Tensor], changed: frozenset[fx.Node]) -> None:
         self.constants, self.changed = constants, changed
-        self._values: dict[fx.Node, _Value] = {node: _Held(value) for node, value in constants.items()}
+        self._values: dict[fx.Node, _Value] = {node: _KnownTensor(value) for node, value in constants.items()}
 
     def of(self, node: fx.Node) -> _Value:
         """The value of a node, or `_UnknownError`."""
-        for each in _in_order(node, self._values):
+        for each in _unevaluated_nodes(node, self._values):
             self._values[each] = self._value(each)
         return self._values[node]
 
     def _value(self, node: fx.Node) -> _Value:
         if node in self.changed:
-            raise _UnknownError
+            raise _UnknownValueError
         op: Any = node.target
         val, known = node.meta.get("val"), cast(Any, self._values.__getitem__)
         if not isinstance(op, OpOverload) or not isinstance(val, Tensor) or is_random(node) or op._schema.is_mutable:
-            raise _UnknownError
+            raise _UnknownValueError
         args: Any = fx.node.map_arg(node.args, known)
         kwargs: Any = fx.node.map_arg(node.kwargs, known)
         if math.prod(val.shape) <= _SMALL:
-            return _Held(op(*_numbers(args), **_numbers(kwargs)))
+            return _KnownTensor(op(*_numbers(args), **_numbers(kwargs)))
         if op in _BROADCASTS or (op in _VIEWS and _adds_no_rows(node)):
-            return _Computed(aten.alias.default, (_collapsed(args[0]),), {})
+            return _Computed(aten.alias.default, (_collapse_repeats(args[0]),), {})
         if op in _FILLED:
             shape = next(place for place, argument in enumerate(op._schema.arguments) if argument.name == "size")
             one = op(*_numbers(args[:shape]), [1] * len(val.shape), *args[shape + 1 :], **_numbers(kwargs))
-            return _Computed(aten.alias.default, (_Held(one),), {})
+            return _Computed(aten.alias.default, (_KnownTensor(one),), {})
         if op in _TRIANGLES:
-            return _Triangle(op, _collapsed(args[0]), args[1] if len(args) > 1 else 0, val.shape[-1])
+            return _Triangle(op, _collapse_repeats(args[0]), args[1] if len(args) > 1 else 0, val.shape[-1])
         elementwise = torch.Tag.pointwise in op.tags or op in _ELEMENTWISE
         if not elementwise or len(val.shape) < 2:
-            raise _UnknownError
-        return _Computed(op, tuple(map(_collapsed, args)), dict(kwargs))
+            raise _UnknownValueError
+        return _Computed(op, tuple(map(_collapse_repeats, args)), dict(kwargs))
 
 
 def _adds_no_rows(node: fx.Node) -> bool:
@@ -256,7 +256,7 @@ def _adds_no_rows(node: fx.Node) -> bool:
     return source[-2:] == shape[-2:] and math.prod(source) == math.prod(shape)
 
 
-def _in_order(node: fx.Node, known: Mapping[fx.Node, Any]) -> Iterator[fx.Node]:
+def _unevaluated_nodes(node: fx.Node, known: Mapping[fx.Node, Any]) -> Iterator[fx.Node]:
     """What the node is made of and is not known yet, operands first; `_UnknownError` where that is an input."""
     order: dict[fx.Node, None] = {}
     stack = [node]
@@ -269,7 +269,7 @@ def _in_order(node: fx.Node, known: Mapping[fx.Node, Any]) -> Iterator[fx.Node]:
                 order[latest] = None
             continue
         if any(each.op != "call_function" for each in missing):
-            raise _UnknownError
+            raise _UnknownValueError
         stack += missing
     return iter(order)
 
@@ -277,19 +277,19 @@ def _in_order(node: fx.Node, known: Mapping[fx.Node, Any]) -> Iterator[fx.Node]:
 def _numbers(arguments: Any) -> Any:
     def number(value: Any) -> Any:
         if isinstance(value, (_Computed, _Triangle)):
-            raise _UnknownError
-        return value.value if isinstance(value, _Held) else value
+            raise _UnknownValueError
+        return value.value if isinstance(value, _KnownTensor) else value
 
     return pytree.tree_map(number, arguments)
 
 
-def _collapsed(value: Any) -> Any:
+def _collapse_repeats(value: Any) -> Any:
     """The value with size one in every dim along which it repeats itself."""
-    if not isinstance(value, _Held):
+    if not isinstance(value, _KnownTensor):
         return value
     tensor = value.value
     for dim in range(tensor.dim()):
         first = tensor.narrow(dim, 0, 1)
         if tensor.shape[dim] > 1 and bool((tensor == first).all()):
             tensor = first
-    return _Held(tensor)
+    return _KnownTensor(tensor)

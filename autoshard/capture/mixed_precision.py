@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture._torch import pytree
 from autoshard.capture.export import Exported, ExportedInput
-from autoshard.capture.graph import JointOutput
+from autoshard.capture.joint_graph import JointOutput
 
 aten = torch.ops.aten
 
@@ -56,9 +56,9 @@ class LoweredModule:
         """A call with its floating tensors cast as `forward` is to get them."""
         if self.policy.param_dtype is None or not self.policy.cast_forward_inputs:
             return call
-        return pytree.tree_map_only(torch.Tensor, self._lowered, call)
+        return pytree.tree_map_only(torch.Tensor, self._to_param_dtype, call)
 
-    def _lowered(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_param_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
         return tensor.detach().to(self.policy.param_dtype).requires_grad_(tensor.requires_grad)
@@ -79,7 +79,7 @@ class LoweredModule:
                 dtype = self.originals.get(item.name, dtype)
             elif item.kind == "input":
                 dtype = next(given).dtype
-            inputs.append(item if dtype == item.fake.dtype else _raised(graph, node, item, dtype))
+            inputs.append(item if dtype == item.fake.dtype else _cast_at_first_use(graph, node, item, dtype))
         wanted = self.policy.output_dtype
         outputs = tuple(
             node if wanted is None or not _is_floating(node) else _cast(graph, node, wanted, _last(graph))
@@ -96,7 +96,7 @@ def _last(graph: fx.Graph) -> fx.Node:
     return next(reversed(graph.nodes))
 
 
-def _raised(graph: fx.Graph, node: fx.Node, item: ExportedInput, dtype: torch.dtype) -> ExportedInput:
+def _cast_at_first_use(graph: fx.Graph, node: fx.Node, item: ExportedInput, dtype: torch.dtype) -> ExportedInput:
     """The placeholder as its caller holds it, and a cast before its first user."""
     users = list(node.users)
     fake = item.fake.detach().to(dtype).requires_grad_(item.fake.requires_grad)
@@ -139,7 +139,7 @@ def reduce_gradients(
         node = output.node
         if output.kind == "gradient" and node is not None and node.meta["val"].is_floating_point():
             if node not in made:
-                made[node] = _reduced(graph, node, policy)
+                made[node] = _cast_for_reduction(graph, node, policy)
             output = replace(output, node=made[node])
         result.append(output)
     _last(graph).args = (tuple(output.node for output in result),)
@@ -149,7 +149,7 @@ def reduce_gradients(
     return result
 
 
-def _reduced(graph: fx.Graph, node: fx.Node, policy: MixedPrecisionPolicy) -> fx.Node:
+def _cast_for_reduction(graph: fx.Graph, node: fx.Node, policy: MixedPrecisionPolicy) -> fx.Node:
     """The gradient `node`, reduced in the dtype that the policy says and then in its own again."""
     source, wanted = node, node.meta["val"].dtype
     if node.target is aten._to_copy.default and node.all_input_nodes[0].meta["val"].dtype == policy.param_dtype:
@@ -158,17 +158,17 @@ def _reduced(graph: fx.Graph, node: fx.Node, policy: MixedPrecisionPolicy) -> fx
     if dtype == wanted:
         reduced = node
     else:
-        reduced = source if source.meta["val"].dtype == dtype else _behind(graph, source, dtype, node)
+        reduced = source if source.meta["val"].dtype == dtype else _cast_after(graph, source, dtype, node)
     if reduced is not source:
         reduced.meta[REDUCED] = "here"
     if dtype == wanted:
         return reduced
-    restored = node if reduced is source else _behind(graph, reduced, wanted, node)
+    restored = node if reduced is source else _cast_after(graph, reduced, wanted, node)
     restored.meta[REDUCED] = "before"
     return restored
 
 
-def _behind(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+def _cast_after(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     """A cast of `source` right behind it, described as `like` is."""
     with graph.inserting_after(source):
         cast = graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})

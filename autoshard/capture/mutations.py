@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.capture._torch import FakeTensor, storage_of, traced_node
-from autoshard.capture.counters import FILLED, Blind, Counter, blind, filling
-from autoshard.capture.failure import code_line, node_line
-from autoshard.capture.guards import ABSENT, CONTAINERS, copied, is_alike, is_plain
-from autoshard.capture.reachable import MODULE_STATE, NumPyGenerator, Place, Reachable, elements
+from autoshard.capture.capture_errors import code_line, node_line
+from autoshard.capture.counters import FILLABLE, ContainerStandIn, Counter, added_entries, container_stand_in
+from autoshard.capture.guards import ABSENT, CONTAINERS, copy_value, is_equivalent, is_plain
+from autoshard.capture.reachable import MODULE_STATE, NumPyGenerator, Reachable, TrackedObject, elements
 from autoshard.errors import CaptureError
 
-_NOTHING: Mapping[Any, Any] = {}
+_EMPTY: Mapping[Any, Any] = {}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """A tensor that a call computes: its number among those that the call leaves; or the number in it."""
 
     number: int
@@ -33,7 +33,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Old:
+class PreviousValue:
     """What an object held under a key before the call."""
 
     key: Any
@@ -46,7 +46,7 @@ class Mutation:
     Attributes:
         path: as a user writes it.
         place: the object or the namespace.
-        entries: what is put into it, with `Slot`, `Old` and counters in it.
+        entries: what is put into it, with `Slot`, `PreviousValue` and counters in it.
         removed: keys that are taken away.
         mode: whether entries replace what has their keys, replace all, or follow what is there.
         line: the user's that does it.
@@ -54,12 +54,12 @@ class Mutation:
     """
 
     path: str
-    place: Place
+    place: TrackedObject
     entries: Mapping[Any, Any]
     removed: Sequence[Any]
     mode: str
     line: str
-    is_blind: bool = False
+    is_write_only: bool = False
     _before: dict[Any, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Mutation:
 
     def holds(self) -> bool:
         """Whether what the call changes is as it was at the capture."""
-        if self.is_blind:
+        if self.is_write_only:
             return True
         now = self._now()
         if self.place.is_ordered and len(now) != len(self._before):
@@ -88,7 +88,7 @@ class Mutation:
     def result(self, tensors: Sequence[Tensor]) -> dict[Any, Any]:
         """The entries of one call, by the tensors that it leaves."""
         now = self._now()
-        entries = {key: _built(value, now, key, tensors) for key, value in self.entries.items()}
+        entries = {key: _build_value(value, now, key, tensors) for key, value in self.entries.items()}
         return dict(enumerate([*now.values(), *entries.values()])) if self.mode == "append" else entries
 
     def apply(self, result: Mapping[Any, Any]) -> None:
@@ -108,21 +108,21 @@ def _kind(value: Any) -> Any:
 
 def _is_kind(value: Any, kind: Any) -> bool:
     own = _kind(value)
-    return own == kind if isinstance(kind, tuple) else is_alike(own, kind)
+    return own == kind if isinstance(kind, tuple) else is_equivalent(own, kind)
 
 
-def _built(tree: Any, now: Mapping[Any, Any], key: Any, tensors: Sequence[Tensor]) -> Any:
+def _build_value(tree: Any, now: Mapping[Any, Any], key: Any, tensors: Sequence[Tensor]) -> Any:
     """A value that a call leaves."""
-    if isinstance(tree, Slot):
+    if isinstance(tree, TensorSlot):
         return tensors[tree.number].item() if tree.is_number else tensors[tree.number]
-    if isinstance(tree, Old):
+    if isinstance(tree, PreviousValue):
         return now[tree.key]
     if isinstance(tree, Counter):
-        return tree.after(now[key])
-    return _mapped(tree, lambda _, one: _built(one, now, key, tensors))
+        return tree.apply_to(now[key])
+    return _map_container(tree, lambda _, one: _build_value(one, now, key, tensors))
 
 
-def _mapped(container: Any, function: Callable[[Any, Any], Any]) -> Any:
+def _map_container(container: Any, function: Callable[[Any, Any], Any]) -> Any:
     """A container of the same kind with the results of a function of keys and values; what is none, as it is."""
     kind = type(container)
     if isinstance(container, dict):
@@ -167,7 +167,7 @@ class Mutations:
         self._reachable, self._copies, self._modules = reachable, copies, modules
         self._counting, self._depended = counting, depended
         self._numbers: dict[str, Tensor] = {}
-        self._originals: list[tuple[Place, Any, Any]] = []  # what stand-ins are for
+        self._originals: list[tuple[TrackedObject, Any, Any]] = []  # what stand-ins are for
         self._known: set[int] = set()
         self.found: list[Mutation] = []
         self.kept: list[tuple[str, Tensor]] = []
@@ -197,10 +197,10 @@ class Mutations:
             self._restore()
 
     def _restore(self) -> None:
-        self._take_back_stand_ins()
+        self._remove_stand_ins()
         self._reachable.restore()
 
-    def _take_back_stand_ins(self) -> None:
+    def _remove_stand_ins(self) -> None:
         for place, key, original in self._originals:
             place.before[key] = original
             place.write(place.traced, {key: original})
@@ -211,16 +211,16 @@ class Mutations:
         self._restore()
         self.found, self.kept, self._numbers = [], [], {}
         for place in (*self._reachable.inside, *self._reachable.outside) if self._counting else ():
-            if place.root is not None and place.path in self._counting and type(place.original) in FILLED:
+            if place.root is not None and place.path in self._counting and type(place.original) in FILLABLE:
                 owner, key = place.root
-                self._stand_in(owner, key, blind(place.original, place.path, self._depended))
+                self._insert_stand_in(owner, key, container_stand_in(place.original, place.path, self._depended))
         for place in self._reachable.outside if self._counting else ():
             for key, value in place.before.items() if place.is_namespace else ():
                 path = _path(place, key)
                 if path in self._counting and type(value) in (int, float):
-                    self._stand_in(place, key, Counter(path, (), self._depended))
+                    self._insert_stand_in(place, key, Counter(path, (), self._depended))
 
-    def _stand_in(self, place: Place, key: Any, value: Any) -> None:
+    def _insert_stand_in(self, place: TrackedObject, key: Any, value: Any) -> None:
         self._originals.append((place, key, place.before[key]))
         place.before[key] = value
         place.write(place.traced, {key: value})
@@ -231,7 +231,7 @@ class Mutations:
             self.found += self._mutations(place, is_inside=True)
         for place in self._reachable.outside:
             self.found += self._mutations(place, is_inside=False)
-        self._take_back_stand_ins()  # torch.export compares attributes with what they were
+        self._remove_stand_ins()  # torch.export compares attributes with what they were
 
     def check_constant(self, constant: Tensor, line: str) -> None:
         """`CaptureError` if a graph reads a tensor of an object that the call puts others into."""
@@ -280,7 +280,7 @@ class Mutations:
         """Paths of what the call may count with, or fill without looking."""
         for mutation in self.found:
             place = mutation.place
-            if place.root is not None and type(place.original) in FILLED:
+            if place.root is not None and type(place.original) in FILLABLE:
                 if place.root[0].before.get(place.root[1]) is place.traced:
                     yield place.path
             elif place in self._reachable.outside and place.is_namespace:
@@ -288,11 +288,11 @@ class Mutations:
                 if all(type(one) in (int, float) for pair in values for one in pair):
                     yield mutation.path
 
-    def _mutations(self, place: Place, *, is_inside: bool) -> Iterator[Mutation]:
+    def _mutations(self, place: TrackedObject, *, is_inside: bool) -> Iterator[Mutation]:
         """What was done to an object, as far as it is a concern."""
         stand_in = place.root and place.root[0].traced_value(place.root[1])
-        if isinstance(stand_in, Blind) and stand_in.path == place.path:
-            entries, cleared = filling(stand_in)
+        if isinstance(stand_in, ContainerStandIn) and stand_in.path == place.path:
+            entries, cleared = added_entries(stand_in)
             if entries or cleared:
                 mode = "replace" if cleared else "update" if isinstance(place.original, dict) else "append"
                 yield self._mutation(place.path, place, entries, [], mode, is_blind=True)
@@ -311,14 +311,14 @@ class Mutations:
         elif not is_inside or self._owns(place):
             before = list(place.before.values())
             mode = "replace" if place.is_ordered else "update"
-            if isinstance(place.original, (list, deque)) and _begins(list(changed.values()), before):
+            if isinstance(place.original, (list, deque)) and _starts_with(list(changed.values()), before):
                 changed, mode = dict(enumerate(list(changed.values())[len(before) :])), "append"
             yield self._mutation(place.path, place, changed, removed, mode)
 
     def _mutation(
         self,
         path: str,
-        place: Place,
+        place: TrackedObject,
         changed: Mapping[Any, Any],
         removed: Sequence[Any],
         mode: str,
@@ -330,23 +330,23 @@ class Mutations:
         entries = {}
         for key, value in changed.items():
             where = path if place.is_namespace else f"{path}[{key!r}]"
-            entries[key] = Old(old[id(value)]) if id(value) in old else self._tree(where, value, line)
+            entries[key] = PreviousValue(old[id(value)]) if id(value) in old else self._tree(where, value, line)
         return Mutation(path, place, entries, removed, mode, line, is_blind)
 
-    def _concerns(self, place: Place, key: str, value: Any) -> bool:
+    def _concerns(self, place: TrackedObject, key: str, value: Any) -> bool:
         """Whether an attribute of the module's, or of one of its objects, is left to this class."""
         is_modules = isinstance(place.owner, nn.Module)
         if is_modules and (isinstance(value, (Tensor, nn.Module)) or key in MODULE_STATE):
             return False
         if isinstance(value, torch.SymInt) and not self.knows_number(value):
             return False
-        return not isinstance(value, (Counter, Blind)) and copied(value) is ABSENT
+        return not isinstance(value, (Counter, ContainerStandIn)) and copy_value(value) is ABSENT
 
-    def _owns(self, place: Place) -> bool:
+    def _owns(self, place: TrackedObject) -> bool:
         """Whether the contents of a container of the module's are left to this class."""
         assert place.root is not None
         owner, name = place.root
-        return copied(owner.traced_value(name)) is ABSENT
+        return copy_value(owner.traced_value(name)) is ABSENT
 
     def _keep(self, path: str, tensor: Tensor) -> int:
         """The number of a tensor that the call leaves; its path is made one that no other has."""
@@ -363,18 +363,18 @@ class Mutations:
                     f"{line} keeps a number in {path} that was computed of numbers in a tensor. Keep the tensor "
                     "(tensor.detach()), or what tensor.item() gives, as it is."
                 )
-            return Slot(self._keep(path, tensor), is_number=True)
+            return TensorSlot(self._keep(path, tensor), is_number=True)
         if isinstance(value, Counter):
             if value.path != path:
                 self._depended.append(value.path)
             return value
         if isinstance(value, FakeTensor):
             self.check_traced(value, path, line)
-            return Slot(self._keep(path, value))
+            return TensorSlot(self._keep(path, value))
         if isinstance(value, nn.Module):
             return self._modules.get(id(value), value)
         if isinstance(value, (*CONTAINERS, deque)):
-            return _mapped(value, lambda key, one: self._tree(f"{path}[{key!r}]", one, line))
+            return _map_container(value, lambda key, one: self._tree(f"{path}[{key!r}]", one, line))
         if any(isinstance(one, (FakeTensor, *_SYMBOLS)) for one in getattr(value, "__dict__", {}).values()):
             raise CaptureError(
                 f"{line} keeps a {type(value).__name__} with tensors in {path}: no graph can hold such an object. Keep "
@@ -382,7 +382,7 @@ class Mutations:
             )
         return value
 
-    def line_of(self, path: str, changed: Mapping[Any, Any] = _NOTHING) -> str:
+    def line_of(self, path: str, changed: Mapping[Any, Any] = _EMPTY) -> str:
         """The user's line that changes something: one that names it, if there is one."""
         names = {path.partition("[")[0].rpartition(".")[2], *(key for key in changed if isinstance(key, str))}
         instructions = [(code, one) for code in self._reachable.codes for one in dis.get_instructions(code)]
@@ -396,10 +396,10 @@ class Mutations:
         return next((line for line in map(node_line, nodes) if line), "forward")
 
 
-def _path(place: Place, key: Any) -> str:
+def _path(place: TrackedObject, key: Any) -> str:
     """Of a variable or an attribute."""
     return place.path if isinstance(place.original, types.CellType) else f"{place.path}.{key}"
 
 
-def _begins(now: Sequence[Any], before: Sequence[Any]) -> bool:
+def _starts_with(now: Sequence[Any], before: Sequence[Any]) -> bool:
     return len(now) >= len(before) and all(one is other for one, other in zip(now, before, strict=False))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autoshard.capture.graph import JointInput, JointOutput
+from autoshard.capture.joint_graph import JointInput, JointOutput
 from autoshard.capture.layers import is_view
 
 aten = torch.ops.aten

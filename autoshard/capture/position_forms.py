@@ -27,7 +27,7 @@ class Meaning:
     window: int = 0
 
 
-class _UnknownError(Exception):
+class _NotLinearError(Exception):
     """A value is no linear form of positions, or is not known to be one."""
 
 
@@ -41,14 +41,14 @@ class _Linear:
     def plus(self, other: _Linear, times: int) -> _Linear:
         """The sum with `times` another, broadcast."""
         ndim = max(len(self.slopes), len(other.slopes))
-        pairs = zip(_aligned(self.slopes, ndim), _aligned(other.slopes, ndim), strict=True)
+        pairs = zip(_pad_slopes(self.slopes, ndim), _pad_slopes(other.slopes, ndim), strict=True)
         return _Linear(tuple(left + times * right for left, right in pairs), self.start + times * other.start)
 
     @property
     def constant(self) -> int:
         """The number that all elements are."""
         if any(self.slopes):
-            raise _UnknownError
+            raise _NotLinearError
         return self.start
 
 
@@ -80,11 +80,11 @@ def meaning_at_all_sizes(
     """
     try:
         truth = _Forms(constants, changed).of(mask)
-    except _UnknownError:
+    except _NotLinearError:
         return None
     if not isinstance(truth, _Truth) or truth.never or truth.ndim < 2:
         return None
-    left = {(*_aligned(form.slopes, truth.ndim), form.start) for form in truth.forms if not _always_holds(form)}
+    left = {(*_pad_slopes(form.slopes, truth.ndim), form.start) for form in truth.forms if not _always_holds(form)}
     if not left:
         return Meaning(False)
     others = (0,) * (truth.ndim - 2)
@@ -110,7 +110,7 @@ class _Forms:
     def of(self, node: fx.Node) -> _Form:
         """The form of a node, or `_UnknownError`."""
         if node not in self._known:
-            self._known[node] = _on_sizes_of_one(self._form(node), node)
+            self._known[node] = _drop_unit_dims(self._form(node), node)
         return self._known[node]
 
     def _form(self, node: fx.Node) -> _Form:
@@ -120,15 +120,15 @@ class _Forms:
             or not isinstance(value, Tensor)
             or value.dtype not in (torch.bool, torch.int32, torch.int64)
         ):
-            raise _UnknownError
+            raise _NotLinearError
         if node in self._constants and self._constants[node].numel() == 1:
-            return _filled(value, self._constants[node].item())
+            return _constant_form(value, self._constants[node].item())
         rule = _RULES.get(op) if isinstance(op, OpOverload) else None
         if rule is None:
-            raise _UnknownError
+            raise _NotLinearError
         form = rule(self, node)
         if isinstance(form, _Truth) != (value.dtype == torch.bool):
-            raise _UnknownError
+            raise _NotLinearError
         return form
 
     def linear(self, value: object) -> _Linear:
@@ -137,41 +137,41 @@ class _Forms:
             return _Linear((), value)
         form = self.of(value) if isinstance(value, fx.Node) else None
         if not isinstance(form, _Linear):
-            raise _UnknownError
+            raise _NotLinearError
         return form
 
     def truth(self, value: object) -> _Truth:
         """The form of an operand that is a tensor of booleans."""
         form = self.of(value) if isinstance(value, fx.Node) else None
         if not isinstance(form, _Truth):
-            raise _UnknownError
+            raise _NotLinearError
         return form
 
 
-def _on_sizes_of_one(form: _Form, node: fx.Node) -> _Form:
+def _drop_unit_dims(form: _Form, node: fx.Node) -> _Form:
     """The form without indices of dims of size one, which are zero."""
     shape = node.meta["val"].shape
 
     def change(linear: _Linear) -> _Linear:
-        slopes = _aligned(linear.slopes, len(shape))
+        slopes = _pad_slopes(linear.slopes, len(shape))
         kept = (0 if isinstance(size, int) and size == 1 else slope for slope, size in zip(slopes, shape, strict=True))
         return replace(linear, slopes=tuple(kept))
 
     return change(form) if isinstance(form, _Linear) else form.of(len(shape), change)
 
 
-def _aligned(slopes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+def _pad_slopes(slopes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     return (0,) * (ndim - len(slopes)) + slopes
 
 
 def _number(value: object) -> int:
     """An argument that is a number in the graph."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _UnknownError
+        raise _NotLinearError
     return value
 
 
-def _filled(value: Tensor, number: object) -> _Form:
+def _constant_form(value: Tensor, number: object) -> _Form:
     if value.dtype == torch.bool:
         return _Truth(value.dim(), never=not number)
     return _Linear((0,) * value.dim(), int(number))  # type: ignore[call-overload]
@@ -187,7 +187,7 @@ def _arange(forms: _Forms, node: fx.Node) -> _Form:
     return _Linear((_number(_argument(node, "step", 1)),), _number(_argument(node, "start", 0)))
 
 
-def _same(forms: _Forms, node: fx.Node) -> _Form:
+def _identity(forms: _Forms, node: fx.Node) -> _Form:
     return forms.of(node.all_input_nodes[0])
 
 
@@ -195,8 +195,8 @@ def _fill(forms: _Forms, node: fx.Node) -> _Form:
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     number = 1 if "ones" in name else 0 if "zeros" in name else _argument(node, "fill_value")
     if not isinstance(number, int):
-        raise _UnknownError
-    return _filled(node.meta["val"], number)
+        raise _NotLinearError
+    return _constant_form(node.meta["val"], number)
 
 
 def _sum(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
@@ -216,7 +216,7 @@ def _unsqueeze(forms: _Forms, node: fx.Node) -> _Form:
     dim = _number(node.args[1]) % ndim
 
     def change(linear: _Linear) -> _Linear:
-        slopes = _aligned(linear.slopes, ndim - 1)
+        slopes = _pad_slopes(linear.slopes, ndim - 1)
         return replace(linear, slopes=(*slopes[:dim], 0, *slopes[dim:]))
 
     return _on_dims(forms.of(source), ndim, change)
@@ -227,10 +227,10 @@ def _slice(forms: _Forms, node: fx.Node) -> _Form:
     dim = _number(_argument(node, "dim", 0)) % ndim
     start = _number(_argument(node, "start") or 0)
     if start < 0 or _number(_argument(node, "step", 1)) != 1:
-        raise _UnknownError
+        raise _NotLinearError
 
     def change(linear: _Linear) -> _Linear:
-        return replace(linear, start=linear.start + start * _aligned(linear.slopes, ndim)[dim])
+        return replace(linear, start=linear.start + start * _pad_slopes(linear.slopes, ndim)[dim])
 
     return _on_dims(forms.of(source), ndim, change)
 
@@ -239,10 +239,10 @@ def _select(forms: _Forms, node: fx.Node) -> _Form:
     source, ndim = node.all_input_nodes[0], node.meta["val"].dim()
     dim, index = _number(node.args[1]) % (ndim + 1), _number(node.args[2])
     if index < 0:
-        raise _UnknownError
+        raise _NotLinearError
 
     def change(linear: _Linear) -> _Linear:
-        slopes = _aligned(linear.slopes, ndim + 1)
+        slopes = _pad_slopes(linear.slopes, ndim + 1)
         return _Linear((*slopes[:dim], *slopes[dim + 1 :]), linear.start + index * slopes[dim])
 
     return _on_dims(forms.of(source), ndim, change)
@@ -253,14 +253,14 @@ def _differences(forms: _Forms, node: fx.Node) -> _Form:
     source, before = forms.linear(node.args[0]), forms.linear(_argument(node, "prepend"))
     dim = _number(_argument(node, "dim", -1))
     ndim = node.meta["val"].dim()
-    slopes = list(_aligned(source.slopes, ndim))
+    slopes = list(_pad_slopes(source.slopes, ndim))
     step, slopes[dim] = slopes[dim], 0
     single = _argument(node, "prepend").meta["val"].shape[dim]
     at_first = replace(source, slopes=tuple(slopes)).plus(before, -1)
     if _number(_argument(node, "n", 1)) != 1 or _argument(node, "append") is not None or str(single) != "1":
-        raise _UnknownError
+        raise _NotLinearError
     if at_first.constant != step:
-        raise _UnknownError
+        raise _NotLinearError
     return _Linear((), step)
 
 
@@ -268,7 +268,7 @@ def _running_sum(forms: _Forms, node: fx.Node) -> _Form:
     """Of zeros alone."""
     form = forms.of(node.all_input_nodes[0])
     if not (form.never if isinstance(form, _Truth) else form.constant == 0):
-        raise _UnknownError
+        raise _NotLinearError
     return _Linear((), 0)
 
 
@@ -279,14 +279,14 @@ def _read_at(forms: _Forms, node: fx.Node) -> _Form:
     indices = [forms.linear(place) for place in places]
     ndim = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
     if len(indices) != ndim or any(index.start < 0 or min(index.slopes, default=0) < 0 for index in indices):
-        raise _UnknownError
+        raise _NotLinearError
     result = _Linear((), source.start)
-    for slope, index in zip(_aligned(source.slopes, ndim), indices, strict=True):
+    for slope, index in zip(_pad_slopes(source.slopes, ndim), indices, strict=True):
         result = result.plus(index, slope)
     return result
 
 
-def _compared(sign: int, margin: int) -> Callable[[_Forms, fx.Node], _Form]:
+def _comparison(sign: int, margin: int) -> Callable[[_Forms, fx.Node], _Form]:
     """`sign` times the difference, plus `margin`, is zero or less."""
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
@@ -309,10 +309,10 @@ def _equal(wanted: bool) -> Callable[[_Forms, fx.Node], _Form]:
     return form
 
 
-def _both(forms: _Forms, node: fx.Node) -> _Form:
+def _logical_and(forms: _Forms, node: fx.Node) -> _Form:
     left, right = map(forms.truth, node.args)
     ndim = node.meta["val"].dim()
-    parts = (_Linear(_aligned(form.slopes, ndim), form.start) for form in (*left.forms, *right.forms))
+    parts = (_Linear(_pad_slopes(form.slopes, ndim), form.start) for form in (*left.forms, *right.forms))
     return _Truth(ndim, frozenset(parts), left.never or right.never)
 
 
@@ -340,7 +340,7 @@ _RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
             aten.contiguous.default,
             aten.expand.default,
         ),
-        _same,
+        _identity,
     ),
     **dict.fromkeys(
         (
@@ -363,12 +363,12 @@ _RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
     aten.tril.default: _triangle(1),
     aten.triu.default: _triangle(-1),
     aten.index.Tensor: _read_at,
-    **dict.fromkeys((aten.le.Tensor, aten.le.Scalar), _compared(1, 0)),
-    **dict.fromkeys((aten.lt.Tensor, aten.lt.Scalar), _compared(1, 1)),
-    **dict.fromkeys((aten.ge.Tensor, aten.ge.Scalar), _compared(-1, 0)),
-    **dict.fromkeys((aten.gt.Tensor, aten.gt.Scalar), _compared(-1, 1)),
+    **dict.fromkeys((aten.le.Tensor, aten.le.Scalar), _comparison(1, 0)),
+    **dict.fromkeys((aten.lt.Tensor, aten.lt.Scalar), _comparison(1, 1)),
+    **dict.fromkeys((aten.ge.Tensor, aten.ge.Scalar), _comparison(-1, 0)),
+    **dict.fromkeys((aten.gt.Tensor, aten.gt.Scalar), _comparison(-1, 1)),
     **dict.fromkeys((aten.eq.Tensor, aten.eq.Scalar), _equal(True)),
     **dict.fromkeys((aten.ne.Tensor, aten.ne.Scalar), _equal(False)),
-    **dict.fromkeys((aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default), _both),
+    **dict.fromkeys((aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default), _logical_and),
 }
 """How the form of a result follows from those of operands, by operator."""

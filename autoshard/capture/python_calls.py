@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard.capture._torch import FakeTensor, outside_modes, pytree, version_of
+from autoshard.capture.capture_errors import running_line
 from autoshard.capture.closures import FreeTensors, Substitution, TensorScope
-from autoshard.capture.failure import running_line
 from autoshard.capture.mutations import Mutations
 from autoshard.errors import CaptureError
 
@@ -106,15 +106,15 @@ class PythonCalls:
 
     root: nn.Module
     mutations: Mutations
-    named: dict[str, Tensor] = field(init=False)
+    module_tensors: dict[str, Tensor] = field(init=False)
     calls: list[PythonCall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.named = dict(_named(self.root))
+        self.module_tensors = dict(_named_tensors(self.root))
 
-    def is_held(self, tensor: Tensor) -> bool:
+    def is_module_tensor(self, tensor: Tensor) -> bool:
         """Whether the tensor is a parameter or buffer of the module."""
-        return any(tensor is one for _, one in _named(self.root))
+        return any(tensor is one for _, one in _named_tensors(self.root))
 
     def add(self, call: PythonCall, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
         """Put a call into the graph that is being exported.
@@ -127,10 +127,10 @@ class PythonCalls:
         """
         given = list(tensors)
         free = _try_call(call, given, list(sizes), self.mutations)
-        named = {id(tensor): name for name, tensor in _named(self.root)}
+        named = {id(tensor): name for name, tensor in _named_tensors(self.root)}
         for tensor in free:
             name = named.get(id(tensor))
-            call.free.append((tensor,) if name is None else (tensor, self.named[name]))
+            call.free.append((tensor,) if name is None else (tensor, self.module_tensors[name]))
         self.calls.append(call)
         number = len(self.calls) - 1
         if call.has_effect:
@@ -139,7 +139,7 @@ class PythonCalls:
         return list(operators.python_call([*given, *free], list(sizes), number))
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     )
@@ -156,7 +156,7 @@ def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int], mutatio
             _differentiate(results, tensors)
     kept = {id(result) for result in results}
     changed = [tensor for tensor, version in zip(tensors, versions, strict=True) if version_of(tensor) != version]
-    if any(id(tensor) not in kept for tensor in changed) or scope.changed():
+    if any(id(tensor) not in kept for tensor in changed) or scope.has_mutated_tensor():
         raise CaptureError(
             f"{call.__name__} changes a tensor in place at {call.where}, and does not say so: no graph can hold "
             "that. Return the tensor, with ctx.mark_dirty(tensor) in the function's forward, or return a new one, and "
@@ -180,7 +180,7 @@ _active: ContextVar[PythonCalls | None] = ContextVar("autoshard_python_calls", d
 
 
 @contextlib.contextmanager
-def collection(calls: PythonCalls) -> Iterator[None]:
+def collect_calls(calls: PythonCalls) -> Iterator[None]:
     """Context of the export whose calls these are."""
     token = _active.set(calls)
     try:
@@ -203,14 +203,14 @@ def _run_for_effect(tensors: list[Tensor], sizes: list[int], number: int) -> Non
 _library.impl("python_call", _run, "Autograd")
 _library.impl("python_effect", _run_for_effect, "Autograd")
 
-_STANDING_FOR_CALLS = (operators.python_call.default, operators.python_effect.default)
+_PLACEHOLDER_OPERATORS = (operators.python_call.default, operators.python_effect.default)
 
 
 def replace_python_calls(module: fx.GraphModule, calls: PythonCalls) -> None:
     """Let the nodes that stand for calls make them; regions of the graph are modules in it."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
-            for target in _STANDING_FOR_CALLS:
+            for target in _PLACEHOLDER_OPERATORS:
                 for node in part.graph.find_nodes(op="call_function", target=target):
                     tensors, sizes, number = node.args
                     node.target = calls.calls[number]

@@ -18,18 +18,28 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.capture._torch import around_dynamo, attribute_patch, pytree
+from autoshard.capture.capture_errors import running_line
 from autoshard.capture.conditions import Conditions
-from autoshard.capture.counters import FILLED, Blind, Counter
-from autoshard.capture.failure import running_line
-from autoshard.capture.guards import ABSENT, CONTAINERS, HOOKS, Guards, Read, Table, copied, is_alike, is_plain
+from autoshard.capture.counters import FILLABLE, ContainerStandIn, Counter
+from autoshard.capture.guards import (
+    ABSENT,
+    CONTAINERS,
+    HOOKS,
+    Guards,
+    TableGuard,
+    ValueGuard,
+    copy_value,
+    is_equivalent,
+    is_plain,
+)
 from autoshard.capture.mutations import Mutation, Mutations
-from autoshard.capture.own_tensors import OwnTensors
 from autoshard.capture.reachable import FOREIGN, MODULE_STATE, Reachable, is_object
+from autoshard.capture.traced_parameters import TracedParameters
 from autoshard.errors import InputError
 
 # Of the attributes that every module has: training flags are part of a call's signature, parameters and buffers are
 # inputs of the graph, submodules and hooks are guarded as tables.
-_OWN = MODULE_STATE
+_MODULE_ATTRIBUTES = MODULE_STATE
 _METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module
 _MOST_STATES = 4  # graphs of one kind of call that its own changes of what it reads may ask for
 _DEPTH = 4  # of objects that hold objects
@@ -58,7 +68,7 @@ class Effect:
     def result(self) -> Any:
         """What the attribute is after a call, by what is there before it."""
         if self.origin is None:
-            return copied(self.value)
+            return copy_value(self.value)
         table, name = self.origin
         return self.value.after(table[name])
 
@@ -113,11 +123,11 @@ class PythonState:
     effects: tuple[Effect, ...] = ()
     mutations: tuple[Mutation, ...] = ()
     counters: tuple[str, ...] = ()
-    counted: bool = False
+    are_counters_unread: bool = False
     conditions: Conditions = field(default_factory=Conditions)
     hooks: tuple[AddedHook, ...] = ()
 
-    def leave(self, tensors: Sequence[Tensor] = ()) -> None:
+    def apply_effects(self, tensors: Sequence[Tensor] = ()) -> None:
         """Change the state as a call does that computes these tensors for mutations."""
         results = [effect.result() for effect in self.effects]
         contents = [mutation.result(tensors) for mutation in self.mutations]
@@ -128,20 +138,20 @@ class PythonState:
         for hook in self.hooks:
             hook.apply()
 
-    def own_changes(self) -> list[Effect | Mutation]:
+    def invalidating_effects(self) -> list[Effect | Mutation]:
         """The effects of such calls by which the guards do not hold now."""
-        changed = {subject for subject, _ in self.guards.changed()}
+        changed = {subject for subject, _ in self.guards.changes()}
         effects: list[Effect | Mutation] = [*self.effects, *self.mutations]
         return [effect for effect in effects if f"the attribute {effect.path}" in changed]
 
 
-def check_own_changes(known: Sequence[PythonState]) -> None:
+def check_invalidating_effects(known: Sequence[PythonState]) -> None:
     """`InputError` where a kind of call asks for one graph after another, because it changes what it reads.
 
     Args:
         known: the states that it has graphs for; the one that it is in now is none of them.
     """
-    changed = [effect for state in known for effect in state.own_changes()]
+    changed = [effect for state in known for effect in state.invalidating_effects()]
     for effect in changed:
         count = sum(effect.path == other.path for other in changed)
         if count >= _MOST_STATES:
@@ -155,7 +165,7 @@ def check_own_changes(known: Sequence[PythonState]) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class _WatchedModule:
     """A module of the twin, while it runs.
 
     Attributes:
@@ -169,7 +179,7 @@ class _Part:
     """
 
     path: str
-    twin: nn.Module
+    fake: nn.Module
     original: nn.Module
     read: dict[str, None] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
@@ -205,7 +215,7 @@ class StateWatch:
         originals = dict(module.named_modules())
         self._root = twin
         self._parts = {
-            id(part): _Part(f"self.{path}" if path else "self", part, originals[path])
+            id(part): _WatchedModule(f"self.{path}" if path else "self", part, originals[path])
             for path, part in twin.named_modules()
             if path in originals
         }
@@ -215,15 +225,15 @@ class StateWatch:
         self._added: tuple[AddedHook, ...] = ()
         self._origins: dict[str, tuple[dict[str, Any], str]] = {}
         self.depended: list[str] = []
-        modules = {id(part.twin): part.original for part in self._parts.values()}
+        modules = {id(part.fake): part.original for part in self._parts.values()}
         self.mutations = Mutations(reachable, copies, modules, counting, self.depended)
-        self.own_tensors = OwnTensors(module, twin)
+        self.traced_parameters = TracedParameters(module, twin)
         for part in self._parts.values():
-            for name, value in vars(part.twin).items():
+            for name, value in vars(part.fake).items():
                 path = f"{part.path}.{name}"
-                if path in counting and type(value) not in FILLED:
+                if path in counting and type(value) not in FILLABLE:
                     self._origins[path] = vars(part.original), name
-                    vars(part.twin)[name] = Counter(path, (), self.depended)
+                    vars(part.fake)[name] = Counter(path, (), self.depended)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -251,38 +261,38 @@ class StateWatch:
     def check_constant(self, constant: Tensor, line: str) -> None:
         """`CaptureError` if a tensor may not be a constant of the graph: another call would find something else."""
         self.mutations.check_constant(constant, line)
-        self.own_tensors.check_constant(constant, line)
+        self.traced_parameters.check_constant(constant, line)
 
     def _begin(self, *_: Any) -> None:
         self._running = True
         self._hooked = {(id(part), table, key) for part, table, key, _ in self._hooks()}
 
-    def _hooks(self) -> Iterator[tuple[_Part, str, int, Callable[..., Any]]]:
+    def _hooks(self) -> Iterator[tuple[_WatchedModule, str, int, Callable[..., Any]]]:
         """The hooks of submodules; the root's run around the program."""
         for part in self._parts.values():
-            for table in ("_forward_hooks", "_forward_pre_hooks") if part.twin is not self._root else ():
-                for key, hook in vars(part.twin)[table].items():
+            for table in ("_forward_hooks", "_forward_pre_hooks") if part.fake is not self._root else ():
+                for key, hook in vars(part.fake)[table].items():
                     yield part, table, key, hook
 
     def _added_hooks(self) -> Iterator[AddedHook]:
         for part, table, key, hook in self._hooks():
             if (id(part), table, key) not in self._hooked and not _holds_module(hook):
-                yield AddedHook(part.original, table, hook, key in vars(part.twin)[f"{table}_with_kwargs"])
+                yield AddedHook(part.original, table, hook, key in vars(part.fake)[f"{table}_with_kwargs"])
 
     def _end(self, *_: Any) -> None:
         self._running = False
         self._added = tuple(self._added_hooks())
         for part in self._parts.values():
             for name in dict.fromkeys([*part.lines, *part.read]):
-                value = vars(part.twin).get(name, ABSENT)
-                if isinstance(value, Blind):
+                value = vars(part.fake).get(name, ABSENT)
+                if isinstance(value, ContainerStandIn):
                     continue
                 if name in part.lines or isinstance(value, (*CONTAINERS, Counter)):
-                    part.ends[name] = value if isinstance(value, (Counter, torch.SymInt)) else self._copied(value)
+                    part.ends[name] = value if isinstance(value, (Counter, torch.SymInt)) else self._copy_value(value)
 
-    def _copied(self, value: Any) -> Any:
+    def _copy_value(self, value: Any) -> Any:
         """A copy of a value; torch.export takes back what containers are filled with."""
-        copy = copied(value)
+        copy = copy_value(value)
         if copy is ABSENT:
             self.depended += [leaf.path for leaf in pytree.tree_leaves(value) if isinstance(leaf, Counter)]
         return copy
@@ -315,15 +325,19 @@ class StateWatch:
 
     def state(self) -> PythonState:
         """What was seen."""
-        found, effects = _Found(), list[Effect]()
+        found, effects = _GuardCollector(), list[Effect]()
         for part in self._parts.values():
             effects += self._effects(part)
-            is_root = part.twin is self._root
-            names = [name for name in part.read if name not in part.fresh and (name not in _OWN or name == "_modules")]
+            is_root = part.fake is self._root
+            names = [
+                name
+                for name in part.read
+                if name not in part.fresh and (name not in _MODULE_ATTRIBUTES or name == "_modules")
+            ]
             found.module(part, [name for name in names if not (is_root and name == "forward")])
             if "_forward_hooks" in part.read and not is_root:  # the root's hooks run around the program
                 tables = vars(part.original)
-                found.hooks += [Table(part.path, "hooks", tables[name]) for name in HOOKS]
+                found.hooks += [TableGuard(part.path, "hooks", tables[name]) for name in HOOKS]
         for path, twin, original in found.objects:
             effects += _object_effects(path, twin, original)
         reads = [read for read in found.reads if read.path not in self._counting]
@@ -331,17 +345,17 @@ class StateWatch:
         counters = tuple(
             effect.path
             for effect in effects
-            if effect.path in numbers and effect.line and not is_alike(effect.value, numbers[effect.path])
+            if effect.path in numbers and effect.line and not is_equivalent(effect.value, numbers[effect.path])
         )
-        filled = (effect.path for effect in effects if type(effect.value) in FILLED and not effect.line)
+        filled = (effect.path for effect in effects if type(effect.value) in FILLABLE and not effect.line)
         counters = (*counters, *filled, *self.mutations.counters())
         mutations = tuple(self.mutations.found)
-        dependent = [mutation for mutation in mutations if not mutation.is_blind]
+        dependent = [mutation for mutation in mutations if not mutation.is_write_only]
         guards = Guards(reads, found.submodules, found.attributes, found.hooks, dependent)
         counted = bool(self._counting) and not self.depended
         return PythonState(guards, tuple(effects), mutations, counters, counted, hooks=self._added)
 
-    def _effects(self, part: _Part) -> Iterator[Effect]:
+    def _effects(self, part: _WatchedModule) -> Iterator[Effect]:
         """What the call left in the attributes of a module."""
         held = vars(part.original)
         for name, value in part.ends.items():
@@ -357,7 +371,7 @@ class StateWatch:
                 )
             elif value is ABSENT or isinstance(value, (nn.Module, torch.SymInt)):
                 continue  # tensors are outputs of the graph; no object of the twin's is the module's
-            elif line or (name not in _OWN and name in held and not is_alike(held[name], value)):
+            elif line or (name not in _MODULE_ATTRIBUTES and name in held and not is_equivalent(held[name], value)):
                 yield Effect(path, held, name, value, None, line)
 
 
@@ -374,14 +388,14 @@ def _object_effects(path: str, twin: object, original: object) -> Iterator[Effec
         return
     held = vars(original)
     for name, value in vars(twin).items():
-        copy = copied(value)
+        copy = copy_value(value)
         settings = copy is not ABSENT and (is_plain(value) or isinstance(value, CONTAINERS))
-        if settings and (name not in held or not is_alike(held[name], copy)):
+        if settings and (name not in held or not is_equivalent(held[name], copy)):
             yield Effect(f"{path}.{name}", held, name, copy)
 
 
 @dataclass(slots=True, eq=False)
-class _Found:
+class _GuardCollector:
     """Guards of what was read, each once.
 
     Attributes:
@@ -389,29 +403,29 @@ class _Found:
         objects: those of modules, that are none themselves: their paths, those of the twin, those of the module.
     """
 
-    reads: list[Read] = field(default_factory=list)
-    submodules: list[Table] = field(default_factory=list)
-    attributes: list[Table] = field(default_factory=list)
-    hooks: list[Table] = field(default_factory=list)
+    reads: list[ValueGuard] = field(default_factory=list)
+    submodules: list[TableGuard] = field(default_factory=list)
+    attributes: list[TableGuard] = field(default_factory=list)
+    hooks: list[TableGuard] = field(default_factory=list)
     objects: list[tuple[str, Any, object]] = field(default_factory=list)
     _known: set[tuple[int, str]] = field(default_factory=set)
 
-    def module(self, part: _Part, names: Sequence[str]) -> None:
+    def module(self, part: _WatchedModule, names: Sequence[str]) -> None:
         """Guards of the attributes of a module that were read."""
         path, module = part.path, part.original
         held, children = vars(module), module._modules
         if "_modules" in names:
-            self.submodules.append(Table(path, "submodules", children))
+            self.submodules.append(TableGuard(path, "submodules", children))
         else:
             read = [name for name in names if name not in held and name in children]
             if read:
-                self.submodules.append(Table(path, "submodules", children, read))
+                self.submodules.append(TableGuard(path, "submodules", children, read))
         looked_up = []
         for name in names:
             if name in held:
                 if name != "_modules":
-                    twin = vars(part.twin).get(name)
-                    self._value(f"{path}.{name}", held, name, None if isinstance(twin, Blind) else twin)
+                    twin = vars(part.fake).get(name)
+                    self._value(f"{path}.{name}", held, name, None if isinstance(twin, ContainerStandIn) else twin)
             elif name in module._buffers:
                 if module._buffers[name] is None:
                     self._value(f"{path}.{name}", module._buffers, name)
@@ -420,24 +434,24 @@ class _Found:
                     looked_up.append(name)  # an attribute of the module would hide that of its class
                 self._of_class(type(module), name)
         if looked_up:
-            self.attributes.append(Table(path, "attributes", held, looked_up))
+            self.attributes.append(TableGuard(path, "attributes", held, looked_up))
 
     def _of_class(self, kind: type, name: str) -> None:
         owner = next((one for one in kind.__mro__ if name in vars(one)), None)
         known = owner is None or (id(owner), name) in self._known
         if owner is not None and not known and owner.__module__.split(".")[0] not in FOREIGN:
             self._known.add((id(owner), name))
-            self.reads.append(Read(f"{owner.__name__}.{name}", vars(owner), name))
+            self.reads.append(ValueGuard(f"{owner.__name__}.{name}", vars(owner), name))
 
     def _value(self, path: str, table: Mapping[str, Any], name: str, twin: Any = None, depth: int = 0) -> None:
         if (id(table), name) not in self._known:
             self._known.add((id(table), name))
-            self.reads.append(Read(path, table, name))
+            self.reads.append(ValueGuard(path, table, name))
             self._inside(path, table[name], twin, depth)
 
     def _inside(self, path: str, value: Any, twin: Any, depth: int) -> None:
         """Guards of the attributes of an object, be it in a container; `twin` is what the twin has there."""
-        if depth == _DEPTH or copied(value) is not ABSENT or isinstance(value, Tensor):
+        if depth == _DEPTH or copy_value(value) is not ABSENT or isinstance(value, Tensor):
             return
         if isinstance(value, dict):
             for key, one in value.items():
@@ -450,7 +464,7 @@ class _Found:
         elif is_object(value) and (id(value), "") not in self._known:
             self._known.add((id(value), ""))
             self.objects.append((path, twin, value))
-            self.attributes.append(Table(path, "attributes", vars(value), keys_only=True))
+            self.attributes.append(TableGuard(path, "attributes", vars(value), keys_only=True))
             for name in list(vars(value)):
                 inner = getattr(twin, "__dict__", {}).get(name)
                 self._value(f"{path}.{name}", vars(value), name, inner, depth + 1)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from autoshard.capture.failure import is_users_file
-from autoshard.capture.guards import ABSENT, is_alike, is_plain
+from autoshard.capture.capture_errors import is_users_file
+from autoshard.capture.guards import ABSENT, is_equivalent, is_plain
 
 FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing"})
 """Packages whose objects are no state of a model."""
@@ -32,7 +32,7 @@ def is_object(value: object) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class TrackedObject:
     """A mutable object, or a namespace of variables, attributes or defaults of arguments.
 
     Attributes:
@@ -48,7 +48,7 @@ class Place:
     path: str
     original: Any
     owner: Any = None
-    root: tuple[Place, str] | None = None
+    root: tuple[TrackedObject, str] | None = None
     names: dict[str, None] | None = None
     traced: Any = field(init=False)
     before: dict[Any, Any] = field(init=False)
@@ -142,7 +142,7 @@ class Place:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    return before is now or (is_plain(before) and is_alike(now, before))
+    return before is now or (is_plain(before) and is_equivalent(now, before))
 
 
 def elements(value: Any) -> Iterator[Any]:
@@ -190,15 +190,15 @@ class Reachable:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.inside: list[Place] = []
-        self.outside: list[Place] = []
+        self.inside: list[TrackedObject] = []
+        self.outside: list[TrackedObject] = []
         self.codes: list[types.CodeType] = []
         self.generators: list[tuple[str, NumPyGenerator]] = []
         self._places = self.inside
         self._known: set[Any] = set()
         self._classes: list[type] = []
         self._functions: list[types.FunctionType] = []
-        self._globals: dict[int, Place] = {}
+        self._globals: dict[int, TrackedObject] = {}
         for path, part in module.named_modules():
             self._namespace(f"self.{path}" if path else "self", part, 0)
         self._places = self.outside
@@ -232,17 +232,17 @@ class Reachable:
 
     def _namespace(self, path: str, owner: Any, depth: int) -> None:
         """The attributes of an object."""
-        place = Place(path, vars(owner), owner)
+        place = TrackedObject(path, vars(owner), owner)
         self._places.append(place)
         self._classes += type(owner).__mro__
         for name, value in list(vars(owner).items()):
             if not isinstance(owner, nn.Module) or name not in MODULE_STATE:
                 self._walk(f"{path}.{name}", (place, name), value, depth)
 
-    def _walk(self, path: str, root: tuple[Place, str], value: Any, depth: int) -> None:
+    def _walk(self, path: str, root: tuple[TrackedObject, str], value: Any, depth: int) -> None:
         """Look at a value and at what it holds."""
         if isinstance(value, (types.FunctionType, types.MethodType)):
-            self._meet(value)
+            self._add_function(value)
         elif isinstance(value, type):
             self._classes.append(value)
         elif isinstance(value, NumPyGenerator):
@@ -250,7 +250,7 @@ class Reachable:
                 self.generators.append((path, value))
         elif isinstance(value, (list, deque, set, dict)):
             if depth <= _DEPTH and self._is_new(value):
-                self._places.append(Place(path, value, root=root))
+                self._places.append(TrackedObject(path, value, root=root))
                 self._contents(path, root, value, depth)
         elif isinstance(value, tuple):
             if depth <= _DEPTH:
@@ -258,7 +258,7 @@ class Reachable:
         elif not isinstance(value, Tensor) and is_object(value) and depth <= _DEPTH and self._is_new(value):
             self._namespace(path, value, depth + 1)
 
-    def _contents(self, path: str, root: tuple[Place, str], value: Any, depth: int) -> None:
+    def _contents(self, path: str, root: tuple[TrackedObject, str], value: Any, depth: int) -> None:
         if isinstance(value, dict):
             pairs = list(zip(dict.keys(value), dict.values(value), strict=True))
         else:
@@ -270,16 +270,16 @@ class Reachable:
         """A class of the user's: its functions, and the containers in its attributes."""
         if kind.__module__.split(".")[0] in FOREIGN or not _is_users(kind) or not self._is_new(kind):
             return
-        place = Place(kind.__name__, kind)
+        place = TrackedObject(kind.__name__, kind)
         self.outside.append(place)
         for name, value in list(vars(kind).items()):
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if isinstance(function, types.FunctionType):
-                self._meet(function)
+                self._add_function(function)
             elif _is_state(name, value):
                 self._walk(f"{kind.__name__}.{name}", (place, name), value, 1)
 
-    def _meet(self, value: types.FunctionType | types.MethodType) -> None:
+    def _add_function(self, value: types.FunctionType | types.MethodType) -> None:
         function = value.__func__ if isinstance(value, types.MethodType) else value
         function = getattr(function, "__wrapped__", function)
         if not isinstance(function, types.FunctionType) or not is_users_file(function.__code__.co_filename):
@@ -292,11 +292,11 @@ class Reachable:
         code = function.__code__
         for cell, name in zip(function.__closure__ or (), code.co_freevars, strict=True):
             if self._is_new(cell):
-                place = Place(f"{function.__qualname__}.{name}", cell)
+                place = TrackedObject(f"{function.__qualname__}.{name}", cell)
                 self.outside.append(place)
                 if not _is_empty(cell):
                     self._walk(place.path, (place, ""), cell.cell_contents, 0)
-        place = Place(function.__qualname__, function)
+        place = TrackedObject(function.__qualname__, function)
         if place.entries(function):
             self.outside.append(place)
             for name, value in place.entries(function).items():
@@ -326,7 +326,7 @@ class Reachable:
             return
         self._known.add((id(table), name))
         if id(table) not in self._globals:
-            self._globals[id(table)] = Place(str(table.get("__name__")), table, names={})
+            self._globals[id(table)] = TrackedObject(str(table.get("__name__")), table, names={})
             self.outside.append(self._globals[id(table)])
         place = self._globals[id(table)]
         assert place.names is not None

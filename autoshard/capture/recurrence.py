@@ -91,7 +91,7 @@ def _previous(first: Tensor, states: Tensor) -> Tensor:
     return torch.cat([first.unsqueeze(0), states[:-1]])
 
 
-def _contracted(left: Tensor, right: Tensor) -> Tensor:
+def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
     """Sum over steps and samples of outer products: the gradient of a weight that all steps share."""
     return left.flatten(0, 1).t() @ right.flatten(0, 1)
 
@@ -108,10 +108,10 @@ def _lstm_gradients(ctx: Any, grad_output: Tensor | None, grad_cells: Tensor | N
     grad_gates, grad_h, grad_c, totals = steps.lstm_steps_backward(
         grad_output, grad_cells, c, weight, projection, cells, active
     )
-    grad_weight = _contracted(grad_gates, _previous(h, output))
+    grad_weight = _weight_gradient(grad_gates, _previous(h, output))
     grad_projection = None
     if projection is not None:
-        grad_projection = _contracted(totals, active.chunk(4, -1)[3] * cells.tanh())
+        grad_projection = _weight_gradient(totals, active.chunk(4, -1)[3] * cells.tanh())
     return grad_gates, grad_h, grad_c, grad_weight, grad_projection
 
 
@@ -125,7 +125,7 @@ def _keep_gru(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 def _gru_gradients(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Any, ...]:
     h, weight, output, active, candidates = ctx.saved_tensors
     grad_gates, grad_added, grad_h = steps.gru_steps_backward(grad_output, h, weight, output, active, candidates)
-    grad_weight = _contracted(grad_added, _previous(h, output))
+    grad_weight = _weight_gradient(grad_added, _previous(h, output))
     return grad_gates, grad_h, grad_weight, grad_added.sum((0, 1)) if ctx.has_bias else None
 
 
@@ -137,7 +137,7 @@ def _keep_rnn(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _rnn_gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     h, weight, output = ctx.saved_tensors
     grad_gates, grad_h = steps.rnn_steps_backward(grad_output, weight, output, ctx.relu)
-    return grad_gates, grad_h, _contracted(grad_gates, _previous(h, output)), None
+    return grad_gates, grad_h, _weight_gradient(grad_gates, _previous(h, output)), None
 
 
 for _name, _gradients, _keep in (

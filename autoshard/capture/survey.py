@@ -21,17 +21,17 @@ from autoshard.capture._torch import (
     pytree,
     survey_mode,
 )
-from autoshard.capture.failure import running_line, user_line
+from autoshard.capture.capture_errors import running_line, user_line
+from autoshard.capture.fake_module import fake_copy, fake_like
 from autoshard.capture.reachable import Reachable
-from autoshard.capture.twin import fake_like, fake_twin
 
 aten = torch.ops.aten
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class UncapturableLine:
     """A line that capture stops at.
 
     Attributes:
@@ -55,8 +55,8 @@ class Survey:
             the dry run did not reach are absent.
     """
 
-    findings: tuple[Finding, ...]
-    calls: dict[str, Call]
+    findings: tuple[UncapturableLine, ...]
+    calls: dict[str, CallArguments]
 
 
 def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Survey:
@@ -76,13 +76,13 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """
     mode, reachable, copies = survey_mode(), Reachable(module), dict[int, Any]()
     with outside_modes(), contextlib.ExitStack() as stack:
-        twin = fake_twin(module, mode, None, one_device=False, held=reachable.tensors(), copies=copies)
+        twin = fake_copy(module, mode, None, one_device=False, held=reachable.tensors(), copies=copies)
         reachable.bind(copies)
         stack.callback(reachable.restore)
         fake_args, fake_kwargs = pytree.tree_map_only(
             torch.Tensor, lambda leaf: fake_like(leaf, mode), (args, dict(kwargs))
         )
-        visits = _Visits(twin)
+        visits = _ModuleCalls(twin)
         stand_ins = _StandIns(visits)
         try:
             with mode, stand_ins:
@@ -95,12 +95,12 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return Survey(tuple(stand_ins.findings.values()), visits.calls)
 
 
-class _Visits:
+class _ModuleCalls:
     """Which module runs now, and how every module was called first."""
 
     def __init__(self, root: nn.Module) -> None:
         self.stack = [""]
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, CallArguments] = {}
         for path, part in root.named_modules():
             if path:
                 part.register_forward_pre_hook(partial(self._enter, path), prepend=True, with_kwargs=True)
@@ -117,15 +117,15 @@ class _Visits:
 class _StandIns(TorchDispatchMode):
     """Gives results to operators that need numbers, and notes the lines that asked for them."""
 
-    def __init__(self, visits: _Visits) -> None:
+    def __init__(self, visits: _ModuleCalls) -> None:
         super().__init__()
         self.visits = visits
-        self.findings: dict[str, Finding] = {}
-        self.asked: Counter[str] = Counter()
+        self.findings: dict[str, UncapturableLine] = {}
+        self.query_counts: Counter[str] = Counter()
 
     def note(self, what: str, where: str) -> None:
         """Add a finding at the module that runs now, unless its line has one."""
-        self.findings.setdefault(where or what, Finding(self.visits.stack[-1], where, what))
+        self.findings.setdefault(where or what, UncapturableLine(self.visits.stack[-1], where, what))
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,9 +135,9 @@ class _StandIns(TorchDispatchMode):
         except DataDependentOutputException:
             where = running_line()
             self.note("data-dependent: a Python number, or the way at a branch, is taken from a tensor", where)
-            self.asked[where] += 1
+            self.query_counts[where] += 1
             dtype = args[0].dtype if func is aten._local_scalar_dense.default else torch.bool
-            first = self.asked[where] == 1
+            first = self.query_counts[where] == 1
             return first if dtype is torch.bool else (1.0 if dtype.is_floating_point else 1)
         except DynamicOutputShapeException:
             self.note(f"data-dependent: the size of what {func} returns is taken from a tensor", running_line())

@@ -12,7 +12,7 @@ from torch import fx
 from autoshard.capture._torch import FakeTensorMode, symbolic, symbolic_conditions, symbolic_hint
 from autoshard.capture.dynamic import DynamicSizes
 from autoshard.errors import CaptureError
-from autoshard.size import Ratio, Size, Sizes, symbol
+from autoshard.size import DynamicSize, Ratio, Sizes, symbol
 
 
 def with_sizes(
@@ -57,23 +57,23 @@ def with_sizes(
                     "the example alone. Compare tensors, or leave a size out of dynamic."
                 )
         elif isinstance(value, (torch.SymInt, torch.SymFloat)):
-            kind = Size if isinstance(value, torch.SymInt) else Ratio
+            kind = DynamicSize if isinstance(value, torch.SymInt) else Ratio
             numbers[node] = kind.of(expression_of(value, symbols), example)
         elif node.op != "output":
-            _settle(node, symbols, example, mode)
+            _set_metadata(node, symbols, example, mode)
     for node in reversed(numbers):
         graph.erase_node(node)
     ranges, conditions = symbolic_conditions(mode, symbols)
-    translated = dict.fromkeys(_translated(condition, symbols) for condition in conditions)
+    translated = dict.fromkeys(_translate(condition, symbols) for condition in conditions)
     return DynamicSizes(dims, ranges, tuple(one for one in translated if one != sympy.true), example)
 
 
 def expression_of(value: torch.SymInt | torch.SymFloat, symbols: Mapping[Any, sympy.Expr]) -> sympy.Expr:
     """One of torch's symbolic numbers in terms of ours: in functions of sympy's, its symbols replaced."""
-    return _translated(value.node.expr, symbols)
+    return _translate(value.node.expr, symbols)
 
 
-def _translated(expr: sympy.Expr, symbols: Mapping[Any, sympy.Expr]) -> sympy.Expr:
+def _translate(expr: sympy.Expr, symbols: Mapping[Any, sympy.Expr]) -> sympy.Expr:
     expr = expr.xreplace(symbols)
     for function, ours in (
         (symbolic.FloorDiv, lambda a, b: sympy.floor(a / b)),
@@ -88,7 +88,7 @@ def _translated(expr: sympy.Expr, symbols: Mapping[Any, sympy.Expr]) -> sympy.Ex
     return expr
 
 
-def _settle(node: fx.Node, symbols: Mapping[Any, sympy.Symbol], example: Sizes, mode: FakeTensorMode) -> None:
+def _set_metadata(node: fx.Node, symbols: Mapping[Any, sympy.Symbol], example: Sizes, mode: FakeTensorMode) -> None:
     """Static fakes in `meta["val"]`, and dynamic shapes in `meta["sizes"]` where there are any."""
     several = isinstance(node.meta.get("val"), (tuple, list))
     values = list(node.meta["val"]) if several else [node.meta.get("val")]
@@ -97,17 +97,17 @@ def _settle(node: fx.Node, symbols: Mapping[Any, sympy.Symbol], example: Sizes, 
         shape = None
         if isinstance(value, torch.Tensor):
             shape = tuple(_number(size, symbols, example) for size in value.shape)
-            if any(isinstance(size, Size) for size in shape):
+            if any(isinstance(size, DynamicSize) for size in shape):
                 strides = [int(_number(stride, symbols, example)) for stride in value.stride()]
                 with mode:
                     values[place] = torch.empty_strided(
                         [int(size) for size in shape], strides, dtype=value.dtype, device=value.device
                     )
         shapes.append(shape)
-    if any(isinstance(size, Size) for shape in shapes for size in shape or ()):
+    if any(isinstance(size, DynamicSize) for shape in shapes for size in shape or ()):
         node.meta["val"] = values if several else values[0]
         node.meta["sizes"] = tuple(shapes)
 
 
 def _number(size: int | torch.SymInt, symbols: Mapping[Any, sympy.Symbol], example: Sizes) -> int:
-    return Size.of(expression_of(size, symbols), example) if isinstance(size, torch.SymInt) else size
+    return DynamicSize.of(expression_of(size, symbols), example) if isinstance(size, torch.SymInt) else size

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import fx, nn
 
-from autoshard.capture._torch import annotated, tracing_annotations
+from autoshard.capture._torch import annotate_nodes, tracing_annotations
 from autoshard.errors import HintError
 from autoshard.names import ancestors
 
@@ -49,7 +49,7 @@ class Primitive:
         numbers = None if torch.compiler.is_dynamo_compiling() else _numbers.get()
         if numbers is not None:
             stack = contextlib.ExitStack()
-            stack.enter_context(annotated({_MARK: TaskGraph(self, next(numbers))}))
+            stack.enter_context(annotate_nodes({_MARK: TaskGraph(self, next(numbers))}))
             _entered.set((*_entered.get(), stack))
         return self
 
@@ -98,7 +98,7 @@ def replicate(devices: Devices = None) -> Primitive:
 
     Source: Whale 3.1.2, "Parallel Primitives".
     """
-    return Primitive("replicate", _checked("replicate", devices))
+    return Primitive("replicate", _check_devices("replicate", devices))
 
 
 def split(devices: Devices = None) -> Primitive:
@@ -112,7 +112,7 @@ def split(devices: Devices = None) -> Primitive:
 
     Returns, Raises, Source: as for `replicate`.
     """
-    return Primitive("split", _checked("split", devices))
+    return Primitive("split", _check_devices("split", devices))
 
 
 def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
@@ -146,7 +146,7 @@ def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
         module.__dict__[_DEFAULT] = strategy
 
 
-def _checked(kind: str, devices: object) -> int | tuple[str, ...] | None:
+def _check_devices(kind: str, devices: object) -> int | tuple[str, ...] | None:
     if devices is None or (isinstance(devices, int) and not isinstance(devices, bool) and devices > 0):
         return devices
     names = (devices,) if isinstance(devices, str) else devices
@@ -170,7 +170,7 @@ def marking() -> Iterator[None]:
 
 def is_marked(graph: fx.Graph) -> bool:
     """Whether some node was traced under a primitive."""
-    return any(_marked(node) is not None for node in graph.nodes)
+    return any(_mark_of(node) is not None for node in graph.nodes)
 
 
 def keeping_marks(graph: fx.Graph) -> contextlib.AbstractContextManager[None]:
@@ -194,19 +194,19 @@ def mark_defaults(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
         defaults: task graphs by paths of modules; the innermost counts.
     """
     for node in graph.nodes if defaults else ():
-        if node.op == "call_function" and _marked(node) is None:
+        if node.op == "call_function" and _mark_of(node) is None:
             stack = node.meta.get("nn_module_stack") or {"": ("",)}
             default = _default_of(next(reversed(stack.values()))[0], defaults)
             if default is not None:
                 node.meta["custom"] = {**(node.meta.get("custom") or {}), _MARK: default}
 
 
-def counted(graph: fx.Graph) -> dict[str, TaskGraph]:
+def task_graphs_with_counts(graph: fx.Graph) -> dict[str, TaskGraph]:
     """The operators in contexts of `forward` that ask for a number of devices, by the names of their nodes.
 
     On a mesh with a pipeline these devices are a stage's own, where several such contexts follow one another.
     """
-    found = ((node.name, _marked(node)) for node in graph.nodes)
+    found = ((node.name, _mark_of(node)) for node in graph.nodes)
     return {
         name: one
         for name, one in found
@@ -227,7 +227,7 @@ def assign_task_graphs(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> No
 
 
 def _task_graph_of(node: fx.Node, defaults: Mapping[str, TaskGraph]) -> TaskGraph | None:
-    marked = _marked(node)
+    marked = _mark_of(node)
     if marked is not None:
         return marked
     if node.meta.get("is_gradient_acc"):  # gradients are added up where both come from, or between task graphs
@@ -240,7 +240,7 @@ def _default_of(path: str, defaults: Mapping[str, TaskGraph]) -> TaskGraph | Non
     return next((defaults[one] for one in (path, *ancestors(path), "") if one in defaults), None)
 
 
-def _marked(node: fx.Node) -> TaskGraph | None:
+def _mark_of(node: fx.Node) -> TaskGraph | None:
     mark = (node.meta.get("custom") or {}).get(_MARK)
     assert mark is None or isinstance(mark, TaskGraph)
     return mark

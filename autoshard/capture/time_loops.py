@@ -19,39 +19,39 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from autoshard.capture.recurrent_cells import gru_step, gru_step_backward, lstm_step, lstm_step_backward
+from autoshard.capture.recurrent_cell_operators import gru_step, gru_step_backward, lstm_step, lstm_step_backward
 
 
 class HiddenUnits(Protocol):
     """Where the hidden units of a layer are."""
 
-    def gathered(self, state: Tensor) -> Tensor:
+    def all_gather(self, state: Tensor) -> Tensor:
         """The state of all units `[B, H]` from that of this rank's."""
 
-    def summed(self, gradient: Tensor) -> Tensor:
+    def reduce_scatter(self, gradient: Tensor) -> Tensor:
         """This rank's units of the sum of what all ranks have for all units `[B, H]`."""
 
 
-class _Here:
+class _LocalUnits:
     """All units are on this rank."""
 
-    def gathered(self, state: Tensor) -> Tensor:
+    def all_gather(self, state: Tensor) -> Tensor:
         return state
 
-    def summed(self, gradient: Tensor) -> Tensor:
+    def reduce_scatter(self, gradient: Tensor) -> Tensor:
         return gradient
 
 
-HERE: HiddenUnits = _Here()
+LOCAL_UNITS: HiddenUnits = _LocalUnits()
 
 
 def lstm(
-    gates: Tensor, h: Tensor, c: Tensor, weight: Tensor, projection: Tensor | None, units: HiddenUnits = HERE
+    gates: Tensor, h: Tensor, c: Tensor, weight: Tensor, projection: Tensor | None, units: HiddenUnits = LOCAL_UNITS
 ) -> tuple[Tensor, ...]:
     """Outputs `[T, B, P]`, cell states `[T, B, H]` and gates after their activation `[T, B, 4·H]`."""
     outputs, cells, active = [], [], []
     for gate in gates:
-        h, c, workspace = lstm_step(gate, linear(units.gathered(h), weight), c)
+        h, c, workspace = lstm_step(gate, linear(units.all_gather(h), weight), c)
         h = h if projection is None else linear(h, projection)
         outputs.append(h)
         cells.append(c)
@@ -67,7 +67,7 @@ def lstm_backward(
     projection: Tensor | None,
     cells: Tensor,
     active: Tensor,
-    units: HiddenUnits = HERE,
+    units: HiddenUnits = LOCAL_UNITS,
 ) -> tuple[Tensor, ...]:
     """Gradients of gates `[T, B, 4·H]`, of h and c, and of every step's output, later steps included `[T, B, P]`."""
     grad_h = torch.zeros_like(c) if projection is None else c.new_zeros(c.shape[0], projection.shape[0])
@@ -79,17 +79,19 @@ def lstm_backward(
         grad_c = grad_c if grad_cells is None else grad_c + grad_cells[step]
         before = cells[step - 1] if step else c
         grad_gate, grad_c = lstm_step_backward(grad_hidden, grad_c, before, cells[step], active[step])
-        grad_h = units.summed(grad_gate @ weight)
+        grad_h = units.reduce_scatter(grad_gate @ weight)
         grad_gates.append(grad_gate)
         totals.append(total)
     return torch.stack(grad_gates[::-1]), grad_h, grad_c, torch.stack(totals[::-1])
 
 
-def gru(gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, units: HiddenUnits = HERE) -> tuple[Tensor, ...]:
+def gru(
+    gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, units: HiddenUnits = LOCAL_UNITS
+) -> tuple[Tensor, ...]:
     """Outputs `[T, B, H]`, gates after their activation `[T, B, 3·H]`, and h's part of the new gate `[T, B, H]`."""
     outputs, active, candidates = [], [], []
     for gate in gates:
-        h, workspace = gru_step(gate, linear(units.gathered(h), weight, bias), h)
+        h, workspace = gru_step(gate, linear(units.all_gather(h), weight, bias), h)
         outputs.append(h)
         active.append(workspace[:, : gate.shape[1]])
         candidates.append(workspace[:, gate.shape[1] + h.shape[1] :])  # between them: the state before, kept as output
@@ -103,7 +105,7 @@ def gru_backward(
     output: Tensor,
     active: Tensor,
     candidates: Tensor,
-    units: HiddenUnits = HERE,
+    units: HiddenUnits = LOCAL_UNITS,
 ) -> tuple[Tensor, ...]:
     """Gradients of gates `[T, B, 3·H]`, of what h adds to the gates `[T, B, 3·H]`, and of h."""
     grad_h = torch.zeros_like(h)
@@ -114,22 +116,22 @@ def gru_backward(
         of_input, of_hidden, direct = gru_step_backward(grad_h + grad_output[step], workspace)
         grad_gates.append(of_input)
         grad_added.append(of_hidden)
-        grad_h = direct + units.summed(of_hidden @ weight)
+        grad_h = direct + units.reduce_scatter(of_hidden @ weight)
     return torch.stack(grad_gates[::-1]), torch.stack(grad_added[::-1]), grad_h
 
 
-def rnn(gates: Tensor, h: Tensor, weight: Tensor, relu: bool, units: HiddenUnits = HERE) -> Tensor:
+def rnn(gates: Tensor, h: Tensor, weight: Tensor, relu: bool, units: HiddenUnits = LOCAL_UNITS) -> Tensor:
     """Outputs `[T, B, H]`."""
     outputs = []
     for gate in gates:
-        h = gate + linear(units.gathered(h), weight)
+        h = gate + linear(units.all_gather(h), weight)
         h = h.relu() if relu else h.tanh()
         outputs.append(h)
     return torch.stack(outputs)
 
 
 def rnn_backward(
-    grad_output: Tensor, weight: Tensor, output: Tensor, relu: bool, units: HiddenUnits = HERE
+    grad_output: Tensor, weight: Tensor, output: Tensor, relu: bool, units: HiddenUnits = LOCAL_UNITS
 ) -> tuple[Tensor, ...]:
     """Gradients of gates `[T, B, H]` and of h."""
     grad_h = torch.zeros_like(output[0])
@@ -137,5 +139,5 @@ def rnn_backward(
     for step in reversed(range(output.shape[0])):
         slope = (output[step] > 0).to(output.dtype) if relu else 1 - output[step] * output[step]
         grad_gates.append((grad_h + grad_output[step]) * slope)
-        grad_h = units.summed(grad_gates[-1] @ weight)
+        grad_h = units.reduce_scatter(grad_gates[-1] @ weight)
     return torch.stack(grad_gates[::-1]), grad_h

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from autoshard.cluster.collective_samples import KINDS, awaited, compute_before, group, in_turn, started
+from autoshard.cluster.collective_samples import KINDS, chain_calls, group, make_blocking, make_collective, make_matmul
 from autoshard.cluster.curve import Curve
-from autoshard.cluster.measured import Grouping
+from autoshard.cluster.measurements import Grouping
 from autoshard.cluster.operator_curves import INTENSITY
-from autoshard.cluster.operator_samples import Call, Sample, samples
+from autoshard.cluster.operator_samples import Sample, SampleCall, samples
 from autoshard.cluster.rotation import Rotation
 from autoshard.cluster.stopwatch import Stopwatch
 
-_SMALLEST = 8  # power of two of the bytes of the smallest collective
-_LEAST = 0.01  # of the time of compute and collective together, what noise leaves the collective at least
-_BESIDE = 2**22  # bytes of the collective that is timed beside compute: many times its latency
+_SMALLEST_POWER = 8  # power of two of the bytes of the smallest collective
+_LEAST_SHARE = 0.01  # of the time of compute and collective together, what noise leaves the collective at least
+_OVERLAP_BYTES = 2**22  # bytes of the collective that is timed beside compute: many times its latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Bench:
         said: is told what is about to be measured.
     """
 
-    watch: Stopwatch
-    said: Callable[[str], None]
+    stopwatch: Stopwatch
+    report: Callable[[str], None]
 
     def operators(self, dtype: torch.dtype, everything: bool = True) -> Iterator[tuple[tuple[str, str, str], Curve]]:
         """The curves of all families, or of matrix products alone, under the keys of `Measured.operators`.
@@ -41,64 +41,68 @@ class Bench:
         What that costs is added to all of them but views, which do nothing.
         """
         name = str(dtype).removeprefix("torch.")
-        self.said(f"{'operators' if everything else 'matrix products'} in {name}")
-        timed = [self._timed(sample) for sample in samples(dtype, self.watch.device)[: None if everything else 1]]
+        self.report(f"{'operators' if everything else 'matrix products'} in {name}")
+        timed = [
+            self._time_sample(sample) for sample in samples(dtype, self.stopwatch.device)[: None if everything else 1]
+        ]
         timed = [one for one in timed if one.seconds]
-        extra = self._extra_in_company(timed)
+        extra = self._interleaving_overhead(timed)
         for one in timed:
             yield (
                 (one.sample.family, name, one.sample.amounts_are),
                 one.curve(0.0 if one.sample.family == "view" else extra),
             )
 
-    def _timed(self, sample: Sample) -> _Timed:
+    def _time_sample(self, sample: Sample) -> _SampleTimes:
         """A sample's calls and their seconds; none where the device has no such operator in this dtype."""
         amounts: list[tuple[float, float]] = []
         rotations: list[Rotation] = []
         roughly: list[float] = []
         for size in sample.sizes:
-            made = _made(sample, size)
-            [missing] = self.watch.agreed([made is None])
+            made = _make_call(sample, size)
+            [missing] = self.stopwatch.mean_of_ranks([made is None])
             if made is None or missing:  # on any process: all stop at the same size
                 break
             amounts.append(made[0].amounts())
             rotations.append(made[1])
-            roughly.append(self.watch.once(rotations[-1]))
-            if roughly[-1] > self.watch.patience:
+            roughly.append(self.stopwatch.rough_seconds(rotations[-1]))
+            if roughly[-1] > self.stopwatch.patience:
                 break
         # Of what the others hold nothing is kept: memory that is short is slow.
-        return _Timed(sample, rotations[:1], amounts, self.watch.means(rotations, roughly))
+        return _SampleTimes(sample, rotations[:1], amounts, self.stopwatch.mean_seconds(rotations, roughly))
 
-    def _extra_in_company(self, timed: Sequence[_Timed]) -> float:
+    def _interleaving_overhead(self, timed: Sequence[_SampleTimes]) -> float:
         """Seconds that a call takes longer with calls of all other families before it; of calls that do little."""
         little = [one for one in timed if one.sample.amounts_are != INTENSITY]
         alone = sum(one.seconds[0] for one in little)
-        [together] = self.watch.means([in_turn(*[call for one in little for call in one.smallest])], [alone])
+        [together] = self.stopwatch.mean_seconds(
+            [chain_calls(*[call for one in little for call in one.smallest])], [alone]
+        )
         return max(0.0, together - alone) / len(little)
 
     def collectives(self, grouping: Grouping, largest: int) -> Iterator[tuple[tuple[str, Grouping], Curve]]:
-        """The curves of all collectives in one grouping, up to `largest` bytes, under the keys of `Measured`.
+        """The curves of all collectives in one grouping, up to `largest` bytes, under the keys of `Measurements`.
 
         A collective is timed behind a stretch of compute, whose own time is taken off: in a step, too, devices arrive
         at it one after the other, and processes that share a processor have to be called back to it. Like operators,
         collectives take turns with others of data of their own.
         """
-        self.said(f"collectives in groups of {grouping.size}, {grouping.stride} ranks apart")
-        compute = compute_before(self.watch.device)
-        computing = self.watch.once(compute)
-        sizes = [2**power for power in range(_SMALLEST, max(_SMALLEST, largest.bit_length() - 1) + 1)]
+        self.report(f"collectives in groups of {grouping.size}, {grouping.stride} ranks apart")
+        compute = make_matmul(self.stopwatch.device)
+        computing = self.stopwatch.rough_seconds(compute)
+        sizes = [2**power for power in range(_SMALLEST_POWER, max(_SMALLEST_POWER, largest.bit_length() - 1) + 1)]
         with group(grouping) as ours:
             for kind in KINDS:
                 works: list[Callable[[], object]] = [compute]
                 roughly = [computing]
                 for size in sizes:
-                    make = functools.partial(_awaited, kind, size, ours, self.watch.device)
-                    works.append(in_turn(compute, Rotation(make, size * (1 + grouping.size))))
-                    roughly.append(self.watch.once(works[-1]))
-                    if roughly[-1] > self.watch.patience:
+                    make = functools.partial(_make_blocking_collective, kind, size, ours, self.stopwatch.device)
+                    works.append(chain_calls(compute, Rotation(make, size * (1 + grouping.size))))
+                    roughly.append(self.stopwatch.rough_seconds(works[-1]))
+                    if roughly[-1] > self.stopwatch.patience:
                         break
-                own, *both = self.watch.means(works, roughly)
-                seconds = [max(one - own, _LEAST * one) for one in both]
+                own, *both = self.stopwatch.mean_seconds(works, roughly)
+                seconds = [max(one - own, _LEAST_SHARE * one) for one in both]
                 yield (kind, grouping), Curve.through(sizes[: len(seconds)], seconds)
 
     def contention(self, grouping: Grouping) -> float:
@@ -107,27 +111,31 @@ class Bench:
         With as much compute as communication, both together take between the time of one (0) and of both (1); more
         than that where they disturb each other.
         """
-        self.said("collectives beside compute")
-        watch = replace(self.watch, repeats=4 * self.watch.repeats)  # a difference of times needs more than a time does
-        compute = compute_before(watch.device)
+        self.report("collectives beside compute")
+        watch = replace(
+            self.stopwatch, repeats=4 * self.stopwatch.repeats
+        )  # a difference of times needs more than a time does
+        compute = make_matmul(watch.device)
         with group(grouping) as ours:
-            start = started("all_reduce", _BESIDE, ours, watch.device)
-            sending = awaited(start)
-            alone, one = watch.means([sending, compute], [watch.once(sending), watch.once(compute)])
+            start = make_collective("all_reduce", _OVERLAP_BYTES, ours, watch.device)
+            sending = make_blocking(start)
+            alone, one = watch.mean_seconds(
+                [sending, compute], [watch.rough_seconds(sending), watch.rough_seconds(compute)]
+            )
             times = max(1, round(alone / one))
-            computing = in_turn(*[compute] * times)
+            computing = chain_calls(*[compute] * times)
 
             def both() -> None:
                 pending = start()
                 computing()
-                awaited(lambda: pending)()
+                make_blocking(lambda: pending)()
 
-            sent, computed, together = watch.means([sending, computing, both], [alone, alone, 2 * alone])
+            sent, computed, together = watch.mean_seconds([sending, computing, both], [alone, alone, 2 * alone])
         return max(0.0, (together - max(sent, computed)) / min(sent, computed))
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
+class _SampleTimes:
     """A sample that was timed.
 
     Attributes:
@@ -151,7 +159,7 @@ class _Timed:
         return Curve.through(points, points.values())
 
 
-def _made(sample: Sample, size: int) -> tuple[Call, Rotation] | None:
+def _make_call(sample: Sample, size: int) -> tuple[SampleCall, Rotation] | None:
     """A call of a size, and copies of it; None where the operator refuses them, or they do not fit the memory."""
     try:
         call = sample.make(size)
@@ -160,8 +168,10 @@ def _made(sample: Sample, size: int) -> tuple[Call, Rotation] | None:
         return None
 
 
-def _awaited(kind: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], torch.Tensor]:
-    return awaited(started(kind, size, group, device))
+def _make_blocking_collective(
+    kind: str, size: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    return make_blocking(make_collective(kind, size, group, device))
 
 
 def _point(flops: float, bytes: float, seconds: float, unit: str) -> tuple[float, float]:

@@ -16,12 +16,12 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.collective_samples import groupings
 from autoshard.cluster.curve import Curve
 from autoshard.cluster.device import Device
-from autoshard.cluster.fit import fitted_links
-from autoshard.cluster.measured import Grouping, Measured
+from autoshard.cluster.fit import fit_links
+from autoshard.cluster.measurements import Grouping, Measurements
 from autoshard.cluster.operator_curves import BYTES, FLOPS
 from autoshard.cluster.stopwatch import Stopwatch
 from autoshard.errors import MeshError
-from autoshard.memory.budget import parse_bytes
+from autoshard.memory.byte_units import parse_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -87,7 +87,7 @@ def calibrate(
             key: curve for grouping in groupings(devices) for key, curve in bench.collectives(grouping, bytes)
         }
         contention = bench.contention(Grouping(devices, 1))
-    inside, between = fitted_links(collectives, devices, per_host)
+    inside, between = fit_links(collectives, devices, per_host)
     return Cluster(
         name=name,
         device=_device(operators, device, per_host),
@@ -96,7 +96,7 @@ def calibrate(
         between=between,
         source=_source(device, devices),
         contention=contention,
-        measured=Measured(devices, collectives, operators),
+        measured=Measurements(devices, collectives, operators),
     )
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cluster.device import Device, Link
-from autoshard.cluster.figures import device_data, device_of, link_data, link_of
-from autoshard.cluster.hosts import Hosts, Place, of_places, place_of
-from autoshard.cluster.measured import Measured
+from autoshard.cluster.device_json import device_data, device_of, link_data, link_of
+from autoshard.cluster.hosts import Hosts, RankPlace, place_of, stretches_of
+from autoshard.cluster.measurements import Measurements
 from autoshard.cluster.parse import Devices, is_devices, parse_devices
 from autoshard.cluster.schema import FORMAT, VERSION, check
 from autoshard.errors import MeshError
@@ -61,7 +61,7 @@ class Cluster:
     between: Link
     source: str = ""
     contention: float = CONTENTION
-    measured: Measured | None = None
+    measured: Measurements | None = None
     stretches: tuple[Hosts, ...] = ()
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
@@ -104,7 +104,7 @@ class Cluster:
         parts = [(Cluster.preset(devices.kind), devices) for devices in parse_devices(text)]
         stretches = tuple(_stretch(preset, devices, devices_per_host, between) for preset, devices in parts)
         sources = dict.fromkeys(preset.source for preset, _ in parts)
-        return _joined(stretches, "; ".join(sources), max(preset.contention for preset, _ in parts))
+        return _join_stretches(stretches, "; ".join(sources), max(preset.contention for preset, _ in parts))
 
     @property
     def count(self) -> int | None:
@@ -158,9 +158,9 @@ class Cluster:
         if not self.stretches and list(ranks) == list(range(len(ranks))):
             return self
         whole = Hosts(self.name, max(ranks) + 1, self.device, self.devices_per_host, self.inside, self.between)
-        stretches = of_places(self.stretches or (whole,), places)
+        stretches = stretches_of(self.stretches or (whole,), places)
         if self.stretches or len(stretches) > 1:
-            return _joined(stretches, self.source, self.contention)
+            return _join_stretches(stretches, self.source, self.contention)
         apart = any(after - before != 1 for before, after in pairwise(ranks))
         measured = replace(self.measured, collectives={}) if self.measured is not None and apart else self.measured
         return replace(self, devices_per_host=stretches[0].devices_per_host, measured=measured)
@@ -174,10 +174,10 @@ class Cluster:
             )
         return self if devices == self.count else self.of_ranks(range(devices))
 
-    def _place(self, rank: int) -> Place:
+    def _place(self, rank: int) -> RankPlace:
         if rank < 0 or (self.count is not None and rank >= self.count):
             raise MeshError(f"cluster {self.name} has no rank {rank}: it has {self.count or 'any number of'} devices.")
-        return place_of(self.stretches, rank) if self.stretches else Place(0, rank // self.devices_per_host)
+        return place_of(self.stretches, rank) if self.stretches else RankPlace(0, rank // self.devices_per_host)
 
     @staticmethod
     def presets() -> tuple[str, ...]:
@@ -264,10 +264,10 @@ def _stretch(preset: Cluster, devices: Devices, devices_per_host: int | None, be
 
 def _cluster_of(data: dict[str, Any]) -> Cluster:
     """The cluster in data that follows the schema; `ValueError` if curves in it are none."""
-    measured = Measured.from_data(data["measured"]) if "measured" in data else None
+    measured = Measurements.from_data(data["measured"]) if "measured" in data else None
     source, contention = data.get("source", ""), data.get("contention", CONTENTION)
     if "stretches" in data:
-        joined = _joined(tuple(map(_stretch_of, data["stretches"])), source, contention)
+        joined = _join_stretches(tuple(map(_stretch_of, data["stretches"])), source, contention)
         return replace(joined, name=data["name"], measured=measured)
     return Cluster(
         name=data["name"],
@@ -301,7 +301,7 @@ def _stretch_of(record: dict[str, Any]) -> Hosts:
     return Hosts(**{**record, "device": device_of(record["device"], "device"), **links})
 
 
-def _joined(stretches: tuple[Hosts, ...], source: str, contention: float) -> Cluster:
+def _join_stretches(stretches: tuple[Hosts, ...], source: str, contention: float) -> Cluster:
     """The cluster of these ranks, with what all devices and links keep."""
     return Cluster(
         name=" + ".join(f"{stretch.count}x{stretch.name}" for stretch in stretches),

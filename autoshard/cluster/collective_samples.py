@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.cluster._torch import collectives
-from autoshard.cluster.measured import Grouping
+from autoshard.cluster.measurements import Grouping
 
 KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "shift")
 
@@ -45,7 +45,9 @@ def group(grouping: Grouping) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(mine)
 
 
-def started(kind: str, bytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], torch.Tensor]:
+def make_collective(
+    kind: str, bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], torch.Tensor]:
     """Starts a collective on so many bytes per rank before it, or a few more where ranks do not divide them.
 
     What it returns has to be awaited.
@@ -58,24 +60,24 @@ def started(kind: str, bytes: int, group: dist.ProcessGroup, device: torch.devic
         "all_reduce": (collectives.all_reduce.default, "sum"),
         "reduce_scatter": (collectives.reduce_scatter_tensor.default, "sum", size),
         "all_to_all": (collectives.all_to_all_single.default, *[[rows // size] * size] * 2),
-        "shift": (collectives.all_to_all_single.default, *_one_place_on(rows, group)),
+        "shift": (collectives.all_to_all_single.default, *_shift_splits(rows, group)),
     }
     op, *settings = arguments[kind]
     return lambda: op(tensor, *settings, name)
 
 
-def awaited(start: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def make_blocking(start: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Starts a collective and waits for it."""
     return lambda: collectives.wait_tensor.default(start())
 
 
-def compute_before(device: torch.device) -> Callable[[], object]:
+def make_matmul(device: torch.device) -> Callable[[], object]:
     """A short stretch of compute, for a collective to stand behind."""
     left, right = torch.rand(2, 256, 256, device=device)
     return lambda: torch.mm(left, right)
 
 
-def in_turn(*works: Callable[[], object]) -> Callable[[], None]:
+def chain_calls(*works: Callable[[], object]) -> Callable[[], None]:
     """Pieces of work one after another."""
 
     def run() -> None:
@@ -85,7 +87,7 @@ def in_turn(*works: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def _one_place_on(rows: int, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+def _shift_splits(rows: int, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     """Rows that a rank receives from every rank, and sends to every rank, where all goes to the next one."""
     rank, size = group.rank(), group.size()
     return (

@@ -9,17 +9,17 @@ import torch
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Link
-from autoshard.cluster.measured import Grouping
+from autoshard.cluster.measurements import Grouping
 from autoshard.cluster.operator_curves import operator_seconds
 from autoshard.specs.axes import MeshShape
 
 # Operations on local memory alone, in times that the bytes held are moved (one read and one write).
-_LOCAL = ("slice", "make_partial", "copy")
+_LOCAL_KINDS = ("slice", "make_partial", "copy")
 
 _CROSSINGS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """How often a collective's volume goes round the ring; a shift is a single message."""
 
-GROUPED_BYTES = 25 * 2**20
+GRADIENT_BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced together up to this many bytes, as in torch's DistributedDataParallel."""
 
 
@@ -104,10 +104,10 @@ class CostModel:
 
         Source: TensorOpt 3.2, "Improving cost estimation accuracy": a collective's time, not its volume, is the cost.
         """
-        measured = self._measured(kind, bytes, axis)
+        measured = self._measured_seconds(kind, bytes, axis)
         if measured is not None:
             return measured
-        reached = self._reached(kind, bytes, axis)
+        reached = self._curve_seconds(kind, bytes, axis)
         if reached is not None:
             return reached
         waiting, moving = min(self._algorithms(kind, bytes, axis), key=sum)
@@ -116,16 +116,16 @@ class CostModel:
     def gradient_collective(self, kind: str, bytes: int, axis: int) -> float:
         """Time of a collective by which a gradient goes to its optimizer, as `collective`.
 
-        Gradients are reduced together, up to `GROUPED_BYTES` at once: a reduction pays its share of the latency only,
-        or, where there are curves of collectives, its share of such a group's time.
+        Gradients are reduced together, up to `GRADIENT_BUCKET_BYTES` at once: a reduction pays its share of the latency
+        only, or, where there are curves of collectives, its share of such a group's time.
 
         Source: Whale 5.1.1, "grouped" AllReduce.
         """
         if kind not in ("all_reduce", "reduce_scatter"):
             return self.collective(kind, bytes, axis)
-        group, share = max(bytes, GROUPED_BYTES), min(1.0, bytes / GROUPED_BYTES)
-        seconds = self._measured(kind, group, axis)
-        seconds = self._reached(kind, group, axis) if seconds is None else seconds
+        group, share = max(bytes, GRADIENT_BUCKET_BYTES), min(1.0, bytes / GRADIENT_BUCKET_BYTES)
+        seconds = self._measured_seconds(kind, group, axis)
+        seconds = self._curve_seconds(kind, group, axis) if seconds is None else seconds
         if seconds is not None:
             return seconds * share
         return min(share * waiting + moving for waiting, moving in self._algorithms(kind, bytes, axis))
@@ -135,7 +135,7 @@ class CostModel:
         size = self.mesh.axes[axis].size
         if size == 1:
             return [(0.0, 0.0)]
-        if kind in _LOCAL:
+        if kind in _LOCAL_KINDS:
             kept = bytes / size if kind == "slice" else bytes
             copied = operator_seconds(self.cluster.device.operators, "clone", 0.0, 2 * kept, torch.float32)
             return [(0.0, 2 * kept / self.cluster.device.memory_bandwidth if copied is None else copied)]
@@ -153,7 +153,7 @@ class CostModel:
                 return [(self._links[axis].latency, whole)]
         raise ValueError(f"there is no collective {kind!r}.")
 
-    def _reached(self, kind: str, bytes: int, axis: int) -> float | None:
+    def _curve_seconds(self, kind: str, bytes: int, axis: int) -> float | None:
         """Seconds by the curve of the axis' link; None where it has none, or nothing is to be sent."""
         link, size = self._links[axis], self.mesh.sizes[axis]
         known = link.collectives.get(kind)
@@ -190,13 +190,13 @@ class CostModel:
         size, stride = self.mesh.sizes[axis], math.prod(self.mesh.sizes[axis + 1 :])
         return len({self.cluster.host_of(rank * stride) for rank in range(size)})
 
-    def _measured(self, kind: str, bytes: int, axis: int) -> float | None:
+    def _measured_seconds(self, kind: str, bytes: int, axis: int) -> float | None:
         """Seconds by what was measured; None where nothing was, or nothing is to be sent."""
         measured = self.cluster.measured
         size = self.mesh.sizes[axis]
         if measured is None or size == 1:
             return None
-        if kind in _LOCAL:
+        if kind in _LOCAL_KINDS:
             kept = bytes / size if kind == "slice" else bytes
             return measured.operator_seconds("clone", 0.0, 2 * kept, torch.float32)
         curve = measured.collectives.get((kind, self._groupings[axis]))

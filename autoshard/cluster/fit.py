@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard.cluster.curve import Curve
 from autoshard.cluster.device import Link
-from autoshard.cluster.measured import Grouping
+from autoshard.cluster.measurements import Grouping
 
 _HOPS: dict[str, tuple[float, float]] = {
     "all_gather": (1.0, 1.0),
@@ -20,7 +20,7 @@ _HOPS: dict[str, tuple[float, float]] = {
 """Kind -> trips around the ring, and how often its volume crosses a link; a shift is a single message."""
 
 
-def fitted_links(
+def fit_links(
     collectives: Mapping[tuple[str, Grouping], Curve], devices: int, devices_per_host: int
 ) -> tuple[Link, Link]:
     """The links inside a host and between hosts that explain measured collectives best.

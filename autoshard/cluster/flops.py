@@ -116,7 +116,7 @@ def _convolution_backward(operands: Sequence[Shape], results: Sequence[Shape], a
     return once * sum(bool(wanted) for wanted in mask[:2])
 
 
-def _grouped(products: int) -> _Count:
+def _grouped_product(products: int) -> _Count:
     """Rows, each times the matrix of its group, `products` times; the groups are not multiplied over."""
 
     def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
@@ -145,9 +145,9 @@ def _steps_backward(state: int) -> _Count:
 _COUNTS: dict[str, _Count] = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "_scaled_mm"), _product(0)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), _product(1)),
-    "_grouped_mm": _grouped(1),
-    "grouped_mm_fallback": _grouped(1),
-    "grouped_mm_fallback_backward": _grouped(2),
+    "_grouped_mm": _grouped_product(1),
+    "grouped_mm_fallback": _grouped_product(1),
+    "grouped_mm_fallback_backward": _grouped_product(2),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(("lstm_steps", "gru_steps", "rnn_steps"), _steps),

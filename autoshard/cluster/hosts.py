@@ -39,25 +39,25 @@ class Hosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where one rank sits: the stretch of its host, by position, and the number of its host in the cluster."""
 
     stretch: int
     host: int
 
 
-def place_of(stretches: Sequence[Hosts], rank: int) -> Place:
+def place_of(stretches: Sequence[Hosts], rank: int) -> RankPlace:
     """Where a rank sits; `IndexError` if there are fewer."""
     hosts = 0
     for position, stretch in enumerate(stretches):
         if 0 <= rank < stretch.count:
-            return Place(position, hosts + rank // stretch.devices_per_host)
+            return RankPlace(position, hosts + rank // stretch.devices_per_host)
         rank -= stretch.count
         hosts += stretch.hosts
     raise IndexError(rank)
 
 
-def of_places(stretches: Sequence[Hosts], places: Iterable[Place]) -> tuple[Hosts, ...]:
+def stretches_of(stretches: Sequence[Hosts], places: Iterable[RankPlace]) -> tuple[Hosts, ...]:
     """Stretches in which these places come one after another.
 
     Neighbours stay on one host; places of one host with others between them count as of different hosts.

@@ -66,7 +66,7 @@ def cluster_of(properties: Properties) -> Cluster:
     presets = [Cluster.preset(name) for name in Cluster.presets()]
     known = [preset for preset in presets if preset.device.multiprocessors]
     nearest = min(known, key=lambda preset: _distance(preset, properties, bandwidth))
-    scaled = _scaled(nearest, properties, bandwidth)
+    scaled = _scale_preset(nearest, properties, bandwidth)
     told = "" if bandwidth is None else f", {bandwidth / 1e9:.0f} GB/s"
     _LOGGER.warning(
         f"no preset knows {properties.name} ({properties.total_memory / 2**30:.0f} GiB{told}, "
@@ -93,7 +93,7 @@ def _distance(preset: Cluster, properties: Properties, bandwidth: float | None) 
     return distance + (abs(math.log(bandwidth / device.memory_bandwidth)) if bandwidth else 0.0)
 
 
-def _scaled(preset: Cluster, properties: Properties, bandwidth: float | None) -> Cluster:
+def _scale_preset(preset: Cluster, properties: Properties, bandwidth: float | None) -> Cluster:
     device = preset.device
     compute = properties.multi_processor_count / device.multiprocessors
     memory = compute if bandwidth is None else bandwidth / device.memory_bandwidth

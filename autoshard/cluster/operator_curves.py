@@ -19,7 +19,7 @@ Amounts are `FLOPS`, for operators that compute more than they move; `BYTES` rea
 `INTENSITY`, operations per byte, where the seconds are those of one byte.
 """
 
-_LIKE = {"float16": "bfloat16", "complex64": "float32", "complex128": "float64"}
+_SIMILAR_DTYPES = {"float16": "bfloat16", "complex64": "float32", "complex128": "float64"}
 
 
 def operator_seconds(
@@ -40,7 +40,7 @@ def operator_seconds(
         or attention over a short sequence has.
     """
     name = str(dtype).removeprefix("torch.")
-    name = name if ("add", name, BYTES) in curves else _LIKE.get(name, "float32")
+    name = name if ("add", name, BYTES) in curves else _SIMILAR_DTYPES.get(name, "float32")
     moved = _curve(curves, "add", name, BYTES)
     if not flops:
         curve = _curve(curves, family(operator, "add"), name, BYTES) or moved
@@ -64,7 +64,7 @@ def slowest_curves(kinds: Sequence[OperatorCurves]) -> dict[tuple[str, str, str]
     return {key: Curve.slowest([curves[key] for curves in kinds]) for key in shared}
 
 
-def paced_curves(curves: OperatorCurves, pace: float) -> dict[tuple[str, str, str], Curve]:
+def curves_at_speed(curves: OperatorCurves, pace: float) -> dict[tuple[str, str, str], Curve]:
     """The curves of a device that is so many times as fast: it takes as long with so many times the work.
 
     What an operator takes however small it is stays.
@@ -78,10 +78,10 @@ def scaled_curves(curves: OperatorCurves, compute: float, memory: float) -> dict
     Operators with few operations for every byte go by the slower of both.
     """
     paces = {FLOPS: compute, BYTES: memory, INTENSITY: min(compute, memory)}
-    return {key: _paced(curve, paces[key[2]], key[2]) for key, curve in curves.items()}
+    return {key: _scale_curve(curve, paces[key[2]], key[2]) for key, curve in curves.items()}
 
 
-def _paced(curve: Curve, pace: float, unit: str) -> Curve:
+def _scale_curve(curve: Curve, pace: float, unit: str) -> Curve:
     if unit == INTENSITY:  # the seconds of one byte
         return Curve(curve.amounts, tuple(seconds / pace for seconds in curve.seconds), curve.source)
     return Curve(tuple(amount * pace for amount in curve.amounts), curve.seconds, curve.source)
@@ -90,12 +90,12 @@ def _paced(curve: Curve, pace: float, unit: str) -> Curve:
 def to_records(curves: OperatorCurves) -> list[dict[str, Any]]:
     """The curves as JSON data."""
     return [
-        {"operator": operator, "dtype": dtype, "amounts_are": unit, **points(curve)}
+        {"operator": operator, "dtype": dtype, "amounts_are": unit, **curve_data(curve)}
         for (operator, dtype, unit), curve in curves.items()
     ]
 
 
-def of_records(records: Sequence[Mapping[str, Any]], place: str) -> dict[tuple[str, str, str], Curve]:
+def from_records(records: Sequence[Mapping[str, Any]], place: str) -> dict[tuple[str, str, str], Curve]:
     """The curves in JSON data that follows the schema.
 
     Raises:
@@ -107,7 +107,7 @@ def of_records(records: Sequence[Mapping[str, Any]], place: str) -> dict[tuple[s
     }
 
 
-def points(curve: Curve) -> dict[str, Any]:
+def curve_data(curve: Curve) -> dict[str, Any]:
     """A curve as JSON data."""
     source = {"source": curve.source} if curve.source else {}
     return {"amounts": list(curve.amounts), "seconds": list(curve.seconds), **source}

@@ -20,7 +20,7 @@ _NARROW = 512  # the other two sizes of a product whose third is small
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SampleCall:
     """An operator with its arguments.
 
     Attributes:
@@ -65,7 +65,7 @@ class Sample:
     family: str
     amounts_are: str
     sizes: Sequence[int]
-    make: Callable[[int], Call]
+    make: Callable[[int], SampleCall]
 
 
 def samples(dtype: torch.dtype, device: torch.device) -> list[Sample]:
@@ -75,9 +75,9 @@ def samples(dtype: torch.dtype, device: torch.device) -> list[Sample]:
     # Until the time is that of the memory behind all caches, of which accelerators need more to be busy.
     elements = [4**power for power in range(5, 12 if device.type == "cpu" else 14)]
     products = [
-        Sample("mm", FLOPS, powers, maker.square),
-        Sample("mm", INTENSITY, powers[:7], maker.narrow),
-        Sample("bmm", FLOPS, powers[:9], maker.batched),
+        Sample("mm", FLOPS, powers, maker.square_product),
+        Sample("mm", INTENSITY, powers[:7], maker.narrow_product),
+        Sample("bmm", FLOPS, powers[:9], maker.batched_product),
         Sample("convolution", FLOPS, powers[:5], maker.convolution),
         Sample("convolution", INTENSITY, powers[1:6], maker.shallow_convolution),
         Sample("convolution_backward", FLOPS, powers[:5], maker.convolution_backward),
@@ -108,62 +108,62 @@ class _Maker:
 
     # By operations
 
-    def square(self, size: int) -> Call:
-        return Call(aten.mm.default, (self.tensor(size, size), self.tensor(size, size)))
+    def square_product(self, size: int) -> SampleCall:
+        return SampleCall(aten.mm.default, (self.tensor(size, size), self.tensor(size, size)))
 
-    def narrow(self, size: int) -> Call:
-        return Call(aten.mm.default, (self.tensor(_NARROW, size), self.tensor(size, _NARROW)))
+    def narrow_product(self, size: int) -> SampleCall:
+        return SampleCall(aten.mm.default, (self.tensor(_NARROW, size), self.tensor(size, _NARROW)))
 
-    def batched(self, size: int) -> Call:
-        return Call(aten.bmm.default, (self.tensor(16, size, size), self.tensor(16, size, size)))
+    def batched_product(self, size: int) -> SampleCall:
+        return SampleCall(aten.bmm.default, (self.tensor(16, size, size), self.tensor(16, size, size)))
 
-    def convolution(self, size: int, side: int | None = None, images: int = 4) -> Call:
+    def convolution(self, size: int, side: int | None = None, images: int = 4) -> SampleCall:
         """As many channels as pixels in a row, which are `side` where they differ."""
         side = side or size
         source, weight = self.tensor(images, size, side, side), self.tensor(size, size, 3, 3)
-        return Call(aten.convolution.default, (source, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
+        return SampleCall(aten.convolution.default, (source, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
 
-    def shallow_convolution(self, size: int) -> Call:
+    def shallow_convolution(self, size: int) -> SampleCall:
         return self.convolution(size, side=32, images=256 // size)
 
-    def shallow_convolution_backward(self, size: int) -> Call:
+    def shallow_convolution_backward(self, size: int) -> SampleCall:
         return self.convolution_backward(size, side=32, images=256 // size)
 
-    def convolution_backward(self, size: int, side: int | None = None, images: int = 4) -> Call:
+    def convolution_backward(self, size: int, side: int | None = None, images: int = 4) -> SampleCall:
         forward = self.convolution(size, side, images)
         source, weight = forward.args[:2]
         settings = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
-        return Call(aten.convolution_backward.default, (forward(), source, weight, *settings))
+        return SampleCall(aten.convolution_backward.default, (forward(), source, weight, *settings))
 
-    def attention(self, size: int, batch: int = 4, width: int = 64) -> Call:
+    def attention(self, size: int, batch: int = 4, width: int = 64) -> SampleCall:
         query, key, value = (self.tensor(batch, 4, size, width) for _ in range(3))
         if self.device.type == "cpu":
-            return Call(aten._scaled_dot_product_flash_attention_for_cpu.default, (query, key, value))
-        return Call(aten._scaled_dot_product_flash_attention.default, (query, key, value))
+            return SampleCall(aten._scaled_dot_product_flash_attention_for_cpu.default, (query, key, value))
+        return SampleCall(aten._scaled_dot_product_flash_attention.default, (query, key, value))
 
-    def short_attention(self, size: int) -> Call:
+    def short_attention(self, size: int) -> SampleCall:
         return self.attention(size, batch=2048 // size, width=32)
 
-    def short_attention_backward(self, size: int) -> Call:
+    def short_attention_backward(self, size: int) -> SampleCall:
         return self.attention_backward(size, batch=2048 // size, width=32)
 
-    def attention_backward(self, size: int, batch: int = 4, width: int = 64) -> Call:
+    def attention_backward(self, size: int, batch: int = 4, width: int = 64) -> SampleCall:
         forward = self.attention(size, batch, width)
         query, key, value = forward.args
         made = forward()
         if self.device.type == "cpu":
             op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-            return Call(op, (made[0], query, key, value, *made, 0.0, False))
+            return SampleCall(op, (made[0], query, key, value, *made, 0.0, False))
         op = aten._scaled_dot_product_flash_attention_backward.default
-        return Call(op, (made[0], query, key, value, *made[:6], 0.0, False, *made[6:8]))
+        return SampleCall(op, (made[0], query, key, value, *made[:6], 0.0, False, *made[6:8]))
 
     # By bytes
 
-    def by_bytes(self) -> dict[str, Callable[[int], Call]]:
+    def by_bytes(self) -> dict[str, Callable[[int], SampleCall]]:
         """Family -> maker of a call on about so many elements."""
-        one: Callable[[Any], Callable[[int], Call]] = lambda op: lambda size: Call(op, (self.rows(size),))  # noqa: E731
-        two: Callable[[Any], Callable[[int], Call]] = lambda op: (  # noqa: E731
-            lambda size: Call(op, (self.rows(size), self.rows(size)))
+        one: Callable[[Any], Callable[[int], SampleCall]] = lambda op: lambda size: SampleCall(op, (self.rows(size),))  # noqa: E731
+        two: Callable[[Any], Callable[[int], SampleCall]] = lambda op: (  # noqa: E731
+            lambda size: SampleCall(op, (self.rows(size), self.rows(size)))
         )
         return {
             "add": two(aten.add.Tensor),
@@ -172,18 +172,18 @@ class _Maker:
             "silu": one(aten.silu.default),
             "gelu": one(aten.gelu.default),
             "gelu_backward": two(aten.gelu_backward.default),
-            "softmax": lambda size: Call(aten._softmax.default, (self.rows(size), -1, False)),
+            "softmax": lambda size: SampleCall(aten._softmax.default, (self.rows(size), -1, False)),
             "softmax_backward": self.softmax_backward,
             "layer_norm": self.layer_norm,
             "layer_norm_backward": self.layer_norm_backward,
             "batch_norm": self.batch_norm,
             "batch_norm_backward": self.batch_norm_backward,
-            "max_pool": lambda size: Call(aten.max_pool2d_with_indices.default, (self.images(size), *_POOL)),
+            "max_pool": lambda size: SampleCall(aten.max_pool2d_with_indices.default, (self.images(size), *_POOL)),
             "max_pool_backward": self.max_pool_backward,
-            "sum": lambda size: Call(aten.sum.dim_IntList, (self.rows(size), [0])),
+            "sum": lambda size: SampleCall(aten.sum.dim_IntList, (self.rows(size), [0])),
             "copy": self.copy,
-            "view": lambda size: Call(aten.view.default, (self.rows(size), [-1])),
-            "cat": lambda size: Call(aten.cat.default, ([self.rows(size), self.rows(size)], 1)),
+            "view": lambda size: SampleCall(aten.view.default, (self.rows(size), [-1])),
+            "cat": lambda size: SampleCall(aten.cat.default, ([self.rows(size), self.rows(size)], 1)),
             "index": self.index,
             "index_put": self.index_put,
         }
@@ -193,49 +193,53 @@ class _Maker:
         side = max(2, round((size / 64) ** 0.5) // 2 * 2)
         return self.tensor(4, 16, side, side)
 
-    def softmax_backward(self, size: int) -> Call:
-        return Call(aten._softmax_backward_data.default, (self.rows(size), self.rows(size), -1, self.dtype))
+    def softmax_backward(self, size: int) -> SampleCall:
+        return SampleCall(aten._softmax_backward_data.default, (self.rows(size), self.rows(size), -1, self.dtype))
 
-    def layer_norm(self, size: int) -> Call:
+    def layer_norm(self, size: int) -> SampleCall:
         parameters = (self.tensor(_COLUMNS), self.tensor(_COLUMNS))
-        return Call(aten.native_layer_norm.default, (self.rows(size), [_COLUMNS], *parameters, 1e-5))
+        return SampleCall(aten.native_layer_norm.default, (self.rows(size), [_COLUMNS], *parameters, 1e-5))
 
-    def layer_norm_backward(self, size: int) -> Call:
+    def layer_norm_backward(self, size: int) -> SampleCall:
         forward = self.layer_norm(size)
         source, shape, weight, bias, _ = forward.args
         result, mean, scale = forward()
         mask = [True, True, True]
-        return Call(aten.native_layer_norm_backward.default, (result, source, shape, mean, scale, weight, bias, mask))
+        return SampleCall(
+            aten.native_layer_norm_backward.default, (result, source, shape, mean, scale, weight, bias, mask)
+        )
 
-    def batch_norm(self, size: int) -> Call:
+    def batch_norm(self, size: int) -> SampleCall:
         channels = [self.tensor(16) for _ in range(4)]
-        return Call(aten._native_batch_norm_legit_functional.default, (self.images(size), *channels, True, 0.1, 1e-5))
+        return SampleCall(
+            aten._native_batch_norm_legit_functional.default, (self.images(size), *channels, True, 0.1, 1e-5)
+        )
 
-    def batch_norm_backward(self, size: int) -> Call:
+    def batch_norm_backward(self, size: int) -> SampleCall:
         forward = self.batch_norm(size)
         source, weight, _, mean, variance = forward.args[:5]
         result, saved_mean, saved_scale = forward()[:3]
         known = (mean, variance, saved_mean, saved_scale, True, 1e-5, [True, True, True])
-        return Call(aten.native_batch_norm_backward.default, (result, source, weight, *known))
+        return SampleCall(aten.native_batch_norm_backward.default, (result, source, weight, *known))
 
-    def max_pool_backward(self, size: int) -> Call:
+    def max_pool_backward(self, size: int) -> SampleCall:
         source = self.images(size)
         result, places = aten.max_pool2d_with_indices.default(source, *_POOL)
         settings = (*_POOL, [1, 1], False)
-        return Call(aten.max_pool2d_with_indices_backward.default, (result, source, *settings, places))
+        return SampleCall(aten.max_pool2d_with_indices_backward.default, (result, source, *settings, places))
 
-    def copy(self, size: int) -> Call:
+    def copy(self, size: int) -> SampleCall:
         """A copy that makes heads and positions change places, as attention asks for."""
         heads = self.tensor(max(1, size // _COLUMNS), 4, _COLUMNS // 4).transpose(0, 1)
-        return Call(aten.clone.default, (heads,), {"memory_format": torch.contiguous_format})
+        return SampleCall(aten.clone.default, (heads,), {"memory_format": torch.contiguous_format})
 
-    def index(self, size: int) -> Call:
+    def index(self, size: int) -> SampleCall:
         table = self.rows(size // 2)
-        return Call(aten.embedding.default, (table, self.numbers(max(1, size // _COLUMNS), len(table))))
+        return SampleCall(aten.embedding.default, (table, self.numbers(max(1, size // _COLUMNS), len(table))))
 
-    def index_put(self, size: int) -> Call:
+    def index_put(self, size: int) -> SampleCall:
         rows = max(1, size // 2 // _COLUMNS)
         gradient = self.rows(size)
-        return Call(
+        return SampleCall(
             aten.embedding_dense_backward.default, (gradient, self.numbers(len(gradient), rows), rows, -1, False)
         )

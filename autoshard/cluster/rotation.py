@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 _COPIES = 8  # of what the work is done on
-_HELD = 2**26  # bytes that these may take together
+_COPY_BYTES = 2**26  # bytes that these may take together
 
 
 class Rotation:
@@ -20,7 +20,7 @@ class Rotation:
     """
 
     def __init__(self, make: Callable[[], Callable[[], Any]], bytes: float) -> None:
-        copies = max(1, min(_COPIES, int(_HELD // bytes)))
+        copies = max(1, min(_COPIES, int(_COPY_BYTES // bytes)))
         self._works = itertools.cycle([make() for _ in range(copies)])
         self._kept: deque[Any] = deque(maxlen=copies)
 

@@ -91,10 +91,10 @@ _ABOUT = {
     ),
 }
 _OPTIONAL = ("source", "sources", "contention", "measured")
-EQUAL = _record({**_ABOUT, **_HOSTS}, _OPTIONAL)
+UNIFORM_SCHEMA = _record({**_ABOUT, **_HOSTS}, _OPTIONAL)
 """A cluster of any number of equal devices."""
 _STRETCH = _record({"name": _NAME, "count": _COUNT, **_HOSTS})
-LISTED = _record({**_ABOUT, "stretches": {"type": "array", "items": _STRETCH, "minItems": 1}}, _OPTIONAL)
+STRETCHES_SCHEMA = _record({**_ABOUT, "stretches": {"type": "array", "items": _STRETCH, "minItems": 1}}, _OPTIONAL)
 """A cluster of so many devices, host by host."""
 
 
@@ -110,7 +110,7 @@ def check(text: str, what: str) -> dict[str, Any]:
         raise MeshError(f"{what} is not JSON: {error}. Was it cut short? Write it again by Cluster.save.") from error
     except ValueError as error:
         raise MeshError(f"{what} is not a cluster: {error}. Write it again by Cluster.save.") from error
-    schema = LISTED if isinstance(data, dict) and "stretches" in data else EQUAL
+    schema = STRETCHES_SCHEMA if isinstance(data, dict) and "stretches" in data else UNIFORM_SCHEMA
     problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(data))
     if problem is not None:
         place = ".".join(str(step) for step in problem.absolute_path) or "the top level"

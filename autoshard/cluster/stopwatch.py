@@ -13,7 +13,7 @@ import torch.distributed as dist
 _WINDOW = 5e-2
 """Seconds that one timing lasts at least: many turns of processes that share a processor, as a step has them."""
 
-_DISTURBED = 3.0
+_OUTLIER_FACTOR = 3.0
 """Medians that a timing counts as at most: where one lasted longer, something else ran."""
 
 _TRIES = 3  # calls of which the shortest says how long one takes, roughly
@@ -35,18 +35,18 @@ class Stopwatch:
     patience: float
     clock: Callable[[], float] = time.perf_counter
 
-    def agreed(self, values: Sequence[float]) -> list[float]:
+    def mean_of_ranks(self, values: Sequence[float]) -> list[float]:
         """The mean over all processes, of each value; equal on all of them."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
         return [value / dist.get_world_size() for value in tensor.tolist()]
 
-    def once(self, work: Callable[[], object]) -> float:
+    def rough_seconds(self, work: Callable[[], object]) -> float:
         """Seconds of one call, roughly: the shortest of a few; the same number on all processes."""
         dist.barrier()
-        return self.agreed([min(self._timed(work, 1) for _ in range(_TRIES))])[0]
+        return self.mean_of_ranks([min(self._time_calls(work, 1) for _ in range(_TRIES))])[0]
 
-    def means(self, works: Sequence[Callable[[], object]], calls: Sequence[float]) -> list[float]:
+    def mean_seconds(self, works: Sequence[Callable[[], object]], calls: Sequence[float]) -> list[float]:
         """Seconds of one call of each piece of work; the same numbers on all processes.
 
         All are timed in turn, again and again: a disturbance of the machine falls on a few timings of each, and not on
@@ -64,12 +64,12 @@ class Stopwatch:
         for turn in range(self.repeats):
             for place, (work, count) in enumerate(zip(works, counts, strict=True)):
                 dist.barrier()
-                timings[place, turn] = self._timed(work, count) / count
+                timings[place, turn] = self._time_calls(work, count) / count
         timings = timings.to(self.device)
         dist.all_reduce(timings, dist.ReduceOp.MAX)
-        return [mean(own) for own in timings.tolist()]
+        return [robust_mean(own) for own in timings.tolist()]
 
-    def _timed(self, work: Callable[[], object], calls: int) -> float:
+    def _time_calls(self, work: Callable[[], object], calls: int) -> float:
         self._synchronize()
         start = self.clock()
         for _ in range(calls):
@@ -82,7 +82,7 @@ class Stopwatch:
             torch.accelerator.synchronize()
 
 
-def mean(timings: Sequence[float]) -> float:
+def robust_mean(timings: Sequence[float]) -> float:
     """The mean of timings, of which none counts as more than three medians."""
-    most = _DISTURBED * statistics.median(timings)
+    most = _OUTLIER_FACTOR * statistics.median(timings)
     return statistics.mean(min(one, most) for one in timings)

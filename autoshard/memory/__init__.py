@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from autoshard.memory.budget import format_bytes, parse_bytes
-from autoshard.memory.footprint import KINDS, Allocation, Held, Kind, Memory, components, held, peak
-from autoshard.memory.force import by_size, largest
-from autoshard.memory.ladder import first_that_fits
+from autoshard.memory.byte_units import format_bytes, parse_bytes
+from autoshard.memory.footprint import (
+    KINDS,
+    Allocation,
+    AllocationKind,
+    LiveTensor,
+    Memory,
+    bytes_by_kind,
+    live_bytes,
+    peak,
+)
+from autoshard.memory.largest_parameters import largest_names, names_by_size
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
+from autoshard.memory.plan_bisection import first_that_fits
 
 __all__ = [
     "KINDS",
     "Allocation",
-    "Held",
-    "Kind",
+    "AllocationKind",
+    "LiveTensor",
     "Memory",
     "OptimizerMemory",
-    "by_size",
-    "components",
+    "bytes_by_kind",
     "first_that_fits",
     "format_bytes",
-    "held",
-    "largest",
+    "largest_names",
+    "live_bytes",
+    "names_by_size",
     "optimizer_memory",
     "parse_bytes",
     "peak",

@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-Kind = Literal[
+AllocationKind = Literal[
     "parameter", "gradient", "optimizer", "buffer", "input", "saved", "gathered", "communication", "temporary"
 ]
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
-Place = Callable[[int], tuple[str, str, str]]
+KINDS: tuple[AllocationKind, ...] = get_args(AllocationKind)
+DescribeMoment = Callable[[int], tuple[str, str, str]]
 _LARGEST = 10
 
 
@@ -36,7 +36,7 @@ class Allocation:
     bytes: int
     start: int
     end: int
-    kind: Kind
+    kind: AllocationKind
 
     def __post_init__(self) -> None:
         assert self.bytes >= 0, f"allocation {self.name!r} of {self.bytes} bytes"
@@ -59,16 +59,16 @@ def peak(allocations: Iterable[Allocation]) -> tuple[int, int]:
     return most, moments[held.index(most)]
 
 
-def components(allocations: Iterable[Allocation], moment: int) -> dict[Kind, int]:
+def bytes_by_kind(allocations: Iterable[Allocation], moment: int) -> dict[AllocationKind, int]:
     """Bytes held at one moment by kind, every kind present; their sum is what is held."""
-    held: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    held: dict[AllocationKind, int] = dict.fromkeys(KINDS, 0)
     for allocation in allocations:
         if allocation.start <= moment < allocation.end:
             held[allocation.kind] += allocation.bytes
     return held
 
 
-def held(allocations: Iterable[Allocation], moments: int) -> np.ndarray:
+def live_bytes(allocations: Iterable[Allocation], moments: int) -> np.ndarray:
     """Bytes held at each of the moments `0` to `moments - 1`."""
     change = np.zeros(moments + 1)
     for one in allocations:
@@ -78,7 +78,7 @@ def held(allocations: Iterable[Allocation], moments: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LiveTensor:
     """One tensor that a device holds: its name, what it is held for (one of `KINDS`), and its bytes."""
 
     name: str
@@ -112,10 +112,10 @@ class Memory:
     phase: str = ""
     module: str = ""
     operator: str = ""
-    largest: tuple[Held, ...] = ()
+    largest: tuple[LiveTensor, ...] = ()
 
     @staticmethod
-    def of(allocations: Sequence[Allocation], place: Place | None = None) -> Memory:
+    def of(allocations: Sequence[Allocation], place: DescribeMoment | None = None) -> Memory:
         """The account of a step in which these are allocated.
 
         Args:
@@ -123,7 +123,7 @@ class Memory:
             place: says what runs at a moment: phase, path of the module, operator.
         """
 
-        def total(kind: Kind) -> int:
+        def total(kind: AllocationKind) -> int:
             return sum(allocation.bytes for allocation in allocations if allocation.kind == kind)
 
         lasting = ("parameter", "gradient", "optimizer", "buffer")
@@ -137,14 +137,14 @@ class Memory:
             buffers=total("buffer"),
             activations=peak(one for one in allocations if one.kind not in lasting)[0],
             peak=most,
-            held={kind: held for kind, held in components(then, moment).items() if held},
+            held={kind: held for kind, held in bytes_by_kind(then, moment).items() if held},
             phase=phase,
             module=module,
             operator=operator,
-            largest=tuple(Held(one.name, one.kind, one.bytes) for one in then[:_LARGEST] if one.bytes),
+            largest=tuple(LiveTensor(one.name, one.kind, one.bytes) for one in then[:_LARGEST] if one.bytes),
         )
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Memory:
         """The account that `dataclasses.asdict` made data of."""
-        return Memory(**{**data, "largest": tuple(Held(**one) for one in data["largest"])})
+        return Memory(**{**data, "largest": tuple(LiveTensor(**one) for one in data["largest"])})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-DEAR = 1e3
+MEMORY_ONLY_STRENGTH = 1e3
 """All the memory of a plan, in costs of a step, where memory alone counts."""
 
 _SHARPNESS = 30.0

@@ -13,15 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.errors import InputError, MeshError
-from autoshard.mesh_search.search import Wanted, searched
+from autoshard.mesh_search.search import SearchOptions, run_search
 from autoshard.options import Options
-from autoshard.partition.agree import from_first_rank
-from autoshard.pipelined.plan import PipelinePlan
+from autoshard.partition.rank_agreement import from_first_rank
+from autoshard.pipelined.pipeline_plan import PipelinePlan
 from autoshard.plan import ShardingPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class AgreedMesh:
     """What all ranks agree on.
 
     Attributes:
@@ -47,7 +47,7 @@ def auto_mesh(
     microbatches: int | str = "auto",
     virtual: int | str = "auto",
     batch_dims: Mapping[str, int | None] | None = None,
-) -> Agreed:
+) -> AgreedMesh:
     """The best mesh of all ranks of a job, made on all of them. The first rank searches, the others wait for it.
 
     Args:
@@ -68,19 +68,19 @@ def auto_mesh(
         )
     if not args and not kwargs:
         raise InputError('mesh="auto" needs an example call to plan for: pass example_args or example_kwargs.')
-    wanted = Wanted("mini-time", dist.get_world_size(), pipeline, schedule, microbatches, virtual, batch_dims)
+    wanted = SearchOptions("mini-time", dist.get_world_size(), pipeline, schedule, microbatches, virtual, batch_dims)
     kind = device_type or device_type_of_job()
     everyone = init_device_mesh(kind, (wanted.devices,), mesh_dim_names=("devices",))
 
     def decide() -> str:
-        result = searched(module, args, kwargs, wanted, options)
+        result = run_search(module, args, kwargs, wanted, options)
         axes = dict(zip(result.mesh.names, result.mesh.sizes, strict=True))
         return json.dumps({"mesh": axes, "pipeline_axis": result.pipeline_axis, "plan": result.plan.to_json()})
 
     decided = json.loads(from_first_rank(everyone, decide))
     axes, axis = decided["mesh"], decided["pipeline_axis"]
     device_mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    return Agreed(device_mesh, axis, _plan_of(decided["plan"], axis))
+    return AgreedMesh(device_mesh, axis, _plan_of(decided["plan"], axis))
 
 
 def device_type_of_job() -> str:

@@ -15,10 +15,10 @@ from autoshard.pipeline.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.placement import stage_devices
 
 if TYPE_CHECKING:
-    from autoshard.pipelined.plan import PipelinePlan
+    from autoshard.pipelined.pipeline_plan import PipelinePlan
 
 PlanPipeline = Callable[..., "PipelinePlan"]
-"""`autoshard.pipelined.planning.plan_pipeline`."""
+"""`autoshard.pipelined.pipeline_planner.plan_pipeline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Request:
         assert limit is not None, "a search has a limit: at least what a device has"
         return limit
 
-    def room(self, shape: Shape) -> float:
+    def device_memory(self, shape: Shape) -> float:
         """Bytes that a device of a mesh may hold; of a pipeline, on the average of its ranks."""
         if shape.axis is None or not self.own_memory:
             return self.memory_limit
@@ -67,17 +67,17 @@ class Request:
         return sum(device.memory for device in devices) / len(devices)
 
     @property
-    def numbers(self) -> list[int]:
+    def microbatch_numbers(self) -> list[int]:
         """Of microbatches that a pipeline may have."""
         divisors = [number for number in range(1, self.batch + 1) if self.batch % number == 0]
         return [number for number in divisors if self.microbatches in ("auto", number)] or divisors
 
-    def numbers_of(self, shape: Shape) -> list[int]:
+    def feasible_numbers(self, shape: Shape) -> list[int]:
         """Of these the numbers with a sample in a microbatch for every device of a stage; all where there are none.
 
         In a stage of several hosts, the devices of a host may share one.
         """
         host = self.options.cluster.devices_per_host
         least = shape.devices_per_rank // host if shape.devices_per_rank > host else shape.devices_per_rank
-        large = [number for number in self.numbers if self.batch // number >= least]
-        return large or self.numbers
+        large = [number for number in self.microbatch_numbers if self.batch // number >= least]
+        return large or self.microbatch_numbers

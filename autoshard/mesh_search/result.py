@@ -14,14 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.errors import PlanError
-from autoshard.memory.budget import format_bytes
-from autoshard.mesh_search.candidate import BEST, Candidate
+from autoshard.memory.byte_units import format_bytes
+from autoshard.mesh_search.mesh_candidate import BEST, MeshCandidate
 from autoshard.plan import ShardingPlan
 from autoshard.plan_rows import format_seconds
 from autoshard.specs.axes import MeshShape
 
 if TYPE_CHECKING:
-    from autoshard.pipelined.plan import PipelinePlan
+    from autoshard.pipelined.pipeline_plan import PipelinePlan
 
 Option = Literal["mini-time", "mini-parallelism", "profiling"]
 
@@ -44,12 +44,12 @@ class SearchResult:
     option: Option
     cluster: str
     memory_limit: int
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[MeshCandidate, ...]
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> MeshCandidate:
         """The mesh that was looked for: with `"mini-parallelism"` of the fewest devices, else of the shortest step."""
         best = self.by_devices.values()
         return next(iter(best)) if self.option == "mini-parallelism" else min(best, key=_seconds)
@@ -71,7 +71,7 @@ class SearchResult:
         return self.best.shape.axis
 
     @property
-    def by_devices(self) -> dict[int, Candidate]:
+    def by_devices(self) -> dict[int, MeshCandidate]:
         """The best mesh of every number of devices that has one, the fewest devices first."""
         best = (candidate for candidate in self.candidates if candidate.verdict == BEST)
         return {candidate.devices: candidate for candidate in sorted(best, key=lambda one: one.devices)}
@@ -163,7 +163,7 @@ class SearchResult:
         figure.savefig(path, dpi=150)
 
 
-def _seconds(candidate: Candidate) -> float:
+def _seconds(candidate: MeshCandidate) -> float:
     assert candidate.seconds is not None, "only a mesh with a plan is the best"
     return candidate.seconds
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autoshard.errors import BudgetError
-from autoshard.memory.budget import format_bytes
-from autoshard.mesh_search.candidate import BEST, Candidate
+from autoshard.memory.byte_units import format_bytes
+from autoshard.mesh_search.mesh_candidate import BEST, MeshCandidate
 from autoshard.mesh_search.shapes import Shape
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
 
 if TYPE_CHECKING:
-    from autoshard.pipelined.plan import PipelinePlan
-    from autoshard.pipelined.sizes import PlannedSize, Size
+    from autoshard.pipelined.pipeline_plan import PipelinePlan
+    from autoshard.pipelined.shape_planner import PipelineShape, PlannedShape
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class UnlimitedResult:
     """What a plan does that was made without a limit on memory, and holds too much: seconds, and bytes."""
 
     seconds: float
@@ -52,36 +52,36 @@ class Row:
     plan: ShardingPlan | PipelinePlan | None = None
     verdict: str = ""
     planner: Planner | None = None
-    sizes: dict[str, dict[Size, PlannedSize]] = field(default_factory=dict)
-    free: Free | None = None
-    needs: int | None = None
-    settled: bool = True
+    planned_shapes: dict[str, dict[PipelineShape, PlannedShape]] = field(default_factory=dict)
+    unlimited: UnlimitedResult | None = None
+    smallest_peak: int | None = None
+    covers_all_shapes: bool = True
     estimate: float | None = None
     took: float = 0.0
 
     @property
-    def speed(self) -> float:
+    def step_seconds(self) -> float:
         """Seconds of the step, infinite where no plan is known."""
         return math.inf if self.seconds is None else self.seconds
 
-    def next_takes(self, effort: str) -> float:
+    def next_planning_seconds(self, effort: str) -> float:
         """Seconds until another plan is there, at least: the last one's, or those of another size of a pipeline."""
-        return max((one.took for one in self.sizes.get(effort, {}).values()), default=self.took)
+        return max((one.took for one in self.planned_shapes.get(effort, {}).values()), default=self.took)
 
-    def take(self, plan: ShardingPlan | PipelinePlan) -> None:
+    def add_plan(self, plan: ShardingPlan | PipelinePlan) -> None:
         """Note a plan, unless the one that there is is faster."""
-        if self.plan is None or plan.step_seconds < self.speed:
+        if self.plan is None or plan.step_seconds < self.step_seconds:
             self.plan, self.seconds = plan, plan.step_seconds
             self.peak = plan.memory.peak if isinstance(plan, ShardingPlan) else max(plan.peaks)
 
-    def candidate(self, best: Row | None) -> Candidate:
+    def candidate(self, best: Row | None) -> MeshCandidate:
         """The line of the table, given the best mesh."""
         verdict = self.verdict
         if self is best:
             verdict = BEST
         elif self.plan is not None and best is not None:
-            verdict = f"{self.speed / best.speed - 1:.1%} slower"
-        return Candidate(
+            verdict = f"{self.step_seconds / best.step_seconds - 1:.1%} slower"
+        return MeshCandidate(
             shape=self.shape,
             least_seconds=self.least_seconds,
             least_bytes=self.least_bytes,
@@ -92,13 +92,16 @@ class Row:
         )
 
 
-def nothing_fits(rows: Sequence[Row], devices: int, limit: int) -> BudgetError | None:
+def no_mesh_fits_error(rows: Sequence[Row], devices: int, limit: int) -> BudgetError | None:
     """The error that names the smallest need of all meshes; None where none is known to need too much."""
-    large = [row for row in rows if row.needs is not None or row.least_bytes > limit]
+    large = [row for row in rows if row.smallest_peak is not None or row.least_bytes > limit]
     if not large:
         return None
-    leanest = min(large, key=lambda row: row.needs or row.least_bytes)
-    needs, how = leanest.needs or leanest.least_bytes, "the smallest peak found is" if leanest.needs else "at least"
+    leanest = min(large, key=lambda row: row.smallest_peak or row.least_bytes)
+    needs, how = (
+        leanest.smallest_peak or leanest.least_bytes,
+        "the smallest peak found is" if leanest.smallest_peak else "at least",
+    )
     return BudgetError(
         f"no mesh of {devices} devices fits in {format_bytes(limit)} per device: {how} {format_bytes(needs)}, on "
         f"{leanest.shape}. Raise memory_limit to {needs} bytes, use more devices or ones with more memory, or make the "

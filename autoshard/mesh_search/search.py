@@ -16,16 +16,16 @@ from autoshard.arguments import check_examples, check_module
 from autoshard.capture._torch import pytree
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import AutoshardError, BudgetError, MeshError, PlanError
-from autoshard.mesh_search.candidate import Candidate
-from autoshard.mesh_search.course import MeshSearch
+from autoshard.mesh_search.mesh_candidate import MeshCandidate
+from autoshard.mesh_search.mesh_search import MeshSearch
 from autoshard.mesh_search.request import Request
 from autoshard.mesh_search.result import Option, SearchResult
 from autoshard.mesh_search.shapes import Pipeline
 from autoshard.options import Hints, Options, check_options
 from autoshard.pipeline.microbatch import samples
-from autoshard.pipelined.captured import Call, Captured
-from autoshard.pipelined.planning import plan_pipeline
-from autoshard.planning import watch_capture
+from autoshard.pipelined.captures import BatchCall, PipelineCaptures
+from autoshard.pipelined.pipeline_planner import plan_pipeline
+from autoshard.planning import capture_with_progress
 
 _PIPELINES: dict[bool | str, Pipeline] = {False: "none", True: "outer", "outer": "outer", "inner": "inner"}
 
@@ -116,12 +116,12 @@ def search(
         work_limit=work_limit,
         verbose=verbose,
     )
-    wanted = Wanted(option, devices, pipeline, schedule, microbatches, virtual, batch_dims)
-    return searched(module, args, kwargs, wanted, options)
+    wanted = SearchOptions(option, devices, pipeline, schedule, microbatches, virtual, batch_dims)
+    return run_search(module, args, kwargs, wanted, options)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SearchOptions:
     """What a search is for, as `search` describes it.
 
     Raises:
@@ -155,16 +155,18 @@ class Wanted:
         return tuple(count for count in range(1, self.devices + 1) if self.devices % count == 0)
 
 
-def searched(
+def run_search(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    wanted: Wanted,
+    wanted: SearchOptions,
     options: Options,
 ) -> SearchResult:
     """What `search` returns, of checked arguments."""
     start = time.perf_counter()
-    graph, capture_seconds = watch_capture(module, args, kwargs, options, grad=torch.is_grad_enabled(), dynamic=False)
+    graph, capture_seconds = capture_with_progress(
+        module, args, kwargs, options, grad=torch.is_grad_enabled(), dynamic=False
+    )
     own_memory = options.settings.memory_limit is None
     limit = options.settings.memory_limit or options.cluster.device.memory
     options = replace(options, settings=replace(options.settings, memory_limit=limit))
@@ -179,13 +181,13 @@ def searched(
         schedule=wanted.schedule,
         microbatches=wanted.microbatches,
         virtual=wanted.virtual,
-        batch=_batch(module, args, kwargs, wanted.batch_dims),
+        batch=_batch_size(module, args, kwargs, wanted.batch_dims),
         plan_pipeline=functools.partial(
-            plan_pipeline, captured=Captured(Call(module, args, kwargs, wanted.batch_dims), options)
+            plan_pipeline, captured=PipelineCaptures(BatchCall(module, args, kwargs, wanted.batch_dims), options)
         ),
         own_memory=own_memory,
     )
-    candidates, notes = _over_counts(request, wanted)
+    candidates, notes = _search_counts(request, wanted)
     return SearchResult(
         option=wanted.option,  # type: ignore[arg-type]
         cluster=options.cluster.name,
@@ -196,9 +198,9 @@ def searched(
     )
 
 
-def _over_counts(request: Request, wanted: Wanted) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
+def _search_counts(request: Request, wanted: SearchOptions) -> tuple[tuple[MeshCandidate, ...], tuple[str, ...]]:
     """The meshes of all numbers of devices that are looked at, and what there is to note."""
-    found: list[Candidate] = []
+    found: list[MeshCandidate] = []
     notes: list[str] = []
     failures: list[AutoshardError] = []
     deadline = time.monotonic() + request.options.settings.time_limit
@@ -220,7 +222,7 @@ def _over_counts(request: Request, wanted: Wanted) -> tuple[tuple[Candidate, ...
     return tuple(found), tuple(notes)
 
 
-def _batch(
+def _batch_size(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dims: Mapping[str, int | None] | None
 ) -> int:
     """How many samples a call has that microbatches can be made of: where nothing is said, its first tensor's rows."""

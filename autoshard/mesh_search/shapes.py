@@ -18,7 +18,7 @@ AXES = ("x", "y", "z")
 Pipeline = Literal["none", "outer", "inner"]
 """Where the axis of stages lies: nowhere; outermost, so that neighbouring stages are far apart; or innermost."""
 
-_Kind = Literal["inside", "hosts", "across"]
+_AxisKind = Literal["inside", "hosts", "across"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +72,23 @@ def shapes(
             inner = _factorisations(devices // ranks, len(AXES) - 1)
             found += [_shape(sizes, ranks, pipeline) for sizes in inner]
     kept = [shape for shape in found if _is_canonical(shape, cluster)]
-    return tuple(sorted(kept, key=lambda shape: _promise(shape, cluster, roomy)))
+    return tuple(sorted(kept, key=lambda shape: _promise_key(shape, cluster, roomy)))
 
 
-def straddling(shape: Shape, cluster: Cluster) -> str | None:
+def straddle_reason(shape: Shape, cluster: Cluster) -> str | None:
     """Why stages must not be cut so: they share hosts unevenly. None where they do not."""
     host = cluster.devices_per_host
-    part = shape.devices_per_rank if _outermost(shape) else shape.ranks
+    part = shape.devices_per_rank if _is_outermost(shape) else shape.ranks
     if shape.axis is None or shape.mesh.size <= host or part % host == 0 or host % part == 0:
         return None
     return f"{part} devices straddle the hosts, which have {host} devices each"
 
 
-def joined(shape: Shape, cluster: Cluster) -> tuple[Shape, ...]:
+def coarser_shapes(shape: Shape, cluster: Cluster) -> tuple[Shape, ...]:
     """The shapes in which two axes are one that run over equal links: what it can do, this shape can do too."""
     axes = [(kind, size) for kind, size in _kinds(shape, cluster) if kind is not None]
     sizes = tuple(size for _, size in axes)
-    pipeline: Pipeline = "none" if shape.axis is None else "outer" if _outermost(shape) else "inner"
+    pipeline: Pipeline = "none" if shape.axis is None else "outer" if _is_outermost(shape) else "inner"
     return tuple(
         _shape((*sizes[:index], size * following, *sizes[index + 2 :]), shape.ranks, pipeline)
         for index, ((kind, size), (other, following)) in enumerate(itertools.pairwise(axes))
@@ -96,7 +96,7 @@ def joined(shape: Shape, cluster: Cluster) -> tuple[Shape, ...]:
     )
 
 
-def _outermost(shape: Shape) -> bool:
+def _is_outermost(shape: Shape) -> bool:
     return shape.mesh.names[0] == shape.axis
 
 
@@ -118,7 +118,7 @@ def _shape(sizes: tuple[int, ...], ranks: int, pipeline: Pipeline) -> Shape:
     return Shape(MeshShape.of({**stages, **named} if pipeline == "outer" else {**named, **stages}), PIPELINE_AXIS)
 
 
-def _kinds(shape: Shape, cluster: Cluster) -> Iterator[tuple[_Kind | None, int]]:
+def _kinds(shape: Shape, cluster: Cluster) -> Iterator[tuple[_AxisKind | None, int]]:
     """Of every axis what its groups join, devices of a host or whole hosts or both, and its size; None: stages."""
     sizes, host = shape.mesh.sizes, cluster.devices_per_host
     for index, name in enumerate(shape.mesh.names):
@@ -139,7 +139,7 @@ def _is_canonical(shape: Shape, cluster: Cluster) -> bool:
     )
 
 
-def _promise(shape: Shape, cluster: Cluster, roomy: Callable[[Shape], bool]) -> tuple[object, ...]:
+def _promise_key(shape: Shape, cluster: Cluster, roomy: Callable[[Shape], bool]) -> tuple[object, ...]:
     """Shapes in this order are looked at: what is found early spares work on those that are no better."""
     kinds = [kind for kind, _ in _kinds(shape, cluster) if kind is not None]
     split = len(kinds) - len(set(kinds))

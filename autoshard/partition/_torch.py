@@ -64,7 +64,7 @@ class SymbolicNumbers:
         return symbolic_integer(self.env, value, number, small=True)
 
 
-def unwritten(graph: fx.Graph) -> fx.GraphModule:
+def lazy_graph_module(graph: fx.Graph) -> fx.GraphModule:
     """A module of a graph, without code until it runs."""
     return _LazyGraphModule(torch.nn.Module(), graph)
 
@@ -81,11 +81,11 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) ->
     with _use_lazy_graph_module(True):
         forward, backward = partition(joint, None, num_fwd_outputs=forward_outputs)
     if not recompute:
-        _save_what_is_read(forward, backward, forward_outputs)
+        _drop_unread_saves(forward, backward, forward_outputs)
     return forward, backward
 
 
-def _save_what_is_read(forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int) -> None:
+def _drop_unread_saves(forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int) -> None:
     """Save nothing that the backward graph does not read: torch keeps what dead copies of calls read."""
     backward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     output: Any = next(iter(forward.graph.find_nodes(op="output")))
@@ -146,7 +146,7 @@ def _overlap_scheduling() -> Any:
     return overlap_scheduling if known.keys() >= hooks else None
 
 
-def knows_overlap() -> bool:
+def has_overlap_pass() -> bool:
     """Whether this release of torch orders collectives by prices that it is given."""
     return _overlap_scheduling() is not None
 
@@ -276,7 +276,7 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     return list((tensor._backward_hooks or {}).values())
 
 
-def accumulated_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
+def post_accumulate_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     """The hooks that `register_post_accumulate_grad_hook` put on a tensor."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
@@ -335,7 +335,7 @@ def _stack() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def let_autograd_look_for_nan() -> None:
+def support_anomaly_detection() -> None:
     """Give `DTensor` the rule that `torch.autograd.detect_anomaly` needs, where this release of torch has none."""
     from torch.distributed.tensor.experimental import register_sharding  # gives DTensor a rule for an operator
 

@@ -12,7 +12,7 @@ from autoshard.specs.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ShardBlock:
     """A box of a tensor that one rank holds.
 
     Attributes:
@@ -33,11 +33,11 @@ class Block:
         return tuple(place.stop - place.start for place in self.whole)
 
 
-def blocks_of(shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]) -> Iterator[Block]:
+def blocks_of(shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]) -> Iterator[ShardBlock]:
     """The blocks of the rank at `coordinate`: one where nothing is strided, none where the shard is empty."""
     indices = local_indices(shape, spec, mesh, coordinate)
     for runs in itertools.product(*(_runs(index) for index in indices)):
-        yield Block(tuple(whole for whole, _ in runs), tuple(local for _, local in runs))
+        yield ShardBlock(tuple(whole for whole, _ in runs), tuple(local for _, local in runs))
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[slice, slice]]:

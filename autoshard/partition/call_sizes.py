@@ -12,7 +12,7 @@ _log = logging.getLogger("autoshard")
 MOST_PROGRAMS = 32
 """Kinds of calls whose programs a module keeps: those not used for longest go."""
 
-_TOLD_AT = 3  # sizes of calls that are alike but for these
+_ADVISE_AT = 3  # sizes of calls that are alike but for these
 
 _NAMES = {0: "batch", 1: "length"}
 
@@ -32,11 +32,11 @@ class CallSizes:
         self._module = module
         self._dynamic = dynamic
         self._quiet = quiet
-        self._met: dict[Hashable, list[Shapes]] = {}
+        self._shapes_by_kind: dict[Hashable, list[Shapes]] = {}
         self._seconds = 0.0
-        self._told = False
+        self._has_advised = False
 
-    def meet(self, kind: Hashable, shapes: Shapes, seconds: float) -> None:
+    def record(self, kind: Hashable, shapes: Shapes, seconds: float) -> None:
         """Tell of a program that was made, and once, where that is the third of its kind, of how to make do with one.
 
         Args:
@@ -44,30 +44,30 @@ class CallSizes:
             shapes: of its tensors by name.
             seconds: that the program took.
         """
-        met = self._met.setdefault(kind, [])
+        met = self._shapes_by_kind.setdefault(kind, [])
         met.append(dict(shapes))
         self._seconds += seconds
         if self._quiet:
             return
         said = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        programs = sum(map(len, self._met.values()))
+        programs = sum(map(len, self._shapes_by_kind.values()))
         _log.info("%s: program %d, for %s, was made in %.1f s", self._module, programs, said or "no tensors", seconds)
-        if len(met) == _TOLD_AT and not self._told:
-            self._told = True
+        if len(met) == _ADVISE_AT and not self._has_advised:
+            self._has_advised = True
             self._suggest(met)
 
     def _suggest(self, met: list[Shapes]) -> None:
         """A warning that names `dynamic`, or the plain values that differ where no size does."""
         cost = f"{self._module}: {len(met)} calls that differ in little have programs of their own, made in "
         cost += f"{self._seconds:.1f} s so far. "
-        changing = self._changing(met)
+        changing = self._changing_dims(met)
         if changing:
             advice = f"One serves all with autoshard.parallelize(..., dynamic={changing})."
             _log.warning("%s%s", cost, advice)
         elif all(shapes == met[0] for shapes in met):
             _log.warning("%sWhat differs is a plain argument, such as a number: pass it as a tensor.", cost)
 
-    def _changing(self, met: list[Shapes]) -> dict[str, dict[int, str]]:
+    def _changing_dims(self, met: list[Shapes]) -> dict[str, dict[int, str]]:
         """The dims that were of several sizes, as `dynamic` takes them; those of equal sizes have one name."""
         names: dict[tuple[int, ...], str] = {}
         changing: dict[str, dict[int, str]] = {}

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import InputError
 from autoshard.partition import _torch
-from autoshard.partition.blocks import Block, blocks_of
+from autoshard.partition.blocks import ShardBlock, blocks_of
 from autoshard.partition.shards import coordinate_of, cut, distribute, local_of, set_parameter, wrap_like
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import dim_of
@@ -51,7 +51,7 @@ def checkpointable(target: Target) -> Target:
         return target
     for leaf in pytree.tree_leaves(target):
         if isinstance(leaf, DTensor):
-            _describe(leaf)
+            _attach_protocol(leaf)
     return target
 
 
@@ -67,19 +67,19 @@ def install_hooks(module: nn.Module) -> None:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    loading = _Loading(tuple(tuple(tied) for tied in names.values() if len(tied) > 1))
+    loading = _LoadHooks(tuple(tuple(tied) for tied in names.values() if len(tied) > 1))
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(loading.before)
     module.register_load_state_dict_post_hook(loading.after)
-    if not hasattr(module, _NAMES_HOOK):
+    if not hasattr(module, _FQN_HOOK):
         # Asked for before anything is loaded; a module without children is not asked, and refuses in `before`.
-        setattr(module, _NAMES_HOOK, _Names(module))
+        setattr(module, _FQN_HOOK, _BroadcastGuard(module))
 
 
-_NAMES_HOOK = "_fqn_modifiers"  # by default, what a module tells `torch.distributed.checkpoint` about its names
+_FQN_HOOK = "_fqn_modifiers"  # by default, what a module tells `torch.distributed.checkpoint` about its names
 
 
-class _Names:
+class _BroadcastGuard:
     """What a module says of its names to `torch.distributed.checkpoint.state_dict`: nothing, but it may refuse.
 
     Args:
@@ -119,7 +119,7 @@ def _refuse_broadcast(tensors: Mapping[str, Any]) -> None:
 def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name, value in state_dict.items():
         if name.startswith(prefix) and isinstance(value, DTensor):
-            _describe(value)
+            _attach_protocol(value)
 
 
 def _after_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ def _after_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]
     checkpointable(state_dict)
 
 
-class _Loading:
+class _LoadHooks:
     """What happens around a module's `load_state_dict`.
 
     Args:
@@ -138,30 +138,34 @@ class _Loading:
 
     def __init__(self, tied: Sequence[tuple[str, ...]]) -> None:
         self._tied = tied
-        self._held: dict[str, nn.Parameter] = {}
+        self._parameters_before: dict[str, nn.Parameter] = {}
 
     def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Replace every tensor that is to fill a `DTensor` by one that lies alike."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         _refuse_broadcast(parameters)
-        self._held = {name: parameters[name] for names in self._tied for name in names if name in parameters}
+        self._parameters_before = {
+            name: parameters[name] for names in self._tied for name in names if name in parameters
+        }
         for name, parameter in parameters.items():
             value = state_dict.get(prefix + name)
             if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
-                state_dict[prefix + name] = _alike(value, parameter)
+                state_dict[prefix + name] = _distribute_like(value, parameter)
 
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Tie what was assigned under several names: the first one that was assigned stands for all."""
         for names in self._tied:
             now = {name: module.get_parameter(name) for name in names}
-            assigned = [parameter for name, parameter in now.items() if parameter is not self._held.get(name)]
+            assigned = [
+                parameter for name, parameter in now.items() if parameter is not self._parameters_before.get(name)
+            ]
             for name in names if assigned else ():
                 if now[name] is not assigned[0]:
                     set_parameter(module, name, assigned[0])
-        self._held = {}
+        self._parameters_before = {}
 
 
-def _alike(value: Tensor, parameter: DTensor) -> Tensor:
+def _distribute_like(value: Tensor, parameter: DTensor) -> Tensor:
     """A whole tensor, or a `DTensor` placed in another way, as a `DTensor` that lies as the parameter does."""
     spec = Spec(tuple(parameter.placements))
     if isinstance(value, DTensor):
@@ -174,21 +178,21 @@ def _alike(value: Tensor, parameter: DTensor) -> Tensor:
     return wrap_like(local, parameter)
 
 
-def _describe(tensor: DTensor) -> None:
+def _attach_protocol(tensor: DTensor) -> None:
     """Give the local tensor of a `DTensor` the methods of the checkpoint protocol, where it is not one stretch."""
-    if not _in_pieces(tensor):
+    if not _has_several_blocks(tensor):
         return
     spec = Spec(tuple(tensor.placements))
     local: Any = local_of(tensor)
     # The pieces refer to another tensor object of the same memory: `local` itself would be a cycle.
     coordinate = tuple(coordinate_of(tensor.device_mesh))
-    pieces = _Pieces(local.detach(), tuple(tensor.shape), spec, MeshShape.of(tensor.device_mesh), coordinate)
+    pieces = _CheckpointShard(local.detach(), tuple(tensor.shape), spec, MeshShape.of(tensor.device_mesh), coordinate)
     local.__create_write_items__ = pieces.write_items
     local.__create_chunk_list__ = pieces.chunks
     local.__get_tensor_shard__ = pieces.shard
 
 
-def _in_pieces(tensor: DTensor) -> bool:
+def _has_several_blocks(tensor: DTensor) -> bool:
     """Whether a rank's part may be something else than the stretch that `torch.distributed.checkpoint` takes it for."""
     spec = Spec(tuple(tensor.placements))
     dims = [dim_of(spec[axis], tensor.ndim) for axis in spec.shard_axes]
@@ -201,7 +205,7 @@ def _is_strided(spec: Spec) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
+class _CheckpointShard:
     """A local tensor as `torch.distributed.checkpoint` sees it: the blocks of the global tensor that it holds.
 
     Attributes:
@@ -218,7 +222,7 @@ class _Pieces:
     mesh: MeshShape
     coordinate: tuple[int, ...]
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[ShardBlock]:
         return blocks_of(self.shape, self.spec, self.mesh, self.coordinate)
 
     def chunks(self) -> list[ChunkStorageMetadata]:
@@ -257,5 +261,5 @@ class _Pieces:
         raise ValueError(f"{index.fqn}: this rank holds no block that begins at {index.offset}.")
 
 
-def _chunk(block: Block) -> ChunkStorageMetadata:
+def _chunk(block: ShardBlock) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(block.offsets), sizes=torch.Size(block.sizes))

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.capture.joint import JointGraph, JointInput
 from autoshard.errors import InputError
-from autoshard.partition.shards import on_device
+from autoshard.partition.shards import to_mesh_device
 
 
 def _attribute(module: nn.Module, constant: JointInput) -> tuple[dict[str, Any], str] | None:
@@ -34,9 +34,9 @@ def place_constant(
     place = _attribute(module, constant)
     if place is not None:
         table, name = place
-        table[name] = on_device(table[name], device_mesh)
+        table[name] = to_mesh_device(table[name], device_mesh)
         return place
-    return None if constant.value is None else on_device(constant.value, device_mesh)
+    return None if constant.value is None else to_mesh_device(constant.value, device_mesh)
 
 
 def check_constants(graph: JointGraph, module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autoshard.partition._torch import FakeTensorMode
-from autoshard.partition.memory_order import suits
+from autoshard.partition.memory_order import supports_layout
 from autoshard.partition.symbolic import SymbolicShapes
 from autoshard.size import Sizes, plain
 from autoshard.specs.axes import MeshShape
@@ -60,7 +60,7 @@ class GraphEmitter:
             self._symbolic.placeholder(node, shape)
         return node
 
-    def ranks(self) -> None:
+    def add_rank_inputs(self) -> None:
         """Take what `Ranks.arguments` gives as the next inputs of the program."""
         host = torch.device("cpu")
         self._coordinates = [self.placeholder(f"coordinate_{name}", (), torch.int64) for name in self.mesh.names]
@@ -70,27 +70,27 @@ class GraphEmitter:
         self._seed = self.placeholder("seed", (), torch.int64, host)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = fx.node.map_arg((args, kwargs), lambda operand: self._laid_out_for(op, operand))
+        args, kwargs = fx.node.map_arg((args, kwargs), lambda operand: self._in_supported_layout(op, operand))
         node = self.graph.call_function(op, args, kwargs)
         val = self._result(op, args, kwargs)
         self._finish(node, val)
         if self._symbolic is not None:
             self._symbolic.run(node, op, args, kwargs)
-            node.meta["dynamic"] = self._symbolic.knows(node)
+            node.meta["dynamic"] = self._symbolic.has_dynamic_size(node)
         if isinstance(val, (tuple, list)):
             return tuple(self._item(node, index, item) for index, item in enumerate(val))
         return node
 
-    def _laid_out_for(self, op: Any, operand: fx.Node) -> fx.Node:
+    def _in_supported_layout(self, op: Any, operand: fx.Node) -> fx.Node:
         """The operand, or a copy of it in the order of memory that an operator wants."""
         val = operand.meta["val"]
-        if not isinstance(val, torch.Tensor) or suits(op, val):
+        if not isinstance(val, torch.Tensor) or supports_layout(op, val):
             return operand
         copy: fx.Node = self.call(torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
         return copy
 
     def _result(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = (op, _look(args), _look(kwargs))
+        key = (op, _cache_key(args), _cache_key(kwargs))
         if key not in self._results:
             fakes = fx.node.map_aggregate((args, kwargs), _fake)
             with self._mode, torch.no_grad():
@@ -104,7 +104,7 @@ class GraphEmitter:
         self._finish(item, val)
         if self._symbolic is not None:
             self._symbolic.item(item, node, index)
-            item.meta["dynamic"] = self._symbolic.knows(item)
+            item.meta["dynamic"] = self._symbolic.has_dynamic_size(item)
         return item
 
     def _finish(self, node: fx.Node, val: Any) -> None:
@@ -149,13 +149,13 @@ def _fake(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, fx.Node) else plain(argument)
 
 
-def _look(argument: Any) -> Any:
+def _cache_key(argument: Any) -> Any:
     """What of an argument decides how the results look."""
     if isinstance(argument, dict):
-        return tuple((name, _look(value)) for name, value in argument.items())
+        return tuple((name, _cache_key(value)) for name, value in argument.items())
     if isinstance(argument, (list, tuple)):
-        return tuple(map(_look, argument))
+        return tuple(map(_cache_key, argument))
     value = _fake(argument)
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device
-    return _look(value) if isinstance(value, (list, tuple)) else (type(value), value)
+    return _cache_key(value) if isinstance(value, (list, tuple)) else (type(value), value)

@@ -33,18 +33,18 @@ def fuse(graph: fx.Graph) -> None:
     fusible = [node for node in starts if has_symmetric_memory(str(node.args[-1]))]
     if not fusible:
         return
-    joined = [found for start in fusible if start.target is _GATHER and (found := _Joined.find(start)) is not None]
-    told = [(one, one.tell(graph)) for one in joined]
+    joined = [found for start in fusible if start.target is _GATHER and (found := _DimGather.find(start)) is not None]
+    told = [(one, one.rewrite_as_cat(graph)) for one in joined]
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default  # the pass knows no views
     fuse_products(graph)
     for one, told_as in told:
         if told_as.users and not one.copies:  # the pass left it: looking at the pieces costs less than copying them
-            one.untell(graph, told_as)
+            one.rewrite_as_view(graph, told_as)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Joined:
+class _DimGather:
     """A gather along a dim, as a program has it.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Joined:
     copies: bool
 
     @staticmethod
-    def find(gather: fx.Node) -> _Joined | None:
+    def find(gather: fx.Node) -> _DimGather | None:
         """The gather that starts here; None where its pieces lie along the first dim, or in several blocks."""
         wait = _only_user(gather)
         block = tuple(gather.args[0].meta["val"].shape)  # type: ignore[union-attr]
@@ -74,12 +74,12 @@ class _Joined:
         for dim in range(1, len(block)):
             whole = (*block[:dim], size * block[dim], *block[dim + 1 :])
             if math.prod(block[:dim]) == 1 and _shape(first) == whole:
-                return _Joined(wait, first, dim, copies=False)
-            if _puts_together(chain, (size, *block[:dim], 1, *block[dim:]), dim, whole):
-                return _Joined(wait, chain[3], dim, copies=True)
+                return _DimGather(wait, first, dim, copies=False)
+            if _is_reassembly(chain, (size, *block[:dim], 1, *block[dim:]), dim, whole):
+                return _DimGather(wait, chain[3], dim, copies=True)
         return None
 
-    def tell(self, graph: fx.Graph) -> fx.Node:
+    def rewrite_as_cat(self, graph: fx.Graph) -> fx.Node:
         """Put the pieces together by a split and a `cat`; returns the whole tensor."""
         pieces = self.wait.meta["val"]
         block = _shape(self.wait.all_input_nodes[0].all_input_nodes[0])[0]
@@ -99,7 +99,7 @@ class _Joined:
         graph.eliminate_dead_code(is_impure_node=is_border)
         return whole
 
-    def untell(self, graph: fx.Graph, whole: fx.Node) -> None:
+    def rewrite_as_view(self, graph: fx.Graph, whole: fx.Node) -> None:
         """Look at the pieces again as the whole tensor."""
         with graph.inserting_before(whole):
             view = graph.call_function(aten.view.default, (self.wait, list(_shape(whole))))
@@ -108,7 +108,7 @@ class _Joined:
         graph.eliminate_dead_code(is_impure_node=is_border)
 
 
-def _puts_together(chain: list[fx.Node], opened: tuple[int, ...], dim: int, whole: tuple[int, ...]) -> bool:
+def _is_reassembly(chain: list[fx.Node], opened: tuple[int, ...], dim: int, whole: tuple[int, ...]) -> bool:
     """Whether calls view pieces as `opened`, bring the dim that counts them to its place, and copy them together."""
     if len(chain) < 4 or _shape(chain[0]) != opened or _shape(chain[3]) != whole:
         return False

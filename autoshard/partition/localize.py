@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.capture.failure import node_place
+from autoshard.capture.capture_errors import node_place
+from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.joint import JointInput
-from autoshard.capture.recompute import RECOMPUTES
-from autoshard.capture.twin import DEVICE
+from autoshard.capture.recomputation import RECOMPUTES
 from autoshard.errors import PlanError, RuleError
-from autoshard.partition._torch import unwritten
+from autoshard.partition._torch import lazy_graph_module
 from autoshard.partition.emitter import GraphEmitter
 from autoshard.partition.shares_emitter import SharesEmitter
 from autoshard.patterns.decisions import Flow, phase_of
-from autoshard.patterns.graph import Value, operand_nodes, value_of
+from autoshard.patterns.graph_rules import Value, operand_nodes, value_of
 from autoshard.patterns.local import LocalCall, collectives, emit_program, fill_operands
-from autoshard.patterns.padding import padded_factors, zero_results
+from autoshard.patterns.padding import padded_factors, zero_padded_results
 from autoshard.patterns.rule import TensorMeta
-from autoshard.patterns.shares import keeps_shares
+from autoshard.patterns.unequal_shares import keeps_shares
 from autoshard.reshard.lower import lower
 from autoshard.reshard.path import Path, Resharder, Step
 from autoshard.size import Sizes, at
@@ -36,7 +36,7 @@ _WAIT = collectives.wait_tensor.default
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
+class ProgramTensor:
     """A tensor that enters or leaves the program.
 
     Attributes:
@@ -78,18 +78,18 @@ class LocalStep:
     """
 
     graph_module: fx.GraphModule
-    inputs: tuple[Border, ...]
-    outputs: tuple[Border, ...]
+    inputs: tuple[ProgramTensor, ...]
+    outputs: tuple[ProgramTensor, ...]
     repeats: bool = False
     shared: SharedAxis | None = None
     gradient_sources: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
-    def forward_outputs(self) -> tuple[Border, ...]:
+    def forward_outputs(self) -> tuple[ProgramTensor, ...]:
         return tuple(border for border in self.outputs if border.kind != "gradient")
 
     @property
-    def tangents(self) -> tuple[Border, ...]:
+    def tangents(self) -> tuple[ProgramTensor, ...]:
         return tuple(border for border in self.inputs if border.kind == "tangent")
 
 
@@ -125,102 +125,104 @@ class Localizer:
             else SharesEmitter(flow.mesh, groups, example.fake_mode, home, self.sizes, shared)
         )
         self._shared = shared
-        self.made: dict[str, fx.Node] = {}  # key of a value or copy -> the node that holds it
+        self.nodes: dict[str, fx.Node] = {}  # key of a value or copy -> the node that holds it
         self.results: dict[tuple[str, str], fx.Node] = {}  # kind and name of an output -> the node that holds it
-        self._taken: set[fx.Node] = set()  # nodes whose memory is a gradient
-        self._zeros: set[fx.Node] = set()  # nodes in which all padding is zero
+        self._gradient_roots: set[fx.Node] = set()  # nodes whose memory is a gradient
+        self._zero_padded: set[fx.Node] = set()  # nodes in which all padding is zero
         self._streams: dict[str, int] = {}  # operator -> random operators emitted before it
-        self._masked: dict[tuple[fx.Node, str], fx.Node] = {}  # node and phase -> its tensor with padding made zero
+        self._zero_padded_copies: dict[
+            tuple[fx.Node, str], fx.Node
+        ] = {}  # node and phase -> its tensor with padding made zero
 
     def run(self) -> LocalStep:
         """Emit the whole program."""
-        inputs = self._inputs()
+        inputs = self._add_inputs()
         for source in self.flow.graph.inputs:
             if source.kind != "tangent":
-                self._deliver(Value(source.node))
+                self._emit_outputs(Value(source.node))
         for node in self.rules.operators:
             try:
-                self._operator(node)
+                self._localize_operator(node)
             except RuntimeError as error:  # torch's own: shapes do not fit each other
                 raise RuleError(
                     f"{node_place(node, 'has no program on the shards that were planned')}: {error}"
                 ) from error
             for index in range(len(self.rules.calls[node].results)):
-                self._deliver(Value(node, index))
+                self._emit_outputs(Value(node, index))
         for source in self.flow.graph.inputs:
             if source.kind == "tangent":  # a gradient as it arrives: no backward node may stand before forward ones
-                self._deliver(Value(source.node))
+                self._emit_outputs(Value(source.node))
         outputs = [
-            self._border(output.kind, output.name, value, self.flow.delivered(output))
+            self._program_tensor(output.kind, output.name, value, self.flow.output_spec(output))
             for kind in ("output", "mutation", "gradient")
             for output in self.flow.graph.outputs
             if output.kind == kind and output.node is not None
             for value in (value_of(output.node),)
         ]
         self.emit.graph.output(tuple(self.results[border.kind, border.name] for border in outputs))
-        module = unwritten(self.emit.graph)
+        module = lazy_graph_module(self.emit.graph)
         again = any(key.endswith("@backward") for key in self.flow.decisions.hubs)
         again = again or bool(self.flow.graph.recomputed)
         sources = self.flow.graph.gradient_sources
         return LocalStep(module, tuple(inputs), tuple(outputs), again, self._shared, sources)
 
-    def _deliver(self, value: Value) -> None:
+    def _emit_outputs(self, value: Value) -> None:
         """Bring a value that the step hands back to where it is wanted, as soon as it is made.
 
         A gradient's reduction then starts behind the compute that follows it.
         """
         for output in self.rules.outputs_of.get(value, ()):
             gradient = output.kind == "gradient"
-            result = self._read(value, phase_of(output), self.flow.delivered(output), gradient)
-            self.results[output.kind, output.name] = self._owned(result) if gradient else result
+            result = self._read(value, phase_of(output), self.flow.output_spec(output), gradient)
+            self.results[output.kind, output.name] = self._unaliased_gradient(result) if gradient else result
 
-    def _owned(self, gradient: fx.Node) -> fx.Node:
+    def _unaliased_gradient(self, gradient: fx.Node) -> fx.Node:
         """The gradient in contiguous memory of its own, which optimizers and clipping change in place."""
-        root = _memory_of(gradient)
-        fresh = root.op != "placeholder" and root not in self._taken
-        self._taken.add(root)
+        root = _view_root(gradient)
+        fresh = root.op != "placeholder" and root not in self._gradient_roots
+        self._gradient_roots.add(root)
         if fresh and (gradient.target is _WAIT or self.emit.is_contiguous(gradient)):
             return gradient
         return self.emit.call(torch.ops.aten.clone.default, gradient, memory_format=torch.contiguous_format)
 
-    def _inputs(self) -> list[Border]:
+    def _add_inputs(self) -> list[ProgramTensor]:
         primals = [source for source in self.flow.graph.inputs if source.kind != "tangent"]
         tangents = [source for source in self.flow.graph.inputs if source.kind == "tangent"]
-        borders = [self._input(source, f"primals_{index}") for index, source in enumerate(primals)]
-        self.emit.ranks()
-        return borders + [self._input(source, f"tangents_{index}") for index, source in enumerate(tangents)]
+        borders = [self._add_input(source, f"primals_{index}") for index, source in enumerate(primals)]
+        self.emit.add_rank_inputs()
+        return borders + [self._add_input(source, f"tangents_{index}") for index, source in enumerate(tangents)]
 
-    def _input(self, source: JointInput, name: str) -> Border:
+    def _add_input(self, source: JointInput, name: str) -> ProgramTensor:
         value = Value(source.node)
-        spec = self.flow.produced(value)
-        border = self._border(source.kind, source.name, value, spec)
+        spec = self.flow.produced_spec(value)
+        border = self._program_tensor(source.kind, source.name, value, spec)
         node = self.emit.placeholder(name, border.local_shape(self.flow.mesh), border.dtype)
         if source.kind == "parameter":
             node.meta["layer"] = self.rules.parameter_layers[source.name]
-        self.made[value.name] = node
-        self._zeros.add(node)  # as inputs are padded
+        self.nodes[value.name] = node
+        self._zero_padded.add(node)  # as inputs are padded
         return border
 
-    def _border(self, kind: str, name: str, value: Value, spec: Spec) -> Border:
+    def _program_tensor(self, kind: str, name: str, value: Value, spec: Spec) -> ProgramTensor:
         meta = self._meta(value)
         share = None
         if isinstance(self.emit, SharesEmitter):
-            local = self.emit.taken(local_shape(meta.shape, spec, self.flow.mesh))
+            local = self.emit.shape_with_shares(local_shape(meta.shape, spec, self.flow.mesh))
             share = local if self.emit.shared.is_shared(local) else None
-        return Border(kind, name, meta.shape, meta.dtype, spec, share)
+        return ProgramTensor(kind, name, meta.shape, meta.dtype, spec, share)
 
     def _meta(self, value: Value) -> TensorMeta:
         return at(value.meta, self.sizes)
 
-    def _operator(self, node: fx.Node) -> None:
+    def _localize_operator(self, node: fx.Node) -> None:
         phase = self.flow.graph.phase(node)
         operands = [
-            self._read(value_of(source), phase, self.flow.wanted(node, operand))
+            self._read(value_of(source), phase, self.flow.consumed_spec(node, operand))
             for operand, source in enumerate(operand_nodes(node))
         ]
         self.emit.phase = phase
-        if self.rules.pinned(node, self.flow.mesh) is not None:
-            self.made[Value(node).name] = operands[0]
+        if self.rules.pin_spec(node, self.flow.mesh) is not None:
+            self.nodes[Value(node).name] = operands[0]
             return
         choices = self.flow.decisions.choices[node.name]
         if self._shared is not None and not keeps_shares(
@@ -231,33 +233,33 @@ class Localizer:
                 f"this plan splits {node.target} by other than {self._shared.whole} on axis {axis!r}, which shares "
                 "that unevenly: plan with the same shares, or leave them out."
             )
-        operands = [self._masked.get((operand, phase), operand) for operand in operands]
+        operands = [self._zero_padded_copies.get((operand, phase), operand) for operand in operands]
         call = LocalCall(
             *(self.rules.calls[node], self.rules.rules[node], choices, self.flow.mesh, self.emit, operands),
-            zeros=[operand in self._zeros for operand in operands],
+            zeros=[operand in self._zero_padded for operand in operands],
         )
         fill_operands(call)
         for operand, value, zero in zip(operands, call.operands, call.zeros, strict=True):
             if zero and value is not operand:
-                self._masked[operand, phase] = value
-                self._zeros.add(value)
+                self._zero_padded_copies[operand, phase] = value
+                self._zero_padded.add(value)
         padded = padded_factors(call.rule, call.choices, call.mesh)
-        zeros = zero_results(call.rule, padded, call.zeros)
-        results = self._emitted(node, call)
+        zeros = zero_padded_results(call.rule, padded, call.zeros)
+        results = self._emit_operator(node, call)
         for index, result in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
             if result is not None:
-                self.made[Value(node, index).name] = result
+                self.nodes[Value(node, index).name] = result
                 if zeros[index]:
-                    self._zeros.add(result)
+                    self._zero_padded.add(result)
 
-    def _emitted(self, node: fx.Node, call: LocalCall) -> Any:
+    def _emit_operator(self, node: fx.Node, call: LocalCall) -> Any:
         """Emit an operator; one that is run again draws the numbers that it drew the first time.
 
         What draws from the device's own generator would not: its results are kept.
         """
-        first = self.rules.repeats_draw(node)
+        first = self.rules.original_draw(node)
         if first is not None and call.rule.local is None:
-            return [self.made.get(Value(first, index).name) for index in range(len(call.call.results))]
+            return [self.nodes.get(Value(first, index).name) for index in range(len(call.call.results))]
         streams = self.emit.streams
         self._streams[node.name] = self.emit.streams = self._streams.get(node.meta.get(RECOMPUTES, ""), streams)
         results = emit_program(call)
@@ -267,15 +269,15 @@ class Localizer:
     def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
         """The value as `target`, for an optimizer if it is a `gradient`; every copy on the way is made once."""
         self.emit.phase = phase
-        node, meta = self.made[value.name], self._meta(value)
-        for key, source, spec in self.flow.legs(value, phase, target):
-            if key not in self.made:
+        node, meta = self.nodes[value.name], self._meta(value)
+        for key, source, spec in self.flow.reshards(value, phase, target):
+            if key not in self.nodes:
                 resharder = self.resharder.gradients if gradient and spec is target else self.resharder
                 path = self._path(resharder, value, source, spec)
-                self.made[key] = lower(path, node, self.emit, meta.dtype)
-                if node in self._zeros and all(_keeps_zeros(step) for step in path.steps):
-                    self._zeros.add(self.made[key])
-            node = self.made[key]
+                self.nodes[key] = lower(path, node, self.emit, meta.dtype)
+                if node in self._zero_padded and all(_keeps_zeros(step) for step in path.steps):
+                    self._zero_padded.add(self.nodes[key])
+            node = self.nodes[key]
         return node
 
     def _path(self, resharder: Resharder, value: Value, source: Spec, target: Spec) -> Path:
@@ -290,9 +292,9 @@ def _keeps_zeros(step: Step) -> bool:
     return step.kind != "make_partial" or "P(product)" not in str(step.target)
 
 
-def _memory_of(node: fx.Node) -> fx.Node:
+def _view_root(node: fx.Node) -> fx.Node:
     """The node in whose memory a node's tensor lies: what it is a view of, or itself."""
     made = node.all_input_nodes[0] if node.target is operator.getitem else node
     if made.op != "call_function" or all(result.alias_info is None for result in made.target._schema.returns):  # type: ignore[union-attr]
         return node
-    return _memory_of(made.all_input_nodes[0])
+    return _view_root(made.all_input_nodes[0])

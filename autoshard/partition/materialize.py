@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import InputError
-from autoshard.partition.shards import from_first_rank, local_of, placed_like, set_parameter, wrap_like
-from autoshard.partition.whole_tensors import Parts, Shards, WholeTensors
+from autoshard.partition.shards import from_first_rank, local_of, parameter_like, set_parameter, wrap_like
+from autoshard.partition.whole_tensors import DTensorParts, TensorParts, WholeTensors
 
 Model = TypeVar("Model", bound=nn.Module)
 Initializer = Callable[[nn.Module], object]
@@ -32,18 +32,18 @@ def materialize_module(
         InputError: as there.
     """
     mesh = _mesh_of(model)
-    device = on_device_of(mesh, device)
-    work = Work.of(model)
+    device = target_device(mesh, device)
+    work = MetaTensors.of(model)
     with torch.no_grad():
         work.allocate(model, device)
         synchronize_random_state(mesh, device)
-        with WholeTensors(Shards()) as mode:
+        with WholeTensors(DTensorParts()) as mode:
             initialize(model, init, work)
         work.finish(model, mode.touched, device)
     return model
 
 
-def on_device_of(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:
+def target_device(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:
     """The device asked for, by default the mesh's; `InputError` where it is of another type."""
     device = torch.device(mesh.device_type if device is None else device)
     if device.type != mesh.device_type:
@@ -57,7 +57,7 @@ def on_device_of(mesh: DeviceMesh, device: torch.device | str | None) -> torch.d
 def allocate(model: nn.Module, device: torch.device, names: Container[str]) -> None:
     """Memory on `device`, without numbers, for those named parameters and buffers that are on the meta device."""
     with torch.no_grad():
-        Work.of(model, names).allocate(model, device)
+        MetaTensors.of(model, names).allocate(model, device)
 
 
 def _mesh_of(model: nn.Module) -> DeviceMesh:
@@ -70,7 +70,7 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class MetaTensors:
     """What was on the meta device when the work began.
 
     Attributes:
@@ -84,16 +84,16 @@ class Work:
     modules: frozenset[nn.Module]
 
     @staticmethod
-    def of(model: nn.Module, names: Container[str] | None = None) -> Work:
+    def of(model: nn.Module, names: Container[str] | None = None) -> MetaTensors:
         """The work on a model, or on what has one of these names."""
 
-        def wanted(name: str, value: Tensor) -> bool:
+        def is_selected(name: str, value: Tensor) -> bool:
             return is_meta(value) and (names is None or name in names)
 
-        parameters = {n: value for n, value in model.named_parameters(remove_duplicate=False) if wanted(n, value)}
-        buffers = {n: value for n, value in model.named_buffers(remove_duplicate=False) if wanted(n, value)}
+        parameters = {n: value for n, value in model.named_parameters(remove_duplicate=False) if is_selected(n, value)}
+        buffers = {n: value for n, value in model.named_buffers(remove_duplicate=False) if is_selected(n, value)}
         owners = {name.rpartition(".")[0] for name in (*parameters, *buffers)}
-        return Work(parameters, buffers, frozenset(model.get_submodule(owner) for owner in owners))
+        return MetaTensors(parameters, buffers, frozenset(model.get_submodule(owner) for owner in owners))
 
     def allocate(self, model: nn.Module, device: torch.device) -> None:
         for parameter in dict.fromkeys(self.parameters.values()):
@@ -106,9 +106,11 @@ class Work:
 
     def finish(self, model: nn.Module, touched: frozenset[Tensor], device: torch.device) -> None:
         """Bring home what initialisers put in the place of parameters and buffers; check that nothing was left out."""
-        check_filled([*self.finish_parameters(model, touched, Shards()), *self._finish_buffers(model, touched, device)])
+        check_filled(
+            [*self.finish_parameters(model, touched, DTensorParts()), *self._finish_buffers(model, touched, device)]
+        )
 
-    def finish_parameters(self, model: nn.Module, touched: frozenset[Tensor], parts: Parts) -> Iterator[str]:
+    def finish_parameters(self, model: nn.Module, touched: frozenset[Tensor], parts: TensorParts) -> Iterator[str]:
         """Keep the parts of what initialisers put in the place of parameters; the names of those without numbers."""
         for name, parameter in self.parameters.items():
             now = model.get_parameter(name)
@@ -149,7 +151,7 @@ def _allocate(parameter: nn.Parameter, device: torch.device) -> None:
     if isinstance(parameter, DTensor):
         real = wrap_like(real, parameter)
     try:
-        torch.utils.swap_tensors(parameter, placed_like(real, parameter))
+        torch.utils.swap_tensors(parameter, parameter_like(real, parameter))
     except RuntimeError as error:
         raise InputError(
             f"a parameter of shape {tuple(parameter.shape)} can't be materialized in place, because something still "
@@ -164,7 +166,7 @@ def set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     setattr(model.get_submodule(owner), leaf, value)
 
 
-def initialize(model: nn.Module, init: Initializer | None, work: Work) -> None:
+def initialize(model: nn.Module, init: Initializer | None, work: MetaTensors) -> None:
     """Call the initialisers of a model in the order in which one device would."""
     own = getattr(model, "init_weights", None)
     if init is None and callable(own):

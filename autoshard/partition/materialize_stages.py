@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.partition.agree import said_by_all
 from autoshard.partition.materialize import (
     Initializer,
-    Work,
+    MetaTensors,
     check_filled,
     initialize,
     is_meta,
-    on_device_of,
     set_buffer,
     synchronize_random_state,
+    target_device,
 )
-from autoshard.partition.shards import whole
+from autoshard.partition.rank_agreement import gather_from_axis
+from autoshard.partition.shards import gather_full_tensor
 from autoshard.partition.whole_tensors import WholeTensors, fill
 
 
@@ -63,10 +63,10 @@ def materialize_stages(
 
     Source: Rhino 6.3.
     """
-    device = on_device_of(device_mesh, device)
-    work = Work.of(model, _without_numbers(model, stages, device_mesh, axis, names))
+    device = target_device(device_mesh, device)
+    work = MetaTensors.of(model, _uninitialized_names(model, stages, device_mesh, axis, names))
     with torch.no_grad():
-        parts = StageParts(_held(work, stages, device), device_mesh, axis, device)
+        parts = StageParts(_stage_tensors(work, stages, device), device_mesh, axis, device)
         synchronize_random_state(device_mesh, device)
         with WholeTensors(parts) as mode:
             initialize(model, init, work)
@@ -82,7 +82,7 @@ def materialize_stages(
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _ModelTensor:
     """A parameter or buffer of the model.
 
     Attributes:
@@ -94,22 +94,24 @@ class _Held:
     here: tuple[Tensor, ...]
 
 
-def _without_numbers(
+def _uninitialized_names(
     model: nn.Module, stages: Sequence[nn.Module], device_mesh: DeviceMesh, axis: str, names: Collection[str] | None
 ) -> frozenset[str]:
     """Those names of the model's tensors, or of all, that no stage of any rank along the axis has numbers of."""
-    here = {name for stage in stages for name, tensor in _named(stage) if not is_meta(tensor)}
-    filled = set[str]().union(*said_by_all(device_mesh, axis, here))
-    known = {tensor for name, tensor in _named(model) if name in filled}
-    return frozenset(name for name, tensor in _named(model) if (names is None or name in names) and tensor not in known)
+    here = {name for stage in stages for name, tensor in _named_tensors(stage) if not is_meta(tensor)}
+    filled = set[str]().union(*gather_from_axis(device_mesh, axis, here))
+    known = {tensor for name, tensor in _named_tensors(model) if name in filled}
+    return frozenset(
+        name for name, tensor in _named_tensors(model) if (names is None or name in names) and tensor not in known
+    )
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _held(work: Work, stages: Sequence[nn.Module], device: torch.device) -> dict[Tensor, _Held]:
+def _stage_tensors(work: MetaTensors, stages: Sequence[nn.Module], device: torch.device) -> dict[Tensor, _ModelTensor]:
     """What stages have of each of the model's tensors that are on the meta device, with memory on `device`."""
     names: dict[Tensor, list[str]] = defaultdict(list)
     for name, tensor in (*work.parameters.items(), *work.buffers.items()):
@@ -117,12 +119,12 @@ def _held(work: Work, stages: Sequence[nn.Module], device: torch.device) -> dict
     known = {*work.parameters, *work.buffers}
     here: dict[str, list[Tensor]] = defaultdict(list)
     for stage in stages:
-        own = Work.of(stage, known)
+        own = MetaTensors.of(stage, known)
         own.allocate(stage, device)
         for name, tensor in (*own.parameters.items(), *own.buffers.items()):
             here[name].append(tensor)
     return {
-        tensor: _Held(some[0], tuple(dict.fromkeys(one for name in some for one in here.get(name, ()))))
+        tensor: _ModelTensor(some[0], tuple(dict.fromkeys(one for name in some for one in here.get(name, ()))))
         for tensor, some in names.items()
     }
 
@@ -142,40 +144,42 @@ class StageParts:
         device: of whole tensors.
     """
 
-    def __init__(self, held: dict[Tensor, _Held], device_mesh: DeviceMesh, axis: str, device: torch.device) -> None:
-        self._held = held
+    def __init__(
+        self, held: dict[Tensor, _ModelTensor], device_mesh: DeviceMesh, axis: str, device: torch.device
+    ) -> None:
+        self._tensors = held
         self._group = device_mesh.get_group(axis)
-        self._beside = torch.empty(0, device=device)
-        self._homeless: dict[Tensor, Tensor] = {}  # the whole tensors of what no stage has
-        told = said_by_all(device_mesh, axis, {one.name for one in held.values() if one.here})
+        self._device_sample = torch.empty(0, device=device)
+        self._stageless: dict[Tensor, Tensor] = {}  # the whole tensors of what no stage has
+        told = gather_from_axis(device_mesh, axis, {one.name for one in held.values() if one.here})
         self._owner = {name: place for place, names in reversed(list(enumerate(told))) for name in names}
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return tensor in self._held
+        return tensor in self._tensors
 
     def whole(self, tensor: Tensor, written: bool) -> Tensor:
-        held = self._held[tensor]
+        held = self._tensors[tensor]
         if not written:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._beside.device)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device_sample.device)
         if held.name not in self._owner:
-            return self._homeless.pop(tensor)
+            return self._stageless.pop(tensor)
         if held.here:
-            value = _copied(held.here[0])
+            value = _whole_copy(held.here[0])
         else:
-            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._beside.device)
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device_sample.device)
         dist.broadcast(value, group=self._group, group_src=self._owner[held.name])
         return value
 
     def keep(self, tensor: Tensor, whole: Tensor) -> None:
-        held = self._held[tensor]
+        held = self._tensors[tensor]
         for one in held.here:
             fill(one, whole)
         if held.name not in self._owner:
-            self._homeless[tensor] = whole
+            self._stageless[tensor] = whole
 
-    def beside(self, tensor: Tensor) -> Tensor:
-        return self._beside
+    def device_sample(self, tensor: Tensor) -> Tensor:
+        return self._device_sample
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return whole(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()
+def _whole_copy(tensor: Tensor) -> Tensor:
+    return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()

@@ -13,7 +13,7 @@ import torch
 
 aten = torch.ops.aten
 
-_WHOLE = frozenset(
+_NEEDS_CONTIGUOUS = frozenset(
     {
         aten.adaptive_max_pool3d_backward.default,
         aten.fractional_max_pool2d_backward.default,
@@ -24,10 +24,10 @@ _WHOLE = frozenset(
         aten.nll_loss2d_backward.default,
     }
 )
-_WHOLE_IMAGES_ON_CPUS = frozenset({aten.native_batch_norm_backward.default})
+_NEEDS_CONTIGUOUS_IMAGES_ON_CPU = frozenset({aten.native_batch_norm_backward.default})
 """Of images whose batch, height or width is one, strides fit several memory formats, and the kernel mixes them up."""
 
-_LAST_DIM = frozenset(
+_NEEDS_CONTIGUOUS_LAST_DIM = frozenset(
     {
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -36,8 +36,10 @@ _LAST_DIM = frozenset(
 )
 
 
-def suits(op: Any, operand: torch.Tensor) -> bool:
+def supports_layout(op: Any, operand: torch.Tensor) -> bool:
     """Whether an operator may read a tensor as it lies in memory, by its strides."""
-    if op in _WHOLE or (op in _WHOLE_IMAGES_ON_CPUS and operand.ndim > 3 and operand.device.type == "cpu"):
+    if op in _NEEDS_CONTIGUOUS or (
+        op in _NEEDS_CONTIGUOUS_IMAGES_ON_CPU and operand.ndim > 3 and operand.device.type == "cpu"
+    ):
         return operand.is_contiguous()
-    return op not in _LAST_DIM or operand.ndim == 0 or operand.shape[-1] < 2 or operand.stride(-1) == 1
+    return op not in _NEEDS_CONTIGUOUS_LAST_DIM or operand.ndim == 0 or operand.shape[-1] < 2 or operand.stride(-1) == 1

@@ -11,14 +11,14 @@ import torch
 from torch import fx
 
 from autoshard.errors import PlanError
-from autoshard.partition._torch import knows_overlap, schedule_overlap
+from autoshard.partition._torch import has_overlap_pass, schedule_overlap
 from autoshard.partition.fused_products import fuse
 from autoshard.patterns.local import collectives
 from autoshard.reshard.bucket import bucket_reductions
+from autoshard.reshard.collective_schedule import REDUCED_BYTES, schedule
 from autoshard.reshard.gathers import GATHERED_BYTES
-from autoshard.reshard.overlap import REDUCED_BYTES, schedule
-from autoshard.simulate.kernels import STARTS
-from autoshard.simulate.program import KernelPrices, sending_of
+from autoshard.simulate.kernels import COLLECTIVE_KINDS
+from autoshard.simulate.program import KernelPrices, collective_call
 
 Overlap = Literal["own", "torch"]
 OVERLAPS = ("own", "torch")
@@ -46,7 +46,7 @@ def check_overlap(overlap: str) -> None:
     """
     if overlap not in OVERLAPS:
         raise PlanError(f"overlap={overlap!r} is unknown: choose one of {', '.join(OVERLAPS)}.")
-    if overlap == "torch" and not knows_overlap():
+    if overlap == "torch" and not has_overlap_pass():
         raise PlanError(
             f'overlap="torch" needs schedule_overlap_bucketing of torch._inductor, with its hook for prices, and torch '
             f'{torch.__version__} has none: install torch 2.13, or leave overlap="own".'
@@ -76,8 +76,8 @@ class TorchArrangement:
         """Time of a call; of a collective of `size` bytes, where torch asks what it would take of that many."""
         if node.op != "call_function" or "val" not in node.meta:
             return None
-        if node.target in STARTS:
-            sent = sending_of(node, self.groups)
+        if node.target in COLLECTIVE_KINDS:
+            sent = collective_call(node, self.groups)
             return self.prices.cost.collective(sent.kind, sent.bytes if size is None else size, sent.axis)
         if node.target in (collectives.wait_tensor.default, operator.getitem):
             return 0.0

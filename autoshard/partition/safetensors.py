@@ -34,14 +34,14 @@ def load_module(
     model: nn.Module, paths: Paths, *, strict: bool, device: torch.device | str | None, elsewhere: Container[str] = ()
 ) -> IncompatibleKeys:
     """Fill a module, as `autoshard.load_safetensors` says; names `elsewhere` are of what other ranks hold."""
-    files = {name: stored for name, stored in _names(_files(paths)).items() if name not in elsewhere}
+    files = {name: stored for name, stored in _stored_tensors(_files(paths)).items() if name not in elsewhere}
     targets = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     keys = _compare(targets, files)
     problems = _mismatches(targets, files)
     if strict:
         problems += [f"Missing key(s): {', '.join(keys.missing_keys)}."] if keys.missing_keys else []
         problems += [f"Unexpected key(s): {', '.join(keys.unexpected_keys)}."] if keys.unexpected_keys else []
-        problems += _out_of_reach(model, targets)
+        problems += _unstored_buffers(model, targets)
     if problems:
         raise InputError("the safetensors files do not fit the model:\n" + "\n".join(f"  {line}" for line in problems))
     allocate(model, torch.device(device or _device_type(model)), files)
@@ -84,23 +84,23 @@ def _weight_map(index: Path) -> dict[str, str]:
         ) from error
 
 
-class _Stored(NamedTuple):
+class _StoredTensor(NamedTuple):
     """One tensor in a file."""
 
     file: Path
     shape: tuple[int, ...]
 
 
-def _names(files: Sequence[Path]) -> dict[str, _Stored]:
-    stored: dict[str, _Stored] = {}
+def _stored_tensors(files: Sequence[Path]) -> dict[str, _StoredTensor]:
+    stored: dict[str, _StoredTensor] = {}
     for file in files:
-        with _opened(file) as reader:
+        with _open_file(file) as reader:
             for name in reader.keys():  # noqa: SIM118 (a reader is no mapping)
-                stored[name] = _Stored(file, tuple(reader.get_slice(name).get_shape()))
+                stored[name] = _StoredTensor(file, tuple(reader.get_slice(name).get_shape()))
     return stored
 
 
-def _opened(file: Path) -> Any:
+def _open_file(file: Path) -> Any:
     try:
         import safetensors
     except ImportError as error:
@@ -111,14 +111,14 @@ def _opened(file: Path) -> Any:
         raise InputError(f"{file} is no safetensors file: {error}.") from error
 
 
-def _compare(targets: Mapping[str, Tensor], files: Mapping[str, _Stored]) -> IncompatibleKeys:
+def _compare(targets: Mapping[str, Tensor], files: Mapping[str, _StoredTensor]) -> IncompatibleKeys:
     """Names on one side alone; a tied tensor is there if any of its names is."""
     found = {id(value) for name, value in targets.items() if name in files}
     missing = [name for name, value in targets.items() if id(value) not in found]
     return IncompatibleKeys(missing, [name for name in files if name not in targets])
 
 
-def _mismatches(targets: Mapping[str, Tensor], files: Mapping[str, _Stored]) -> list[str]:
+def _mismatches(targets: Mapping[str, Tensor], files: Mapping[str, _StoredTensor]) -> list[str]:
     return [
         f"size mismatch for {name}: the shape is {list(files[name].shape)} in {files[name].file.name}, and "
         f"{list(value.shape)} in the model."
@@ -127,7 +127,7 @@ def _mismatches(targets: Mapping[str, Tensor], files: Mapping[str, _Stored]) -> 
     ]
 
 
-def _out_of_reach(model: nn.Module, targets: Mapping[str, Tensor]) -> list[str]:
+def _unstored_buffers(model: nn.Module, targets: Mapping[str, Tensor]) -> list[str]:
     return [
         f"Buffer {name} is on the meta device and not persistent, so that no file holds it: call "
         f"autoshard.materialize(model, device) first, which computes it."
@@ -143,19 +143,19 @@ def _device_type(model: nn.Module) -> str:
     raise InputError("the model has no DTensor parameters: call autoshard.parallelize(model, mesh) first.")
 
 
-def _fill(target: Tensor, stored: _Stored, name: str) -> None:
+def _fill(target: Tensor, stored: _StoredTensor, name: str) -> None:
     if isinstance(target, DTensor):
         mesh, spec = MeshShape.of(target.device_mesh), Spec(tuple(target.placements))
         local_of(target).copy_(_read(stored, name, spec, mesh, tuple(coordinate_of(target.device_mesh))))
     else:
-        with _opened(stored.file) as reader:
+        with _open_file(stored.file) as reader:
             target.copy_(reader.get_tensor(name))
 
 
 @_torch.per_rank
-def _read(stored: _Stored, name: str, spec: Spec, mesh: MeshShape, coordinate: tuple[int, ...]) -> Tensor:
+def _read(stored: _StoredTensor, name: str, spec: Spec, mesh: MeshShape, coordinate: tuple[int, ...]) -> Tensor:
     """One rank's part of a stored tensor."""
-    with _opened(stored.file) as reader:
+    with _open_file(stored.file) as reader:
         if not stored.shape:
             whole: Tensor = reader.get_tensor(name)
             return whole

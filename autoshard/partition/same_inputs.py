@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import InputError
-from autoshard.partition.agree import is_alone, named_ranks, said_by_ranks
+from autoshard.partition.rank_agreement import gather_from_mesh, is_alone, ranks_text
 
 _SUMS = 4  # weighted sums that tell one batch of numbers from another
-_NEAR = 1e-2  # part of a tensor's norm by which such sums may differ: unlike devices round what they compute
+_TOLERANCE = 1e-2  # part of a tensor's norm by which such sums may differ: unlike devices round what they compute
 Summary = str | tuple[float, ...]
 
 
@@ -29,13 +29,13 @@ def check_same_inputs(device_mesh: DeviceMesh, inputs: Mapping[str, torch.Tensor
     if is_alone(device_mesh):
         return
     own = {name: _summary(tensor) for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}
-    ranks = said_by_ranks(device_mesh, own)
+    ranks = gather_from_mesh(device_mesh, own)
     first, said = next(iter(ranks.items()))
     for name in own:
-        others = [rank for rank, one in ranks.items() if not _is_near(one[name], said[name])]
+        others = [rank for rank, one in ranks.items() if not _is_close(one[name], said[name])]
         if others:
             raise InputError(
-                f"the input {name} has other numbers on {named_ranks(others)} than on rank {first}, although "
+                f"the input {name} has other numbers on {ranks_text(others)} than on rank {first}, although "
                 'inputs="global" asks every rank for the same whole batch: each would compute with its part of another '
                 'one. Where every rank loads samples of its own, as with a DistributedSampler, pass inputs="local" to '
                 "parallelize; else give all ranks the same seed."
@@ -56,9 +56,11 @@ def _summary(tensor: torch.Tensor) -> Summary:
     return largest, flat.norm().item(), *sums
 
 
-def _is_near(one: Summary, other: Summary) -> bool:
+def _is_close(one: Summary, other: Summary) -> bool:
     if isinstance(one, str) or isinstance(other, str):
         return one == other
     (largest, *sums), (other_largest, norm, *_) = one, other
-    same_size = abs(largest - other_largest) <= _NEAR * other_largest
-    return same_size and all(abs(here - there) <= _NEAR * norm for here, there in zip(sums, other[1:], strict=True))
+    same_size = abs(largest - other_largest) <= _TOLERANCE * other_largest
+    return same_size and all(
+        abs(here - there) <= _TOLERANCE * norm for here, there in zip(sums, other[1:], strict=True)
+    )

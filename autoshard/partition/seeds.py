@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.partition.hosts import HostGroups
+from autoshard.partition.host_groups import HostGroups
 from autoshard.patterns.local import collectives
 
 
@@ -28,7 +28,7 @@ class Seeds:
         self._hosts = HostGroups(device_mesh) if hosts is None else hosts
         self._coordinates = coordinates_on(device_mesh, torch.device("cpu"))
 
-    def agree(self) -> torch.Tensor:
+    def draw(self) -> torch.Tensor:
         """The next seed, a 0-d int64 tensor on the CPU; all ranks of the mesh call this together.
 
         The first rank's number is what remains of a sum over each axis in which the others hold zero.

@@ -53,7 +53,7 @@ def distribute(tensor: Tensor, device_mesh: DeviceMesh, spec: Spec) -> DTensor:
     check_fits(tensor.shape, spec, device_mesh)
     with torch.no_grad():
         if isinstance(tensor, DTensor):
-            local = _local_under(tensor, device_mesh, spec)
+            local = _reshard_local(tensor, device_mesh, spec)
         elif tensor.is_meta:
             local = cut(tensor, device_mesh, spec)
         else:
@@ -83,7 +83,7 @@ def from_first_rank(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
     return tensor
 
 
-def whole(tensor: DTensor) -> Tensor:
+def gather_full_tensor(tensor: DTensor) -> Tensor:
     """The whole tensor of a `DTensor` on every rank, in memory of its own; nothing partial is reduced.
 
     `DTensor.full_tensor` does the same, and is wrong where several axes split one dim into strided pieces.
@@ -97,24 +97,24 @@ def whole(tensor: DTensor) -> Tensor:
     if spec.is_replicated:
         return value.clone()
     for axis in reversed(spec.shard_axes):
-        value = _joined(value, tensor.shape, _upto(spec, axis + 1), device_mesh, mesh, coordinate)
+        value = _gather_last_axis(value, tensor.shape, _truncated_spec(spec, axis + 1), device_mesh, mesh, coordinate)
     return value
 
 
-def _upto(spec: Spec, axes: int) -> Spec:
+def _truncated_spec(spec: Spec, axes: int) -> Spec:
     """The spec with everything replicated from axis number `axes` on."""
-    return Spec.of(*spec.placements[:axes], *Spec.replicated(len(spec) - axes))
+    return Spec.of(*spec.placements[:axes], *Spec.all_replicated(len(spec) - axes))
 
 
-def _joined(
+def _gather_last_axis(
     value: Tensor, shape: Sequence[int], spec: Spec, device_mesh: DeviceMesh, mesh: MeshShape, coordinate: Coordinate
 ) -> Tensor:
     """`value`, which lies by `spec`, with the last axis that shards it joined."""
     axis = spec.shard_axes[-1]
-    value = _padded(value, _largest_shape(shape, spec, mesh))
+    value = _pad(value, _largest_shape(shape, spec, mesh))
     group = device_mesh.get_group(axis).group_name
     gathered = collectives.wait_tensor(collectives.all_gather_into_tensor(value, mesh.sizes[axis], group))
-    return _assembled(gathered, tuple(shape), spec, mesh, coordinate)
+    return _assemble(gathered, tuple(shape), spec, mesh, coordinate)
 
 
 def _largest_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
@@ -125,16 +125,16 @@ def _largest_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> tuple[i
 
 
 @_torch.per_rank
-def _padded(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _pad(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     return pad_to(value, shape).contiguous()
 
 
 @_torch.per_rank
-def _assembled(gathered: Tensor, shape: tuple[int, ...], spec: Spec, mesh: MeshShape, coordinate: Coordinate) -> Tensor:
+def _assemble(gathered: Tensor, shape: tuple[int, ...], spec: Spec, mesh: MeshShape, coordinate: Coordinate) -> Tensor:
     """The padded parts of all ranks along the last shard axis, which `gathered` stacks, each at its place."""
     axis = spec.shard_axes[-1]
     dim = dim_of(spec[axis], len(shape))
-    before = local_indices(shape, _upto(spec, axis), mesh, coordinate)
+    before = local_indices(shape, _truncated_spec(spec, axis), mesh, coordinate)
     position = {index: place for place, index in enumerate(before[dim])}
     result = gathered.new_empty([len(indices) for indices in before])
     for place, part in enumerate(gathered.chunk(mesh.sizes[axis]) if gathered.numel() else ()):
@@ -152,7 +152,9 @@ def local_of(tensor: DTensor) -> Tensor:
 
 def wrap(local: Tensor, device_mesh: DeviceMesh, spec: Spec, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
     """A `DTensor` around a rank's contiguous, unpadded local tensor, without checks or autograd (about 8 µs)."""
-    return _torch.dtensor(local, _torch.dtensor_spec(device_mesh, _normal(spec, len(shape)).placements, shape, dtype))
+    return _torch.dtensor(
+        local, _torch.dtensor_spec(device_mesh, _normalize_spec(spec, len(shape)).placements, shape, dtype)
+    )
 
 
 def wrap_like(local: Tensor, model: DTensor) -> DTensor:
@@ -161,7 +163,7 @@ def wrap_like(local: Tensor, model: DTensor) -> DTensor:
 
 
 @lru_cache(maxsize=1 << 14)
-def _normal(spec: Spec, ndim: int) -> Spec:
+def _normalize_spec(spec: Spec, ndim: int) -> Spec:
     """The spec with dims counted from 0, as torch's operators expect them."""
     for axis in spec.shard_axes:
         placement = spec[axis]
@@ -176,10 +178,10 @@ def check_fits(shape: Sequence[int], spec: Spec, device_mesh: DeviceMesh) -> Non
     local_indices(shape, spec, MeshShape.of(device_mesh), (0,) * device_mesh.ndim)
 
 
-def _local_under(tensor: DTensor, device_mesh: DeviceMesh, spec: Spec) -> Tensor:
+def _reshard_local(tensor: DTensor, device_mesh: DeviceMesh, spec: Spec) -> Tensor:
     """A new local tensor of a `DTensor` under another spec."""
     _check_mesh(tensor, device_mesh)
-    return cut(whole(tensor), device_mesh, spec)
+    return cut(gather_full_tensor(tensor), device_mesh, spec)
 
 
 def _check_mesh(tensor: DTensor, device_mesh: DeviceMesh) -> None:
@@ -210,9 +212,9 @@ def replace_parameters(module: nn.Module, placements: Mapping[str, Spec], device
     for names, spec in _tied_names(module, placements, device_mesh):
         parameter = module.get_parameter(names[0])
         if isinstance(parameter, DTensor):
-            _replace(parameter, device_mesh, spec)
+            _replace_contents(parameter, device_mesh, spec)
             continue
-        placed = _placed(parameter, device_mesh, spec)
+        placed = _sharded_parameter(parameter, device_mesh, spec)
         for name in names:
             set_parameter(module, name, placed)
 
@@ -251,29 +253,29 @@ def _spec_of(
     return spec
 
 
-def _placed(parameter: nn.Parameter, device_mesh: DeviceMesh, spec: Spec) -> nn.Parameter:
+def _sharded_parameter(parameter: nn.Parameter, device_mesh: DeviceMesh, spec: Spec) -> nn.Parameter:
     """A parameter like a plain one, with its attributes, gradient and hooks, that is a `DTensor`."""
-    placed = placed_like(distribute(parameter, device_mesh, spec), parameter)
+    placed = parameter_like(distribute(parameter, device_mesh, spec), parameter)
     if parameter.grad is not None:
         placed.grad = distribute(parameter.grad, device_mesh, spec)
     return placed
 
 
-def placed_like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+def parameter_like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """`tensor` as a parameter with the attributes and hooks of another, and frozen if that is."""
     placed = nn.Parameter(tensor, parameter.requires_grad)
     placed.__dict__.update(parameter.__dict__)
     for hook in _torch.gradient_hooks(parameter):
         placed.register_hook(hook)
-    for hook in _torch.accumulated_hooks(parameter):
+    for hook in _torch.post_accumulate_hooks(parameter):
         placed.register_post_accumulate_grad_hook(hook)
     return placed
 
 
-def _replace(parameter: DTensor, device_mesh: DeviceMesh, spec: Spec) -> None:
+def _replace_contents(parameter: DTensor, device_mesh: DeviceMesh, spec: Spec) -> None:
     """Place a `DTensor` parameter anew, and its gradient: the same objects with other contents."""
     for tensor in (parameter, parameter.grad):
-        if isinstance(tensor, DTensor) and tuple(tensor.placements) != _normal(spec, tensor.ndim).placements:
+        if isinstance(tensor, DTensor) and tuple(tensor.placements) != _normalize_spec(spec, tensor.ndim).placements:
             placed = distribute(tensor.detach(), device_mesh, spec)
             _torch.set_local_tensor(tensor, local_of(placed), _torch.dtensor_spec_of(placed))
 
@@ -284,10 +286,10 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
     setattr(module.get_submodule(owner), leaf, parameter)
 
 
-def full(module: nn.Module, name: str) -> Tensor:
+def get_full(module: nn.Module, name: str) -> Tensor:
     """The whole parameter or buffer under a qualified name, on every rank, detached and in memory of its own."""
-    tensor = _tensor(module, name)
-    return whole(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()
+    tensor = _get_tensor(module, name)
+    return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def set_full(module: nn.Module, name: str, value: Tensor) -> None:
@@ -296,7 +298,7 @@ def set_full(module: nn.Module, name: str, value: Tensor) -> None:
     Raises:
         ValueError: the shapes differ.
     """
-    tensor = _tensor(module, name)
+    tensor = _get_tensor(module, name)
     if value.shape != tensor.shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the value has shape {tuple(value.shape)}.")
     with torch.no_grad():
@@ -306,7 +308,7 @@ def set_full(module: nn.Module, name: str, value: Tensor) -> None:
             tensor.copy_(value)
 
 
-def _tensor(module: nn.Module, name: str) -> Tensor:
+def _get_tensor(module: nn.Module, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
     tensor = getattr(module.get_submodule(owner), leaf)
     assert isinstance(tensor, Tensor), f"{name} is {type(tensor).__name__}, not a tensor"
@@ -326,17 +328,17 @@ def place_buffers(module: nn.Module, device_mesh: DeviceMesh) -> None:
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta and not isinstance(buffer, DTensor):
                 if buffer not in placed:
-                    placed[buffer] = _place(buffer, device_mesh)
+                    placed[buffer] = _place_buffer(buffer, device_mesh)
                 owner._buffers[name] = placed[buffer]
 
 
-def _place(buffer: Tensor, device_mesh: DeviceMesh) -> Tensor:
+def _place_buffer(buffer: Tensor, device_mesh: DeviceMesh) -> Tensor:
     """The buffer itself, filled with rank 0's numbers; another tensor where it is not on this rank's device."""
-    moved = on_device(buffer, device_mesh)
+    moved = to_mesh_device(buffer, device_mesh)
     value = from_first_rank(moved, device_mesh)
     return buffer.copy_(value) if moved is buffer else value
 
 
-def on_device(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
+def to_mesh_device(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
     """The tensor on this rank's device of the mesh: itself where it lies there already."""
     return tensor.to(device_mesh.device_type)  # a type without an index is the rank's current device

@@ -15,7 +15,7 @@ from torch import fx
 from autoshard.errors import PlanError
 from autoshard.partition._torch import FakeTensorMode
 from autoshard.partition.emitter import GraphEmitter
-from autoshard.size import Size, Sizes
+from autoshard.size import DynamicSize, Sizes
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.shared_axis import SharedAxis
 
@@ -43,72 +43,72 @@ class SharesEmitter(GraphEmitter):
         self.sizes = shared.example(sizes)
         super().__init__(mesh, groups, mode, home, self.sizes)
         self.shared = shared
-        self._given: set[Any] = set()  # expressions that speak of shares themselves
-        self._places: set[fx.Node] = set()  # nodes that follow from the rank's coordinate alone
+        self._share_expressions: set[Any] = set()  # expressions that speak of shares themselves
+        self._coordinate_nodes: set[fx.Node] = set()  # nodes that follow from the rank's coordinate alone
 
     def share(self, expr: Any) -> int:
         """A number of a program, given as an expression in the symbols of the shares."""
-        self._given.add(expr)
-        return Size.of(expr, self.sizes)
+        self._share_expressions.add(expr)
+        return DynamicSize.of(expr, self.sizes)
 
     def placeholder(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
     ) -> fx.Node:
-        return super().placeholder(name, self.taken(shape), dtype, device)
+        return super().placeholder(name, self.shape_with_shares(shape), dtype, device)
 
-    def taken(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def shape_with_shares(self, shape: Sequence[int]) -> tuple[int, ...]:
         """A local shape with a rank's share in place of a block."""
         try:
-            return tuple(map(self._taken, shape))
+            return tuple(map(self._with_share, shape))
         except ValueError as error:
-            raise self._unknown("a tensor", error) from error
+            raise self._unequal_shares_error("a tensor", error) from error
 
-    def _taken(self, value: Any) -> Any:
-        trusted = isinstance(value, Size) and value.expr in self._given
-        return value if trusted else self.shared.taken(value, self.sizes)
+    def _with_share(self, value: Any) -> Any:
+        trusted = isinstance(value, DynamicSize) and value.expr in self._share_expressions
+        return value if trusted else self.shared.with_share(value, self.sizes)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            args, kwargs = fx.node.map_aggregate((args, kwargs), self._taken)
+            args, kwargs = fx.node.map_aggregate((args, kwargs), self._with_share)
         except ValueError as error:
-            raise self._unknown(op, error) from error
-        scaled = self._depends((args, kwargs))
+            raise self._unequal_shares_error(op, error) from error
+        scaled = self._has_share((args, kwargs))
         if scaled and op == aten.mul.Tensor and args[0] in self._shared_coordinates():
-            return self._start(args[1], self.device(args[0]))
+            return self._share_start(args[1], self.device(args[0]))
         operands: list[fx.Node] = []
         fx.node.map_arg((args, kwargs), operands.append)
-        places = self._is_place(operands)
+        places = self._is_coordinate_based(operands)
         moves = self._groups[self.shared.axis] in (*args, *kwargs.values())
         if (places and scaled) or (moves and any(self.shared.is_shared(self.shape(one)) for one in operands)):
-            raise self._unknown(op, "it moves what lies in shares, or counts in blocks")
+            raise self._unequal_shares_error(op, "it moves what lies in shares, or counts in blocks")
         made = super().call(op, *args, **kwargs)
         if places:
-            self._places.update(made if isinstance(made, tuple) else (made,))
+            self._coordinate_nodes.update(made if isinstance(made, tuple) else (made,))
         return made
 
     def _shared_coordinates(self) -> tuple[fx.Node, fx.Node]:
         """The rank's coordinate on the shared axis, on its device and on the host."""
         return self.coordinate(self.shared.axis), self.host_coordinate(self.shared.axis)
 
-    def _start(self, steps: Size, device: torch.device) -> fx.Node:
+    def _share_start(self, steps: DynamicSize, device: torch.device) -> fx.Node:
         """Where a rank's share of a dim begins, given its length there: what would be coordinate times block."""
-        start = self.share(steps.expr / self.shared.own * self.shared.before)
+        start = self.share(steps.expr / self.shared.own_share * self.shared.share_before)
         node: fx.Node = super().call(aten.full.default, [], start, dtype=torch.int64, device=device)
         return node
 
-    def _is_place(self, operands: Sequence[fx.Node]) -> bool:
+    def _is_coordinate_based(self, operands: Sequence[fx.Node]) -> bool:
         """Whether what is made of these follows from the coordinates alone, that on the shared axis among them."""
-        own = {*self._shared_coordinates(), *self._places}
+        own = {*self._shared_coordinates(), *self._coordinate_nodes}
         every = own.union(self._coordinates, self._host_coordinates)
         return not own.isdisjoint(operands) and every.issuperset(operands)
 
-    def _depends(self, arguments: Any) -> bool:
+    def _has_share(self, arguments: Any) -> bool:
         """Whether a number among the arguments is a rank's share, or a multiple of it."""
         numbers: list[Any] = []
         fx.node.map_aggregate(arguments, numbers.append)
         return self.shared.is_shared(numbers)
 
-    def _unknown(self, op: Any, why: object) -> PlanError:
+    def _unequal_shares_error(self, op: Any, why: object) -> PlanError:
         axis = self.mesh.names[self.shared.axis]
         return PlanError(
             f"axis {axis!r} shares {self.shared.whole} unevenly, and {op} of this plan needs equal shares: {why}. "

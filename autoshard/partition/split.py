@@ -10,19 +10,24 @@ import sympy
 from torch import fx
 
 from autoshard.partition._torch import compile_graph, split_joint, write_code
+from autoshard.partition.graph_parts import GraphPart, split_at_waits, split_by_results
 from autoshard.partition.localize import LocalStep
 from autoshard.partition.overlap import Arrangement, arrange_own
-from autoshard.partition.weights import Part, part, part_at_ends
 from autoshard.patterns.ring import lower_shifts
-from autoshard.patterns.routed_exchange import programs
+from autoshard.patterns.routed_exchange import exchange_ops
 from autoshard.reshard.bucket import is_border
-from autoshard.reshard.gathers import carry_layers
-from autoshard.reshard.unreduced import Reduced, Unreduced, take_reductions, with_sums
-from autoshard.size import Ratio, Size
+from autoshard.reshard.deferred_reductions import (
+    DeferredReduction,
+    PendingReductions,
+    reduce_with_sums,
+    take_reductions,
+)
+from autoshard.reshard.gathers import propagate_layers
+from autoshard.size import DynamicSize, Ratio
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reduction:
+class GradientReduction:
     """How gradients are reduced that the backward half returns unreduced, to be added up over several runs of it.
 
     Attributes:
@@ -33,8 +38,8 @@ class Reduction:
     """
 
     places: tuple[int, ...]
-    last: Part
-    end: Part | None
+    last: GraphPart
+    end: GraphPart | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +59,8 @@ class Halves:
     draws: bool  # whether the program takes random numbers
     forward_sizes: tuple[sympy.Expr, ...] = ()  # the numbers, by expression, that a half takes last
     backward_sizes: tuple[sympy.Expr, ...] = ()
-    parts: tuple[Part, Part] | None = None
-    reduction: Reduction | None = None
+    parts: tuple[GraphPart, GraphPart] | None = None
+    reduction: GradientReduction | None = None
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -67,7 +72,7 @@ def split(
     step: LocalStep,
     compile: bool,
     in_parts: bool = False,
-    reduced: Reduced | None = None,
+    reduced: DeferredReduction | None = None,
     arrange: Arrangement = arrange_own,
 ) -> Halves:
     """Split a local step with torch's partitioner, and join and order its collectives.
@@ -81,7 +86,7 @@ def split(
         arrange: joins and orders the collectives of a half; reductions of such sums are arranged as planned.
     """
     joint = step.graph_module
-    carry_layers(joint.graph)
+    propagate_layers(joint.graph)
     compile = compile and not _is_sized_by_data(joint)
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
@@ -96,7 +101,7 @@ def split(
         unreduced = take_reductions(backward.graph, _gradients_of(step, "parameter"), reduced)
     # What is made of the backward half takes the same numbers as it.
     taken = take_sizes(backward.graph) if backward is not None and (in_parts or unreduced is not None) else ()
-    parts = part(backward, _gradients_of(step, "input")) if in_parts and backward is not None else None
+    parts = split_by_results(backward, _gradients_of(step, "input")) if in_parts and backward is not None else None
     reduction = None
     if unreduced is not None and backward is not None:
         reduction = _reduction(unreduced, backward if parts is None else parts[1], compile, dynamic=bool(taken))
@@ -123,21 +128,23 @@ def split(
     return Halves(forward, backward, saved, draws, forward_sizes, backward_sizes, parts, reduction)
 
 
-def _reduction(unreduced: Unreduced, ends: fx.GraphModule | Part, compile: bool, dynamic: bool) -> Reduction:
+def _reduction(
+    unreduced: PendingReductions, ends: fx.GraphModule | GraphPart, compile: bool, dynamic: bool
+) -> GradientReduction:
     """How what is left of gradients is done where the backward half, or its second part, runs last."""
-    whole = ends.graph if isinstance(ends, Part) else ends
-    makes = ends.makes if isinstance(ends, Part) else tuple(range(len(whole.graph.output_node().args[0])))  # type: ignore[arg-type]
+    whole = ends.graph if isinstance(ends, GraphPart) else ends
+    makes = ends.makes if isinstance(ends, GraphPart) else tuple(range(len(whole.graph.output_node().args[0])))  # type: ignore[arg-type]
     own = [makes.index(place) for place in unreduced.places]
-    graph = fx.GraphModule(whole, with_sums(whole.graph, unreduced, own))
+    graph = fx.GraphModule(whole, reduce_with_sums(whole.graph, unreduced, own))
     if compile:
         lower_shifts(graph.graph)
         graph.recompile()
         takes = tuple(range(len(graph.graph.find_nodes(op="placeholder"))))
-        return Reduction(unreduced.places, Part(compile_graph(graph, dynamic=dynamic), takes, makes), None)
-    last, end = (replace(one, makes=tuple(makes[place] for place in one.makes)) for one in part_at_ends(graph, own))
+        return GradientReduction(unreduced.places, GraphPart(compile_graph(graph, dynamic=dynamic), takes, makes), None)
+    last, end = (replace(one, makes=tuple(makes[place] for place in one.makes)) for one in split_at_waits(graph, own))
     for half in (last, end):
         write_code(half.graph, take_list=True)
-    return Reduction(unreduced.places, last, end)
+    return GradientReduction(unreduced.places, last, end)
 
 
 def _gradients_of(step: LocalStep, kind: str) -> list[int]:
@@ -154,12 +161,12 @@ def take_sizes(graph: fx.Graph) -> tuple[sympy.Expr, ...]:
 
     def number(value: Any) -> Any:
         nonlocal last
-        if not isinstance(value, (Size, Ratio)):
+        if not isinstance(value, (DynamicSize, Ratio)):
             return value
         if value.expr not in taken:
             with graph.inserting_after(last):
                 taken[value.expr] = last = graph.placeholder(f"size_{len(taken)}")
-            last.meta["val"] = int(value) if isinstance(value, Size) else float(value)
+            last.meta["val"] = int(value) if isinstance(value, DynamicSize) else float(value)
         return taken[value.expr]
 
     for node in graph.nodes:
@@ -169,7 +176,7 @@ def take_sizes(graph: fx.Graph) -> tuple[sympy.Expr, ...]:
 
 def _is_sized_by_data(joint: fx.GraphModule) -> bool:
     """Whether ranks send each other as many rows as the data says; compiled code knows one size only."""
-    if not joint.graph.find_nodes(op="call_function", target=programs.exchange.default):
+    if not joint.graph.find_nodes(op="call_function", target=exchange_ops.exchange.default):
         return False
     warnings.warn(
         "compile=True has no effect on this program, which runs operator by operator: it sends rows to the ranks of "

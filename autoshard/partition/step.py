@@ -17,7 +17,7 @@ from autoshard.capture._torch import storage_of
 from autoshard.errors import InputError
 from autoshard.partition._torch import is_view, local_tensors, per_rank
 from autoshard.partition.gradient_sums import GradientSums
-from autoshard.partition.localize import Border, LocalStep
+from autoshard.partition.localize import LocalStep, ProgramTensor
 from autoshard.partition.seeds import Seeds, coordinates_on
 from autoshard.partition.shards import coordinate_of, local_of, wrap
 from autoshard.partition.split import Halves
@@ -26,7 +26,7 @@ from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import true_local_shape
 from autoshard.specs.tensors import pad_to
 
-_FAR_APART = 0x9E3779B97F4A7C15  # the golden ratio of 2**64: its multiples differ in many bits
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # the golden ratio of 2**64: its multiples differ in many bits
 
 
 class Ranks:
@@ -56,7 +56,7 @@ class Ranks:
         """The seed of one step, on the CPU: see `Seeds`. Zero for a program that draws nothing."""
         if not draws:
             return self._no_seed
-        return self._seeds.agree() ^ (self._part * _FAR_APART % 2**62)
+        return self._seeds.draw() ^ (self._part * _SEED_STRIDE % 2**62)
 
     def arguments(self, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What a program takes behind its tensors, in the order of `GraphEmitter.ranks`."""
@@ -64,7 +64,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class LocalProgram:
     """A local step ready to run.
 
     Attributes:
@@ -82,7 +82,7 @@ class Program:
     step: LocalStep
     halves: Halves
     ranks: Ranks
-    general: Callable[[], Program] | None = None
+    general: Callable[[], LocalProgram] | None = None
     later: list[Callable[[], None]] | None = None
     sums: GradientSums | None = None
 
@@ -100,19 +100,19 @@ class Program:
             with torch.no_grad():
                 return list(self.forward(self.local(tensors, sizes), sizes)[0])
         histories = [_history(tensor) for tensor in tensors if tensor.requires_grad]
-        return list(_Run.apply(self, sizes, histories, *tensors))
+        return list(_ProgramFunction.apply(self, sizes, histories, *tensors))
 
     def local(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
         """The tensors as the program takes them: local, and padded where a dim does not divide."""
         return [
-            self._padded(local_of(tensor) if isinstance(tensor, DTensor) else tensor, at(border, sizes))
+            self._pad(local_of(tensor) if isinstance(tensor, DTensor) else tensor, at(border, sizes))
             for tensor, border in zip(tensors, self.step.inputs, strict=False)
         ]
 
-    def _padded(self, tensor: torch.Tensor, border: Border) -> torch.Tensor:
+    def _pad(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
         if not border.is_padded(self.ranks.mesh):
             return tensor
-        return _padded(tensor, border.local_shape(self.ranks.mesh))
+        return _pad_local(tensor, border.local_shape(self.ranks.mesh))
 
     def forward(
         self, locals_: Sequence[torch.Tensor], sizes: Sizes, seed: torch.Tensor | None = None
@@ -123,14 +123,14 @@ class Program:
         with _without_autocast():
             results = self.halves.forward(*locals_, *self.ranks.arguments(seed), *numbers)
         borders = self.step.forward_outputs
-        outputs = [self._true(result, at(border, sizes)) for result, border in zip(results, borders, strict=False)]
+        outputs = [self._unpad(result, at(border, sizes)) for result, border in zip(results, borders, strict=False)]
         return outputs, results[len(borders) :]
 
-    def _true(self, tensor: torch.Tensor, border: Border) -> torch.Tensor:
+    def _unpad(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
         """What leaves the program, without padding, in memory that nothing else looks at."""
         if not border.is_padded(self.ranks.mesh):
             return tensor
-        return _unpadded(tensor, border, self.ranks.mesh, coordinate_of(self.ranks.device_mesh)).clone()
+        return _unpad_local(tensor, border, self.ranks.mesh, coordinate_of(self.ranks.device_mesh)).clone()
 
     def backward(
         self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
@@ -140,7 +140,7 @@ class Program:
         The list of saved tensors is emptied, so that each is freed once it has been read for the last time.
         """
         assert self.halves.backward is not None
-        return _called(self.halves.backward, self.arguments(saved, tangents, sizes))
+        return _run_graph(self.halves.backward, self.arguments(saved, tangents, sizes))
 
     def backward_of_inputs(
         self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
@@ -155,7 +155,7 @@ class Program:
         kept = [arguments[place] for place in second.takes]
         taken = [arguments[place] for place in first.takes]
         arguments.clear()
-        made = _called(first.graph, taken)
+        made = _run_graph(first.graph, taken)
         return dict(zip(first.makes, made, strict=False)), [*kept, *made[len(first.makes) :]]
 
     def arguments(
@@ -165,7 +165,7 @@ class Program:
         whole = [
             torch.zeros(at(border, sizes).local_shape(self.ranks.mesh), dtype=border.dtype, device=self.ranks.device)
             if tangent is None
-            else self._padded(tangent, at(border, sizes))
+            else self._pad(tangent, at(border, sizes))
             for tangent, border in zip(tangents, self.step.tangents, strict=True)
         ]
         arguments = [*saved, *whole, *_numbers(self.halves.backward_sizes, sizes)]
@@ -173,7 +173,7 @@ class Program:
         return arguments
 
 
-def _called(graph: Any, arguments: list[Any]) -> list[torch.Tensor]:
+def _run_graph(graph: Any, arguments: list[Any]) -> list[torch.Tensor]:
     """The results of a graph; the list is emptied, so that what nobody needs any more is freed on the way."""
     with _without_autocast():
         if isinstance(graph, fx.GraphModule):
@@ -199,12 +199,12 @@ def _numbers(expressions: Sequence[sympy.Expr], sizes: Sizes) -> list[int | floa
     return [int(value) if value.is_Integer else float(value) for value in values]
 
 
-class _Run(torch.autograd.Function):
+class _ProgramFunction(torch.autograd.Function):
     """The two halves as one differentiable operation on DTensor parameters and local inputs."""
 
     @staticmethod
     def forward(
-        ctx: Any, program: Program, sizes: Sizes, histories: list[torch.Tensor], *tensors: torch.Tensor
+        ctx: Any, program: LocalProgram, sizes: Sizes, histories: list[torch.Tensor], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         locals_ = program.local(tensors, sizes)
         seed = program.ranks.seed(program.halves.draws)
@@ -212,11 +212,11 @@ class _Run(torch.autograd.Function):
         outputs = _without_views(outputs)
         ctx.program, ctx.sizes, ctx.seed, ctx.histories = program, sizes, seed, histories
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved, *_read_again(tensors, locals_, saved))
+        ctx.save_for_backward(*saved, *_saved_parameters(tensors, locals_, saved))
         ctx.count = len(saved)
         waits = program.later is not None or program.sums is not None
         ctx.parameters = [tensor if waits and isinstance(tensor, DTensor) else None for tensor in tensors]
-        ctx.whole = None if program.general is None else _kept(program, locals_)
+        ctx.whole = None if program.general is None else _inputs_before_step(program, locals_)
         ctx.versions = None if program.general is None else _versions(tensors)
         borders = program.step.forward_outputs
         tangents = {border.name for border in program.step.tangents}
@@ -289,7 +289,7 @@ def _history(tensor: torch.Tensor) -> torch.Tensor:
 
 def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Gradients of the tensors that a program was run with, from those of its outputs."""
-    program: Program = ctx.program
+    program: LocalProgram = ctx.program
     names = [border.name for border in program.step.forward_outputs]
     given = dict(zip(names, gradients, strict=True))
     expected = [border.name for border in program.step.tangents]
@@ -301,18 +301,18 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
         ctx.maybe_clear_saved_tensors()  # unless the graph is to be kept
         tangents = [given[name] for name in expected]
         names = [border.name for border in program.step.outputs if border.kind == "gradient"]
-        parameters = _Parameters(program, ctx.parameters)
+        parameters = _ParameterGradients(program, ctx.parameters)
         if program.later is None:
             made = parameters.backward(saved, tangents, ctx.sizes)
         else:
             made, others = program.backward_of_inputs(saved, tangents, ctx.sizes)
-            program.later.append(lambda: parameters.rest(others))
+            program.later.append(lambda: parameters.backward_of_parameters(others))
         results = {names[place]: gradient for place, gradient in made.items()}
     arrived = {name for name, gradient in given.items() if gradient is not None}
     takes_part = {name for name, sources in step.gradient_sources.items() if sources & arrived}
     primals = [border for border in program.step.inputs if border.kind != "tangent"]
     return [
-        _handed_back(program, at(border, ctx.sizes), results[border.name])
+        _autograd_gradient(program, at(border, ctx.sizes), results[border.name])
         if border.name in results and border.name in takes_part  # autograd leaves the gradient of all else as it is
         else None
         for border in primals
@@ -320,13 +320,13 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
 
 
 @dataclass(frozen=True, slots=True)
-class _Parameters:
+class _ParameterGradients:
     """Those that a program was run with, beside its inputs, and what becomes of their gradients behind autograd's back.
 
     Gradients are named by their places among the step's gradient outputs.
     """
 
-    program: Program
+    program: LocalProgram
     tensors: Sequence[DTensor | None]
 
     @torch.no_grad()
@@ -337,21 +337,21 @@ class _Parameters:
         whole = self.program.halves.backward
         assert whole is not None
         arguments = self.program.arguments(saved, tangents, sizes)
-        return self._run(lambda: dict(enumerate(_called(whole, arguments))), arguments)
+        return self._run(lambda: dict(enumerate(_run_graph(whole, arguments))), arguments)
 
     @torch.no_grad()
-    def rest(self, kept: list[Any]) -> None:
+    def backward_of_parameters(self, kept: list[Any]) -> None:
         """Run the second part of the backward half on what was kept for it."""
         assert self.program.halves.parts is not None
         _, second = self.program.halves.parts
-        self._accumulate(self._run(lambda: dict(zip(second.makes, _called(second.graph, kept), strict=True)), kept))
+        self._accumulate(self._run(lambda: dict(zip(second.makes, _run_graph(second.graph, kept), strict=True)), kept))
 
     def _run(self, run: Callable[[], dict[int, torch.Tensor]], arguments: list[Any]) -> dict[int, torch.Tensor]:
         """Gradients of one run of what makes them, but for those that are added up; the last run reduces these."""
         reduction, sums = self.program.halves.reduction, self.program.sums
         if reduction is None or sums is None:
             return run()
-        if not sums.complete:
+        if not sums.is_last_backward:
             made = run()
             sums.add([made.pop(place) for place in reduction.places])
             return made
@@ -360,10 +360,10 @@ class _Parameters:
         arguments.clear()
         taken = [every[place] for place in last.takes]
         every.clear()
-        results = _called(last.graph, taken)
+        results = _run_graph(last.graph, taken)
         if end is not None:
             handed = results[len(last.makes) :]
-            sums.leave(lambda: self._accumulate(dict(zip(end.makes, _called(end.graph, handed), strict=True))))
+            sums.defer(lambda: self._accumulate(dict(zip(end.makes, _run_graph(end.graph, handed), strict=True))))
         return dict(zip(last.makes, results, strict=False))
 
     @torch.no_grad()
@@ -375,10 +375,10 @@ class _Parameters:
         held = {border.name: (border, parameter) for border, parameter in pairs if parameter is not None}
         for place in list(made):
             border, parameter = held[names[place]]
-            torch.autograd.backward([parameter], [_handed_back(self.program, border, made.pop(place))])
+            torch.autograd.backward([parameter], [_autograd_gradient(self.program, border, made.pop(place))])
 
 
-def _read_again(
+def _saved_parameters(
     tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The parameters whose local tensors the backward half reads.
@@ -399,7 +399,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]
     return [(tensor, tensor._version) for tensor in tensors if isinstance(tensor, DTensor)]
 
 
-def _kept(program: Program, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _inputs_before_step(program: LocalProgram, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Inputs of the step as they were before it, for a backward that this program has not: buffers may change."""
     changed = {border.name for border in program.step.outputs if border.kind == "mutation"}
     return [
@@ -409,7 +409,7 @@ def _kept(program: Program, locals_: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def _differentiate_all(
-    ctx: Any, program: Program, given: dict[str, torch.Tensor | None]
+    ctx: Any, program: LocalProgram, given: dict[str, torch.Tensor | None]
 ) -> tuple[LocalStep, dict[str, torch.Tensor]]:
     """Gradients when more than the loss was differentiated: the general program, forward again and backward."""
     assert program.general is not None
@@ -426,23 +426,27 @@ def _differentiate_all(
     return general.step, dict(zip(names, gradients, strict=True))
 
 
-def _handed_back(program: Program, border: Border, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _autograd_gradient(
+    program: LocalProgram, border: ProgramTensor, gradient: torch.Tensor | None
+) -> torch.Tensor | None:
     """A gradient as autograd takes it: a DTensor for a parameter, without padding."""
     if gradient is None:
         return None
     if border.is_padded(program.ranks.mesh):
-        gradient = _unpadded(gradient, border, program.ranks.mesh, coordinate_of(program.ranks.device_mesh))
+        gradient = _unpad_local(gradient, border, program.ranks.mesh, coordinate_of(program.ranks.device_mesh))
     if border.kind != "parameter":
         return gradient
     return wrap(gradient, program.ranks.device_mesh, border.spec, border.shape, border.dtype)
 
 
 @per_rank
-def _padded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _pad_local(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return pad_to(tensor, shape)
 
 
 @per_rank
-def _unpadded(tensor: torch.Tensor, border: Border, mesh: MeshShape, coordinate: Sequence[int]) -> torch.Tensor:
+def _unpad_local(
+    tensor: torch.Tensor, border: ProgramTensor, mesh: MeshShape, coordinate: Sequence[int]
+) -> torch.Tensor:
     sizes = true_local_shape(border.shape, border.spec, mesh, coordinate)
     return tensor[tuple(slice(size) for size in sizes)].contiguous()

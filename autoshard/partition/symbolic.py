@@ -12,7 +12,7 @@ from torch import fx
 
 from autoshard.capture.symbols import expression_of
 from autoshard.partition._torch import SymbolicNumbers
-from autoshard.size import Ratio, Size, Sizes, is_dynamic
+from autoshard.size import DynamicSize, Ratio, Sizes, is_dynamic
 
 
 class SymbolicShapes:
@@ -25,11 +25,11 @@ class SymbolicShapes:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self._numbers = SymbolicNumbers()
-        self._made: dict[sympy.Expr, Any] = {}
-        self._meant: dict[sympy.Symbol, sympy.Expr] = {}
+        self._symbolic_sizes: dict[sympy.Expr, Any] = {}
+        self._expressions: dict[sympy.Symbol, sympy.Expr] = {}
         self._tensors: dict[fx.Node, Any] = {}
         self._results: dict[tuple[Any, ...], Any] = {}  # what a call of an operator gave: equal calls are run once
-        self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._interned: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def placeholder(self, node: fx.Node, shape: Sequence[int]) -> None:
         """An input of the program, of this local shape."""
@@ -37,7 +37,7 @@ class SymbolicShapes:
             val = node.meta["val"]
             with self._numbers.mode:
                 made = torch.empty([self._number(size) for size in shape], dtype=val.dtype, device=val.device)
-            self._tensors[node] = self._known(made)
+            self._tensors[node] = self._intern(made)
 
     def run(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> None:
         """Run the operator of a node, if dynamic sizes come into it."""
@@ -51,16 +51,16 @@ class SymbolicShapes:
             with self._numbers.running():
                 results = op(*args, **kwargs)
             single = isinstance(results, torch.Tensor)
-            self._results[key] = self._known(results) if single else tuple(map(self._known, results))
+            self._results[key] = self._intern(results) if single else tuple(map(self._intern, results))
         self._keep(node, self._results[key])
 
-    def _known(self, tensor: Any) -> Any:
+    def _intern(self, tensor: Any) -> Any:
         """The first tensor that looked like this one."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         numbers = (*tensor.shape, *tensor.stride())
         look = tuple(number.node.expr if isinstance(number, torch.SymInt) else number for number in numbers)
-        return self._seen.setdefault((look, tensor.dtype), tensor)
+        return self._interned.setdefault((look, tensor.dtype), tensor)
 
     def _key(self, value: Any) -> Any:
         """What decides the shape that an operator gives, of one of its arguments."""
@@ -73,14 +73,14 @@ class SymbolicShapes:
             return tuple((name, self._key(item)) for name, item in value.items())
         if isinstance(value, (list, tuple)):
             return tuple(map(self._key, value))
-        return value.expr if isinstance(value, (Size, Ratio)) else (type(value), value)
+        return value.expr if isinstance(value, (DynamicSize, Ratio)) else (type(value), value)
 
     def item(self, node: fx.Node, source: fx.Node, index: int) -> None:
         """A node that takes one of several results."""
         if source in self._tensors:
             self._keep(node, self._tensors[source][index])
 
-    def knows(self, node: fx.Node) -> bool:
+    def has_dynamic_size(self, node: fx.Node) -> bool:
         """Whether some size of a node's tensor is dynamic."""
         return node in self._tensors
 
@@ -89,7 +89,9 @@ class SymbolicShapes:
         if node not in self._tensors:
             return tuple(node.meta["val"].shape)
         return tuple(
-            Size.of(expression_of(size, self._meant), self.sizes) if isinstance(size, torch.SymInt) else size
+            DynamicSize.of(expression_of(size, self._expressions), self.sizes)
+            if isinstance(size, torch.SymInt)
+            else size
             for size in self._tensors[node].shape
         )
 
@@ -108,13 +110,13 @@ class SymbolicShapes:
                 with self._numbers.mode:
                     return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
             return self._tensors[value]
-        if isinstance(value, Size):
+        if isinstance(value, DynamicSize):
             return self._number(value)
         return float(value) if isinstance(value, Ratio) else value
 
     def _number(self, size: int) -> Any:
         """Torch's symbolic integer for a size: sums and products of those for its parts."""
-        return self._symbolic(size.expr) if isinstance(size, Size) else size
+        return self._symbolic(size.expr) if isinstance(size, DynamicSize) else size
 
     def _symbolic(self, expr: sympy.Expr) -> Any:
         if expr.is_Integer:
@@ -124,7 +126,7 @@ class SymbolicShapes:
             return sum(self._symbolic(part) for part in expr.args)
         if expr.is_Mul and whole:
             return math.prod(self._symbolic(part) for part in expr.args)
-        if expr not in self._made:
-            made, own = self._numbers.new(int(Size.of(expr, self.sizes)), len(self._made))
-            self._made[expr], self._meant[own] = made, expr
-        return self._made[expr]
+        if expr not in self._symbolic_sizes:
+            made, own = self._numbers.new(int(DynamicSize.of(expr, self.sizes)), len(self._symbolic_sizes))
+            self._symbolic_sizes[expr], self._expressions[own] = made, expr
+        return self._symbolic_sizes[expr]

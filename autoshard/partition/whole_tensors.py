@@ -12,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoshard.partition import _torch
-from autoshard.partition.shards import cut, local_of, whole
+from autoshard.partition.shards import cut, gather_full_tensor, local_of
 from autoshard.specs.spec import Spec
 
 
-class Parts(Protocol):
+class TensorParts(Protocol):
     """The tensors of which this rank has a part, or none."""
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -28,11 +28,11 @@ class Parts(Protocol):
     def keep(self, tensor: Tensor, whole: Tensor) -> None:
         """Keep this rank's part of what was written to the whole tensor, which is let go."""
 
-    def beside(self, tensor: Tensor) -> Tensor:
+    def device_sample(self, tensor: Tensor) -> Tensor:
         """A tensor on the device of the whole tensor."""
 
 
-class Shards:
+class DTensorParts:
     """`DTensor`s, of which every rank has its shard."""
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -43,7 +43,7 @@ class Shards:
         if Spec(tuple(tensor.placements)).is_replicated:
             return local_of(tensor)
         if written:
-            return whole(tensor)
+            return gather_full_tensor(tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=local_of(tensor).device)
 
     def keep(self, tensor: Tensor, whole: Tensor) -> None:
@@ -51,7 +51,7 @@ class Shards:
         if whole is not local_of(tensor):
             fill(tensor, whole)
 
-    def beside(self, tensor: Tensor) -> Tensor:
+    def device_sample(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
@@ -70,10 +70,10 @@ class WholeTensors(TorchFunctionMode):
     in the same order, as they do when initialising.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TensorParts) -> None:
         super().__init__()
         self._parts = parts
-        self._open: dict[Tensor, Tensor] = {}
+        self._stand_ins: dict[Tensor, Tensor] = {}
         self._touched: set[Tensor] = set()
 
     @property
@@ -85,14 +85,14 @@ class WholeTensors(TorchFunctionMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if _describes(function):
-            if _attribute(function) in _PLACES and args[0] in self._parts:
-                args = (self._parts.beside(args[0]), *args[1:])
+        if _is_metadata(function):
+            if _attribute_name(function) in _DEVICE_ATTRIBUTES and args[0] in self._parts:
+                args = (self._parts.device_sample(args[0]), *args[1:])
             return function(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._close(keep=tensors)
-        opened = {tensor: self._opened(tensor) for tensor in tensors if tensor in self._parts}
+        self._release(keep=tensors)
+        opened = {tensor: self._stand_in_for(tensor) for tensor in tensors if tensor in self._parts}
         leaves = [opened.get(leaf, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._touched.update(tensors)
         args, kwargs = pytree.tree_unflatten(leaves, structure)
@@ -102,41 +102,41 @@ class WholeTensors(TorchFunctionMode):
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
         if failure[0] is None:
-            self._close(keep=(), views=False)
+            self._release(keep=(), views=False)
 
-    def _opened(self, tensor: Tensor) -> Tensor:
-        if tensor not in self._open:
-            self._open[tensor] = self._parts.whole(tensor, tensor in self._touched)
-        return self._open[tensor]
+    def _stand_in_for(self, tensor: Tensor) -> Tensor:
+        if tensor not in self._stand_ins:
+            self._stand_ins[tensor] = self._parts.whole(tensor, tensor in self._touched)
+        return self._stand_ins[tensor]
 
-    def _close(self, keep: Sequence[Tensor], views: bool = True) -> None:
+    def _release(self, keep: Sequence[Tensor], views: bool = True) -> None:
         """Keep the parts of all whole tensors that nobody needs any more."""
         kept = {id(tensor) for tensor in keep}
-        for tensor, stand_in in list(self._open.items()):
+        for tensor, stand_in in list(self._stand_ins.items()):
             if id(tensor) in kept or (views and _torch.has_views(stand_in)):
                 continue
             self._parts.keep(tensor, stand_in)
-            del self._open[tensor]
+            del self._stand_ins[tensor]
 
 
 # What only tells of a tensor, so that no whole tensor need be made for it.
-_READERS = frozenset(
+_METADATA_METHODS = frozenset(
     {
         *("dim", "ndimension", "size", "numel", "nelement", "stride", "element_size"),
         *("is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "__len__", "__hash__", "__repr__"),
     }
 )
-_PLACES = frozenset({"device", "is_meta", "is_cpu", "is_cuda"})
-_CONTENTS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_DEVICE_ATTRIBUTES = frozenset({"device", "is_meta", "is_cpu", "is_cuda"})
+_DATA_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 
-def _describes(function: Any) -> bool:
+def _is_metadata(function: Any) -> bool:
     """Whether a function tells or sets what a tensor is, rather than what is in it."""
     if getattr(function, "__name__", "") in ("__get__", "__set__"):
-        return _attribute(function) not in _CONTENTS
-    return getattr(function, "__name__", "") in _READERS
+        return _attribute_name(function) not in _DATA_ATTRIBUTES
+    return getattr(function, "__name__", "") in _METADATA_METHODS
 
 
-def _attribute(function: Any) -> str:
+def _attribute_name(function: Any) -> str:
     """Name of the attribute that a function gets or sets; empty for any other function."""
     return getattr(getattr(function, "__self__", None), "__name__", "")

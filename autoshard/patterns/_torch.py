@@ -50,40 +50,40 @@ __all__ = [
     "OpOverloadPacket",
     "OpSchema",
     "OpStrategy",
-    "Placer",
+    "StrategyFunction",
     "TensorMeta",
     "TupleStrategy",
     "collectives",
     "dtensor_meta",
     "has_philox",
-    "mesh_placer",
-    "of_all_ranks",
-    "on_one_device",
+    "make_local_tensor",
+    "mesh_strategy_function",
+    "one_device_strategy",
     "outside_modes",
     "overload_for",
     "philox_normal_",
     "philox_uniform_",
-    "place_in_group",
-    "runs_on_all_ranks",
+    "rank_and_size",
+    "rank_values",
+    "register_all_ranks_program",
     "runs_unchanged",
     "schema_of",
-    "single_axis_placer",
-    "values_of_ranks",
+    "single_axis_strategy_function",
 ]
 
 
-def of_all_ranks(values: Sequence[Tensor]) -> Tensor:
+def make_local_tensor(values: Sequence[Tensor]) -> Tensor:
     """The tensors of ranks 0, 1, ... as one, every operator on which is run for each of them."""
     return LocalTensor(dict(enumerate(values)))
 
 
-def values_of_ranks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that `of_all_ranks` made one of."""
+def rank_values(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that `make_local_tensor` made one of."""
     assert isinstance(tensor, LocalTensor), type(tensor)
     return tuple(value for _, value in sorted(tensor._local_tensors.items()))
 
 
-def place_in_group(group: str) -> tuple[int, int]:
+def rank_and_size(group: str) -> tuple[int, int]:
     """This rank's place among the ranks of a group, and how many they are."""
     found = _resolve_process_group(group)  # type: ignore[arg-type]  # later releases give names a type of their own
     return found.rank(), found.size()
@@ -124,7 +124,7 @@ def _philox_key(key: int, offset: int, device: torch.device) -> Tensor:
     return pair.view(torch.uint64)
 
 
-Placer = Callable[..., Any]
+StrategyFunction = Callable[..., Any]
 """A function of torch's registry: from a call to its sharding strategies."""
 
 _dispatcher = DTensor._op_dispatcher
@@ -138,12 +138,12 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
-def single_axis_placer(op: OpOverload) -> Placer | None:
+def single_axis_strategy_function(op: OpOverload) -> StrategyFunction | None:
     """The function that lists placements of an operator's results and operands on one axis, if one is registered."""
     return getattr(_registry, "op_single_dim_strategy_funcs", {}).get(op)  # younger than torch 2.11's first releases
 
 
-def mesh_placer(op: OpOverload) -> Placer | None:
+def mesh_strategy_function(op: OpOverload) -> StrategyFunction | None:
     """The function from an `OpSchema` to an `OpStrategy` on a whole mesh, if one is registered."""
     return _registry.op_strategy_funcs.get(op)
 
@@ -164,14 +164,14 @@ def dtensor_meta(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
     return TensorMeta(torch.Size(shape), strides, dtype)
 
 
-def on_one_device(meta: TensorMeta, placements: Sequence[Placement]) -> OpStrategy:
+def one_device_strategy(meta: TensorMeta, placements: Sequence[Placement]) -> OpStrategy:
     """An operand that may have any of these placements on a mesh of one device."""
-    specs = (DTensorSpec(_one_device(), (placement,), tensor_meta=meta) for placement in placements)
+    specs = (DTensorSpec(_one_device_mesh(), (placement,), tensor_meta=meta) for placement in placements)
     return OpStrategy([OpSpec(spec, input_specs=()) for spec in specs])
 
 
 @cache
-def _one_device() -> DeviceMesh:
+def _one_device_mesh() -> DeviceMesh:
     """A mesh of one device, which needs no process group."""
     return DeviceMesh("cpu", [0], mesh_dim_names=("axis",), _init_backend=False, _rank=0)
 
@@ -188,13 +188,13 @@ def overload_for(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[
     return getattr(packet, name)
 
 
-def runs_on_all_ranks(name: str, program: Callable[..., Any]) -> None:
+def register_all_ranks_program(name: str, program: Callable[..., Any]) -> None:
     """Where one process holds all ranks, run an operator's program on all of them at once: it communicates.
 
     Every other operator runs once for each rank there.
     """
 
-    def at_once(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def run_all_ranks(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return program(*args, **(kwargs or {}))
 
-    torch.library.register_torch_dispatch(name, LocalTensorMode, at_once)
+    torch.library.register_torch_dispatch(name, LocalTensorMode, run_all_ranks)

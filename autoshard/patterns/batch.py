@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
-from autoshard.patterns.graph import GraphRules, Value
+from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.patterns.worklist import Worklist
 
-_Description = tuple[fx.Node, tuple[int, ...]]
+_DimFactors = tuple[fx.Node, tuple[int, ...]]
 """An operator that touches a dim of a tensor, and the factors that it takes the dim for, major to minor."""
 _Span = tuple[int, int]
 """Of a dim: how many steps of what is outside the dim that is followed, and how many of that, before the rest."""
@@ -37,10 +37,10 @@ def factors_along(rules: GraphRules, dims: Iterable[tuple[fx.Node, int]]) -> dic
 
     A dim is followed from operator to operator, along dims of tensors that they share and factors that they loop over.
     """
-    return _Followed(rules, dims).found()
+    return _DimPropagation(rules, dims).solve()
 
 
-class _Followed:
+class _DimPropagation:
     def __init__(self, rules: GraphRules, dims: Iterable[tuple[fx.Node, int]]) -> None:
         self.rules = rules
         self.starts = dims
@@ -52,17 +52,17 @@ class _Followed:
                     self.touching[node, factor].append(position)
         self.steps: dict[tuple[fx.Node, int], int] = {}  # of a factor, how many of its steps, the outermost, are meant
 
-    def found(self) -> dict[fx.Node, frozenset[int]]:
-        waiting = Worklist(position for start in self._marked() for position in self.touching[start])
+    def solve(self) -> dict[fx.Node, frozenset[int]]:
+        waiting = Worklist(position for start in self._mark_starts() for position in self.touching[start])
         for position in waiting:
-            for changed in self._settle(self.dims[position]):
+            for changed in self._propagate(self.dims[position]):
                 waiting.add(self.touching[changed])
         factors: dict[fx.Node, set[int]] = defaultdict(set)
         for node, factor in self.steps:
             factors[node].add(factor)
         return {node: frozenset(some) for node, some in factors.items()}
 
-    def _marked(self) -> Iterator[tuple[fx.Node, int]]:
+    def _mark_starts(self) -> Iterator[tuple[fx.Node, int]]:
         """The factors of the dims that are followed, marked."""
         for node, dim in self.starts:
             dims = self.rules.rules[node].results[0]
@@ -70,20 +70,20 @@ class _Followed:
                 self.steps[node, factor] = int(self.rules.rules[node].factors[factor].size)
                 yield node, factor
 
-    def _settle(self, dim: Sequence[_Description]) -> Iterator[tuple[fx.Node, int]]:
+    def _propagate(self, dim: Sequence[_DimFactors]) -> Iterator[tuple[fx.Node, int]]:
         """Tells all that touch a dim where in it is what is followed, as some know; what they did not know before."""
         for outside, steps in list(dict.fromkeys(span for one in dim for span in self._spans(one))):
             for node, factors in dim:
                 left = 1
                 for factor in factors:
                     size = int(self.rules.rules[node].factors[factor].size)
-                    own = _inside((outside, steps), left, size)
+                    own = _steps_inside((outside, steps), left, size)
                     if own > self.steps.get((node, factor), 1):
                         self.steps[node, factor] = own
                         yield node, factor
                     left *= size
 
-    def _spans(self, description: _Description) -> Iterator[_Span]:
+    def _spans(self, description: _DimFactors) -> Iterator[_Span]:
         """Where a description of a dim knows what is followed to be; neighbouring factors of it are one span."""
         node, factors = description
         left, start, steps = 1, 1, 1
@@ -101,7 +101,7 @@ class _Followed:
             yield start, steps
 
 
-def _inside(span: _Span, left: int, size: int) -> int:
+def _steps_inside(span: _Span, left: int, size: int) -> int:
     """How many steps of a factor of `size`, with so many to its left, are of a span, if these are its outermost."""
     start, end = span[0], span[0] * span[1]
     if start > left or left % start or end <= left:

@@ -18,9 +18,9 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from autoshard.patterns._torch import FakeTensorMode, OpOverload, outside_modes, runs_unchanged
 from autoshard.patterns.build import build
-from autoshard.patterns.fitted import fitted
 from autoshard.patterns.notation import REDUCTIONS
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
+from autoshard.patterns.specialize import specialize
 from autoshard.patterns.torch_registry import TorchStrategy, is_registered, torch_strategies
 
 NOT_LINEAR = {"aten::linalg__powsum": "torch lets partial sums through, and takes powers of the terms"}
@@ -55,19 +55,21 @@ def borrowed_rule(call: OpCall) -> Rule | None:
             stacklevel=2,
         )
         return None
-    return _rule(call, strategies)
+    return _rule_from_strategies(call, strategies)
 
 
 @lru_cache(maxsize=4096)
-def _rule(call: OpCall, strategies: tuple[TorchStrategy, ...]) -> Rule | None:
-    strategies = tuple(_counted_from_front(strategy, call) for strategy in strategies)
-    passed = dict.fromkeys(_passed_sums(each) for each in strategies if call.op._schema.name not in NOT_LINEAR)
+def _rule_from_strategies(call: OpCall, strategies: tuple[TorchStrategy, ...]) -> Rule | None:
+    strategies = tuple(_normalize_dims(strategy, call) for strategy in strategies)
+    passed = dict.fromkeys(_linear_operands(each) for each in strategies if call.op._schema.name not in NOT_LINEAR)
     linear = [operands for operands in passed if operands]
-    loops = [loop for each in dict.fromkeys(strategies) if (loop := _loop(each, call)) and _makes_shards(loop, call)]
+    loops = [
+        loop for each in dict.fromkeys(strategies) if (loop := _strategy_loop(each, call)) and _makes_shards(loop, call)
+    ]
     if not loops and not linear:
         return None
     # Loops that meet in a dim are implementations of their own: an operator may offer x[i] alone, or x[i] with y[i].
-    groups: list[list[_Loop]] = [[]]
+    groups: list[list[_StrategyLoop]] = [[]]
     for loop in loops:
         apart = (group for group in groups if not any(loop.places & other.places for other in group))
         group = next(apart, None)
@@ -77,11 +79,13 @@ def _rule(call: OpCall, strategies: tuple[TorchStrategy, ...]) -> Rule | None:
             group.append(loop)
     names = dict(zip(loops, _names(loops, call), strict=True))
     first, *others = ([(names[loop], loop) for loop in group] for group in groups)
-    return fitted(_rule_of(call, first, linear, [_rule_of(call, group, (), ()) for group in others]), call)
+    return specialize(
+        _rule_from_loops(call, first, linear, [_rule_from_loops(call, group, (), ()) for group in others]), call
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Loop:
+class _StrategyLoop:
     """One strategy that shards operands.
 
     Attributes:
@@ -107,32 +111,32 @@ class _Loop:
         )
 
 
-def _counted_from_front(strategy: TorchStrategy, call: OpCall) -> TorchStrategy:
+def _normalize_dims(strategy: TorchStrategy, call: OpCall) -> TorchStrategy:
     """The strategy with no negative dims."""
 
-    def counted(placement: Any, meta: TensorMeta | None) -> Any:
+    def normalize(placement: Any, meta: TensorMeta | None) -> Any:
         if meta is None or type(placement) is not Shard or placement.dim >= 0:
             return placement
         return Shard(placement.dim + len(meta.shape))
 
-    operands = (counted(*pair) for pair in zip(strategy.operands, call.operands, strict=True))
-    results = (counted(*pair) for pair in zip(strategy.results, call.results, strict=True))
+    operands = (normalize(*pair) for pair in zip(strategy.operands, call.operands, strict=True))
+    results = (normalize(*pair) for pair in zip(strategy.results, call.results, strict=True))
     return TorchStrategy(tuple(operands), tuple(results), strategy.strided)
 
 
-def _passed_sums(strategy: TorchStrategy) -> frozenset[int]:
+def _linear_operands(strategy: TorchStrategy) -> frozenset[int]:
     """The operands that are partial sums where these pass to every result, and all else is replicated; else none."""
-    partial = frozenset(index for index, place in enumerate(strategy.operands) if _kind(place) == "sum")
+    partial = frozenset(index for index, place in enumerate(strategy.operands) if _reduction_of(place) == "sum")
     whole = all(type(place) is Replicate for index, place in enumerate(strategy.operands) if index not in partial)
     results = [place for place in strategy.results if place is not None]
-    return partial if whole and results and all(_kind(place) == "sum" for place in results) else frozenset()
+    return partial if whole and results and all(_reduction_of(place) == "sum" for place in results) else frozenset()
 
 
-def _loop(strategy: TorchStrategy, call: OpCall) -> _Loop | None:
+def _strategy_loop(strategy: TorchStrategy, call: OpCall) -> _StrategyLoop | None:
     """The strategy as a loop; None where it shards no operand, or places anything as no loop does."""
     if not all(type(place) in (Shard, Replicate) for place in strategy.operands):
         return None
-    if not all(_is_outcome(place) for place in strategy.results if place is not None):
+    if not all(_is_result_placement(place) for place in strategy.results if place is not None):
         return None
     sides = ((strategy.operands, call.operands), (strategy.results, call.results))
     operands, results = (tuple(place.dim if type(place) is Shard else None for place in side) for side, _ in sides)
@@ -145,19 +149,19 @@ def _loop(strategy: TorchStrategy, call: OpCall) -> _Loop | None:
     # Dims of other sizes are no one loop; a dim of size one lies on one rank alone, which no placement here says.
     if all(dim is None for dim in operands) or len(sizes) != 1 or 1 in sizes:
         return None
-    return _Loop(operands, results, tuple(map(_kind, strategy.results)), sizes.pop(), strategy.strided)
+    return _StrategyLoop(operands, results, tuple(map(_reduction_of, strategy.results)), sizes.pop(), strategy.strided)
 
 
-def _is_outcome(place: Placement) -> bool:
-    return type(place) in (Shard, Replicate) or _kind(place) in REDUCTIONS[:-1]
+def _is_result_placement(place: Placement) -> bool:
+    return type(place) in (Shard, Replicate) or _reduction_of(place) in REDUCTIONS[:-1]
 
 
-def _kind(place: Placement | None) -> str | None:
+def _reduction_of(place: Placement | None) -> str | None:
     """The reduction of a partial result; None for other placements, and for partial results with data of their own."""
     return place.reduce_op if isinstance(place, Partial) and type(place) is Partial else None
 
 
-def _makes_shards(loop: _Loop, call: OpCall) -> bool:
+def _makes_shards(loop: _StrategyLoop, call: OpCall) -> bool:
     """Whether the operator, on shards of the operands and its arguments as they are, gives what lies as it should."""
     share = next((each for each in range(2, math.isqrt(loop.size) + 1) if loop.size % each == 0), loop.size)
 
@@ -170,7 +174,9 @@ def _makes_shards(loop: _Loop, call: OpCall) -> bool:
             for meta, dim in zip(call.operands, loop.operands, strict=True)
         )
         try:
-            outputs = call.op(*_filled(call.args, operands), **dict(_filled(call.kwargs, operands)))
+            outputs = call.op(
+                *_substitute_tensors(call.args, operands), **dict(_substitute_tensors(call.kwargs, operands))
+            )
         except Exception:  # an operator raises whatever it likes on shapes that do not fit its arguments
             return False
     outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
@@ -180,13 +186,13 @@ def _makes_shards(loop: _Loop, call: OpCall) -> bool:
     )
 
 
-def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def _substitute_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, TensorMeta):
         return next(tensors)
-    return [_filled(item, tensors) for item in value] if isinstance(value, tuple) else value
+    return [_substitute_tensors(item, tensors) for item in value] if isinstance(value, tuple) else value
 
 
-def _names(loops: Sequence[_Loop], call: OpCall) -> Iterator[str]:
+def _names(loops: Sequence[_StrategyLoop], call: OpCall) -> Iterator[str]:
     """A name for every loop: the first operand that it shards and the dim there, such as `x0`."""
     arguments = [argument.name for argument in call.op._schema.arguments]
     owners = []
@@ -207,8 +213,8 @@ def _metas(value: Any) -> Iterator[TensorMeta]:
         yield from _metas(item)
 
 
-def _rule_of(
-    call: OpCall, loops: Sequence[tuple[str, _Loop]], linear: Sequence[frozenset[int]], variants: Sequence[Rule]
+def _rule_from_loops(
+    call: OpCall, loops: Sequence[tuple[str, _StrategyLoop]], linear: Sequence[frozenset[int]], variants: Sequence[Rule]
 ) -> Rule:
     """The rule with these loops; dims that none of them shards are whole."""
     sizes = {name: loop.size for name, loop in loops}

@@ -58,7 +58,7 @@ def build(
 
     padding = Padding(operands, results, reductions or {}, linear, local is not None)
     asked = (names if local is None else ()) if uneven is None else names if uneven is True else uneven or ()
-    fills = {name: padding.fill(name) for name in asked if padding.is_known(name)} | dict(fill or {})
+    fills = {name: padding.fill(name) for name in asked if padding.has_safe_fill(name)} | dict(fill or {})
     return Rule(
         factors=tuple(
             Factor(
@@ -107,7 +107,7 @@ class Padding:
         self.linear = linear
         self.own_program = own_program
 
-    def is_known(self, name: str) -> bool:
+    def has_safe_fill(self, name: str) -> bool:
         """Whether zeros or nothing at all in the place of padding keep it out of the results."""
         kinds = self._kinds(name)
         if not kinds:

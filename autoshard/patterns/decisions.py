@@ -10,7 +10,7 @@ from torch import fx
 
 from autoshard.capture.joint import JointGraph, JointOutput
 from autoshard.errors import PlanError
-from autoshard.patterns.graph import GraphRules, Value
+from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.patterns.strategy import Choices, operand_spec, result_spec
 from autoshard.size import Sizes
 from autoshard.specs.axes import MeshShape
@@ -82,7 +82,7 @@ class Flow:
         self.decisions = decisions
         self.mesh = mesh
         self._sources = {source.node: source for source in rules.graph.inputs}
-        self._held = {source.name: source.node.name for source in rules.graph.inputs if source.kind != "tangent"}
+        self._input_nodes = {source.name: source.node.name for source in rules.graph.inputs if source.kind != "tangent"}
         # Layers share their rules: a spec is made once for all operators that choose alike.
         self._specs: dict[tuple[int, Choices, int, bool], Spec] = {}
 
@@ -104,15 +104,15 @@ class Flow:
         for value in self.rules.values():
             for key in (value.name, f"{value.name}@forward", f"{value.name}@backward"):
                 if key in self.decisions.hubs:
-                    spec = self._taken_over(value, self.decisions.hubs[key], generic)
+                    spec = self._generic_hub_spec(value, self.decisions.hubs[key], generic)
                     hubs |= {} if spec is None else {key: spec}
         generic.decisions = replace(self.decisions, hubs=hubs)
         return generic
 
-    def _taken_over(self, value: Value, spec: Spec, generic: Flow) -> Spec | None:
-        pairs = [(self.produced(value), generic.produced(value))]
+    def _generic_hub_spec(self, value: Value, spec: Spec, generic: Flow) -> Spec | None:
+        pairs = [(self.produced_spec(value), generic.produced_spec(value))]
         pairs += [
-            (self.wanted(use.node, use.operand), generic.wanted(use.node, use.operand))
+            (self.consumed_spec(use.node, use.operand), generic.consumed_spec(use.node, use.operand))
             for use in self.rules.uses.get(value, ())
         ]
         plain = all(split_factor_of(one) == 1 and block_of(one) is None for one in spec)
@@ -120,11 +120,11 @@ class Flow:
         alike = (taken for own, taken in pairs if str(own) == str(spec))
         return next(alike, spec if plain and len(dims) == len(set(dims)) else None)
 
-    def produced(self, value: Value) -> Spec:
+    def produced_spec(self, value: Value) -> Spec:
         """The spec in which a tensor is made, or lies before the step."""
         if value.node in self._sources:
             return self.decisions.rest[value.node.name]
-        pinned = self.rules.pinned(value.node, self.mesh)
+        pinned = self.rules.pin_spec(value.node, self.mesh)
         if pinned is not None:
             return pinned
         rule, choices = self.rules.rules[value.node], self.decisions.choices[value.node.name]
@@ -133,9 +133,9 @@ class Flow:
             self._specs[key] = result_spec(rule, choices, self.mesh, value.result)
         return self._specs[key]
 
-    def wanted(self, node: fx.Node, operand: int) -> Spec:
+    def consumed_spec(self, node: fx.Node, operand: int) -> Spec:
         """The spec in which an operator takes an operand."""
-        pinned = self.rules.pinned(node, self.mesh)
+        pinned = self.rules.pin_spec(node, self.mesh)
         if pinned is not None:
             return pinned
         rule, choices = self.rules.rules[node], self.decisions.choices[node.name]
@@ -144,11 +144,11 @@ class Flow:
             self._specs[key] = operand_spec(rule, choices, self.mesh, operand)
         return self._specs[key]
 
-    def delivered(self, output: JointOutput) -> Spec:
+    def output_spec(self, output: JointOutput) -> Spec:
         """The spec in which the step hands an output back."""
         if output.kind == "output":
             return self.decisions.outputs[output.name]
-        return self.decisions.rest[self._held[output.name]]
+        return self.decisions.rest[self._input_nodes[output.name]]
 
     def hub(self, value: Value, phase: str) -> tuple[str, Spec] | None:
         """Key and spec of the copy that the uses of a value in a phase share, if there is one."""
@@ -157,12 +157,12 @@ class Flow:
                 return key, self.decisions.hubs[key]
         return None
 
-    def legs(self, value: Value, phase: str, target: Spec) -> Iterator[tuple[str, Spec, Spec]]:
+    def reshards(self, value: Value, phase: str, target: Spec) -> Iterator[tuple[str, Spec, Spec]]:
         """The reshards from where a value is made to where it is wanted: (key of the copy, from, to).
 
         Equal keys are one reshard, whose result serves every use.
         """
-        spec = self.produced(value)
+        spec = self.produced_spec(value)
         key = value.name
         hub = self.hub(value, phase)
         if hub is not None:

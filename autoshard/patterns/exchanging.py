@@ -16,7 +16,7 @@ from torch import Tensor
 from autoshard.patterns._torch import LocalTensorMode, OpOverload, collectives
 
 
-class Collective(Protocol):
+class CollectiveRunner(Protocol):
     """Runs a functional collective and waits for its result."""
 
     def __call__(self, op: OpOverload, value: Tensor, *args: Any) -> Tensor: ...

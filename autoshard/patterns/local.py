@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from autoshard.patterns._torch import collectives
-from autoshard.patterns.padding import filled, filled_with_zeros
+from autoshard.patterns.padding import fill_padding, zero_padded_operands
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import Choices, local_shape, local_size
-from autoshard.patterns.variants import resolved
+from autoshard.patterns.variants import resolve_variant
 from autoshard.specs.axes import MeshShape
 
 __all__ = ["Emitter", "LocalCall", "all_reduce", "collectives", "emit_local"]
@@ -86,7 +86,7 @@ class LocalCall:
         zeros: Sequence[bool] = (),
     ) -> None:
         self.call = call
-        self.rule, self.choices = resolved(rule, choices)
+        self.rule, self.choices = resolve_variant(rule, choices)
         self.mesh = mesh
         self.emit = emit
         self.operands = tuple(operands)
@@ -96,7 +96,7 @@ class LocalCall:
         """A non-tensor argument by its name in the operator's schema."""
         return self.call.arg(name)
 
-    def _at_home(self, op: Any) -> dict[str, torch.device]:
+    def _device_argument(self, op: Any) -> dict[str, torch.device]:
         """The device for an operator that makes a tensor out of none: a captured graph names none."""
         if self.call.operands or all(argument.name != "device" for argument in op._schema.arguments):
             return {}
@@ -181,7 +181,7 @@ class LocalCall:
         kwargs = {name: local(value) for name, value in self.call.kwargs}
         op = self.call.op if op is None else op
         names = [argument.name for argument in op._schema.arguments]
-        for name, value in (self._at_home(op) | changed).items():
+        for name, value in (self._device_argument(op) | changed).items():
             position = names.index(name)
             if position < len(args):
                 args[position] = value
@@ -192,7 +192,7 @@ class LocalCall:
 
 def fill_operands(call: LocalCall) -> None:
     """Emit what replaces the padding of operands, where a factor is padded, by what the rule says is harmless."""
-    call.operands, call.zeros = filled(call), filled_with_zeros(call)
+    call.operands, call.zeros = fill_padding(call), zero_padded_operands(call)
 
 
 def emit_local(call: LocalCall) -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns._torch import of_all_ranks, values_of_ranks
+from autoshard.patterns._torch import make_local_tensor, rank_values
 from autoshard.patterns.exchanging import program_of
 from autoshard.patterns.local import collectives
 from autoshard.patterns.ring import shift
-from autoshard.patterns.routed_exchange import programs
+from autoshard.patterns.routed_exchange import exchange_ops
 from autoshard.specs.axes import MeshShape
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -49,8 +49,8 @@ class Lockstep:
             return self._collective(op, *args)
         program = program_of(op)
         if program is not None:
-            return self._exchanging(program, args, kwargs)
-        if op == programs.exchange.default:
+            return self._run_collective_op(program, args, kwargs)
+        if op == exchange_ops.exchange.default:
             return self._exchange(*args)
         outputs = [
             op(*(_of_rank(value, rank) for value in args), **{name: _of_rank(kwargs[name], rank) for name in kwargs})
@@ -60,17 +60,17 @@ class Lockstep:
             return tuple(PerRank(values) for values in zip(*outputs, strict=True))
         return PerRank(tuple(outputs))
 
-    def _exchanging(self, program: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_collective_op(self, program: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A program with collectives inside, run once on tensors that are those of all ranks."""
 
         def collective(op: Any, value: torch.Tensor, *args: Any) -> torch.Tensor:
-            return of_all_ranks(self._collective(op, PerRank(values_of_ranks(value)), *args).values)
+            return make_local_tensor(self._collective(op, PerRank(rank_values(value)), *args).values)
 
-        merged = [of_all_ranks(value.values) if isinstance(value, PerRank) else value for value in args]
+        merged = [make_local_tensor(value.values) if isinstance(value, PerRank) else value for value in args]
         outputs = program(*merged, **kwargs, collective=collective)
         if isinstance(outputs, tuple):
-            return tuple(PerRank(values_of_ranks(output)) for output in outputs)
-        return PerRank(values_of_ranks(outputs))
+            return tuple(PerRank(rank_values(output)) for output in outputs)
+        return PerRank(rank_values(outputs))
 
     def coordinate(self, axis: int) -> PerRank:
         """Every rank's coordinate on an axis."""
@@ -148,9 +148,9 @@ def _collective_result(op: Any, tensors: Sequence[torch.Tensor], index: int, arg
     if op == collectives.all_gather_into_tensor.default:
         return torch.cat(list(tensors))
     if op == collectives.all_reduce.default:
-        return _reduced(tensors, args[0])
+        return _reduce(tensors, args[0])
     if op == collectives.reduce_scatter_tensor.default:
-        return _reduced(tensors, args[0]).chunk(len(tensors))[index]
+        return _reduce(tensors, args[0]).chunk(len(tensors))[index]
     if op is shift:
         return tensors[(index - args[0]) % len(tensors)]
     assert op == collectives.all_to_all_single.default, op
@@ -158,6 +158,6 @@ def _collective_result(op: Any, tensors: Sequence[torch.Tensor], index: int, arg
     return torch.cat([tensor.split(list(input_sizes))[index] for tensor in tensors])
 
 
-def _reduced(tensors: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+def _reduce(tensors: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     total = reduce(_REDUCTIONS[reduction], tensors)
     return total / len(tensors) if reduction == "avg" else total

@@ -102,7 +102,7 @@ def _item(text: str, start: int, end: int, whole: set[str], contiguous: set[str]
     while text[start:end].strip():
         match = _TOKEN.match(text, start, end)
         if match is None:
-            raise _unexpected(text, start, end)
+            raise _unexpected_token(text, start, end)
         start, token = match.end(), match.group().strip()
         position = start - len(token)
         if token == "(":
@@ -135,7 +135,7 @@ def _item(text: str, start: int, end: int, whole: set[str], contiguous: set[str]
     return tuple(dims)
 
 
-def _unexpected(text: str, start: int, end: int) -> RuleError:
+def _unexpected_token(text: str, start: int, end: int) -> RuleError:
     while text[start].isspace():
         start += 1
     token = text[start:end].split()[0]
@@ -252,11 +252,11 @@ def bind(
     )
 
 
-SpeltOut = list[tuple[tuple[str, ...], int]]
+NamedShape = list[tuple[tuple[str, ...], int]]
 """A tensor in a rule: names and size of every dim."""
 
 
-def _spelt_out(item: Item, shape: tuple[int, ...], extra: int, most: int) -> SpeltOut:
+def _expand_ellipsis(item: Item, shape: tuple[int, ...], extra: int, most: int) -> NamedShape:
     """The item with its ellipsis, of `extra` dims, spelt out: dim0 is the first dim of the longest one, of `most`."""
     names: list[tuple[str, ...]] = []
     for dim in item:
@@ -271,46 +271,46 @@ class _Binding:
     def __init__(self, notation: Notation, call: OpCall, sizes: Mapping[str, int]) -> None:
         self.notation = notation
         self.call = call
-        operands = self._matched("operand", notation.operands, [meta.shape for meta in call.operands])
-        results = self._matched(
+        operands = self._match_items("operand", notation.operands, [meta.shape for meta in call.operands])
+        results = self._match_items(
             "result", notation.results, [None if meta is None else meta.shape for meta in call.results]
         )
         most = max((extra for *_, extra in filter(None, operands + results)), default=0)
-        self.operands = [_spelt_out(*matched, most) for matched in operands if matched is not None]
-        self.results = [None if matched is None else _spelt_out(*matched, most) for matched in results]
+        self.operands = [_expand_ellipsis(*matched, most) for matched in operands if matched is not None]
+        self.results = [None if matched is None else _expand_ellipsis(*matched, most) for matched in results]
         self.sizes = dict(sizes)
         self._single_sizes()
         self._product_sizes()
 
-    def _fail(self, problem: str) -> RuleError:
+    def _error(self, problem: str) -> RuleError:
         return RuleError(f'rule "{self.notation.text}" does not fit {self.call.op}: {problem}')
 
-    def _matched(
+    def _match_items(
         self, kind: str, items: tuple[Item, ...], shapes: Sequence[tuple[int, ...] | None]
     ) -> list[tuple[Item, tuple[int, ...], int] | None]:
         """Item, shape and number of dims in the ellipsis of every tensor; None for what is no tensor."""
         if not shapes and items == ((),):
             items = ()
         if len(items) != len(shapes):
-            raise self._fail(f"it has {len(items)} {kind}s, the call {len(shapes)}.")
+            raise self._error(f"it has {len(items)} {kind}s, the call {len(shapes)}.")
         return [
-            None if shape is None else (item, shape, self._extra(f"{kind} {position}", item, shape))
+            None if shape is None else (item, shape, self._ellipsis_ndim(f"{kind} {position}", item, shape))
             for position, (item, shape) in enumerate(zip(items, shapes, strict=True))
         ]
 
-    def _extra(self, place: str, item: Item, shape: tuple[int, ...]) -> int:
+    def _ellipsis_ndim(self, place: str, item: Item, shape: tuple[int, ...]) -> int:
         """How many dims the ellipsis of an item stands for; also checks the dims written as 1."""
         dots = [position for position, dim in enumerate(item) if dim.is_ellipsis]
         extra = len(shape) - len(item) + len(dots)
         if extra < 0 or (extra and not dots):
-            raise self._fail(f"{place} has {len(item) - len(dots)} named dims there, but shape {list(shape)} here.")
+            raise self._error(f"{place} has {len(item) - len(dots)} named dims there, but shape {list(shape)} here.")
         for position, dim in enumerate(item):
             behind = bool(dots) and position > dots[0]
             if not dim.names and shape[position + (extra - 1 if behind else 0)] != 1:
-                raise self._fail(f"{place} has a 1 where shape {list(shape)} has another size.")
+                raise self._error(f"{place} has a 1 where shape {list(shape)} has another size.")
         return extra
 
-    def _tensors(self) -> Iterator[SpeltOut]:
+    def _tensors(self) -> Iterator[NamedShape]:
         yield from self.operands
         yield from (result for result in self.results if result is not None)
 
@@ -321,7 +321,7 @@ class _Binding:
                 if len(names) == 1:
                     known = self.sizes.get(names[0], 1)
                     if 1 not in (known, size) and known != size:
-                        raise self._fail(f'"{names[0]}" is {known} in one place and {size} in another.')
+                        raise self._error(f'"{names[0]}" is {known} in one place and {size} in another.')
                     self.sizes[names[0]] = size if known == 1 else known
 
     def _product_sizes(self) -> None:
@@ -339,10 +339,10 @@ class _Binding:
         for names, size in products:
             unknown = [name for name in names if name not in self.sizes]
             if unknown:
-                raise self._fail(f'the size of "{unknown[0]}" in ({" ".join(names)}) of size {size} can not be told.')
+                raise self._error(f'the size of "{unknown[0]}" in ({" ".join(names)}) of size {size} can not be told.')
             if math.prod(self.sizes[name] for name in names) != size:
                 parts = " · ".join(f"{name} {self.sizes[name]}" for name in names)
-                raise self._fail(f"({parts}) is not {size}.")
+                raise self._error(f"({parts}) is not {size}.")
 
     def rule(
         self,
@@ -361,32 +361,32 @@ class _Binding:
         """The rule, once all sizes are known."""
         names = self._ordered_names()
 
-        def marked(marks: Collection[str]) -> set[str]:
+        def marked_names(marks: Collection[str]) -> set[str]:
             return {name for name in names if name in marks or (ELLIPSIS in marks and _RESERVED.fullmatch(name))}
 
-        dots = {name: reductions[ELLIPSIS] for name in marked([ELLIPSIS]) if ELLIPSIS in reductions}
-        fills = {name: fill[ELLIPSIS] for name in marked([ELLIPSIS]) if ELLIPSIS in fill}
+        dots = {name: reductions[ELLIPSIS] for name in marked_names([ELLIPSIS]) if ELLIPSIS in reductions}
+        fills = {name: fill[ELLIPSIS] for name in marked_names([ELLIPSIS]) if ELLIPSIS in fill}
         return build(
             {name: self.sizes[name] for name in names},
             operands=[self._dims(tensor, True) for tensor in self.operands],
             results=[None if tensor is None else self._dims(tensor, False) for tensor in self.results],
-            whole=marked(whole),
-            contiguous=marked(contiguous),
+            whole=marked_names(whole),
+            contiguous=marked_names(contiguous),
             reductions={**dots, **reductions},
             exchange=exchange,
             linear=linear,
             local=local,
             free=free,
             variants=variants,
-            uneven=uneven if uneven is None or isinstance(uneven, bool) else marked(uneven),
+            uneven=uneven if uneven is None or isinstance(uneven, bool) else marked_names(uneven),
             fill={**fills, **fill},
         )
 
-    def _dims(self, tensor: SpeltOut, operand: bool) -> list[tuple[str, ...]]:
+    def _dims(self, tensor: NamedShape, operand: bool) -> list[tuple[str, ...]]:
         """Names of every dim; none for a dim of size one that is broadcast, which only operands have."""
         for names, size in tensor:
             if not operand and len(names) == 1 and size == 1 and self.sizes[names[0]] != 1:
-                raise self._fail(f'"{names[0]}" is {self.sizes[names[0]]}, but 1 in a result.')
+                raise self._error(f'"{names[0]}" is {self.sizes[names[0]]}, but 1 in a result.')
         return [() if size == 1 else names for names, size in tensor]
 
     def _ordered_names(self) -> list[str]:

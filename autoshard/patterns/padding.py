@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoshard.patterns.rule import Dims, OpCall, Rule
-from autoshard.patterns.shares import is_share, shares_of_ranks
 from autoshard.patterns.strategy import Choices, local_size, uneven_axis
+from autoshard.patterns.unequal_shares import is_share, shares_of_ranks
 from autoshard.specs.axes import MeshShape
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-PLACES = 4
+MASK_VECTOR_OPS = 4
 """Operators on a vector that a mask takes before it is put in place, as `_fill` emits them."""
 
 
@@ -59,18 +59,18 @@ def masks(call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape) -> list[M
     """
     found = []
     padded = padded_factors(rule, choices, mesh)
-    indexes = bool(padded) and _indexes(call, rule)
+    indexes = bool(padded) and _may_index(call, rule)
     for position, (dims, meta) in enumerate(zip(rule.operands, call.operands, strict=True)) if padded else ():
         for factor, axis in padded.items():
             fill = rule.factors[factor].fill
             if fill is None and indexes and _is_integer(meta.dtype):
                 fill = 0
             if fill is not None and any(factor in dim for dim in dims):
-                found.append(Mask(position, factor, axis, _number(fill, meta.dtype)))
+                found.append(Mask(position, factor, axis, _fill_value(fill, meta.dtype)))
     return found
 
 
-def filled(call: LocalCall) -> tuple[Any, ...]:
+def fill_padding(call: LocalCall) -> tuple[Any, ...]:
     """The operands, their padding replaced where it has to be; those that hold zeros there already are left alone."""
     values = list(call.operands)
     for mask in masks(call.call, call.rule, call.choices, call.mesh):
@@ -80,7 +80,7 @@ def filled(call: LocalCall) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def filled_with_zeros(call: LocalCall) -> tuple[bool, ...]:
+def zero_padded_operands(call: LocalCall) -> tuple[bool, ...]:
     """For every operand, whether all of its padding is zero once `filled`."""
     padded = padded_factors(call.rule, call.choices, call.mesh)
     zero = {
@@ -92,7 +92,7 @@ def filled_with_zeros(call: LocalCall) -> tuple[bool, ...]:
     )
 
 
-def zero_results(rule: Rule, padded: Collection[int], zeros: Sequence[bool]) -> tuple[bool, ...]:
+def zero_padded_results(rule: Rule, padded: Collection[int], zeros: Sequence[bool]) -> tuple[bool, ...]:
     """For every result, whether all padding along some factors is known to be zero, given for which operands it is.
 
     So it is where elements only change their place, and where the operator runs as it stands and is linear in all that
@@ -129,7 +129,7 @@ def without_padding(call: LocalCall, operand: int, value: Any, names: Sequence[s
         fill: what to put in the place of padding; infinities become the ends of what integers hold.
     """
     factors = [index for name in names for index in call.rule.indices(name)]
-    return _replaced(call, value, call.rule.operands[operand], factors, fill)
+    return _replace_padding(call, value, call.rule.operands[operand], factors, fill)
 
 
 def without_padded_steps(call: LocalCall, value: Any, dims: Sequence[str], fill: float = 0.0) -> Any:
@@ -142,7 +142,7 @@ def without_padded_steps(call: LocalCall, value: Any, dims: Sequence[str], fill:
         fill: what to put in the place of padding.
     """
     placed = tuple(tuple(index for name in dim.split() for index in call.rule.indices(name)) for dim in dims)
-    return _replaced(call, value, placed, [factor for dim in placed for factor in dim], fill)
+    return _replace_padding(call, value, placed, [factor for dim in placed for factor in dim], fill)
 
 
 def is_padded(call: LocalCall, names: Sequence[str]) -> bool:
@@ -180,15 +180,15 @@ def steps_of_ranks(call: LocalCall, axis: int, device: torch.device) -> Any:
     return emit.call(aten.clamp.default, emit.call(aten.rsub.Scalar, starts, true), 0, block)
 
 
-def _replaced(call: LocalCall, value: Any, dims: Dims, factors: Sequence[int], fill: float) -> Any:
+def _replace_padding(call: LocalCall, value: Any, dims: Dims, factors: Sequence[int], fill: float) -> Any:
     """`value`, a tensor of these dims, with padding along all of the factors replaced."""
     for factor, axis in padded_factors(call.rule, call.choices, call.mesh).items():
         if factor in factors and any(factor in dim for dim in dims):
-            value = _fill(call, value, dims, factor, axis, _number(fill, call.emit.dtype(value)))
+            value = _fill(call, value, dims, factor, axis, _fill_value(fill, call.emit.dtype(value)))
     return value
 
 
-def _indexes(call: OpCall, rule: Rule) -> bool:
+def _may_index(call: OpCall, rule: Rule) -> bool:
     """Whether integers may be positions: not where elements are computed one by one, or only change their place."""
     return not rule.free and torch.Tag.pointwise not in call.op.tags
 
@@ -197,7 +197,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
 
 
-def _number(fill: float, dtype: torch.dtype) -> float | int:
+def _fill_value(fill: float, dtype: torch.dtype) -> float | int:
     """`fill` as a number of a dtype: infinities become the ends of what integers hold."""
     if dtype == torch.bool:
         return int(fill > 0)

@@ -42,7 +42,7 @@ def check_padding(
     sets = linear_sets(linear, notation.text, len(operands))
     padding = Padding(operands, results, kinds, sets, local is not None)
     for name in listed:
-        if name not in (fill or {}) and not padding.is_known(name):
+        if name not in (fill or {}) and not padding.has_safe_fill(name):
             raise RuleError(
                 f'rule "{notation.text}": uneven names "{name}", which a result lacks, and nothing tells how to keep '
                 f'padding out of it. Say with fill={{"{name}": ...}} which number in its place does not change the '

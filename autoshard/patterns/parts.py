@@ -17,14 +17,14 @@ from torch import fx
 
 from autoshard.capture.dynamic import DynamicSizes
 from autoshard.capture.joint import JointGraph, JointInput
-from autoshard.capture.recompute import copied
+from autoshard.capture.recomputation import copy_graph
 from autoshard.errors import PlanError
 from autoshard.patterns.decisions import Flow
-from autoshard.patterns.graph import GraphRules, Value, value_of
+from autoshard.patterns.graph_rules import GraphRules, Value, value_of
 from autoshard.patterns.rule import Dims
-from autoshard.patterns.told_sizes import say_sizes, says_result, told_factors
-from autoshard.patterns.variants import resolved
-from autoshard.size import Size, symbol
+from autoshard.patterns.size_arguments import factors_with_size_arguments, set_size_arguments, sets_result_sizes
+from autoshard.patterns.variants import resolve_variant
+from autoshard.size import DynamicSize, symbol
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import dim_of
 from autoshard.specs.spec import is_shard
@@ -35,7 +35,7 @@ Loop = tuple[str, int]
 _PARTS = symbol("parts")
 
 
-def parted_along(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[Loop, int]:
+def unequal_loops(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[Loop, int]:
     """The loops that some decisions split along a mesh axis, of those whose dims may lie in unequal parts.
 
     Args:
@@ -46,13 +46,13 @@ def parted_along(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[Lo
     Returns:
         One loop of each family that is the same dim all over the graph, and the size of it.
     """
-    families = _Families(flow.rules)
+    families = _LoopClasses(flow.rules)
     resting = [source for source in flow.graph.inputs if source.name in placed]
-    equal = {families.of(loop) for source in resting for loop in _sharded(flow, source, axis)}
+    equal = {families.of(loop) for source in resting for loop in _sharded_loops(flow, source, axis)}
     found: dict[Loop, int] = {}
     for node in flow.rules.operators:
-        if flow.rules.pinned(node, flow.mesh) is None:
-            rule, choices = resolved(flow.rules.rules[node], flow.decisions.choices[node.name])
+        if flow.rules.pin_spec(node, flow.mesh) is None:
+            rule, choices = resolve_variant(flow.rules.rules[node], flow.decisions.choices[node.name])
             choice = choices[axis]
             if rule is flow.rules.rules[node] and choice >= 0 and rule.factors[choice].size > 1:
                 family = families.of((node.name, choice))
@@ -61,36 +61,36 @@ def parted_along(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[Lo
     return found
 
 
-def _sharded(flow: Flow, source: JointInput, axis: int) -> Iterator[Loop]:
+def _sharded_loops(flow: Flow, source: JointInput, axis: int) -> Iterator[Loop]:
     """The loops of the dim of an input that is sharded along a mesh axis."""
-    placement, dims = flow.produced(Value(source.node))[axis], flow.rules.rules[source.node].results[0]
+    placement, dims = flow.produced_spec(Value(source.node))[axis], flow.rules.rules[source.node].results[0]
     if is_shard(placement) and dims is not None:
         yield from ((source.node.name, factor) for factor in dims[dim_of(placement, len(dims))])
 
 
-def in_parts(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: int) -> JointGraph:
+def with_unequal_loops(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: int) -> JointGraph:
     """The graph in which the dims of some loops are multiples of a size that ranks may share unequally.
 
     Args:
         graph: the captured step, of static sizes; it stays as it is.
         mesh: the mesh axes.
-        loops: as `parted_along` names them, of sizes that `total` divides.
+        loops: as `unequal_loops` names them, of sizes that `total` divides.
         total: parts of all ranks together.
 
     Raises:
         PlanError: some loop is not in the graph, or can not be divided so.
     """
     rules = GraphRules(graph, mesh)
-    families = _Families(rules)
+    families = _LoopClasses(rules)
     loops = list(loops)
     _check_loops(loops, total, families)
     chosen = {families.of((name, factor)) for name, factor in loops} - {None}
-    copy, at = copied(graph)
+    copy, at = copy_graph(graph)
     example = {_PARTS: total}
 
     def size_of(node: fx.Node, factor: int) -> int:
         size = rules.rules[node].factors[factor].size
-        return Size.of(size // total * _PARTS, example) if families.of((node.name, factor)) in chosen else size
+        return DynamicSize.of(size // total * _PARTS, example) if families.of((node.name, factor)) in chosen else size
 
     def shape_of(value: Value) -> tuple[int, ...]:
         dims = rules.rules[value.node].results[value.result]
@@ -102,13 +102,17 @@ def in_parts(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: i
 
     def cuts_of(node: fx.Node, dims: Dims) -> dict[int, tuple[Any, ...]]:
         loops = {dim: [size_of(node, factor) for factor in factors] for dim, factors in enumerate(dims)}
-        return {dim: tuple(_points(own)) for dim, own in loops.items() if any(isinstance(one, Size) for one in own)}
+        return {
+            dim: tuple(_cut_points(own))
+            for dim, own in loops.items()
+            if any(isinstance(one, DynamicSize) for one in own)
+        }
 
     named: dict[str, dict[int, Any]] = {}
     cuts: dict[str, dict[int, tuple[Any, ...]]] = {}
     shapes = {value: shape_of(value) for value in rules.values()}
     for source in graph.inputs:
-        sizes = {dim: size.expr for dim, size in enumerate(shapes[Value(source.node)]) if isinstance(size, Size)}
+        sizes = {dim: size.expr for dim, size in enumerate(shapes[Value(source.node)]) if isinstance(size, DynamicSize)}
         if sizes:
             named[source.name] = sizes
             cuts[source.node.name] = cuts_of(source.node, rules.rules[source.node].results[0] or ())
@@ -118,15 +122,15 @@ def in_parts(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: i
         several = isinstance(node.meta["val"], (tuple, list))
         own = [Value(node, index) for index in range(len(node.meta["val"]))] if several else [value_of(node)]
         made = tuple(shapes.get(value) for value in own)
-        if any(isinstance(size, Size) for shape in made for size in shape or ()):
+        if any(isinstance(size, DynamicSize) for shape in made for size in shape or ()):
             at[node].meta["sizes"] = made
         if node in rules.calls:
-            say_sizes(at[node], made)
+            set_size_arguments(at[node], made)
     dynamic = DynamicSizes(named, {_PARTS: (2, None)}, (), example, _PARTS, cuts)
     return replace(copy, dynamic=dynamic)
 
 
-def _check_loops(loops: Iterable[Loop], total: int, families: _Families) -> None:
+def _check_loops(loops: Iterable[Loop], total: int, families: _LoopClasses) -> None:
     """`PlanError` unless every loop is of a family that may be divided in so many equal parts."""
     rules = {node.name: rule for node, rule in families.rules.rules.items()}
     for name, factor in loops:
@@ -138,18 +142,18 @@ def _check_loops(loops: Iterable[Loop], total: int, families: _Families) -> None
             )
 
 
-def _points(loops: Sequence[int]) -> Iterator[Any]:
+def _cut_points(loops: Sequence[int]) -> Iterator[Any]:
     """What lies outside of every cut of a dim that is made of some loops, so that the parts in it are a loop too."""
     outside = sympy.Integer(1)
     for loop in loops:
         if outside != 1:
             yield outside
-        if isinstance(loop, Size) and loop.expr != _PARTS:
+        if isinstance(loop, DynamicSize) and loop.expr != _PARTS:
             yield outside * _PARTS
-        outside *= loop.expr if isinstance(loop, Size) else loop
+        outside *= loop.expr if isinstance(loop, DynamicSize) else loop
 
 
-class _Families:
+class _LoopClasses:
     """Loops that are the same dim, all over a graph.
 
     A family is of use if all who touch its dims know them as one loop, and no operator is told its size in a way that
@@ -160,22 +164,22 @@ class _Families:
         self.rules = rules
         self._parent: dict[Loop, Loop] = {}
         self._order = {name: place for place, name in enumerate(node.name for node in rules.graph.graph.nodes)}
-        self._rigid: set[Loop] = set()
-        partners = dict(self._handed_back())
+        self._excluded: set[Loop] = set()
+        partners = dict(self._returned_values())
         for value in rules.values():
             self._join(value, partners)
         for node in rules.operators:
-            self._tie(node)
-            told = told_factors(rules.calls[node], rules.rules[node])
-            self._rigid.update(self._root((node.name, factor)) for factor in told)
-        self._rigid = set(map(self._root, self._rigid))
+            self._join_made_dims(node)
+            told = factors_with_size_arguments(rules.calls[node], rules.rules[node])
+            self._excluded.update(self._root((node.name, factor)) for factor in told)
+        self._excluded = set(map(self._root, self._excluded))
 
     def of(self, loop: Loop) -> Loop | None:
         """The family of a loop, by its first one; None where it is of no use."""
         root = self._root(loop)
-        return None if root in self._rigid else root
+        return None if root in self._excluded else root
 
-    def _handed_back(self) -> Iterator[tuple[fx.Node, list[Value]]]:
+    def _returned_values(self) -> Iterator[tuple[fx.Node, list[Value]]]:
         """For what the step is given, what is handed back in its place: gradients, new values of buffers."""
         found: dict[fx.Node, list[Value]] = {}
         given = {}
@@ -210,21 +214,21 @@ class _Families:
             for loop in column:
                 self._unite(column[0], loop)
         if not alike:
-            self._rigid.update(loop for own in loops for loop in own)
+            self._excluded.update(loop for own in loops for loop in own)
 
-    def _tie(self, node: fx.Node) -> None:
+    def _join_made_dims(self, node: fx.Node) -> None:
         """What an operator makes dims of, such as a diagonal, is one loop with them where all are of one size."""
         rule = self.rules.rules[node]
         read = {factor for dims in rule.operands for factors in dims for factor in factors}
         made = {factor for dims in rule.results for factors in dims or () for factor in factors}
         sizes = {factor: rule.factors[factor].size for factor in read ^ made if rule.factors[factor].size > 1}
-        if not read or says_result(node) or sizes.keys() <= read:
+        if not read or sets_result_sizes(node) or sizes.keys() <= read:
             return
         loops = [(node.name, factor) for factor in sizes]
         for loop in loops:
             self._unite(loops[0], loop)
         if len(set(sizes.values())) > 1:
-            self._rigid.update(loops)
+            self._excluded.update(loops)
 
     def _unite(self, one: Loop, other: Loop) -> None:
         first, second = sorted((self._root(one), self._root(other)), key=lambda loop: self._order[loop[0]])

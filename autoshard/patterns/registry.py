@@ -13,10 +13,10 @@ from torch import fx
 from autoshard.errors import RuleError
 from autoshard.patterns._torch import OpOverload
 from autoshard.patterns.borrowed import borrowed_rule, may_borrow
-from autoshard.patterns.fitted import fitted
 from autoshard.patterns.notation import Linear, Reduction, bind, check_options, parse
 from autoshard.patterns.padding_options import check_padding
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
+from autoshard.patterns.specialize import specialize
 
 Maker = Callable[[OpCall], Rule | None]
 
@@ -70,10 +70,10 @@ class Registry:
         if call not in self._rules:
             maker = self._find(call.op)
             rule = None if maker is None else maker(call)
-            self._rules[call] = None if rule is None else fitted(rule, call)
+            self._rules[call] = None if rule is None else specialize(rule, call)
         return self._rules[call]
 
-    def knows(self, op: OpOverload) -> bool:
+    def has_rule(self, op: OpOverload) -> bool:
         """Whether any rule is registered for the operator; it may still decline some calls."""
         return self._find(op) is not None
 
@@ -107,20 +107,20 @@ def rule_for(call: OpCall) -> Rule | None:
     Raises:
         RuleError: the rule that was registered does not fit the call.
     """
-    return _default.rule_for(call) if _default.knows(call.op) else borrowed_rule(call)
+    return _default.rule_for(call) if _default.has_rule(call.op) else borrowed_rule(call)
 
 
-def knows(op: OpOverload) -> bool:
+def has_rule(op: OpOverload) -> bool:
     """Whether a rule is registered for the operator, or torch has strategies to borrow; some calls may be declined."""
-    return _default.knows(op) or may_borrow(op)
+    return _default.has_rule(op) or may_borrow(op)
 
 
 def is_borrowed(op: OpOverload) -> bool:
     """Whether what rules the operator has are borrowed from torch, as none is registered here."""
-    return not _default.knows(op) and may_borrow(op)
+    return not _default.has_rule(op) and may_borrow(op)
 
 
-def registered() -> tuple[str, ...]:
+def rule_names() -> tuple[str, ...]:
     """What the library has rules for, sorted: `aten::mm` (all overloads), `aten::sum.dim_IntList` (one)."""
     return _default.names()
 
@@ -184,15 +184,15 @@ def register_rule(
     _default.register(name, text_or_maker, replace=replace)
 
 
-_READS_MEMORY = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
+_READS_STRIDES = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
 """Operators to which it matters how their operands lie in memory."""
 
 
-Known = dict[fx.Node, Any]
+NodeMetas = dict[fx.Node, Any]
 """What nodes are as operands: the shape and dtype of a tensor, or the value itself."""
 
 
-def op_call(node: fx.Node, known: Known | None = None) -> OpCall:
+def op_call(node: fx.Node, known: NodeMetas | None = None) -> OpCall:
     """The call that an FX node makes, from the fake tensors in `meta["val"]` of its arguments and of itself.
 
     Args:
@@ -211,17 +211,17 @@ def op_call(node: fx.Node, known: Known | None = None) -> OpCall:
 
 
 def call_of(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any, known: Known | None = None
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any, known: NodeMetas | None = None
 ) -> OpCall:
     """The call of an operator on real or fake tensors, or on FX nodes that stand for them, with what it gave."""
     outputs = results if isinstance(results, (tuple, list)) else (results,)
-    strided = op._schema.name in _READS_MEMORY
+    strided = op._schema.name in _READS_STRIDES
     known = None if strided else known
     return OpCall(
         op=op,
-        args=tuple([_described(argument, strided, known) for argument in args]),
-        kwargs=tuple([(name, _described(argument, strided, known)) for name, argument in kwargs.items()]),
-        results=tuple([_described(result) if isinstance(result, torch.Tensor) else None for result in outputs]),
+        args=tuple([_describe(argument, strided, known) for argument in args]),
+        kwargs=tuple([(name, _describe(argument, strided, known)) for name, argument in kwargs.items()]),
+        results=tuple([_describe(result) if isinstance(result, torch.Tensor) else None for result in outputs]),
     )
 
 
@@ -233,10 +233,10 @@ def tensor_meta(node: fx.Node, result: int = 0) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape) if sizes is None else sizes[result], tensor.dtype)
 
 
-def _node_described(node: fx.Node, strided: bool, known: Known | None) -> Any:
+def _describe_node(node: fx.Node, strided: bool, known: NodeMetas | None) -> Any:
     if known is not None and node in known:
         return known[node]
-    described = _described(node.meta["val"], strided)
+    described = _describe(node.meta["val"], strided)
     if "sizes" in node.meta:
         described = dataclasses.replace(described, shape=node.meta["sizes"][0])
     if known is not None:
@@ -244,12 +244,12 @@ def _node_described(node: fx.Node, strided: bool, known: Known | None) -> Any:
     return described
 
 
-def _described(value: Any, strided: bool = False, known: Known | None = None) -> Any:
+def _describe(value: Any, strided: bool = False, known: NodeMetas | None = None) -> Any:
     """The value with tensors replaced by their metadata, strides included if asked for, and lists by tuples."""
     if isinstance(value, fx.Node):
-        return _node_described(value, strided, known)
+        return _describe_node(value, strided, known)
     if isinstance(value, torch.Tensor):
         return TensorMeta(tuple(value.shape), value.dtype, tuple(value.stride()) if strided else None)
     if isinstance(value, (tuple, list)):
-        return tuple([_described(item, strided, known) for item in value])
+        return tuple([_describe(item, strided, known) for item in value])
     return value

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.patterns._torch import LocalTensorMode, collectives, place_in_group
+from autoshard.patterns._torch import LocalTensorMode, collectives, rank_and_size
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
 _library.define("shift(Tensor input, int steps, str group) -> Tensor")
@@ -47,11 +47,11 @@ def lower_shifts(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             rows: Any = graph.call_function(torch.ops.aten.sym_size.int, (value, 0))  # another one in other calls
         rows.meta["val"] = value.meta["val"].shape[0]
-        sizes = split_sizes(rows, steps, *place_in_group(group))
+        sizes = split_sizes(rows, steps, *rank_and_size(group))
         node.target, node.args = collectives.all_to_all_single.default, (value, *sizes, group)
 
 
-def route(sizes: Sequence[int]) -> list[int]:
+def shift_axes(sizes: Sequence[int]) -> list[int]:
     """Rings within rings: the axis to shift along at every step, so that each rank meets what each other one held.
 
     Args:
@@ -68,14 +68,14 @@ def route(sizes: Sequence[int]) -> list[int]:
 
 
 def _shift(value: Tensor, steps: int, group: str) -> Tensor:
-    sizes = split_sizes(value.shape[0], steps, *place_in_group(group))
+    sizes = split_sizes(value.shape[0], steps, *rank_and_size(group))
     return collectives.all_to_all_single(value, *sizes, group)
 
 
 def _shift_on_all_ranks(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
     """One process holds all ranks, and torch knows its own collectives there: all have everything, and pick theirs."""
     value, steps, group = args
-    rows, (_, size) = value.shape[0], place_in_group(group)
+    rows, (_, size) = value.shape[0], rank_and_size(group)
     with LocalTensorMode(mode.ranks):
         gathered = collectives.wait_tensor(collectives.all_gather_into_tensor(value, size, group))
         wanted = gathered.unflatten(0, (size, rows)).roll(steps, 0).flatten(0, 1)  # in the order of who wants it

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autoshard.patterns._torch import collectives, runs_on_all_ranks
+from autoshard.patterns._torch import collectives, register_all_ranks_program
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
 _library.define("exchange(Tensor rows, Tensor splits, int ranks, bool back, str group_name) -> Tensor")
 _library.define("arrivals(Tensor received, int ranks, int rows) -> (Tensor, Tensor)")
 
-programs = torch.ops.autoshard
+exchange_ops = torch.ops.autoshard
 
 
-def exchanged(rows: Tensor, splits: Tensor, ranks: int, back: bool, group_name: str) -> Tensor:
+def exchange_rows(rows: Tensor, splits: Tensor, ranks: int, back: bool, group_name: str) -> Tensor:
     """Send every rank of a line the rows of its groups; or send what has arrived back to where it came from.
 
     Args:
@@ -58,10 +58,10 @@ def _arrivals_like(received: Tensor, ranks: int, rows: int) -> tuple[Tensor, Ten
 
 
 for _name, _program, _shapes in (
-    ("exchange", exchanged, _exchange_like),
+    ("exchange", exchange_rows, _exchange_like),
     ("arrivals", _arrivals, _arrivals_like),
 ):
     _library.impl(_name, _program, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autoshard::{_name}", _shapes, lib=_library)
 
-runs_on_all_ranks("autoshard::exchange", exchanged)
+register_all_ranks_program("autoshard::exchange", exchange_rows)

@@ -209,14 +209,14 @@ def refine(rule: Rule, cuts: Mapping[int, tuple[int, ...]]) -> Rule:
         parts.append(tuple(range(len(factors), len(factors) + len(sizes))))
         factors += [replace(factor, name=name, size=size) for name, size in zip(names, sizes, strict=True)]
 
-    def renamed(dims: Dims) -> Dims:
+    def refine_dims(dims: Dims) -> Dims:
         return tuple(tuple(part for factor in dim for part in parts[factor]) for dim in dims)
 
     return replace(
         rule,
         factors=tuple(factors),
-        operands=tuple(renamed(dims) for dims in rule.operands),
-        results=tuple(None if dims is None else renamed(dims) for dims in rule.results),
+        operands=tuple(refine_dims(dims) for dims in rule.operands),
+        results=tuple(None if dims is None else refine_dims(dims) for dims in rule.results),
         variants=tuple(refine(variant, _cuts_by_name(rule, cuts, variant)) for variant in rule.variants),
     )
 

@@ -31,7 +31,7 @@ def sample_call(
         RuleError: there is no such operator, no overload takes the arguments, or it changes its operands.
     """
     args, keywords = _arguments(sample)
-    args, keywords = _detached(args), _detached({**keywords, **(kwargs or {})})
+    args, keywords = _detach(args), _detach({**keywords, **(kwargs or {})})
     overload = _overload(op, args, keywords)
     if overload._schema.is_mutable:
         raise RuleError(
@@ -56,20 +56,20 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(sample), {}
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, (tuple, list)):
-        return type(value)(_detached(item) for item in value)
+        return type(value)(_detach(item) for item in value)
     if isinstance(value, dict):
-        return {name: _detached(item) for name, item in value.items()}
+        return {name: _detach(item) for name, item in value.items()}
     return value
 
 
 def _overload(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload:
     if isinstance(op, CustomOpDef):
         return op._opoverload
-    found = _named(op) if isinstance(op, str) else op
+    found = _operator_by_name(op) if isinstance(op, str) else op
     if isinstance(found, OpOverload):
         return found
     names = found.overloads()
@@ -84,7 +84,7 @@ def _overload(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> O
         ) from error
 
 
-def _named(name: str) -> OpOverload | OpOverloadPacket:
+def _operator_by_name(name: str) -> OpOverload | OpOverloadPacket:
     match = _NAME.fullmatch(name)
     if match is None:
         raise RuleError(

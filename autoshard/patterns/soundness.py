@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from autoshard.errors import RuleError
-from autoshard.patterns.chance import Draws, reference_draws
 from autoshard.patterns.local import LocalCall, emit_local
 from autoshard.patterns.lockstep import Lockstep, PerRank
-from autoshard.patterns.registry import call_of, knows, rule_for
+from autoshard.patterns.random_soundness import Draws, reference_draws
+from autoshard.patterns.registry import call_of, has_rule, rule_for
 from autoshard.patterns.rule import Factor, OpCall, Rule, refine
 from autoshard.patterns.sample import Operator, sample_call
 from autoshard.patterns.strategy import Choices, axis_choices, describe, fits, operand_spec, result_spec, uneven_axis
@@ -78,7 +78,7 @@ def check(
     call = call_of(overload, args, keywords, whole)
     rule = rule_for(call)
     if rule is None:
-        raise RuleError(_without_rule(call))
+        raise RuleError(_no_rule_message(call))
     operands = list(_tensors([*args, *keywords.values()]))
     meshes = [MeshShape.of({"x": size}) for size in sizes] + [MeshShape.of({"x": 2, "y": 2})]
     return [
@@ -89,9 +89,9 @@ def check(
     ]
 
 
-def _without_rule(call: OpCall) -> str:
+def _no_rule_message(call: OpCall) -> str:
     shapes = ", ".join(str(list(meta.shape)) for meta in call.operands) or "no tensors"
-    if knows(call.op):
+    if has_rule(call.op):
         return (
             f"the rule of {call.op} declines this call, on {shapes}: it is replicated, and there is nothing to check."
         )
@@ -108,7 +108,7 @@ def strategies(rule: Rule, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
         if fits(rule, choices, mesh) and not any(factors[choice].routed for choice in choices if choice >= 0):
             yield rule, choices
     if mesh.ndim == 1:
-        for each, index, factor in _implemented(rule):
+        for each, index, factor in _factors_with_variant(rule):
             if factor.shardable and not factor.contiguous and not factor.routed:
                 yield from _inner_parts(each, index, factor.size, mesh)
 
@@ -128,7 +128,7 @@ def _is_padded(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
     return any(uneven_axis(rule, choices, mesh, choice) is not None for choice in choices)
 
 
-def _implemented(rule: Rule) -> Iterator[tuple[Rule, int, Factor]]:
+def _factors_with_variant(rule: Rule) -> Iterator[tuple[Rule, int, Factor]]:
     """Every factor, with the first variant that has it and its index there."""
     known: set[str] = set()
     for each in (rule, *rule.variants):
@@ -145,10 +145,10 @@ def run_all_ranks(
         operands: the whole tensors.
         seed: of the step, for what is drawn at random.
     """
-    return _run(call, rule, choices, mesh, _sharded(rule, choices, mesh, operands), seed)
+    return _run(call, rule, choices, mesh, _shard_operands(rule, choices, mesh, operands), seed)
 
 
-def _sharded(rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]) -> list[PerRank]:
+def _shard_operands(rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]) -> list[PerRank]:
     """What the ranks hold of every operand."""
     held = []
     for position, operand in enumerate(operands):
@@ -180,14 +180,16 @@ def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Co
             for index, term in enumerate(_uneven_terms(value, size) if partial else [value] * size)
         }
     # The terms are cut as if they were the same everywhere, so only shard placements are left to be applied.
-    whole = Spec.of(*(Spec.replicated(1)[0] if axis in spec.partial_axes else spec[axis] for axis in range(mesh.ndim)))
+    whole = Spec.of(
+        *(Spec.all_replicated(1)[0] if axis in spec.partial_axes else spec[axis] for axis in range(mesh.ndim))
+    )
     return {
-        coordinate: shard(term, whole, mesh, coordinate, padded=True, padding=_poison(term.dtype))
+        coordinate: shard(term, whole, mesh, coordinate, padded=True, padding=_padding_value(term.dtype))
         for coordinate, term in terms.items()
     }
 
 
-def _poison(dtype: torch.dtype) -> float:
+def _padding_value(dtype: torch.dtype) -> float:
     """What pads uneven shards, where programs may read anything: no number, or one that no index should be."""
     return math.nan if dtype.is_floating_point or dtype.is_complex else 1 if dtype == torch.bool else 101
 
@@ -216,7 +218,7 @@ def _problems(
 ) -> Iterator[str]:
     specs = [result_spec(rule, choices, mesh, position) for position in range(len(call.results))]
     try:
-        held = _sharded(rule, choices, mesh, operands)
+        held = _shard_operands(rule, choices, mesh, operands)
         runs = [_run(call, rule, choices, mesh, held, seed) for seed in draws.seeds]
         if draws.random:
             yield from draws.problems(runs, specs, mesh)

@@ -17,7 +17,7 @@ from autoshard.patterns.variants import (
     linear_choice,
     offered_factors,
     offered_linear,
-    resolved,
+    resolve_variant,
     variant_for,
 )
 from autoshard.size import ceil_div, divides, is_dynamic
@@ -39,9 +39,9 @@ __all__ = [
     "partial_kind",
     "result_spec",
     "result_specs",
-    "share",
     "splits",
     "uneven_axis",
+    "work_split",
 ]
 
 MOST_PADDING = 2
@@ -96,7 +96,7 @@ def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
             return False
         padded.add(index)
     if len(padded) > 1 and (
-        _meet(rule, padded) or _split_into(choices, mesh) > MOST_PADDING * share(rule, choices, mesh)
+        _share_dim(rule, padded) or _total_split_count(choices, mesh) > MOST_PADDING * work_split(rule, choices, mesh)
     ):
         return False
     kinds: set[str] = set()
@@ -119,17 +119,17 @@ def _divides_another_part(rule: Rule, choices: Choices, mesh: MeshShape, index: 
         part.base == factor.base
         and part.shardable
         and place != index
-        and divides(size * _taken(choices, mesh, place), part.size)
+        and divides(size * _split_count(choices, mesh, place), part.size)
         for place, part in enumerate(rule.factors)
     )
 
 
-def _taken(choices: Choices, mesh: MeshShape, factor: int) -> int:
+def _split_count(choices: Choices, mesh: MeshShape, factor: int) -> int:
     """Into how many parts the axes that chose a factor split it."""
     return math.prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if choice == factor)
 
 
-def _split_into(choices: Choices, mesh: MeshShape) -> int:
+def _total_split_count(choices: Choices, mesh: MeshShape) -> int:
     """Into how many parts the axes that chose a factor split the work."""
     return math.prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if choice >= 0)
 
@@ -149,7 +149,7 @@ def splits(rule: Rule, choice: int, factor: int) -> bool:
     return choice >= 0 and rule.factors[choice].routed == "group" and rule.factors[factor].routed == "source"
 
 
-def _meet(rule: Rule, factors: set[int]) -> bool:
+def _share_dim(rule: Rule, factors: set[int]) -> bool:
     """Whether some dim holds two of the factors."""
     tensors = (dims for dims in (*rule.operands, *rule.results) if dims is not None)
     return any(len(factors.intersection(dim)) > 1 for dims in tensors for dim in dims)
@@ -190,11 +190,11 @@ def operand_spec(rule: Rule, choices: Choices, mesh: MeshShape, operand: int) ->
 def operand_specs(rule: Rule, strategies: Iterable[Choices], mesh: MeshShape, operand: int) -> list[Spec]:
     """`operand_spec` of many strategies."""
 
-    def way(own: Rule, choice: int) -> _Way:
+    def effect(own: Rule, choice: int) -> _AxisEffect:
         kind = "sum" if choice <= -2 and operand in own.linear[-2 - choice] else None
-        return _way(own, own.operands[operand], choice, kind, operand in own.routed)
+        return _axis_effect(own, own.operands[operand], choice, kind, operand in own.routed)
 
-    return _specs(rule, strategies, mesh, lambda own: own.operands[operand], way)
+    return _specs(rule, strategies, mesh, lambda own: own.operands[operand], effect)
 
 
 def result_spec(rule: Rule, choices: Choices, mesh: MeshShape, result: int) -> Spec:
@@ -205,16 +205,18 @@ def result_spec(rule: Rule, choices: Choices, mesh: MeshShape, result: int) -> S
 def result_specs(rule: Rule, strategies: Iterable[Choices], mesh: MeshShape, result: int) -> list[Spec]:
     """`result_spec` of many strategies."""
 
-    def way(own: Rule, choice: int) -> _Way:
+    def effect(own: Rule, choice: int) -> _AxisEffect:
         dims = own.results[result]
         if dims is None:
-            return _WHOLE_WAY
-        return _way(own, dims, choice, partial_kind(own, choice, result), len(own.operands) + result in own.routed)
+            return _NO_EFFECT
+        return _axis_effect(
+            own, dims, choice, partial_kind(own, choice, result), len(own.operands) + result in own.routed
+        )
 
-    return _specs(rule, strategies, mesh, lambda own: own.results[result] or (), way)
+    return _specs(rule, strategies, mesh, lambda own: own.results[result] or (), effect)
 
 
-class _Way(NamedTuple):
+class _AxisEffect(NamedTuple):
     """What a choice does with one tensor on its axis.
 
     Attributes:
@@ -228,12 +230,12 @@ class _Way(NamedTuple):
     routed: tuple[int | None, str] | None = None
 
 
-_WHOLE_WAY = _Way()
+_NO_EFFECT = _AxisEffect()
 
 
-def _way(rule: Rule, dims: Dims, choice: int, partial: str | None, routed: bool) -> _Way:
+def _axis_effect(rule: Rule, dims: Dims, choice: int, partial: str | None, routed: bool) -> _AxisEffect:
     if choice < 0:
-        return _Way(partial=partial)
+        return _AxisEffect(partial=partial)
     split = tuple(
         (dim, place)
         for dim, factors in enumerate(dims)
@@ -241,7 +243,7 @@ def _way(rule: Rule, dims: Dims, choice: int, partial: str | None, routed: bool)
         if splits(rule, choice, factor)
     )
     by_data = rule.factors[choice].routed if routed else ""
-    return _Way(split, partial, (next((dim for dim, _ in split), None), by_data) if by_data else None)
+    return _AxisEffect(split, partial, (next((dim for dim, _ in split), None), by_data) if by_data else None)
 
 
 _Sizes = tuple[tuple[int, ...], ...]
@@ -253,36 +255,36 @@ def _specs(
     strategies: Iterable[Choices],
     mesh: MeshShape,
     dims_of: Callable[[Rule], Dims],
-    way: Callable[[Rule, int], _Way],
+    way: Callable[[Rule, int], _AxisEffect],
 ) -> list[Spec]:
     """A spec per strategy, from what each of its choices does. Few differ, among all operators: each is made once.
 
     A dynamic size equals a number, which is not all that it is: nothing is remembered of it.
     """
-    numbers: dict[_Way, int] = {}  # of what a choice does
-    implementations: dict[int, _Implementation] = {}
+    numbers: dict[_AxisEffect, int] = {}  # of what a choice does
+    implementations: dict[int, _SpecCache] = {}
     specs = []
     for choices in strategies:
-        own, chosen = resolved(rule, choices) if rule.variants else (rule, choices)
+        own, chosen = resolve_variant(rule, choices) if rule.variants else (rule, choices)
         one = implementations.get(id(own))
         if one is None:
             sizes = tuple(tuple(own.factors[factor].size for factor in dim) for dim in dims_of(own))
             dynamic = any(is_dynamic(size) for dim in sizes for size in dim)
-            one = implementations[id(own)] = _Implementation(sizes, _spec if dynamic else _spec_once)
+            one = implementations[id(own)] = _SpecCache(sizes, _spec if dynamic else _cached_spec)
         for choice in chosen:
-            if choice not in one.known:
-                one.known[choice] = numbers.setdefault(way(own, choice), len(numbers))
-        key = tuple(map(one.known.__getitem__, chosen))
-        spec = one.made.get(key)
+            if choice not in one.effect_numbers:
+                one.effect_numbers[choice] = numbers.setdefault(way(own, choice), len(numbers))
+        key = tuple(map(one.effect_numbers.__getitem__, chosen))
+        spec = one.specs.get(key)
         if spec is None:
             ways = list(numbers)
-            spec = one.made[key] = one.make(one.sizes, tuple(ways[number] for number in key), mesh)
+            spec = one.specs[key] = one.make(one.sizes, tuple(ways[number] for number in key), mesh)
         specs.append(spec)
     return specs
 
 
 @dataclass(frozen=True, slots=True)
-class _Implementation:
+class _SpecCache:
     """Of one implementation, what is worked out of one tensor.
 
     Attributes:
@@ -294,11 +296,11 @@ class _Implementation:
 
     sizes: _Sizes
     make: Callable[..., Spec]
-    known: dict[int, int] = field(default_factory=dict)
-    made: dict[tuple[int, ...], Spec] = field(default_factory=dict)
+    effect_numbers: dict[int, int] = field(default_factory=dict)
+    specs: dict[tuple[int, ...], Spec] = field(default_factory=dict)
 
 
-def _spec(sizes: _Sizes, ways: tuple[_Way, ...], mesh: MeshShape) -> Spec:
+def _spec(sizes: _Sizes, ways: tuple[_AxisEffect, ...], mesh: MeshShape) -> Spec:
     """Placements of a tensor whose dims are products of factors.
 
     Within a factor, axes split in mesh order, the first axis outermost. An axis' split factor is the product of what
@@ -323,7 +325,7 @@ def _spec(sizes: _Sizes, ways: tuple[_Way, ...], mesh: MeshShape) -> Spec:
     return canonical([math.prod(dim) for dim in sizes], spec, mesh) if spec.has_blocks else spec
 
 
-_spec_once = lru_cache(maxsize=1 << 16)(_spec)
+_cached_spec = lru_cache(maxsize=1 << 16)(_spec)
 
 
 def local_shape(rule: Rule, dims: Dims, choices: Choices, mesh: MeshShape, whole: tuple[int, ...]) -> tuple[int, ...]:
@@ -334,15 +336,15 @@ def local_shape(rule: Rule, dims: Dims, choices: Choices, mesh: MeshShape, whole
     )
 
 
-def share(rule: Rule, choices: Choices, mesh: MeshShape) -> float:
+def work_split(rule: Rule, choices: Choices, mesh: MeshShape) -> float:
     """Into how many parts of the size of a rank's the strategy splits the operator's work; padding is work."""
-    split = dict.fromkeys(_worked_on(rule, choice) for choice in choices if choice >= 0)
+    split = dict.fromkeys(_work_factor(rule, choice) for choice in choices if choice >= 0)
     return math.prod(
         int(rule.factors[factor].size) / max(int(local_size(rule, choices, mesh, factor)), 1) for factor in split
     )
 
 
-def _worked_on(rule: Rule, choice: int) -> int:
+def _work_factor(rule: Rule, choice: int) -> int:
     """The factor whose split shares the work: of routed rows the rows, whichever way they are split."""
     if rule.factors[choice].routed:
         return next((index for index, factor in enumerate(rule.factors) if factor.routed == "source"), choice)

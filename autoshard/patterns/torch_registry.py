@@ -14,11 +14,11 @@ from autoshard.patterns._torch import (
     OpStrategy,
     TupleStrategy,
     dtensor_meta,
-    mesh_placer,
-    on_one_device,
+    mesh_strategy_function,
+    one_device_strategy,
     outside_modes,
     schema_of,
-    single_axis_placer,
+    single_axis_strategy_function,
 )
 from autoshard.patterns.rule import OpCall, TensorMeta
 
@@ -40,7 +40,7 @@ class TorchStrategy:
 
 def is_registered(op: OpOverload) -> bool:
     """Whether torch has strategies for an operator: its own, or some that `register_sharding` added."""
-    return single_axis_placer(op) is not None or mesh_placer(op) is not None
+    return single_axis_strategy_function(op) is not None or mesh_strategy_function(op) is not None
 
 
 def torch_strategies(call: OpCall) -> tuple[TorchStrategy, ...]:
@@ -53,13 +53,19 @@ def torch_strategies(call: OpCall) -> tuple[TorchStrategy, ...]:
         Exception: whatever the registered function raises on a call that it does not expect.
     """
     with outside_modes():
-        found = _by_axis(call) if single_axis_placer(call.op) else _by_mesh(call) if mesh_placer(call.op) else ()
+        found = (
+            _single_axis_strategies(call)
+            if single_axis_strategy_function(call.op)
+            else _mesh_strategies(call)
+            if mesh_strategy_function(call.op)
+            else ()
+        )
         return tuple(dict.fromkeys(found))
 
 
-def _by_axis(call: OpCall) -> Iterator[TorchStrategy]:
+def _single_axis_strategies(call: OpCall) -> Iterator[TorchStrategy]:
     """From a function that speaks of one axis: results first, then operands, shards of any kind as placeholders."""
-    placer = single_axis_placer(call.op)
+    placer = single_axis_strategy_function(call.op)
     assert placer is not None
     args, kwargs = _arguments(call, lambda meta: dtensor_meta(meta.shape, meta.dtype), tuple)
     for row in placer(call.op, args, kwargs):
@@ -69,27 +75,27 @@ def _by_axis(call: OpCall) -> Iterator[TorchStrategy]:
         yield _strategy(call, places[:results], places[results:], strided)
 
 
-def _by_mesh(call: OpCall) -> Iterator[TorchStrategy]:
+def _mesh_strategies(call: OpCall) -> Iterator[TorchStrategy]:
     """From a function that speaks of a whole mesh, asked about every placement of every operand."""
-    placer = mesh_placer(call.op)
+    placer = mesh_strategy_function(call.op)
     assert placer is not None
-    answer = placer(schema_of(call.op, *_arguments(call, _anyhow, TupleStrategy)))
+    answer = placer(schema_of(call.op, *_arguments(call, _any_placement, TupleStrategy)))
     for spec in answer.strategies if isinstance(answer, OpStrategy) else ():
         made = spec.output_specs
         outs = [made] * len(call.op._schema.returns) if made is None or isinstance(made, DTensorSpec) else list(made)
         ins = outs[:1] * len(call.operands) if spec.input_specs is None else spec.input_specs
-        yield _strategy(call, _places(outs), _places(ins), False)
+        yield _strategy(call, _axis_placements(outs), _axis_placements(ins), False)
 
 
-def _places(specs: Sequence[DTensorSpec | None]) -> list[Placement | None]:
+def _axis_placements(specs: Sequence[DTensorSpec | None]) -> list[Placement | None]:
     """The placements on the one axis."""
     return [None if spec is None else spec.placements[0] for spec in specs]
 
 
-def _anyhow(meta: TensorMeta) -> OpStrategy:
+def _any_placement(meta: TensorMeta) -> OpStrategy:
     """An operand that may be replicated, sharded in any dim, or a partial sum."""
     placements = [Replicate(), *(Shard(dim) for dim in range(len(meta.shape))), Partial()]
-    return on_one_device(dtensor_meta(meta.shape, meta.dtype), placements)
+    return one_device_strategy(dtensor_meta(meta.shape, meta.dtype), placements)
 
 
 def _arguments(
@@ -97,15 +103,15 @@ def _arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with tensors, and lists that hold tensors, replaced."""
 
-    def replaced(value: Any) -> Any:
+    def replace(value: Any) -> Any:
         if isinstance(value, TensorMeta):
             return operand(value)
         if not isinstance(value, tuple):
             return value
-        items = [replaced(item) for item in value]
+        items = [replace(item) for item in value]
         return operands(items) if any(isinstance(item, TensorMeta) for item in value) else items
 
-    return tuple(map(replaced, call.args)), {name: replaced(value) for name, value in call.kwargs}
+    return tuple(map(replace, call.args)), {name: replace(value) for name, value in call.kwargs}
 
 
 def _strategy(

@@ -44,13 +44,13 @@ def variant_for(rule: Rule, choices: Choices) -> tuple[Rule, Choices] | None:
         return rule, choices
     factors, linear = offered_factors(rule), offered_linear(rule)
     for variant in (rule, *rule.variants):
-        own = tuple(_own_choice(variant, choice, factors, linear) for choice in choices)
+        own = tuple(_choice_in_variant(variant, choice, factors, linear) for choice in choices)
         if None not in own:
             return variant, tuple(choice for choice in own if choice is not None)
     return None
 
 
-def _own_choice(
+def _choice_in_variant(
     variant: Rule, choice: int, factors: tuple[Factor, ...], linear: tuple[frozenset[int], ...]
 ) -> int | None:
     """A choice among all that is offered, as the variant counts it; None for what it does not know."""
@@ -65,7 +65,7 @@ def _own_choice(
     )
 
 
-def resolved(rule: Rule, choices: Choices) -> tuple[Rule, Choices]:
+def resolve_variant(rule: Rule, choices: Choices) -> tuple[Rule, Choices]:
     """The implementation that the choices stand for, and the choices as indices of its own factors.
 
     A rule without variants is its own only one. The choices must go together, as `strategy.fits` says.

@@ -12,7 +12,7 @@ __all__ = ["order"]
 
 
 @dataclass
-class _Stage:
+class _ScheduleStage:
     """What torch's schedules ask of a stage to put actions in order; nothing runs, and no process group is needed."""
 
     group_size: int
@@ -42,5 +42,5 @@ def order(name: str, ranks: int, virtual: int, microbatches: int) -> list[list[s
         For every rank its actions as torch writes them, such as `"2F0"`; idle places are left out.
     """
     schedule_class: Any = type(name, (_WithoutMessages, get_schedule_class(name)), {})
-    made = schedule_class([_Stage(ranks, ranks * virtual) for _ in range(virtual)], microbatches)
+    made = schedule_class([_ScheduleStage(ranks, ranks * virtual) for _ in range(virtual)], microbatches)
     return [[str(action) for action in made.pipeline_order[rank] if action is not None] for rank in range(ranks)]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from autoshard.errors import PipelineError
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does; the values are torch's."""
 
     FORWARD = "F"
@@ -42,7 +42,7 @@ class Action(NamedTuple):
     """
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int | None = None
     parts: tuple[Action, ...] = ()
 
@@ -51,15 +51,15 @@ class Action(NamedTuple):
         """The action that a text stands for; the other way round is `str`."""
         if text.startswith("("):
             inner, kind = text[1:].split(")")
-            return Action(-1, Kind(kind), None, tuple(Action.parse(part) for part in inner.split(";")))
+            return Action(-1, ActionKind(kind), None, tuple(Action.parse(part) for part in inner.split(";")))
         match = _ACTION.fullmatch(text)
         if match is None:
             raise PipelineError(
-                f"{text!r} is no action of a schedule: write a stage, what is done ({', '.join(Kind)}) and a "
+                f"{text!r} is no action of a schedule: write a stage, what is done ({', '.join(ActionKind)}) and a "
                 f"microbatch, such as 2F0."
             )
         stage, kind, microbatch = match.groups()
-        return Action(int(stage), Kind(kind), int(microbatch) if microbatch else None)
+        return Action(int(stage), ActionKind(kind), int(microbatch) if microbatch else None)
 
     def __str__(self) -> str:
         if self.parts:
@@ -72,7 +72,7 @@ class Action(NamedTuple):
         return self.parts or (self,)
 
 
-_ACTION = re.compile(rf"(\d+)({'|'.join(kind for kind in Kind if kind != Kind.TOGETHER)})(\d*)")
+_ACTION = re.compile(rf"(\d+)({'|'.join(kind for kind in ActionKind if kind != ActionKind.TOGETHER)})(\d*)")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether some backward is run in two halves, the one for inputs first."""
-        return any(action.kind == Kind.WEIGHT_BACKWARD for _, action in self._computations())
+        return any(action.kind == ActionKind.WEIGHT_BACKWARD for _, action in self._computations())
 
     def to_csv(self) -> str:
         """The orders as the text of a file that torch's runtime loads: a line per rank."""
@@ -164,11 +164,11 @@ def to_csv(rows: Sequence[Sequence[Action]]) -> str:
     return text.getvalue()
 
 
-def _check_once(name: str, done: Counter[tuple[int, Kind, int | None]], stage: int, microbatch: int) -> int:
+def _check_once(name: str, done: Counter[tuple[int, ActionKind, int | None]], stage: int, microbatch: int) -> int:
     """Refuse a microbatch that does not pass a stage once each way; the number of its actions there."""
     forward, whole, for_inputs, for_weights = (
         done[stage, kind, microbatch]
-        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD, ActionKind.WEIGHT_BACKWARD)
     )
     if forward != 1 or (whole, for_inputs, for_weights) not in ((1, 0, 0), (0, 1, 1)):
         raise PipelineError(

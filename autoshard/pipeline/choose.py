@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from autoshard.errors import BudgetError, PipelineError
 from autoshard.names import suggestion
 from autoshard.pipeline.actions import Schedule
-from autoshard.pipeline.candidates import Candidate, CostsOf, Search
 from autoshard.pipeline.list_schedule import NAME as CUSTOM
+from autoshard.pipeline.schedule_search import CostsOf, ScheduleCandidate, ScheduleSearch
 from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.simulation import Simulation
 
@@ -20,7 +20,7 @@ _MICROBATCHES_PER_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ScheduleChoice:
     """What `choose` decided.
 
     Attributes:
@@ -29,7 +29,7 @@ class Chosen:
     """
 
     simulation: Simulation
-    table: tuple[Candidate, ...]
+    table: tuple[ScheduleCandidate, ...]
 
     @property
     def schedule(self) -> Schedule:
@@ -57,7 +57,7 @@ def choose(
     microbatches: str | int = "auto",
     virtual: str | int = "auto",
     contention: float = 0.0,
-) -> Chosen:
+) -> ScheduleChoice:
     """The fastest schedule that fits, by simulation.
 
     Candidates that can't be faster than the best one found, by a lower bound (what the busiest rank computes, when it
@@ -82,18 +82,18 @@ def choose(
         PipelineError: a name or a number is none that there can be, or no schedule is made for such sizes.
         BudgetError: nothing fits; the message names what needs least.
     """
-    search = Search(costs_of, ranks, _rooms(memory, ranks), contention)
+    search = ScheduleSearch(costs_of, ranks, _memory_limits(memory, ranks), contention)
     sizes = [(m, v) for m in microbatches_to_try(microbatches, batch, ranks) for v in virtual_to_try(virtual)]
     for name in names_to_try(schedules):
         for m, v in sizes:
             search.add(name, m, v)
     search.run()
     if search.best is None:
-        raise search.nothing()
-    return Chosen(search.best, search.table())
+        raise search.no_schedule_error()
+    return ScheduleChoice(search.best, search.table())
 
 
-def _rooms(memory: int | Sequence[int], ranks: int) -> tuple[int, ...]:
+def _memory_limits(memory: int | Sequence[int], ranks: int) -> tuple[int, ...]:
     rooms = (memory,) * ranks if isinstance(memory, int) else tuple(memory)
     if ranks < 1 or len(rooms) != ranks:
         raise PipelineError(

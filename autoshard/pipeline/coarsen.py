@@ -36,7 +36,7 @@ def coarsen(graph: StageGraph, grain: float) -> StageGraph:
     """
     merging = _Merging(graph, grain)
     merging.run()
-    return graph.merged([merging.group_of(node) for node in range(len(graph.nodes))])
+    return graph.merge_groups([merging.group_of(node) for node in range(len(graph.nodes))])
 
 
 class _Merging:
@@ -108,14 +108,14 @@ class _Merging:
     def _merges(self, group: int) -> list[tuple[int, int]]:
         """What may as well be together near a group: pairs of one that moves and one that it moves to."""
         reader, producer = self._reader(group), self._producer(group)
-        if reader is not None and self._fits([group], reader) and self._goes_later([group], [], reader):
+        if reader is not None and self._fits([group], reader) and self._can_move_later([group], [], reader):
             return [(group, reader)]
-        if producer is not None and self._fits([group], producer) and self._goes_earlier(group):
+        if producer is not None and self._fits([group], producer) and self._can_move_earlier(group):
             return [(group, producer)]
         branches, join = self._branches(group)
         if not branches or not self._fits(branches, join):
             return []
-        if all(self._goes_later(part, branches, join) for part in self._parts(branches)):
+        if all(self._can_move_later(part, branches, join) for part in self._closed_subsets(branches)):
             return [(branch, join) for branch in branches]
         return []
 
@@ -129,14 +129,14 @@ class _Merging:
         while len(front) > 1:
             first = next(one for one in front if not any(self.own[one] & self.below[other] for other in front - {one}))
             found.append(first)
-            if len(found) > _BRANCHES or not self.made[first] or self._returned(first):
+            if len(found) > _BRANCHES or not self.made[first] or self._is_returned(first):
                 return [], group
             front = front - {first} | self._readers([first])
-        if not front or self._returned(group):
+        if not front or self._is_returned(group):
             return [], group
         return found, next(iter(front))
 
-    def _parts(self, branches: list[int]) -> Iterator[list[int]]:
+    def _closed_subsets(self, branches: list[int]) -> Iterator[list[int]]:
         """Every part of the branches that an assignment can leave behind: nothing in it depends on what is not."""
         closed: list[list[int]] = [[]]
         for branch in branches:  # in topological order
@@ -147,13 +147,13 @@ class _Merging:
     def _readers(self, groups: Iterable[int]) -> set[int]:
         return set().union(*(self.users[value] for group in groups for value in self.made[group]))
 
-    def _returned(self, group: int) -> bool:
+    def _is_returned(self, group: int) -> bool:
         return any(self.graph.values[value].output for value in self.made[group])
 
     def _reader(self, group: int) -> int | None:
         """The only group that reads this one, if the model returns none of its values."""
         readers = self._readers([group])
-        return next(iter(readers)) if len(readers) == 1 and not self._returned(group) else None
+        return next(iter(readers)) if len(readers) == 1 and not self._is_returned(group) else None
 
     def _producer(self, group: int) -> int | None:
         """The only group that this one reads, if nothing else reads the same values of it."""
@@ -161,21 +161,21 @@ class _Merging:
         alone = all(self.users[value] == {group} and not self.graph.values[value].output for value in self.read[group])
         return next(iter(producers)) if len(producers) == 1 and alone else None
 
-    def _goes_later(self, part: list[int], branches: list[int], reader: int) -> bool:
+    def _can_move_later(self, part: list[int], branches: list[int], reader: int) -> bool:
         """Whether no more crosses a boundary between a part of branches and the rest if that part is behind it too."""
         inside, behind = set(part), set(branches) - set(part)
         read = set().union(*(self.read[group] for group in part))
         own = set().union(*(self.made[group] for group in part))
-        carried = (value for value in read - own if not self._crosses_anyhow(value, inside, behind, reader))
+        carried = (value for value in read - own if not self._crosses_regardless(value, inside, behind, reader))
         return self._traffic(carried) <= self._traffic(value for value in own if self.users[value] - inside)
 
-    def _crosses_anyhow(self, value: int, part: set[int], behind: set[int], reader: int) -> bool:
+    def _crosses_regardless(self, value: int, part: set[int], behind: set[int], reader: int) -> bool:
         """Whether the value goes at least as far for the sake of others: what is behind, or depends on the reader."""
         others = self.users[value] - part
         returned = self.graph.values[value].output
         return returned or any(other in behind or self.own[other] & self.below[reader] for other in others)
 
-    def _goes_earlier(self, group: int) -> bool:
+    def _can_move_earlier(self, group: int) -> bool:
         """Whether no more crosses a boundary between a group and its only producer if the group is before it too."""
         recomputed = any(self.graph.values[value].recompute_seconds is not None for value in self.read[group])
         return not recomputed and self._traffic(self.made[group]) <= self._traffic(self.read[group])

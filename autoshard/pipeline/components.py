@@ -16,7 +16,7 @@ def components(nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
         after[source].append(user)
         before[user].append(source)
     component = [-1] * nodes
-    for start in reversed(_finished(after)):
+    for start in reversed(_postorder(after)):
         if component[start] >= 0:
             continue
         component[start], stack = start, [start]
@@ -28,7 +28,7 @@ def components(nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
     return component
 
 
-def _finished(after: Sequence[Sequence[int]]) -> list[int]:
+def _postorder(after: Sequence[Sequence[int]]) -> list[int]:
     """The nodes in the order in which a depth-first search leaves them."""
     seen = [False] * len(after)
     finished = []

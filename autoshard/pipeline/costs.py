@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.actions import Kind
+from autoshard.pipeline.actions import ActionKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,21 +60,21 @@ class StageCosts:
         """Seconds of a whole backward."""
         return self.input_backward_seconds + self.weight_backward_seconds
 
-    def seconds(self, kind: Kind) -> float:
+    def seconds(self, kind: ActionKind) -> float:
         """Seconds of a computation of this kind."""
-        if kind == Kind.FORWARD:
+        if kind == ActionKind.FORWARD:
             return self.forward_seconds
-        if kind == Kind.INPUT_BACKWARD:
+        if kind == ActionKind.INPUT_BACKWARD:
             return self.input_backward_seconds
-        return self.weight_backward_seconds if kind == Kind.WEIGHT_BACKWARD else self.backward_seconds
+        return self.weight_backward_seconds if kind == ActionKind.WEIGHT_BACKWARD else self.backward_seconds
 
-    def kept(self, kind: Kind) -> int:
+    def memory_change(self, kind: ActionKind) -> int:
         """Bytes that are kept more, or less, once a computation of this kind is through."""
-        if kind == Kind.FORWARD:
+        if kind == ActionKind.FORWARD:
             return self.saved_bytes
-        if kind == Kind.INPUT_BACKWARD:
+        if kind == ActionKind.INPUT_BACKWARD:
             return self.weight_saved_bytes - self.saved_bytes
-        return -self.weight_saved_bytes if kind == Kind.WEIGHT_BACKWARD else -self.saved_bytes
+        return -self.weight_saved_bytes if kind == ActionKind.WEIGHT_BACKWARD else -self.saved_bytes
 
 
 def rest_bytes(placement: Sequence[int], microbatches: int, costs: Sequence[StageCosts]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoshard.errors import PlanError
-from autoshard.pipeline.exported import ExportedModule, is_part
+from autoshard.pipeline.forward_export import ExportedModule, is_part
 
 Recompute = Mapping[str, Collection[int]]
 
@@ -119,7 +119,7 @@ def _check_across(placed: Mapping[fx.Node, int], received: Sequence[Sequence[fx.
                 )
 
 
-def computed_again(
+def recomputed_nodes(
     exported: ExportedModule,
     placed: Mapping[fx.Node, int],
     stage: int,
@@ -143,7 +143,7 @@ def computed_again(
     wanted_for = {node: node for node in has if node in placed and node not in given}
     waiting = list(wanted_for)
     for node in waiting:  # grows while it is walked
-        _check_again(exported, node, wanted_for[node], stage)
+        _check_recomputable(exported, node, wanted_for[node], stage)
         for source in node.all_input_nodes:
             if source in placed and source not in given and source not in wanted_for:
                 wanted_for[source] = wanted_for[node]
@@ -151,7 +151,7 @@ def computed_again(
     return set(waiting)
 
 
-def _check_again(exported: ExportedModule, node: fx.Node, wanted: fx.Node, stage: int) -> None:
+def _check_recomputable(exported: ExportedModule, node: fx.Node, wanted: fx.Node, stage: int) -> None:
     """Refuse to run `node` again for the sake of `wanted`, if that would not give the same numbers there."""
     fault = None
     if node.name in exported.random:

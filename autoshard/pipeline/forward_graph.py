@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from autoshard.capture.layers import elements
+from autoshard.capture.layers import group_by_list_element
 from autoshard.cluster.cost import CostModel
-from autoshard.pipeline.exported import ExportedModule
+from autoshard.pipeline.forward_export import ExportedModule
 from autoshard.pipeline.recomputable import recompute_seconds
 from autoshard.simulate.dry_run import CallCost, DryRun
 from autoshard.simulate.kernels import tensors
@@ -30,7 +30,7 @@ class TensorAtRest:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class GraphCall:
     """One operator of the graph; see `StageNode` and `StageValue`. Users are calls, by position."""
 
     name: str
@@ -50,12 +50,12 @@ class Call:
 class ForwardGraph:
     """The calls of a graph in its order, the tensors that it keeps, and pairs of calls that cannot be parted."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[GraphCall, ...]
     at_rest: tuple[TensorAtRest, ...]
     together: tuple[tuple[int, int], ...]
 
 
-def read(exported: ExportedModule, cost: CostModel) -> ForwardGraph:
+def read_forward_graph(exported: ExportedModule, cost: CostModel) -> ForwardGraph:
     """Read an exported module; tied parameters share a placeholder there."""
     return _Reader(exported, cost).read()
 
@@ -82,9 +82,9 @@ class _Reader:
         for node in self.graph.nodes:
             self.memory[node] = node, 0
             if node in self.position:
-                self._run(node, run)
-        saved = self._saved()
-        again = recompute_seconds(self.nodes, self._forward_seconds(), self._fixed())
+                self._price_node(node, run)
+        saved = self._saved_bytes()
+        again = recompute_seconds(self.nodes, self._forward_seconds(), self._fixed_nodes())
         layers = self._layers()
         calls = []
         for node in self.nodes:
@@ -93,7 +93,7 @@ class _Reader:
             readers = [user for user in node.users if user in self.position]
             differentiated = sum(self.needs[user] for user in readers) if self.needs[node] else 0
             calls.append(
-                Call(
+                GraphCall(
                     name=node.name,
                     forward_seconds=call.forward_seconds,
                     backward_seconds=call.backward_seconds + self._additions(value, differentiated - 1),
@@ -107,24 +107,24 @@ class _Reader:
                     layer=layers.get(node, ""),
                 )
             )
-        return ForwardGraph(tuple(calls), self._at_rest(), tuple(self._together()))
+        return ForwardGraph(tuple(calls), self._at_rest(), tuple(self._inseparable_pairs()))
 
     def _layers(self) -> dict[fx.Node, str]:
         """The layer that a node belongs to, where it belongs to one."""
         stacks = {node: node.meta.get("nn_module_stack") or {"": ("",)} for node in self.nodes}
-        found = elements({node: next(reversed(stack.values()))[0] for node, stack in stacks.items()})
+        found = group_by_list_element({node: next(reversed(stack.values()))[0] for node, stack in stacks.items()})
         return {node: name for name, nodes in found.items() for node in nodes}
 
     def _forward_seconds(self) -> dict[fx.Node, float]:
         return {node: cost.forward_seconds for node, cost in self.costs.items()}
 
-    def _fixed(self) -> set[fx.Node]:
+    def _fixed_nodes(self) -> set[fx.Node]:
         """What can't be had on another stage: parameters, what has a gradient, and what is changed in place."""
         differentiated = {node for node, needs in self.needs.items() if needs}
         changed = {name for group in self.exported.together for name in group}
         return self.parameters | differentiated | {node for node in self.nodes if node.name in changed}
 
-    def _together(self) -> Iterator[tuple[int, int]]:
+    def _inseparable_pairs(self) -> Iterator[tuple[int, int]]:
         """Pairs of positions that one stage must have, the earlier first.
 
         A result that is no tensor goes with its readers. What nothing reads goes with the call that it watches, or, if
@@ -144,9 +144,9 @@ class _Reader:
         for group in self.exported.together:
             yield from pairwise(sorted(places[name] for name in group))
 
-    def _run(self, node: fx.Node, run: DryRun) -> None:
+    def _price_node(self, node: fx.Node, run: DryRun) -> None:
         operands = node.all_input_nodes
-        self.costs[node] = call = run.call(node, [self.needs.get(source, False) for source in operands])
+        self.costs[node] = call = run.call_cost(node, [self.needs.get(source, False) for source in operands])
         if node.target is operator.getitem and isinstance(node.args[1], int):
             source, index = operands[0], _result(operands[0], node.args[1])
             made = self.costs.get(source, CallCost())
@@ -158,7 +158,7 @@ class _Reader:
         if call.aliases and call.aliases[0] is not None:
             self.memory[node] = self.memory[operands[call.aliases[0]]]
 
-    def _saved(self) -> dict[fx.Node, int]:
+    def _saved_bytes(self) -> dict[fx.Node, int]:
         """Bytes that backward reads of what every node makes."""
         found = set()
         for node, call in self.costs.items():

@@ -6,14 +6,14 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
-from autoshard.pipeline.actions import Action, Kind, Schedule
-from autoshard.pipeline.bounds import least_bytes
+from autoshard.pipeline.actions import Action, ActionKind, Schedule
 from autoshard.pipeline.costs import StageCosts, rest_bytes
+from autoshard.pipeline.schedule_bounds import least_bytes
 
 NAME = "custom"
 """What these schedules are called."""
 
-_F, _I, _W = Kind.FORWARD, Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD
+_F, _I, _W = ActionKind.FORWARD, ActionKind.INPUT_BACKWARD, ActionKind.WEIGHT_BACKWARD
 
 _PRIORITIES = (
     ((_I, -1), (_F, -1), (_W, 1)),  # what frees memory, then the forward that is furthest on
@@ -50,7 +50,7 @@ def list_schedules(
         for limit in (lambda rank: ranks - rank, lambda rank: 2 * (ranks - rank) - 1, lambda rank: microbatches)
     }
     found = [
-        _Lister(costs, placement, microbatches, limit, priority).run()
+        _ListScheduler(costs, placement, microbatches, limit, priority).run()
         for limit, priority in itertools.product(sorted(limits), _PRIORITIES)
     ]
     seen: set[tuple[tuple[Action, ...], ...]] = set()
@@ -60,7 +60,9 @@ def list_schedules(
             yield Schedule(NAME, microbatches, orders)
 
 
-def room_for_one(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
+def bytes_for_one_microbatch(
+    costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int
+) -> tuple[int, ...]:
     """Bytes of every rank with which there is an order: one microbatch at a time is under way there.
 
     Args:
@@ -68,12 +70,14 @@ def room_for_one(costs: Sequence[StageCosts], placement: Sequence[int], microbat
         placement: the rank of every stage.
         microbatches: of one step.
     """
-    rest, each = _room(costs, placement, microbatches)
+    rest, each = _memory_needs(costs, placement, microbatches)
     least = least_bytes(costs, placement, microbatches)  # the optimizer's update may need more
     return tuple(max(held + one, enough) for held, one, enough in zip(rest, each, least, strict=True))
 
 
-def _room(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[list[int], list[int]]:
+def _memory_needs(
+    costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int
+) -> tuple[list[int], list[int]]:
     """For every rank the bytes that it needs whatever is under way, and those of one microbatch."""
     rest = list(rest_bytes(placement, microbatches, costs))
     each, working = [0] * len(rest), [0] * len(rest)
@@ -87,7 +91,7 @@ def _most_in_flight(
     costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int, memory: Sequence[int]
 ) -> list[int]:
     """How many microbatches every rank can have under way, from its first forward of each to its last backward."""
-    rest, each = _room(costs, placement, microbatches)
+    rest, each = _memory_needs(costs, placement, microbatches)
     most = []
     for room, held, one in zip(memory, rest, each, strict=True):
         possible = min(microbatches, (room - held) // one) if one else microbatches
@@ -95,7 +99,7 @@ def _most_in_flight(
     return most
 
 
-class _Stage:
+class _StageProgress:
     """How far a stage is.
 
     Microbatches come in their order, so that a list says since when each can be run forward, and each backward; the
@@ -106,15 +110,15 @@ class _Stage:
 
     def __init__(self) -> None:
         self.next = {_F: 0, _I: 0, _W: 0}
-        self.arrived: dict[Kind, list[float]] = {_F: [], _I: [], _W: []}
+        self.arrived: dict[ActionKind, list[float]] = {_F: [], _I: [], _W: []}
 
-    def ready(self, kind: Kind, now: float) -> bool:
+    def ready(self, kind: ActionKind, now: float) -> bool:
         """Whether the next microbatch of a kind is there."""
         arrived, index = self.arrived[kind], self.next[kind]
         return index < len(arrived) and arrived[index] <= now
 
 
-class _Lister:
+class _ListScheduler:
     """One run: events are moments at which a rank may have something to run.
 
     A microbatch counts as under way on a rank from its first forward there to its last backward. Microbatches start in
@@ -127,16 +131,18 @@ class _Lister:
         placement: Sequence[int],
         microbatches: int,
         limit: Sequence[int],
-        priority: tuple[tuple[Kind, int], ...],
+        priority: tuple[tuple[ActionKind, int], ...],
     ) -> None:
         self.costs = costs
         self.placement = placement
         self.limit = limit
         self.microbatches = microbatches
-        self.stages = [_Stage() for _ in placement]
+        self.stages = [_StageProgress() for _ in placement]
         self.stages[0].arrived[_F] = [0.0] * microbatches
-        self.held = held = [[stage for stage, at in enumerate(placement) if at == rank] for rank in range(len(limit))]
-        self.wanted = [[(kind, stage) for kind, step in priority for stage in mine[::step]] for mine in held]
+        self.stages_of = held = [
+            [stage for stage, at in enumerate(placement) if at == rank] for rank in range(len(limit))
+        ]
+        self.priorities = [[(kind, stage) for kind, step in priority for stage in mine[::step]] for mine in held]
         self.free = [0.0] * len(limit)
         self.orders: list[list[Action]] = [[] for _ in limit]
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(limit))]
@@ -146,37 +152,37 @@ class _Lister:
         while self.events:
             now, rank = heapq.heappop(self.events)
             if self.free[rank] <= now:
-                for kind, stage in self.wanted[rank]:
+                for kind, stage in self.priorities[rank]:
                     if self.stages[stage].ready(kind, now) and (kind != _F or self._has_room(rank, stage)):
-                        self._do(now, rank, stage, kind)
+                        self._run_action(now, rank, stage, kind)
                         break
         assert sum(map(len, self.orders)) == 3 * len(self.stages) * self.microbatches, "ranks wait for one another"
         return max(self.free), tuple(map(tuple, self.orders))
 
     def _has_room(self, rank: int, stage: int) -> bool:
         """Whether a rank may run the next forward of a stage: only its first stage brings it microbatches."""
-        mine = self.held[rank]
+        mine = self.stages_of[rank]
         if stage != mine[0]:
             return True
         ended = min(self.stages[one].next[_W] for one in mine)
         return self.stages[stage].next[_F] - ended < self.limit[rank]
 
-    def _do(self, now: float, rank: int, stage: int, kind: Kind) -> None:
+    def _run_action(self, now: float, rank: int, stage: int, kind: ActionKind) -> None:
         state, cost = self.stages[stage], self.costs[stage]
         self.orders[rank].append(Action(stage, kind, state.next[kind]))
         state.next[kind] += 1
         end = self.free[rank] = now + cost.seconds(kind)
         heapq.heappush(self.events, (end, rank))
         if kind == _F and stage < len(self.stages) - 1:
-            self._arrive(stage + 1, _F, rank, end, cost.forward_send_seconds)
+            self._add_arrival(stage + 1, _F, rank, end, cost.forward_send_seconds)
         elif kind == _F:
             state.arrived[_I].append(end)
         elif kind == _I:
             state.arrived[_W].append(end)
             if stage > 0:
-                self._arrive(stage - 1, _I, rank, end, cost.backward_send_seconds)
+                self._add_arrival(stage - 1, _I, rank, end, cost.backward_send_seconds)
 
-    def _arrive(self, stage: int, kind: Kind, sender: int, sent: float, seconds: float) -> None:
+    def _add_arrival(self, stage: int, kind: ActionKind, sender: int, sent: float, seconds: float) -> None:
         to = self.placement[stage]
         moment = sent if to == sender else sent + seconds
         self.stages[stage].arrived[kind].append(moment)

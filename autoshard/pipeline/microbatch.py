@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.capture._torch import pytree
-from autoshard.capture.calls import call_layout
+from autoshard.capture.call_layout import call_layout
 from autoshard.errors import InputError
 
 BATCH = "batch"
@@ -116,11 +116,11 @@ def _samples(tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], numbe
     if batch % number:
         fitting = [str(count) for count in range(1, batch + 1) if batch % count == 0]
         raise InputError(
-            f"a batch of {batch} samples cannot be split into {number} equal microbatches: use {_either(fitting)}, or "
-            "another batch size."
+            f"a batch of {batch} samples cannot be split into {number} equal microbatches: use "
+            f"{_join_with_or(fitting)}, or another batch size."
         )
     return batch // number
 
 
-def _either(options: Sequence[str]) -> str:
+def _join_with_or(options: Sequence[str]) -> str:
     return " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)

@@ -15,11 +15,13 @@ from autoshard.pipeline.stage_problem import StageDevice
 
 Together = Literal["auto", "model", "stage"]
 
-Placed = tuple[tuple[tuple[int, ...], ...], ...]
+StageRanks = tuple[tuple[tuple[int, ...], ...], ...]
 """For every stage, for every replica of it, its ranks."""
 
 
-def place_stages(cluster: Cluster, devices: int, requested: Sequence[int], *, together: Together = "auto") -> Placed:
+def place_stages(
+    cluster: Cluster, devices: int, requested: Sequence[int], *, together: Together = "auto"
+) -> StageRanks:
     """Lay the stages of a pipeline over ranks, as often as there are devices for all of them.
 
     Devices with more memory go to earlier stages, which hold more microbatches at once.
@@ -56,18 +58,18 @@ def place_stages(cluster: Cluster, devices: int, requested: Sequence[int], *, to
     replicas = devices // whole
     if together == "model" or (together == "auto" and chosen.is_uniform):
         models = [range(replica * whole, (replica + 1) * whole) for replica in range(replicas)]
-        parted = [_parted(by_memory(chosen, ranks), requested) for ranks in models]
+        parted = [_split_ranks(sort_by_memory(chosen, ranks), requested) for ranks in models]
         return tuple(zip(*parted, strict=True))
-    stages = _parted(by_memory(chosen, range(devices)), [replicas * count for count in requested])
-    return tuple(_parted(ranks, [len(ranks) // replicas] * replicas) for ranks in stages)
+    stages = _split_ranks(sort_by_memory(chosen, range(devices)), [replicas * count for count in requested])
+    return tuple(_split_ranks(ranks, [len(ranks) // replicas] * replicas) for ranks in stages)
 
 
-def by_memory(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
+def sort_by_memory(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
     """Ranks from the largest memory to the smallest; equal ones as they were."""
     return tuple(sorted(ranks, key=lambda rank: -cluster.device_of(rank).memory))
 
 
-def _parted(ranks: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _split_ranks(ranks: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Consecutive parts of so many ranks."""
     starts = [sum(counts[:place]) for place in range(len(counts))]
     return tuple(tuple(ranks[start : start + count]) for start, count in zip(starts, counts, strict=True))

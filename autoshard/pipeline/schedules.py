@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from autoshard.errors import PipelineError
 from autoshard.names import suggestion
 from autoshard.pipeline import _torch
-from autoshard.pipeline.actions import Action, Kind, Schedule
+from autoshard.pipeline.actions import Action, ActionKind, Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ScheduleFamily:
     """What one schedule asks for.
 
     Attributes:
@@ -51,28 +51,28 @@ class Family:
 
 def _gpipe(rank: int, ranks: int, microbatches: int) -> Iterable[Action]:
     """All forwards, then all backwards, in the same order of microbatches."""
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
+    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
         yield from (Action(rank, kind, microbatch) for microbatch in range(microbatches))
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterable[Action]:
     """As many forwards as there are ranks from here to the last, then a backward and a forward in turn."""
     ahead = min(microbatches, ranks - rank)
-    yield from (Action(rank, Kind.FORWARD, microbatch) for microbatch in range(ahead))
+    yield from (Action(rank, ActionKind.FORWARD, microbatch) for microbatch in range(ahead))
     for microbatch in range(microbatches):
-        yield Action(rank, Kind.BACKWARD, microbatch)
+        yield Action(rank, ActionKind.BACKWARD, microbatch)
         if microbatch + ahead < microbatches:
-            yield Action(rank, Kind.FORWARD, microbatch + ahead)
+            yield Action(rank, ActionKind.FORWARD, microbatch + ahead)
 
 
-SCHEDULES: dict[str, Family] = {
-    "GPipe": Family((1, 1), ours=_gpipe),
-    "1F1B": Family((1, 1), least=lambda ranks: ranks, ours=_one_forward_one_backward),
-    "Interleaved1F1B": Family((2, None), even_rounds=True),
-    "LoopedBFS": Family((2, None)),
-    "InterleavedZeroBubble": Family((1, None), halves=True, even_rounds=True),
-    "ZBVZeroBubble": Family((2, 2), turns=True, halves=True),
-    "DualPipeV": Family((2, 2), turns=True, halves=True, least=lambda ranks: 2 * ranks),
+SCHEDULES: dict[str, ScheduleFamily] = {
+    "GPipe": ScheduleFamily((1, 1), ours=_gpipe),
+    "1F1B": ScheduleFamily((1, 1), least=lambda ranks: ranks, ours=_one_forward_one_backward),
+    "Interleaved1F1B": ScheduleFamily((2, None), even_rounds=True),
+    "LoopedBFS": ScheduleFamily((2, None)),
+    "InterleavedZeroBubble": ScheduleFamily((1, None), halves=True, even_rounds=True),
+    "ZBVZeroBubble": ScheduleFamily((2, 2), turns=True, halves=True),
+    "DualPipeV": ScheduleFamily((2, 2), turns=True, halves=True, least=lambda ranks: 2 * ranks),
 }
 """What every schedule of torch asks for, by the name of its class without "Schedule".
 

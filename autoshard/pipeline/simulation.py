@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoshard.pipeline.tasks import TaskGraph
+from autoshard.pipeline.tasks import StepTaskGraph
 from autoshard.simulate.events import COMPUTE
 from autoshard.simulate.task_events import replay_tasks
 
@@ -23,7 +23,7 @@ class Simulation:
         memory: for every rank, bytes from a moment on: pairs of seconds and bytes, in order.
     """
 
-    graph: TaskGraph
+    graph: StepTaskGraph
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     seconds: float
@@ -41,7 +41,7 @@ class Simulation:
         return tuple(max(held for _, held in moments) for moments in self.memory)
 
 
-def simulate(graph: TaskGraph, contention: float = 0.0) -> Simulation:
+def simulate(graph: StepTaskGraph, contention: float = 0.0) -> Simulation:
     """Run the tasks of a step.
 
     Args:
@@ -61,7 +61,7 @@ def simulate(graph: TaskGraph, contention: float = 0.0) -> Simulation:
 
 
 def _memory(
-    graph: TaskGraph, starts: Sequence[float], ends: Sequence[float]
+    graph: StepTaskGraph, starts: Sequence[float], ends: Sequence[float]
 ) -> tuple[tuple[tuple[float, int], ...], ...]:
     """What every rank holds from when on. Its computations run one after another, in the order of their indices."""
     moments = [[(0.0, rest)] for rest in graph.rest]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from autoshard.cluster.cost import CostModel
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.pipeline.components import components
-from autoshard.pipeline.exported import ExportedModule
-from autoshard.pipeline.forward_graph import ForwardGraph, read
+from autoshard.pipeline.forward_export import ExportedModule
+from autoshard.pipeline.forward_graph import ForwardGraph, read_forward_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +110,26 @@ class StageGraph:
             one value. A saved tensor is counted once, where it was made, however many operators read it and whatever
             views of it they read.
         """
-        return _assembled(read(exported, cost), optimizer or optimizer_memory(None, None, foreach=False))
+        return _build_stage_graph(
+            read_forward_graph(exported, cost), optimizer or optimizer_memory(None, None, foreach=False)
+        )
 
-    def together(self, pairs: Sequence[tuple[int, int]]) -> StageGraph:
+    def merge_pairs(self, pairs: Sequence[tuple[int, int]]) -> StageGraph:
         """The graph with the nodes of every pair, by position, in one node.
 
         Two that are not parted are like two edges there and back: what lies on a cycle of edges is on one stage.
         """
         edges = [(value.source, user) for value in self.values for user in value.users]
         both = [*pairs, *((later, earlier) for earlier, later in pairs)]
-        return self.merged(components(len(self.nodes), [*edges, *both]))
+        return self.merge_groups(components(len(self.nodes), [*edges, *both]))
 
-    def merged(self, group: Sequence[int]) -> StageGraph:
+    def merge_groups(self, group: Sequence[int]) -> StageGraph:
         """The graph with one node for every group of nodes.
 
         Args:
             group: number of the group of every node; the groups must not form a cycle.
         """
-        order = _ordered(group, [(value.source, user) for value in self.values for user in value.users])
+        order = _order_groups(group, [(value.source, user) for value in self.values for user in value.users])
         place = {number: position for position, number in enumerate(order)}
         members: list[list[StageNode]] = [[] for _ in order]
         for node, number in zip(self.nodes, group, strict=True):
@@ -138,10 +140,10 @@ class StageGraph:
             users = tuple(sorted({place[group[user]] for user in value.users} - {source}))
             if users or value.output:
                 values.append(replace(value, source=source, users=users))
-        return StageGraph(tuple(_joined(nodes) for nodes in members), tuple(values), self.at_rest)
+        return StageGraph(tuple(_merge_nodes(nodes) for nodes in members), tuple(values), self.at_rest)
 
 
-def _joined(nodes: Sequence[StageNode]) -> StageNode:
+def _merge_nodes(nodes: Sequence[StageNode]) -> StageNode:
     if len(nodes) == 1:
         return nodes[0]
     return StageNode(
@@ -155,7 +157,7 @@ def _joined(nodes: Sequence[StageNode]) -> StageNode:
     )
 
 
-def _ordered(group: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
+def _order_groups(group: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
     """The groups in topological order, as near to the order of the nodes as that allows."""
     first: dict[int, int] = {}
     for position, number in enumerate(group):
@@ -182,7 +184,7 @@ def _ordered(group: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int
     return order
 
 
-def _assembled(graph: ForwardGraph, optimizer: OptimizerMemory) -> StageGraph:
+def _build_stage_graph(graph: ForwardGraph, optimizer: OptimizerMemory) -> StageGraph:
     """The graph as read, with what cannot be parted in one node each."""
     at_rest = {}
     for tensor in graph.at_rest:
@@ -209,4 +211,4 @@ def _assembled(graph: ForwardGraph, optimizer: OptimizerMemory) -> StageGraph:
         for position, call in enumerate(graph.calls)
         if call.users or call.output
     )
-    return StageGraph(nodes, values, at_rest).together(graph.together)
+    return StageGraph(nodes, values, at_rest).merge_pairs(graph.together)

@@ -38,22 +38,22 @@ def cut_order(problem: StageProblem) -> Assignment | None:
         Of those that keep balance and memory the one with the smallest objective, and of these the best balanced; None
         if there is none. Exact, but for values that can be recomputed, of which each boundary takes the cheaper way.
     """
-    return _Order(problem).best("crossing")
+    return _CutTable(problem).best("crossing")
 
 
 def balance_order(problem: StageProblem) -> Assignment | None:
     """The best balanced assignment of such stretches that keeps memory, whatever the tolerance."""
-    return _Order(problem).best("balance")
+    return _CutTable(problem).best("balance")
 
 
 def memory_order(problem: StageProblem) -> Assignment:
     """The assignment of such stretches whose fullest stage exceeds its memory least, whatever the balance."""
-    found = _Order(problem).best("memory")
+    found = _CutTable(problem).best("memory")
     assert found is not None, "there are as many nodes as stages"
     return found
 
 
-class _Order:
+class _CutTable:
     """Tables over cut places: place p is before node p, and a stretch (p, q) holds the nodes p to q - 1."""
 
     def __init__(self, problem: StageProblem) -> None:
@@ -64,7 +64,7 @@ class _Order:
         self.saved = np.concatenate([[0.0], np.cumsum([node.saved_bytes for node in graph.nodes])])
         shape = (problem.stages, self.count + 1)
         self.crossing = np.zeros(shape, dtype=np.int64)  # units of seconds, by stage and the place where it starts
-        self.again = np.zeros(shape)  # seconds of recomputation, on a device of speed 1
+        self.recompute_seconds = np.zeros(shape)  # seconds of recomputation, on a device of speed 1
         self.received = np.zeros(shape)
         largest = max((problem.transfer(value, 1) for value in graph.values if problem.stages > 1), default=0.0)
         self.unit = largest / _UNITS or 1.0
@@ -78,7 +78,7 @@ class _Order:
         transfer, recompute = self.problem.transfer(value, stage), self.problem.recompute(value, stage)
         self.crossing[stage, places] += round(min(transfer, recompute) / self.unit)
         if recompute < transfer:
-            self.again[stage, places] += value.recompute_seconds or 0.0
+            self.recompute_seconds[stage, places] += value.recompute_seconds or 0.0
         else:
             self.received[stage, places] += value.bytes
 
@@ -124,7 +124,7 @@ class _Order:
         share = problem.share * problem.devices[stage].speed
         if share:
             under = np.zeros(len(work)) if problem.less else 1 - work / share
-            imbalances = np.maximum((work + self.again[stage, starts]) / share - 1, under)
+            imbalances = np.maximum((work + self.recompute_seconds[stage, starts]) / share - 1, under)
         else:
             imbalances = np.zeros(len(work))
         if goal == "crossing":

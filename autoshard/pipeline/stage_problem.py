@@ -41,7 +41,7 @@ class Assignment:
 
 
 @dataclass(slots=True)
-class Account:
+class AssignmentTotals:
     """What an assignment comes to, one entry per stage, or per boundary, the first between stages 0 and 1.
 
     Attributes:
@@ -105,10 +105,12 @@ class StageProblem:
         seconds = value.recompute_seconds
         return math.inf if seconds is None else seconds / self.devices[stage].speed
 
-    def account(self, assignment: Assignment) -> Account:
+    def totals(self, assignment: Assignment) -> AssignmentTotals:
         """What an assignment comes to."""
         count = self.stages
-        account = Account([0.0] * count, [0.0] * count, [0] * count, [0] * count, [0] * (count - 1), [0] * (count - 1))
+        account = AssignmentTotals(
+            [0.0] * count, [0.0] * count, [0] * count, [0] * count, [0] * (count - 1), [0] * (count - 1)
+        )
         kept: list[set[str]] = [set() for _ in range(count)]
         for node, stage in zip(self.graph.nodes, assignment.stage, strict=True):
             account.seconds[stage] += node.seconds / self.devices[stage].speed
@@ -117,7 +119,7 @@ class StageProblem:
         for stage, names in enumerate(kept):
             account.at_rest[stage] = sum(self.graph.at_rest[name] for name in names)
         for place in range(len(self.graph.values)):
-            self._carry(account, assignment, place)
+            self._add_transfers(account, assignment, place)
         return account
 
     def route(self, assignment: Assignment, place: int) -> Iterator[tuple[int, bool]]:
@@ -138,7 +140,7 @@ class StageProblem:
                 yield stage, again
                 needed = not again
 
-    def _carry(self, account: Account, assignment: Assignment, place: int) -> None:
+    def _add_transfers(self, account: AssignmentTotals, assignment: Assignment, place: int) -> None:
         """Add how a value gets to where it is read."""
         value = self.graph.values[place]
         for stage, again in self.route(assignment, place):
@@ -153,14 +155,14 @@ class StageProblem:
             account.backward_bytes[stage - 1] += value.gradient_bytes
             account.saved[stage] += value.bytes
 
-    def memory(self, account: Account) -> list[int]:
+    def memory(self, account: AssignmentTotals) -> list[int]:
         """Bytes on every stage: at rest, and saved for the microbatches in flight."""
         return [
             rest + count * saved
             for rest, saved, count in zip(account.at_rest, account.saved, self.in_flight, strict=True)
         ]
 
-    def imbalance(self, account: Account) -> float:
+    def imbalance(self, account: AssignmentTotals) -> float:
         """By how much of its share the stage that differs most from it does.
 
         What a stage recomputes is work that it has, and none that it does for the others: more than a share is counted
@@ -174,14 +176,14 @@ class StageProblem:
         work = zip(account.seconds, account.again, strict=True)
         return max(over, *(1 - (seconds - again) / self.share for seconds, again in work))
 
-    def fits(self, account: Account) -> bool:
+    def fits_memory(self, account: AssignmentTotals) -> bool:
         """Whether memory is kept."""
         memory = zip(self.memory(account), self.devices, strict=True)
         return all(held <= device.memory * (1 + _ROUNDING) for held, device in memory)
 
-    def keeps(self, account: Account) -> bool:
+    def is_feasible(self, account: AssignmentTotals) -> bool:
         """Whether balance and memory are kept."""
-        return self.imbalance(account) <= self.tolerance + _ROUNDING and self.fits(account)
+        return self.imbalance(account) <= self.tolerance + _ROUNDING and self.fits_memory(account)
 
 
 def as_problem(

@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard.pipeline.stage_bounds import stage_bounds
 from autoshard.pipeline.stage_problem import Assignment, StageProblem
-from autoshard.solver.linear import Answer, Program, minimise
+from autoshard.solver.linear import LinearProgram, LinearSolution, minimise
 from autoshard.solver.problem import Array, IntArray
 
 Goal = Literal["crossing", "memory"]
@@ -39,11 +39,11 @@ class StageProgram:
     def __init__(self, problem: StageProblem, goal: Goal = "crossing") -> None:
         self.problem = problem
         self.goal = goal
-        self.program = Program()
+        self.program = LinearProgram()
         self.nodes = len(problem.graph.nodes)
         self.stages = problem.stages
         bounds = stage_bounds(problem) if goal == "crossing" else self._any_stage()
-        self.hopeless = bounds is None
+        self.is_infeasible = bounds is None
         if bounds is None:
             return
         longest = max((problem.transfer(value, 1) for value in problem.graph.values if self.stages > 1), default=0.0)
@@ -71,7 +71,7 @@ class StageProgram:
             An assignment (None where none was found), a lower bound of the goal, and whether there is nothing better:
             no assignment at all, where none was found.
         """
-        if self.hopeless:
+        if self.is_infeasible:
             return None, math.inf, True
         hint = None if start is None else self._values(start)
         answer = minimise(self.program, time_limit=time_limit, hint=hint)
@@ -250,11 +250,11 @@ class StageProgram:
         for name, stage, places in self.shared:
             values[name] = any(start.stage[place] == stage for place in places)
         if self.excess is not None:
-            memory = zip(self.problem.memory(self.problem.account(start)), self.problem.devices, strict=True)
+            memory = zip(self.problem.memory(self.problem.totals(start)), self.problem.devices, strict=True)
             values[self.excess] = max(held / device.memory for held, device in memory) - 1
         return values
 
-    def _assignment(self, answer: Answer) -> Assignment | None:
+    def _assignment(self, answer: LinearSolution) -> Assignment | None:
         if answer.values is None:
             return None
         stage = tuple(round(answer.values[self.steps[node]].sum()) for node in range(self.nodes))

@@ -11,7 +11,7 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.pipeline.coarsen import coarsen
 from autoshard.pipeline.stage_graph import StageGraph
 from autoshard.pipeline.stage_order import balance_order, cut_order, is_linear, memory_order
-from autoshard.pipeline.stage_problem import Account, Assignment, StageDevice, StageProblem, as_problem
+from autoshard.pipeline.stage_problem import Assignment, AssignmentTotals, StageDevice, StageProblem, as_problem
 from autoshard.pipeline.stage_program import StageProgram
 from autoshard.pipeline.whole_layers import whole_layers
 
@@ -124,7 +124,7 @@ def assign_stages(
         found = _search(problem, method, deadline)
     if found is None:
         known = _best_balanced(problem, deadline)
-        imbalance = problem.imbalance(problem.account(known))
+        imbalance = problem.imbalance(problem.totals(known))
         coarse = replace(problem, tolerance=max(tolerance, imbalance * (1 + _CLOSE) + _CLOSE))
         found = _search(coarse, method, deadline, known)
     assert found is not None, "the known assignment is within the widened tolerance"
@@ -158,35 +158,39 @@ def _grain(problem: StageProblem) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _AssignmentResult:
     assignment: Assignment
     bound: float
     method: str
 
 
-def _search(problem: StageProblem, method: Method, deadline: float, known: Assignment | None = None) -> _Found | None:
+def _search(
+    problem: StageProblem, method: Method, deadline: float, known: Assignment | None = None
+) -> _AssignmentResult | None:
     """The best assignment within the tolerance, or None if none was found; `known` is one that is."""
-    candidates = [one for one in (cut_order(problem), known) if one is not None and problem.keeps(problem.account(one))]
-    start = _better(problem, candidates)
+    candidates = [
+        one for one in (cut_order(problem), known) if one is not None and problem.is_feasible(problem.totals(one))
+    ]
+    start = _best_of(problem, candidates)
     if method == "order" or (method == "auto" and is_linear(problem)):
         if start is None:
             return None
-        exact = problem.account(start).objective if is_linear(problem) else 0.0
-        return _Found(start, exact, "order")
+        exact = problem.totals(start).objective if is_linear(problem) else 0.0
+        return _AssignmentResult(start, exact, "order")
     answer, bound, _ = StageProgram(problem).solve(time_limit=deadline - monotonic(), start=start)
-    if answer is not None and problem.keeps(problem.account(answer)):
-        start = _better(problem, [answer] if start is None else [start, answer])
+    if answer is not None and problem.is_feasible(problem.totals(answer)):
+        start = _best_of(problem, [answer] if start is None else [start, answer])
     if start is None:
         return None
-    return _Found(start, min(max(bound, 0.0), problem.account(start).objective), "ilp")
+    return _AssignmentResult(start, min(max(bound, 0.0), problem.totals(start).objective), "ilp")
 
 
-def _better(problem: StageProblem, candidates: Sequence[Assignment]) -> Assignment | None:
+def _best_of(problem: StageProblem, candidates: Sequence[Assignment]) -> Assignment | None:
     """The one with the smallest objective; the first of those that are as good as equal, which is balanced best."""
     best = None
     least = float("inf")
     for one in candidates:
-        objective = problem.account(one).objective
+        objective = problem.totals(one).objective
         if best is None or objective < least * (1 - _CLOSE):
             best, least = one, objective
     return best
@@ -201,14 +205,14 @@ def _best_balanced(problem: StageProblem, deadline: float) -> Assignment:
     time_limit = max((deadline - monotonic()) / 2, 1.0)
     found, _, proved = StageProgram(problem, "memory").solve(time_limit=time_limit, start=start)
     nearest = start if found is None else found
-    if not problem.fits(problem.account(nearest)):
-        raise _too_large(problem, nearest, proved)
+    if not problem.fits_memory(problem.totals(nearest)):
+        raise _budget_error(problem, nearest, proved)
     return nearest
 
 
-def _too_large(problem: StageProblem, nearest: Assignment, proved: bool) -> BudgetError:
+def _budget_error(problem: StageProblem, nearest: Assignment, proved: bool) -> BudgetError:
     """The error that says how much memory there is, and how much would be enough."""
-    account = problem.account(nearest)
+    account = problem.totals(nearest)
     held = problem.memory(account)
     available = ", ".join(_gib(device.memory) for device in problem.devices)
     needed = ", ".join(_gib(one) for one in held)
@@ -230,7 +234,7 @@ def _gib(amount: float) -> str:
 
 def as_stages(problem: StageProblem, assignment: Assignment, bound: float, method: str) -> Stages:
     """An assignment with all that is told of it; `bound` and `method` as `Stages` has them."""
-    account: Account = problem.account(assignment)
+    account: AssignmentTotals = problem.totals(assignment)
     stage_of = {
         name: stage for node, stage in zip(problem.graph.nodes, assignment.stage, strict=True) for name in node.members
     }

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.actions import Action, Kind, Schedule
+from autoshard.pipeline.actions import Action, ActionKind, Schedule
 from autoshard.pipeline.costs import StageCosts, rest_bytes
-from autoshard.pipeline.messages import Made, issue, made, needed
+from autoshard.pipeline.schedule_messages import Product, issue, product, required_products
 from autoshard.simulate.events import COMPUTE
 from autoshard.simulate.task_events import Task
 
@@ -17,20 +17,20 @@ LINK = "link"
 REDUCTION = "reduction"
 """The stream of a rank's reductions of gradients over data-parallel ranks."""
 
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_BACKWARD: "input backward",
-    Kind.WEIGHT_BACKWARD: "weight backward",
-    Kind.SEND_FORWARD: "send forward",
-    Kind.SEND_BACKWARD: "send backward",
-    Kind.REDUCE: "reduction",
+KIND_NAMES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_BACKWARD: "input backward",
+    ActionKind.WEIGHT_BACKWARD: "weight backward",
+    ActionKind.SEND_FORWARD: "send forward",
+    ActionKind.SEND_BACKWARD: "send backward",
+    ActionKind.REDUCE: "reduction",
 }
 """The kinds of tasks, beside "application"."""
 
 
 @dataclass(frozen=True, slots=True)
-class TaskGraph:
+class StepTaskGraph:
     """The tasks of one step on all ranks.
 
     Attributes:
@@ -44,7 +44,7 @@ class TaskGraph:
     rest: tuple[int, ...]
 
 
-def task_graph(schedule: Schedule, costs: Sequence[StageCosts]) -> TaskGraph:
+def step_task_graph(schedule: Schedule, costs: Sequence[StageCosts]) -> StepTaskGraph:
     """The tasks of a step (Rhino 6.1): computations, messages, reductions of gradients, applications.
 
     Every rank computes in its schedule's order. What two ranks send each other goes over one link, in one order, as
@@ -67,36 +67,46 @@ def task_graph(schedule: Schedule, costs: Sequence[StageCosts]) -> TaskGraph:
             f"schedule {schedule.name} has {schedule.stages} stages, and there are costs of {len(costs)}: one each is "
             f"needed."
         )
-    builder = _Builder(schedule, costs)
+    builder = _TaskBuilder(schedule, costs)
     for rank, action in issue(schedule):
         builder.add(rank, action)
     builder.apply()
-    return TaskGraph(schedule, tuple(builder.tasks), rest_bytes(schedule.placement, schedule.microbatches, costs))
+    return StepTaskGraph(schedule, tuple(builder.tasks), rest_bytes(schedule.placement, schedule.microbatches, costs))
 
 
-class _Builder:
+class _TaskBuilder:
     """One pass over the actions of a step, as they are issued."""
 
     def __init__(self, schedule: Schedule, costs: Sequence[StageCosts]) -> None:
         self.schedule = schedule
         self.costs = costs
         self.tasks: list[Task] = []
-        self.computed: list[int | None] = [None] * schedule.ranks  # the last computation of every rank
-        self.made: dict[Made, int] = {}  # what a computation makes -> its task
-        self.sent: dict[Made, int] = {}  # likewise -> the message with it
-        self.reduced: dict[int, int] = {}
+        self.last_compute: list[int | None] = [None] * schedule.ranks  # the last computation of every rank
+        self.compute_tasks: dict[Product, int] = {}  # what a computation makes -> its task
+        self.message_tasks: dict[Product, int] = {}  # likewise -> the message with it
+        self.reduction_tasks: dict[int, int] = {}
 
     def add(self, rank: int, action: Action) -> None:
-        if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+        if action.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
             self._send(rank, action)
-        elif action.kind == Kind.REDUCE:
+        elif action.kind == ActionKind.REDUCE:
             seconds = self.costs[action.stage].reduction_seconds
-            self.reduced[action.stage] = self._add(
-                f"reduce {action.stage}", NAMES[action.kind], REDUCTION, (rank,), seconds, [self.computed[rank]]
+            self.reduction_tasks[action.stage] = self._add(
+                f"reduce {action.stage}",
+                KIND_NAMES[action.kind],
+                REDUCTION,
+                (rank,),
+                seconds,
+                [self.last_compute[rank]],
             )
-        elif action.kind not in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):  # a message is the task of its send
+        elif action.kind not in (
+            ActionKind.RECEIVE_FORWARD,
+            ActionKind.RECEIVE_BACKWARD,
+        ):  # a message is the task of its send
             needs = [
-                self._provider(rank, need) for part in action.computations for need in needed(part, len(self.costs))
+                self._providing_task(rank, need)
+                for part in action.computations
+                for need in required_products(part, len(self.costs))
             ]
             for part in action.computations:
                 self._compute(rank, part, needs)
@@ -104,15 +114,15 @@ class _Builder:
     def apply(self) -> None:
         for stage, rank in enumerate(self.schedule.placement):
             seconds, held = self.costs[stage].application_seconds, self.costs[stage].application_bytes
-            needs = [self.computed[rank], self.reduced[stage]]
+            needs = [self.last_compute[rank], self.reduction_tasks[stage]]
             self._add(f"apply {stage}", "application", COMPUTE, (rank,), seconds, needs, held, held)
 
     def _compute(self, rank: int, action: Action, needs: Sequence[int | None]) -> None:
         cost = self.costs[action.stage]
-        kept = cost.kept(action.kind)
+        kept = cost.memory_change(action.kind)
         index = self._add(
             str(action),
-            NAMES[action.kind],
+            KIND_NAMES[action.kind],
             COMPUTE,
             (rank,),
             cost.seconds(action.kind),
@@ -121,20 +131,20 @@ class _Builder:
             cost.working_bytes + max(0, -kept),
             str(action.microbatch),
         )
-        self.computed[rank] = self.made[made(action)] = index
+        self.last_compute[rank] = self.compute_tasks[product(action)] = index
 
     def _send(self, rank: int, action: Action) -> None:
         cost = self.costs[action.stage]
-        forward = action.kind == Kind.SEND_FORWARD
-        carried = action.stage, Kind.FORWARD if forward else Kind.BACKWARD, action.microbatch
+        forward = action.kind == ActionKind.SEND_FORWARD
+        carried = action.stage, ActionKind.FORWARD if forward else ActionKind.BACKWARD, action.microbatch
         to = self.schedule.placement[action.stage + 1 if forward else action.stage - 1]
         seconds = cost.forward_send_seconds if forward else cost.backward_send_seconds
-        needs = [self.computed[rank], self.computed[to]]
-        self.sent[carried] = self._add(str(action), NAMES[action.kind], LINK, (rank, to), seconds, needs)
+        needs = [self.last_compute[rank], self.last_compute[to]]
+        self.message_tasks[carried] = self._add(str(action), KIND_NAMES[action.kind], LINK, (rank, to), seconds, needs)
 
-    def _provider(self, rank: int, need: Made) -> int:
+    def _providing_task(self, rank: int, need: Product) -> int:
         """The task after which a rank has what it needs: the computation, or the message from another rank."""
-        return (self.made if self.schedule.placement[need[0]] == rank else self.sent)[need]
+        return (self.compute_tasks if self.schedule.placement[need[0]] == rank else self.message_tasks)[need]
 
     def _add(
         self,

@@ -36,7 +36,7 @@ def whole_layers(
         The problem of whole layers, and the best stretches of them; None where the model has not many equal layers,
         where no such stretches keep balance and memory, and where less crosses between stretches of finer nodes.
     """
-    layered = _joined(problem.graph)
+    layered = _merge_layers(problem.graph)
     sizes = Counter((len(node.members), round(node.seconds / problem.share, 6)) for node in layered.nodes if node.layer)
     if not sizes or max(sizes.values()) < _PER_STAGE * problem.stages:
         return None
@@ -44,17 +44,17 @@ def whole_layers(
     whole = replace(problem, graph=coarsen(layered, grain), less=True, in_flight=counted)
     finer = replace(problem, graph=coarsen(problem.graph, grain), in_flight=counted)
     found, other = cut_order(whole), cut_order(finer)
-    if found is None or not whole.keeps(whole.account(found)):
+    if found is None or not whole.is_feasible(whole.totals(found)):
         return None
-    if other is not None and finer.account(other).objective * (1 + _CLOSE) < whole.account(found).objective:
+    if other is not None and finer.totals(other).objective * (1 + _CLOSE) < whole.totals(found).objective:
         return None
     return replace(whole, in_flight=problem.in_flight), found
 
 
-def _joined(graph: StageGraph) -> StageGraph:
+def _merge_layers(graph: StageGraph) -> StageGraph:
     """The graph with one node for every layer."""
     members: dict[str, list[int]] = {}
     for place, node in enumerate(graph.nodes):
         if node.layer:
             members.setdefault(node.layer, []).append(place)
-    return graph.together([pair for places in members.values() for pair in pairwise(places)])
+    return graph.merge_pairs([pair for places in members.values() for pair in pairwise(places)])

@@ -17,10 +17,10 @@ try:
 except ImportError:
     InferenceMode = None  # type: ignore[assignment, misc]
 
-__all__ = ["ActionsRuntime", "Stage"]
+__all__ = ["ActionsRuntime", "MultiPeerStage"]
 
 
-class Stage(PipelineStage):
+class MultiPeerStage(PipelineStage):
     """Torch's stage, which may send what it makes to several processes of the stage before or behind, or to none.
 
     Args:
@@ -32,20 +32,20 @@ class Stage(PipelineStage):
 
     def __init__(self, *args: Any, line: dist.ProcessGroup, sends: Mapping[int, Sequence[int]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._line = line
+        self._axis_group = line
         self._sends = sends
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._on_line(super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._route_messages(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._on_line(super().get_bwd_recv_ops(bwd_chunk_id))
+        return self._route_messages(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._on_line(super().get_fwd_send_ops(fwd_chunk_id), self._sends.get(1))
+        return self._route_messages(super().get_fwd_send_ops(fwd_chunk_id), self._sends.get(1))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._on_line(super().get_bwd_send_ops(bwd_chunk_id), self._sends.get(-1))
+        return self._route_messages(super().get_bwd_send_ops(bwd_chunk_id), self._sends.get(-1))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Messages before the first step, in which torch takes neighbours for pairs; up to torch 2.12."""
@@ -56,12 +56,12 @@ class Stage(PipelineStage):
         """Whether every process sends to the one that it receives from."""
         return not self._sends
 
-    def _on_line(self, ops: list[dist.P2POp], peers: Sequence[int] | None = None) -> list[dist.P2POp]:
+    def _route_messages(self, ops: list[dist.P2POp], peers: Sequence[int] | None = None) -> list[dist.P2POp]:
         """The messages in the group of all, to `peers`, or else to whom torch has them go."""
         if not self._sends:
             return ops
         return [
-            dist.P2POp(one.op, one.tensor, peer, self._line)
+            dist.P2POp(one.op, one.tensor, peer, self._axis_group)
             for one in ops
             for peer in ((one.peer,) if peers is None else peers)
         ]

@@ -8,13 +8,13 @@ import torch
 from torch.distributed.tensor import Placement, Replicate
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.calls import call_layout
-from autoshard.cluster.shares import divided
+from autoshard.capture.call_layout import call_layout
+from autoshard.cluster.worker_shares import apportion
 from autoshard.errors import PlanError
-from autoshard.pipeline.cut import StageModule, Value
 from autoshard.pipeline.microbatch import BATCH
+from autoshard.pipeline.stage_modules import BoundaryTensor, StageModule
 from autoshard.plan import ShardingPlan
-from autoshard.size import Size, symbol
+from autoshard.size import DynamicSize, symbol
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import dim_of, is_even, local_shape
 from autoshard.specs.shared_axis import SharedAxis
@@ -47,42 +47,44 @@ class Boundaries:
             PlanError: two stages disagree on how what the one gives the other lies, or ranks would not have equally
                 much of it.
         """
-        taken, given = self._taken(stage), self._given(stage.index, len(stage.passed))
+        taken, given = self._input_placements(stage), self._output_placements(stage.index, len(stage.passed))
         if stage.index:
-            sent = self._given(stage.index - 1, len(stage.received))
+            sent = self._output_placements(stage.index - 1, len(stage.received))
             for value, one, other in zip(stage.received, sent, taken, strict=True):
                 if one != other and not all(place.is_replicate() for place in (*one, *other)):
                     raise PlanError(
                         f"stage {stage.index - 1} leaves {value.name} as {Spec.of(*one)}, and stage {stage.index} "
                         f"takes it as {Spec.of(*other)}: plan them so that they agree."
                     )
-        returned = self._local(stage.index, stage.passed, given) if stage.passed else stage.returned
-        return self._local(stage.index, stage.received, taken), returned
+        returned = self._local_tensors(stage.index, stage.passed, given) if stage.passed else stage.returned
+        return self._local_tensors(stage.index, stage.received, taken), returned
 
     def _takes_shards(self, index: int) -> bool:
         return self._plans[index].options.get("inputs") == "local"
 
-    def _taken(self, stage: StageModule) -> list[tuple[Placement, ...]]:
+    def _input_placements(self, stage: StageModule) -> list[tuple[Placement, ...]]:
         """How a stage takes what it receives."""
         received, _ = stage.example
-        whole = Spec.replicated(self._mesh.ndim).placements
+        whole = Spec.all_replicated(self._mesh.ndim).placements
         if not self._takes_shards(stage.index):
             return [whole] * len(received)
         placements = self._plans[stage.index].input_placements
-        return [placements.get(name, whole) for name in names_of(stage)[: len(received)]]
+        return [placements.get(name, whole) for name in input_names(stage)[: len(received)]]
 
-    def _given(self, index: int, count: int) -> list[tuple[Placement, ...]]:
+    def _output_placements(self, index: int, count: int) -> list[tuple[Placement, ...]]:
         """How a stage leaves what it hands on."""
         placements = self._plans[index].output_placements
-        whole = Spec.replicated(self._mesh.ndim).placements
+        whole = Spec.all_replicated(self._mesh.ndim).placements
         return [placements.get(f"output[{place}]", whole) for place in range(count)]
 
-    def _local(self, index: int, values: Sequence[Value], placements: Sequence[tuple[Placement, ...]]) -> Tensors:
-        return tuple(self._part(index, *one) for one in zip(values, placements, strict=True))
+    def _local_tensors(
+        self, index: int, values: Sequence[BoundaryTensor], placements: Sequence[tuple[Placement, ...]]
+    ) -> Tensors:
+        return tuple(self._local_tensor(index, *one) for one in zip(values, placements, strict=True))
 
-    def _part(self, index: int, value: Value, placements: tuple[Placement, ...]) -> torch.Tensor:
+    def _local_tensor(self, index: int, value: BoundaryTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
         """What this rank has of a value that a stage takes or gives."""
-        spec, like, (shared, proportions) = Spec.of(*placements), value.like, self._shares(index)
+        spec, like, (shared, proportions) = Spec.of(*placements), value.like, self._shared_axis(index)
         if not parts_are_equal(value.shape, spec, self._mesh, shared):
             raise PlanError(
                 f"{value.name} goes from stage to stage as {spec} on the mesh {self._mesh}, which does not part "
@@ -93,12 +95,12 @@ class Boundaries:
         dim = None if shared is None else dim_in_shares(value.shape, spec, shared)
         if dim is not None and shared is not None:
             size = value.shape[dim]
-            assert isinstance(size, Size)
+            assert isinstance(size, DynamicSize)
             samples = size.sizes[shared.whole]
-            shape[dim] = int(size) // samples * divided(samples, proportions)[self._coordinate[shared.axis]]
+            shape[dim] = int(size) // samples * apportion(samples, proportions)[self._coordinate[shared.axis]]
         return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=like.requires_grad)
 
-    def _shares(self, index: int) -> tuple[SharedAxis | None, tuple[int, ...]]:
+    def _shared_axis(self, index: int) -> tuple[SharedAxis | None, tuple[int, ...]]:
         """The axis whose ranks take shares of their own in a stage, if there is one, and their proportions."""
         for axis, proportions in self._plans[index].shares.items():
             return SharedAxis(self._mesh.index(axis), len(proportions), symbol(BATCH)), proportions
@@ -130,7 +132,7 @@ def parts_are_equal(shape: Sequence[int], spec: Spec, mesh: MeshShape, shared: S
     return is_even(tuple(map(int, shape)), spec, mesh)
 
 
-def names_of(stage: StageModule) -> list[str]:
+def input_names(stage: StageModule) -> list[str]:
     """Names of what a stage takes, what it receives first, as its plan has them."""
     leaves, structure = pytree.tree_flatten(stage.example)
     return [str(name) for name in call_layout(stage.module, structure, leaves).leaves]

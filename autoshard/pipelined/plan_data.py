@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoshard.pipeline.actions import Action, Schedule
-from autoshard.pipeline.candidates import Candidate
 from autoshard.pipeline.costs import StageCosts
+from autoshard.pipeline.schedule_search import ScheduleCandidate
 from autoshard.plan import ShardingPlan
 from autoshard.plan_file import COUNT, NUMBER, SHARDING, TEXT, Format, list_of, record, table
 from autoshard.plan_file import to_data as stage_data
 from autoshard.specs.axes import MeshShape
 
 if TYPE_CHECKING:
-    from autoshard.pipelined.plan import PipelinePlan
+    from autoshard.pipelined.pipeline_plan import PipelinePlan
 
 _SIZE = {"type": "integer", "minimum": 1}
-_PERHAPS = {"type": ["number", "null"]}
+_OPTIONAL = {"type": ["number", "null"]}
 _SCHEMA = record(
     mesh={**table(_SIZE), "minProperties": 1},
     axis=TEXT,
@@ -40,9 +40,9 @@ _SCHEMA = record(
             schedule=TEXT,
             microbatches=_SIZE,
             virtual=_SIZE,
-            seconds=_PERHAPS,
-            bubble=_PERHAPS,
-            peak=_PERHAPS,
+            seconds=_OPTIONAL,
+            bubble=_OPTIONAL,
+            peak=_OPTIONAL,
             verdict=TEXT,
         )
     ),
@@ -94,7 +94,7 @@ def to_data(plan: PipelinePlan) -> dict[str, Any]:
     }
 
 
-def fields(data: Mapping[str, Any]) -> dict[str, Any]:
+def from_data(data: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of the plan that `to_data` made data of, which follows the schema.
 
     Raises:
@@ -113,5 +113,5 @@ def fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "peaks": tuple(data["peaks"]),
         "capacities": tuple(data["capacities"]),
         "devices": tuple(data["devices"]),
-        "table": tuple(Candidate(**line) for line in data["table"]),
+        "table": tuple(ScheduleCandidate(**line) for line in data["table"]),
     }

@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard import plan_text
-from autoshard.memory.budget import format_bytes
+from autoshard.memory.byte_units import format_bytes
 from autoshard.plan_rows import format_seconds, shares_text
 
 if TYPE_CHECKING:
-    from autoshard.pipelined.plan import PipelinePlan
+    from autoshard.pipelined.pipeline_plan import PipelinePlan
 
 _LINES = 12
 
@@ -151,5 +151,5 @@ def explain(plan: PipelinePlan, path_glob: str) -> str:
         if plan_text.matches(stage, path_glob)
     ]
     if not said:
-        raise plan_text.nothing_at(path_glob, set().union(*map(plan_text.paths, plan.stages)))
+        raise plan_text.no_match_error(path_glob, set().union(*map(plan_text.paths, plan.stages)))
     return "\n\n".join(said)

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from autoshard.batch_shares import devices_along, speeds_of, unlike_axis
+from autoshard.batch_shares import devices_along, heterogeneous_axis, speeds_of
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.shares import Worker, divided, shares
+from autoshard.cluster.worker_shares import Worker, apportion, shares
 from autoshard.partition.localize import Localizer
 from autoshard.pipeline.costs import StageCosts
-from autoshard.pipelined.costs import PlannedStage
+from autoshard.pipelined.planned_stage import PlannedStage
 from autoshard.planning import flow_of
 from autoshard.specs.axes import MeshShape
 
@@ -19,7 +19,7 @@ RankShares = Mapping[str, tuple[int, ...]]
 """For one axis of a stage's mesh by name, what its ranks take of a microbatch; empty for equal shares."""
 
 
-def in_proportion(planned: PlannedStage, cluster: Cluster, mesh: MeshShape, samples: int) -> RankShares:
+def proportional_shares(planned: PlannedStage, cluster: Cluster, mesh: MeshShape, samples: int) -> RankShares:
     """Shares of a microbatch in proportion to speed.
 
     Args:
@@ -34,7 +34,7 @@ def in_proportion(planned: PlannedStage, cluster: Cluster, mesh: MeshShape, samp
 
     Source: Whale 3.3.1, Formula 1.
     """
-    axis = unlike_axis(cluster, mesh)
+    axis = heterogeneous_axis(cluster, mesh)
     if axis is None:
         return {}
     devices = devices_along(cluster, mesh, axis)
@@ -43,7 +43,7 @@ def in_proportion(planned: PlannedStage, cluster: Cluster, mesh: MeshShape, samp
     return {mesh.names[axis]: counts} if min(counts) and len(set(counts)) > 1 else {}
 
 
-def held_part(given: RankShares, cluster: Cluster, mesh: MeshShape, limit: float) -> float:
+def memory_share(given: RankShares, cluster: Cluster, mesh: MeshShape, limit: float) -> float:
     """How much a stage's devices hold of a microbatch, in times of an equal share, for the smallest memory of them.
 
     What fits the smallest memory with so much of it, fits every device with its own share.
@@ -61,13 +61,13 @@ def held_part(given: RankShares, cluster: Cluster, mesh: MeshShape, limit: float
     return max(count / equal * min(memories) / memory for count, memory in zip(counts, memories, strict=True))
 
 
-def with_shares(costs: StageCosts, given: RankShares, part: float) -> StageCosts:
+def scale_to_shares(costs: StageCosts, given: RankShares, part: float) -> StageCosts:
     """Costs of a stage whose devices take such shares, planned as if they were equal.
 
     Args:
         costs: of the stage; its seconds of compute are those of the device that is done last.
         given: what its ranks take.
-        part: what they hold of a microbatch (`held_part`).
+        part: what they hold of a microbatch (`memory_share`).
     """
     if not given:
         return costs
@@ -86,18 +86,18 @@ def with_shares(costs: StageCosts, given: RankShares, part: float) -> StageCosts
     )
 
 
-def check_programs(planned: Iterable[PlannedStage]) -> None:
+def check_uneven_programs(planned: Iterable[PlannedStage]) -> None:
     """`PlanError` if some operator of a stage can't have shares of its own as the stage's plan has it."""
     seen: set[str] = set()
     for one in planned:
         if one.plan.shares and one.plan.fingerprint not in seen:
             planner = one.planner
             Localizer(
-                flow_of(planner, one.plan), planner.resharder, planner.mesh.names, shared=planner.wishes.shared
+                flow_of(planner, one.plan), planner.resharder, planner.mesh.names, shared=planner.constraints.shared
             ).run()
             seen.add(one.plan.fingerprint)
 
 
-def leave_none_out(given: RankShares, samples: int) -> bool:
+def has_sample_per_rank(given: RankShares, samples: int) -> bool:
     """Whether every rank has something of a microbatch of so many samples."""
-    return all(samples > 1 and min(divided(samples, counts)) > 0 for counts in given.values())
+    return all(samples > 1 and min(apportion(samples, counts)) > 0 for counts in given.values())

@@ -12,15 +12,15 @@ from torch import nn
 
 from autoshard.errors import AutoshardError, PipelineError
 from autoshard.partition.gradient_sums import GradientSums
-from autoshard.pipeline.actions import Action, Kind, Schedule
-from autoshard.pipeline.cut import StageModule
-from autoshard.pipeline.messages import rows
-from autoshard.pipelined._torch import ActionsRuntime, Stage
+from autoshard.pipeline.actions import Action, ActionKind, Schedule
+from autoshard.pipeline.schedule_messages import runtime_actions
+from autoshard.pipeline.stage_modules import StageModule
+from autoshard.pipelined._torch import ActionsRuntime, MultiPeerStage
 from autoshard.pipelined.boundaries import Tensors
-from autoshard.pipelined.counting import Count, shares
-from autoshard.pipelined.station import Station
+from autoshard.pipelined.loss_counts import Count, loss_shares
+from autoshard.pipelined.position import PipelinePosition
 
-_FORWARD = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+_FORWARD = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
 
 Inputs = Mapping[str, torch.Tensor]
 """The inputs of one microbatch, by their names."""
@@ -90,25 +90,25 @@ class PipelineRuntime:
         self,
         stages: Sequence[tuple[StageModule, tuple[Tensors, Tensors]]],
         schedule: Schedule,
-        station: Station,
+        station: PipelinePosition,
         device: torch.device,
         loss: Loss | None,
     ) -> None:
         self.schedule = schedule
         self.loss = loss
         self._calls = [(stage.index, StageCall(stage), messages) for stage, messages in stages]
-        self._station = station
+        self._position = station
         self._group = station.group
         self._device = device
-        self._orders = rows(schedule)
-        self.later: dict[int, list[Callable[[], None]]] = (
+        self._orders = runtime_actions(schedule)
+        self.second_halves: dict[int, list[Callable[[], None]]] = (
             {stage.index: [] for stage, _ in stages} if schedule.splits_backward else {}
         )
         number = schedule.microbatches
-        self.sums = {stage.index: GradientSums(number) for stage, _ in stages} if number > 1 else {}
+        self.gradient_sums = {stage.index: GradientSums(number) for stage, _ in stages} if number > 1 else {}
         self._training: ActionsRuntime | None = None
         self._evaluating: ActionsRuntime | None = None
-        _check_turns(schedule)
+        _check_microbatch_order(schedule)
 
     def train(self, microbatches: Sequence[Inputs]) -> torch.Tensor:
         """Forward and backward of all microbatches; gradients of the batch's loss are added to `.grad`.
@@ -124,9 +124,9 @@ class PipelineRuntime:
         """
         assert self.loss is not None, "there is no loss to differentiate"
         if self._training is None:
-            self._training = self._made(self._orders)
+            self._training = self._build_runtime(self._orders)
         losses, _ = self._step(self._training, microbatches, backward=True)
-        return self._from_last(self.loss, losses)
+        return self._sum_from_last_stage(self.loss, losses)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Inputs]) -> tuple[torch.Tensor | None, list[tuple[torch.Tensor, ...]]]:
@@ -141,20 +141,22 @@ class PipelineRuntime:
         """
         if self._evaluating is None:
             parts = [[part for action in order for part in action.computations] for order in self._orders]
-            self._evaluating = self._made([[part for part in order if part.kind in _FORWARD] for order in parts])
+            self._evaluating = self._build_runtime(
+                [[part for part in order if part.kind in _FORWARD] for order in parts]
+            )
         losses, outputs = self._step(self._evaluating, microbatches, backward=False)
-        return (None if self.loss is None else self._from_last(self.loss, losses)), outputs
+        return (None if self.loss is None else self._sum_from_last_stage(self.loss, losses)), outputs
 
     def _step(
         self, runtime: ActionsRuntime, microbatches: Sequence[Inputs], backward: bool
     ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
         """One step; what ends it is told in words, since ranks that wait for a dead one hear of closed connections."""
         try:
-            for sums in self.sums.values():
+            for sums in self.gradient_sums.values():
                 sums.clear()
-            results = runtime.run(microbatches, self._parts(microbatches), backward)
-            for sums in self.sums.values():
-                sums.end()
+            results = runtime.run(microbatches, self._microbatch_parts(microbatches), backward)
+            for sums in self.gradient_sums.values():
+                sums.run_deferred()
             return results
         except RuntimeError as error:
             cause = _first_cause(error)
@@ -167,10 +169,10 @@ class PipelineRuntime:
                 f"at the same point: start all anew, from the last checkpoint."
             ) from error
 
-    def _made(self, orders: Sequence[Sequence[Action]]) -> ActionsRuntime:
+    def _build_runtime(self, orders: Sequence[Sequence[Action]]) -> ActionsRuntime:
         """Torch's runtime of these orders; its stages have buffers of their own for what they receive."""
         stages = [
-            Stage(
+            MultiPeerStage(
                 call,
                 index,
                 self.schedule.stages,
@@ -178,9 +180,11 @@ class PipelineRuntime:
                 input_args=received,
                 output_args=returned,
                 group=self._group,
-                dw_builder=partial(_left, self.later[index]) if index in self.later else None,
-                line=self._station.line,
-                sends=self._station.sends,
+                dw_builder=partial(_pop_second_half, self.second_halves[index])
+                if index in self.second_halves
+                else None,
+                line=self._position.axis_group,
+                sends=self._position.sends,
             )
             for index, call, (received, returned) in self._calls
         ]
@@ -188,18 +192,18 @@ class PipelineRuntime:
         loss = None if self.loss is None else self.loss.share
         return ActionsRuntime(stages, self.schedule.placement, texts, self.schedule.microbatches, loss)
 
-    def _parts(self, microbatches: Sequence[Inputs]) -> torch.Tensor:
+    def _microbatch_parts(self, microbatches: Sequence[Inputs]) -> torch.Tensor:
         """For how much of the batch every microbatch counts in its loss; asked where the last stage runs."""
         last = self.schedule.placement[-1] == dist.get_rank(self._group)
-        return shares(self.loss.count if last and self.loss is not None else None, microbatches)
+        return loss_shares(self.loss.count if last and self.loss is not None else None, microbatches)
 
-    def _from_last(self, loss: Loss, shares: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _sum_from_last_stage(self, loss: Loss, shares: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of the shares that the rank of the last stage has, on every rank."""
         total = torch.zeros((), dtype=loss.dtype, device=self._device)
         for share in shares:
             total += share.detach()
-        source = self._station.starts[self.schedule.placement[-1]]
-        dist.broadcast(total, group=self._station.line, group_src=source)
+        source = self._position.starts[self.schedule.placement[-1]]
+        dist.broadcast(total, group=self._position.axis_group, group_src=source)
         return total
 
 
@@ -207,16 +211,16 @@ def _first_cause(error: BaseException) -> BaseException:
     return error if error.__cause__ is None else _first_cause(error.__cause__)
 
 
-def _left(later: list[Callable[[], None]]) -> Callable[[], None]:
+def _pop_second_half(later: list[Callable[[], None]]) -> Callable[[], None]:
     """What the backward that has just run leaves for its second half."""
     return later.pop() if later else lambda: None
 
 
-def _check_turns(schedule: Schedule) -> None:
+def _check_microbatch_order(schedule: Schedule) -> None:
     """Refuse an order of which torch would take the loss of one microbatch for that of another."""
     last = schedule.stages - 1
     parts = [part for action in schedule.orders[schedule.placement[last]] for part in action.computations]
-    turns = [part.microbatch for part in parts if part.stage == last and part.kind == Kind.FORWARD]
+    turns = [part.microbatch for part in parts if part.stage == last and part.kind == ActionKind.FORWARD]
     if turns != list(range(schedule.microbatches)):
         raise PipelineError(
             f"schedule {schedule.name} runs the last stage forward for microbatches {turns}: torch's runtime needs "

@@ -12,29 +12,29 @@ from torch.distributed.tensor import Placement, Replicate
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.layers import Layer
 from autoshard.capture.layers import layers as layers_of
-from autoshard.capture.recompute import recomputed
+from autoshard.capture.recomputation import recompute_layers
 from autoshard.errors import BudgetError, PlanError
 from autoshard.options import Hints, Options
 from autoshard.patterns.decisions import Decisions
-from autoshard.pipeline.cut import StageModule
-from autoshard.pipelined.alike import marks_of, nameless, renamed
+from autoshard.pipeline.stage_modules import StageModule
 from autoshard.pipelined.boundaries import parts_are_equal
-from autoshard.pipelined.captured import StageCaptures
-from autoshard.pipelined.costs import Links, PlannedStage
+from autoshard.pipelined.captures import StageCaptures
+from autoshard.pipelined.deduplicate import rename_decisions, structural_fingerprint, task_graph_marks
+from autoshard.pipelined.planned_stage import Links, PlannedStage
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
-from autoshard.planner.recompute import recomputing
-from autoshard.planning import planned_with, planner_for, told
-from autoshard.reshard.unreduced import Reduced
+from autoshard.planner.recompute_search import recomputing_planner
+from autoshard.planning import planner_for, run_planner, with_provenance
+from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
-Boundaries = Literal["whole", "planned"]
+BoundaryMode = Literal["whole", "planned"]
 Pins = Mapping[str, tuple[Placement | None, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class StageBudget:
     """What planning a stage is told of its devices, and of what else it shares with the rest of the step.
 
     Attributes:
@@ -51,13 +51,13 @@ class Room:
     recompute: str
     kind: int = 0
     microbatches: int = 1
-    reduced: Reduced = "step"
+    reduced: DeferredReduction = "step"
     under_way: int = 1
     or_leanest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class StageTarget:
     """What a stage may run on, and how it is planned there.
 
     Attributes:
@@ -88,29 +88,29 @@ class StagePlanner:
 
     def __init__(
         self,
-        kinds: Sequence[Kind],
+        kinds: Sequence[StageTarget],
         pinned: Sequence[Pins],
         hints: Hints | None,
-        boundaries: Boundaries,
+        boundaries: BoundaryMode,
         captures: StageCaptures | None = None,
         links: Links | None = None,
     ) -> None:
         self.links = links
-        self.kinds = tuple(kinds)
+        self.targets = tuple(kinds)
         self.time_limit = kinds[0].options.settings.time_limit
         self.pinned = tuple(pinned)
         self.hints = hints
-        self.parted = boundaries == "planned"
+        self.has_planned_boundaries = boundaries == "planned"
         self.seconds: dict[str, float] = {"capture": 0.0, "plan": 0.0}
         self._captures = captures or StageCaptures()
         # What one works out for operators and reshards serves others: of the same devices, that price reductions so.
-        self._first: dict[tuple[int, int], Planner] = {}
-        self._known: dict[Any, PlannedStage] = {}
-        self._earlier: dict[Any, Planner] = {}  # those that planned a stage with another limit, or none
-        self._leanest: dict[Room, int] = {}  # smallest peaks found in rooms that were too small
+        self._planner_by_target: dict[tuple[int, int], Planner] = {}
+        self._known_stages: dict[Any, PlannedStage] = {}
+        self._earlier_planners: dict[Any, Planner] = {}  # those that planned a stage with another limit, or none
+        self._smallest_peaks: dict[StageBudget, int] = {}  # smallest peaks found in rooms that were too small
 
     def plan(
-        self, stages: Sequence[StageModule], rooms: Sequence[Room], ranks_of: Sequence[int] = ()
+        self, stages: Sequence[StageModule], rooms: Sequence[StageBudget], ranks_of: Sequence[int] = ()
     ) -> list[PlannedStage]:
         """Plan all stages of a cut.
 
@@ -129,21 +129,23 @@ class StagePlanner:
             BudgetError: a stage can't be planned within its room.
             KeyboardInterrupt: Ctrl-C, be there a plan of the stage that is being planned or not.
         """
-        pins = self._settled(stages, rooms, ranks_of or range(len(stages)))
+        pins = self._pin_tied_parameters(stages, rooms, ranks_of or range(len(stages)))
         planned: list[PlannedStage] = []
-        kinds = [self.kinds[room.kind] for room in rooms]
+        kinds = [self.targets[room.kind] for room in rooms]
         taken = None
         for stage in stages:
             here = stage.index
             # What lies in other shares than the next stage has, or on another mesh, is whole where it crosses.
-            leaves = self.parted and bool(stage.passed) and _lie_alike(kinds[here], kinds[here + 1])
-            one = self._planned(stage, rooms[here], pins, taken, leaves)
+            leaves = (
+                self.has_planned_boundaries and bool(stage.passed) and _can_pass_shards(kinds[here], kinds[here + 1])
+            )
+            one = self._plan_stage(stage, rooms[here], pins, taken, leaves)
             planned.append(one)
             taken = [one.plan.output_placements[name] for name, _ in one.passed] if leaves else None
         return planned
 
-    def _settled(
-        self, stages: Sequence[StageModule], rooms: Sequence[Room], ranks_of: Sequence[int]
+    def _pin_tied_parameters(
+        self, stages: Sequence[StageModule], rooms: Sequence[StageBudget], ranks_of: Sequence[int]
     ) -> dict[str, tuple[Placement, ...]]:
         """Placements of the parameters that several stages hold."""
         settled: dict[str, tuple[Placement, ...]] = {}
@@ -151,17 +153,17 @@ class StagePlanner:
             new = [name for name, holders in stage.shared.items() if holders[-1] == stage.index]
             if new:
                 room = rooms[stage.index]
-                self._check_alike(stage, rooms)
+                self._check_same_mesh(stage, rooms)
                 ranks = {name: len({ranks_of[holder] for holder in stage.shared[name]}) for name in new}
                 summed = {name: self._seconds_per_byte(count) / room.microbatches for name, count in ranks.items()}
-                alone = self._once(stage, room, settled, self.kinds[room.kind].options, summed)
+                alone = self._plan_or_relax(stage, room, settled, self.targets[room.kind].options, summed)
                 settled.update({name: alone.plan.placements[name] for name in new})
         return settled
 
-    def _check_alike(self, stage: StageModule, rooms: Sequence[Room]) -> None:
+    def _check_same_mesh(self, stage: StageModule, rooms: Sequence[StageBudget]) -> None:
         """`PlanError` where stages share parameters, and do not lie on meshes of the same shape."""
         for name, holders in stage.shared.items():
-            meshes = [self.kinds[rooms[holder].kind].mesh for holder in holders]
+            meshes = [self.targets[rooms[holder].kind].mesh for holder in holders]
             if len(set(meshes)) > 1:
                 raise PlanError(
                     f"parameter {name} is tied: stages {', '.join(map(str, holders))} hold it, which have the meshes "
@@ -172,35 +174,35 @@ class StagePlanner:
     def _seconds_per_byte(self, ranks: int) -> float:
         return 0.0 if self.links is None else self.links.sum_per_byte(ranks)
 
-    def _planned(
+    def _plan_stage(
         self,
         stage: StageModule,
-        room: Room,
+        room: StageBudget,
         pins: Pins,
         taken: Sequence[tuple[Placement, ...]] | None,
         leaves: bool,
     ) -> PlannedStage:
         """The plan of a stage that receives tensors as they are `taken`, or whole; others it `leaves` as they come."""
-        options, mesh = self.kinds[room.kind].options, self.kinds[room.kind].mesh
+        options, mesh = self.targets[room.kind].options, self.targets[room.kind].mesh
         if taken is not None:
-            options = self._receiving(stage, taken, options, mesh)
+            options = self._receiving_options(stage, taken, options, mesh)
         if not leaves:
-            return self._once(stage, room, pins, options)
+            return self._plan_or_relax(stage, room, pins, options)
         options = replace(options, output_placements="planned")
-        one = self._once(stage, room, pins, options)
+        one = self._plan_or_relax(stage, room, pins, options)
         placed = {name: one.plan.output_placements[name] for name, _ in one.passed}
         # Messages have one size, or hold a rank's share of the samples: what would lie in other unequal parts is whole.
-        shared = one.planner.wishes.shared
+        shared = one.planner.constraints.shared
         shapes = {name: value.shape for (name, _), value in zip(one.passed, stage.passed, strict=True)}
         uneven = [
             name for name, row in placed.items() if not parts_are_equal(shapes[name], Spec.of(*row), mesh, shared)
         ]
         if uneven:
             whole = dict.fromkeys(uneven, (Replicate(),) * mesh.ndim)
-            one = self._once(stage, room, pins, replace(options, output_placements={**placed, **whole}))
+            one = self._plan_or_relax(stage, room, pins, replace(options, output_placements={**placed, **whole}))
         return one
 
-    def _receiving(
+    def _receiving_options(
         self, stage: StageModule, taken: Sequence[tuple[Placement, ...]], options: Options, mesh: MeshShape
     ) -> Options:
         """The options of a stage that receives tensors so; the model's inputs are whole everywhere."""
@@ -211,22 +213,27 @@ class StagePlanner:
         pinned = {name: row for name, row in zip(names, [*taken, *whole], strict=True) if name in known}
         return replace(options, inputs="local", input_placements=pinned)
 
-    def _once(
-        self, stage: StageModule, room: Room, pins: Pins, options: Options, summed: Mapping[str, float] | None = None
+    def _plan_or_relax(
+        self,
+        stage: StageModule,
+        room: StageBudget,
+        pins: Pins,
+        options: Options,
+        summed: Mapping[str, float] | None = None,
     ) -> PlannedStage:
-        """A plan within the room, or the leanest there is where that will do; `summed` as in `Wishes`."""
-        if room in self._leanest:
-            room = replace(room, limit=self._leanest[room])
+        """A plan within the room, or the leanest there is where that will do; `summed` as in `Constraints`."""
+        if room in self._smallest_peaks:
+            room = replace(room, limit=self._smallest_peaks[room])
         try:
-            return self._within(stage, room, pins, options, summed)
+            return self._plan_within_budget(stage, room, pins, options, summed)
         except BudgetError as error:
             if not room.or_leanest or error.peak is None:
                 raise
-            self._leanest[room] = error.peak
-            return self._within(stage, replace(room, limit=error.peak), pins, options, summed)
+            self._smallest_peaks[room] = error.peak
+            return self._plan_within_budget(stage, replace(room, limit=error.peak), pins, options, summed)
 
-    def _within(
-        self, stage: StageModule, room: Room, pins: Pins, options: Options, summed: Mapping[str, float] | None
+    def _plan_within_budget(
+        self, stage: StageModule, room: StageBudget, pins: Pins, options: Options, summed: Mapping[str, float] | None
     ) -> PlannedStage:
         """A plan, or that of a stage that is alike and asked the same."""
         graph = self._graph(stage, options)
@@ -237,7 +244,14 @@ class StagePlanner:
         asked = {**pinned, **options.input_placements}
         summed = summed or {}
         places = [(str(asked.get(source.name)), summed.get(source.name)) for source in graph.inputs]
-        key = nameless(graph), marks_of(graph), tuple(places), str(options.output_placements), options.inputs, room
+        key = (
+            structural_fingerprint(graph),
+            task_graph_marks(graph),
+            tuple(places),
+            str(options.output_placements),
+            options.inputs,
+            room,
+        )
         settings = replace(
             options.settings,
             memory_limit=room.limit,
@@ -249,43 +263,47 @@ class StagePlanner:
         )
         options = replace(options, settings=settings)
         serves = room.kind, settings.runs_per_reduction
-        planner = planner_for(stage.module, graph, self.kinds[room.kind].mesh, options, like=self._first.get(serves))
-        self._first.setdefault(serves, planner)
-        planner.wishes = replace(planner.wishes, pinned={**planner.wishes.pinned, **pinned}, summed=summed)
+        planner = planner_for(
+            stage.module, graph, self.targets[room.kind].mesh, options, like=self._planner_by_target.get(serves)
+        )
+        self._planner_by_target.setdefault(serves, planner)
+        planner.constraints = replace(
+            planner.constraints, pinned={**planner.constraints.pinned, **pinned}, summed=summed
+        )
         free = *key[:-1], replace(room, limit=None, or_leanest=False)
-        earlier = self._earlier.get(free)
+        earlier = self._earlier_planners.get(free)
         if earlier is not None and earlier.graph is graph:
-            planner.rungs, planner.unlimited = earlier.rungs, earlier.unlimited
-        self._earlier.setdefault(free, planner)
-        one = PlannedStage(stage, graph, planner, self._plan(planner, self._known.get(key), options))
+            planner.plan_cache, planner.unlimited = earlier.plan_cache, earlier.unlimited
+        self._earlier_planners.setdefault(free, planner)
+        one = PlannedStage(stage, graph, planner, self._sharding_plan(planner, self._known_stages.get(key), options))
         if planner.interrupted:
             raise KeyboardInterrupt
-        self._known.setdefault(key, one)
+        self._known_stages.setdefault(key, one)
         self.seconds["plan"] += time.perf_counter() - start
         return one
 
-    def _plan(self, planner: Planner, alike: PlannedStage | None, options: Options) -> ShardingPlan:
+    def _sharding_plan(self, planner: Planner, alike: PlannedStage | None, options: Options) -> ShardingPlan:
         said = replace(options, hints=self.hints)
         if alike is None:
             # Where a limit is too low, others are tried: nobody asks what would help.
-            return planned_with(planner, 0.0, said, planner.unlimited, explained=options.settings.memory_limit is None)
+            return run_planner(planner, 0.0, said, planner.unlimited, explained=options.settings.memory_limit is None)
         made = alike.graph
         if alike.plan.recomputed:
             layers = dict(zip(map(_name, layers_of(made)), map(_name, layers_of(planner.graph)), strict=True))
-            made = recomputed(made, alike.plan.recomputed)
-            planner = recomputing(planner, [layers[name] for name in alike.plan.recomputed])
-        decisions = renamed(Decisions.from_data(alike.plan.decisions), made, planner.graph)
-        found = planner.found(decisions, alike.plan.cost, alike.plan.lower_bound, alike.plan.method)
-        return told(planner.describe(found), planner, 0.0, said)
+            made = recompute_layers(made, alike.plan.recomputed)
+            planner = recomputing_planner(planner, [layers[name] for name in alike.plan.recomputed])
+        decisions = rename_decisions(Decisions.from_data(alike.plan.decisions), made, planner.graph)
+        found = planner.evaluate(decisions, alike.plan.cost, alike.plan.lower_bound, alike.plan.method)
+        return with_provenance(planner.describe(found), planner, 0.0, said)
 
     def _graph(self, stage: StageModule, options: Options) -> JointGraph:
         start = time.perf_counter()
-        graph = self._captures.graph(stage, dynamic=options.shares is not None)
+        graph = self._captures.joint_graph(stage, dynamic=options.shares is not None)
         self.seconds["capture"] += time.perf_counter() - start
         return graph
 
 
-def _lie_alike(one: Kind, other: Kind) -> bool:
+def _can_pass_shards(one: StageTarget, other: StageTarget) -> bool:
     """Whether what stages of one kind leave in parts can be taken so by those of the other."""
     return one.mesh.size > 1 and (one.mesh, one.options.shares) == (other.mesh, other.options.shares)
 

@@ -11,20 +11,22 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from autoshard.memory.footprint import Allocation, Kind
+from autoshard.memory.footprint import Allocation, AllocationKind
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.decisions import Flow
-from autoshard.patterns.graph import Value
-from autoshard.planner.skeleton import Skeleton, makes_views, root_of
+from autoshard.patterns.graph_rules import Value
+from autoshard.planner.shape_program import ShapeProgram, makes_views, storage_root
+from autoshard.reshard.collective_schedule import KEEPS_INPUT
 from autoshard.reshard.gathers import waits_of
-from autoshard.reshard.overlap import KEEPS_INPUT
 
-_AT_REST: dict[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "constant": "buffer"}
-_OF_A_RUN: frozenset[Kind] = frozenset({"saved", "gathered", "communication", "temporary"})
+_PERSISTENT_KINDS: dict[str, AllocationKind] = {"parameter": "parameter", "buffer": "buffer", "constant": "buffer"}
+_PER_RUN_KINDS: frozenset[AllocationKind] = frozenset({"saved", "gathered", "communication", "temporary"})
 """What every run of a step that is under way has its own of, if it holds it from the forward to the backward half."""
 
 
-def allocations(flow: Flow, program: Skeleton, optimizer: OptimizerMemory, under_way: int = 1) -> Iterator[Allocation]:
+def allocations(
+    flow: Flow, program: ShapeProgram, optimizer: OptimizerMemory, under_way: int = 1
+) -> Iterator[Allocation]:
     """What one device holds and when, in positions of the program; the last moment is the optimizer's step.
 
     At a moment stands what is held while an operator runs and what belongs to it (reshards of its operands, temporaries
@@ -37,17 +39,17 @@ def allocations(flow: Flow, program: Skeleton, optimizer: OptimizerMemory, under
         optimizer: what it holds.
         under_way: runs of the step that are under way at once: what the others save is held until the optimizer's step.
     """
-    holdings = _Holdings(flow, program, optimizer)
+    holdings = _ProgramMemory(flow, program, optimizer)
     for one in holdings.run():
         yield one
-        if under_way > 1 and one.kind in _OF_A_RUN and one.start < holdings.border < one.end:
+        if under_way > 1 and one.kind in _PER_RUN_KINDS and one.start < holdings.border < one.end:
             yield replace(one, bytes=(under_way - 1) * one.bytes, start=0, end=holdings.end - 1)
 
 
-class _Holdings:
+class _ProgramMemory:
     """Lives of all memory in one program."""
 
-    def __init__(self, flow: Flow, program: Skeleton, optimizer: OptimizerMemory) -> None:
+    def __init__(self, flow: Flow, program: ShapeProgram, optimizer: OptimizerMemory) -> None:
         self.graph = flow.graph
         self.operators = flow.rules.operators
         self.program = program
@@ -56,15 +58,17 @@ class _Holdings:
         self.border = sum(self.graph.phase(node) == "forward" for node in self.operators)  # where backward begins
         self.order: list[fx.Node] = []  # every call of the step
         self.forward = 0  # how many of them are the forward half's
-        self.born: dict[fx.Node, int] = {}  # root -> the call that makes it
-        self.last: dict[fx.Node, int] = {}  # root -> the last call that reads it or a view of it
+        self.first_call: dict[fx.Node, int] = {}  # root -> the call that makes it
+        self.last_call: dict[fx.Node, int] = {}  # root -> the last call that reads it or a view of it
 
     def run(self) -> Iterator[Allocation]:
-        yield from self._at_rest()
-        self._live()
-        lives = [(root, self._bytes(root), start, self.last[root] + 1) for root, start in self.born.items()]
+        yield from self._persistent_allocations()
+        self._find_lifetimes()
+        lives = [(root, self._bytes(root), start, self.last_call[root] + 1) for root, start in self.first_call.items()]
         places, moments = self._moments([(held, start, end) for _, held, start, end in lives])
-        gradients = {root_of(node): name for (kind, name), node in self.program.outputs.items() if kind == "gradient"}
+        gradients = {
+            storage_root(node): name for (kind, name), node in self.program.outputs.items() if kind == "gradient"
+        }
         for root, held, start, end in lives:
             first, last = bisect.bisect_left(moments, start), bisect.bisect_left(moments, end)
             if held and first < last:
@@ -79,14 +83,14 @@ class _Holdings:
         module = self.graph.module_path(self.operators[place]) if self.operators else ""
         return f"{module}: {root.meta['key']}" if module else root.meta["key"]
 
-    def _kind(self, root: fx.Node, end: int, gradients: dict[fx.Node, str]) -> Kind:
+    def _kind(self, root: fx.Node, end: int, gradients: dict[fx.Node, str]) -> AllocationKind:
         if root in gradients:
             return "gradient"
-        kind: Kind = root.meta["kind"]
-        saved = self.born[root] < self.forward < end
+        kind: AllocationKind = root.meta["kind"]
+        saved = self.first_call[root] < self.forward < end
         return "saved" if saved and kind != "gathered" else kind
 
-    def _at_rest(self) -> Iterator[Allocation]:
+    def _persistent_allocations(self) -> Iterator[Allocation]:
         trained = {output.name for output in self.graph.outputs if output.kind == "gradient" and output.node}
         states = []
         for source in self.graph.inputs:
@@ -94,7 +98,7 @@ class _Holdings:
                 continue
             val: torch.Tensor = self.program.inputs[source.node.name].meta["val"]
             held = val.untyped_storage().nbytes()
-            yield Allocation(source.name, held, 0, self.end, _AT_REST.get(source.kind, "input"))
+            yield Allocation(source.name, held, 0, self.end, _PERSISTENT_KINDS.get(source.kind, "input"))
             if source.kind == "parameter" and source.name in trained:
                 shape = Value(source.node).meta.shape
                 state = self.optimizer.state_bytes(shape, tuple(val.shape), val.element_size())
@@ -102,7 +106,7 @@ class _Holdings:
                 states.append(held)
         yield Allocation("optimizer's step", self.optimizer.step_bytes(states), self.end - 1, self.end, "temporary")
 
-    def _live(self) -> None:
+    def _find_lifetimes(self) -> None:
         """Births and last uses, in numbers of calls; a collective uses its input until it is awaited."""
         program = self.program
         forward = [node for node in program.forward.graph.nodes if node.op == "call_function"]
@@ -112,31 +116,31 @@ class _Holdings:
 
         def root(node: fx.Node) -> fx.Node:
             if node not in roots:
-                own = root_of(node)
+                own = storage_root(node)
                 roots[node] = root(program.backward.saved[own]) if own in program.backward.saved else own
             return roots[node]
 
         for time, node in enumerate(self.order):
             for source in node.all_input_nodes:
                 held = root(source)
-                if held in self.born:
-                    self.last[held] = time
+                if held in self.first_call:
+                    self.last_call[held] = time
             if root(node) is node:
-                self.born[node] = self.last[node] = time
+                self.first_call[node] = self.last_call[node] = time
                 if node.target is operator.getitem:  # made with the other results
-                    self.born[node] = self.born[node.all_input_nodes[0]]
+                    self.first_call[node] = self.first_call[node.all_input_nodes[0]]
         times = {node: time for time, node in enumerate(self.order)}
         for node in self.order:
             if node.target in KEEPS_INPUT:
                 until = min((times[wait] for wait in waits_of(node)), default=times[node])
-                for held in {root(source) for source in node.all_input_nodes} & self.born.keys():
-                    self.last[held] = max(self.last[held], until)
+                for held in {root(source) for source in node.all_input_nodes} & self.first_call.keys():
+                    self.last_call[held] = max(self.last_call[held], until)
         for node in program.backward.saved.values():
-            if root(node) in self.born:
-                self.last[root(node)] = max(self.last[root(node)], self.forward)
+            if root(node) in self.first_call:
+                self.last_call[root(node)] = max(self.last_call[root(node)], self.forward)
         for node in program.outputs.values():
-            if root(node) in self.born:
-                self.last[root(node)] = len(self.order)  # held while the optimizer steps
+            if root(node) in self.first_call:
+                self.last_call[root(node)] = len(self.order)  # held while the optimizer steps
 
     def _moments(self, lives: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
         """The positions at which something runs, and for each the call of it at which most is held."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from autoshard.patterns.rule import TensorMeta
-from autoshard.planner.hubs import Rereading, from_where_it_lies, tie
-from autoshard.planner.options import SpecList
-from autoshard.reshard.loose import LooseResharder
+from autoshard.planner.regather import RegatherEdge, regather_edge, tie_costs
+from autoshard.planner.strategy_tables import SpecList
+from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
 from autoshard.reshard.path import Resharder
 from autoshard.specs.axes import MeshShape
 
@@ -21,32 +21,34 @@ class EdgeTables:
         resharder: prices them.
     """
 
-    def __init__(self, resharder: Resharder | LooseResharder) -> None:
+    def __init__(self, resharder: Resharder | LowerBoundResharder) -> None:
         self.resharder = resharder
-        self._between: dict[tuple[object, ...], np.ndarray] = {}
-        self._copied: dict[tuple[object, ...], np.ndarray] = {}
-        self._rereadings: dict[tuple[object, ...], Rereading] = {}
-        self._ties: dict[int, np.ndarray] = {}
+        self._reshard_seconds: dict[tuple[object, ...], np.ndarray] = {}
+        self._copy_bytes: dict[tuple[object, ...], np.ndarray] = {}
+        self._regather_edges: dict[tuple[object, ...], RegatherEdge] = {}
+        self._tie_costs: dict[int, np.ndarray] = {}
 
-    def between(self, meta: TensorMeta, sources: SpecList, targets: SpecList, gradient: bool = False) -> np.ndarray:
+    def reshard_seconds(
+        self, meta: TensorMeta, sources: SpecList, targets: SpecList, gradient: bool = False
+    ) -> np.ndarray:
         """Seconds to reshard a tensor between all specs of two lists; `gradient`: on its way to the optimizer."""
         key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets), gradient)
-        if key not in self._between:
-            resharder: Resharder | LooseResharder = self.resharder.gradients if gradient else self.resharder
+        if key not in self._reshard_seconds:
+            resharder: Resharder | LowerBoundResharder = self.resharder.gradients if gradient else self.resharder
             distinct = resharder.seconds(meta.shape, meta.dtype.itemsize, sources.distinct, targets.distinct)
-            self._between[key] = distinct[np.ix_(sources.index, targets.index)]
-        return self._between[key]
+            self._reshard_seconds[key] = distinct[np.ix_(sources.index, targets.index)]
+        return self._reshard_seconds[key]
 
-    def copied(self, meta: TensorMeta, sources: SpecList, targets: SpecList, mesh: MeshShape) -> np.ndarray:
+    def copy_bytes(self, meta: TensorMeta, sources: SpecList, targets: SpecList, mesh: MeshShape) -> np.ndarray:
         """Bytes of the copy that a reshard makes between all specs of two lists; zero where it makes none."""
         key = (meta.shape, meta.dtype.itemsize, id(sources), id(targets))
-        if key not in self._copied:
-            self._copied[key] = targets.bytes(meta, mesh) * _differ(sources, targets)
-        return self._copied[key]
+        if key not in self._copy_bytes:
+            self._copy_bytes[key] = targets.bytes(meta, mesh) * _needs_copy(sources, targets)
+        return self._copy_bytes[key]
 
-    def from_where_it_lies(
+    def regather_edge(
         self, meta: TensorMeta, sources: SpecList, hub: SpecList, mesh: MeshShape, *, own: bool
-    ) -> Rereading:
+    ) -> RegatherEdge:
         """The edge from where a tensor lies to the hub of the backward half.
 
         Args:
@@ -57,22 +59,22 @@ class EdgeTables:
             own: whether it has memory of its own, which is held for the backward half alone.
         """
         key = (meta.shape, meta.dtype.itemsize, id(sources), id(hub), own)
-        if key not in self._rereadings:
-            self._rereadings[key] = from_where_it_lies(
-                self.between(meta, sources, hub),
-                self.copied(meta, sources, hub, mesh),
+        if key not in self._regather_edges:
+            self._regather_edges[key] = regather_edge(
+                self.reshard_seconds(meta, sources, hub),
+                self.copy_bytes(meta, sources, hub, mesh),
                 sources.bytes(meta, mesh) * own,
             )
-        return self._rereadings[key]
+        return self._regather_edges[key]
 
-    def tie(self, specs: int) -> np.ndarray:
+    def tie_costs(self, specs: int) -> np.ndarray:
         """What ties the hub of the backward half to that of the forward half, each with so many specs."""
-        if specs not in self._ties:
-            self._ties[specs] = tie(specs)
-        return self._ties[specs]
+        if specs not in self._tie_costs:
+            self._tie_costs[specs] = tie_costs(specs)
+        return self._tie_costs[specs]
 
 
-def _differ(sources: SpecList, targets: SpecList) -> np.ndarray:
+def _needs_copy(sources: SpecList, targets: SpecList) -> np.ndarray:
     """For all pairs of two lists, whether one spec is not the other: whether a copy is made."""
     distinct = np.array([[float(source is not target) for target in targets.distinct] for source in sources.distinct])
     return distinct[np.ix_(sources.index, targets.index)]

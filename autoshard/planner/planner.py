@@ -18,30 +18,30 @@ from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, PlanError
-from autoshard.memory.footprint import Memory, held
+from autoshard.memory.footprint import Memory, live_bytes
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.patterns.decisions import Decisions, Flow
-from autoshard.patterns.graph import GraphRules, Value
+from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.patterns.ops.unknown import batch_advice
 from autoshard.plan import ShardingPlan
-from autoshard.planner.account import Account
+from autoshard.planner.account import StepAccount
 from autoshard.planner.allocations import allocations
-from autoshard.planner.asked import Ask, Solved
-from autoshard.planner.budget import BudgetSearch
-from autoshard.planner.building import ProblemBuilder
-from autoshard.planner.found import Found, Run
-from autoshard.planner.hidden import HiddenCollectives
-from autoshard.planner.many_axes import ManyAxes
-from autoshard.planner.options import OptionTables
-from autoshard.planner.problem import BuiltProblem, Hiding, Wishes
-from autoshard.planner.progress import Progress
-from autoshard.planner.recorded import LocalPrograms
-from autoshard.planner.schedule import OperatorPrices, reductions, timeline
-from autoshard.planner.skeleton import Skeleton, skeleton
-from autoshard.planner.solving import Answer, Search, answered, is_large
+from autoshard.planner.budget_search import BudgetSearch
+from autoshard.planner.candidate_plan import CandidatePlan, ProgramEstimate
+from autoshard.planner.multi_axis import MultiAxisSolver
+from autoshard.planner.overlap_search import OverlapSearch
+from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount
+from autoshard.planner.problem_builder import ProblemBuilder
+from autoshard.planner.recordings import LocalPrograms
+from autoshard.planner.schedule import OperatorPrices, reduction_timeline, timeline
+from autoshard.planner.search_progress import Progress
+from autoshard.planner.shape_program import ShapeProgram, build_shape_program
+from autoshard.planner.solve_request import BlockSolution, SolveRequest
+from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_problem
+from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.planner.tiling import Layer, Tiling, layers_of
+from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.reshard.path import Resharder
-from autoshard.reshard.unreduced import Reduced
 from autoshard.simulate.program import KernelPrices
 from autoshard.solver.eliminate import WidthError
 from autoshard.specs.axes import MeshShape
@@ -50,7 +50,7 @@ from autoshard.version import __version__
 RECOMPUTE = ("auto", "none", "full")
 METHODS = ("auto", "eliminate", "alternate", "ilp", "force")
 EFFORTS = ("fast", "full")
-_ACCOUNTS = 3  # that are kept: the plan that is handed back is most often one of the last
+_MAX_ACCOUNTS = 3  # that are kept: the plan that is handed back is most often one of the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class Settings:
     work_limit: int | None = None
     gradient_steps: int = 1
     under_way: int = 1
-    reduced: Reduced = "step"
+    reduced: DeferredReduction = "step"
 
     @property
-    def left_unreduced(self) -> Reduced | None:
+    def left_unreduced(self) -> DeferredReduction | None:
         """Which gradients a run of the step leaves unreduced; None where it reduces all."""
         return self.reduced if self.gradient_steps > 1 else None
 
@@ -122,49 +122,49 @@ class Planner:
         graph: JointGraph,
         mesh: MeshShape,
         cluster: Cluster,
-        wishes: Wishes,
+        wishes: Constraints,
         settings: Settings,
         progress: Callable[[Progress], None] | None = None,
         like: Planner | None = None,
     ) -> None:
         self.timings: dict[str, float] = {}
         self._running: set[str] = set()  # phases that are being timed
-        self.unlimited: Found | None = None
-        self.rungs: dict[Hashable, Found] = {}
-        self._fastest: Found | None = None  # of those without a limit, once they were looked for
+        self.unlimited: CandidatePlan | None = None
+        self.plan_cache: dict[Hashable, CandidatePlan] = {}
+        self._fastest: CandidatePlan | None = None  # of those without a limit, once they were looked for
         self.graph = graph
         self.mesh = mesh
         self.cluster = cluster
-        self.wishes = replace(wishes, optimizer=settings.optimizer)
+        self.constraints = replace(wishes, optimizer=settings.optimizer)
         self.settings = settings
         self.progress = progress
         self.start = time.monotonic()
         self.deadline = self.start + settings.time_limit
-        self._asked: dict[int, ProblemBuilder] = {}  # of wishes, which they keep alive, by identity
+        self._builders: dict[int, ProblemBuilder] = {}  # of wishes, which they keep alive, by identity
         self._tilings: dict[int, tuple[BuiltProblem, Tiling | None]] = {}  # of problems at no prices, the same way
-        self._found: list[Found] = []  # every plan that was looked at
-        self._accounts: deque[Account] = deque(maxlen=_ACCOUNTS)  # of the decisions looked at last
+        self._candidates: list[CandidatePlan] = []  # every plan that was looked at
+        self._accounts: deque[StepAccount] = deque(maxlen=_MAX_ACCOUNTS)  # of the decisions looked at last
         self.interrupted = False  # whether somebody stopped the search, and got the best plan met until then
-        self.best: Found | None = None  # the cheapest plan met that keeps the limit
+        self.best: CandidatePlan | None = None  # the cheapest plan met that keeps the limit
         self._like = like
         if like is None:
             self.cost = CostModel(cluster, mesh)
             self.resharder = Resharder(mesh, self.cost.collective, self.gradient_price, wishes.shared)
             self.programs = LocalPrograms(graph, mesh)
-            self.tables = OptionTables(self.cost, wishes.shared)
+            self.tables = StrategyTables(self.cost, wishes.shared)
             self.prices = OperatorPrices(self.tables)
         else:
             self.cost, self.resharder, self.programs = like.cost, like.resharder, like.programs
             self.tables, self.prices = like.tables, like.prices
-        with self.timed("patterns"):
+        with self.time_phase("patterns"):
             self.rules = GraphRules(graph, mesh)
             if like is not None:
-                self.rules.share(like.rules)
+                self.rules.reuse_from(like.rules)
 
     def forget(self) -> None:
         """Drop what was found: what serves planners like this one stays."""
         self.unlimited = self._fastest = self.best = None
-        self.rungs, self._asked, self._tilings, self._found = {}, {}, {}, []
+        self.plan_cache, self._builders, self._tilings, self._candidates = {}, {}, {}, []
         self._accounts.clear()
         if "builder" in self.__dict__:
             self.builder.forget()
@@ -173,7 +173,7 @@ class Planner:
         """What a collective counts by which a gradient goes to its optimizer."""
         return self.cost.gradient_collective(kind, bytes, axis) / self.settings.runs_per_reduction
 
-    def plan(self, unlimited: Found | None = None) -> ShardingPlan:
+    def plan(self, unlimited: CandidatePlan | None = None) -> ShardingPlan:
         """Solve and account, for this graph alone: `planner.recompute.planned` also changes it as settings say.
 
         Args:
@@ -190,13 +190,13 @@ class Planner:
                 stacklevel=2,
             )
         try:
-            found = self._searched(unlimited)
+            found = self._search(unlimited)
         except KeyboardInterrupt:
             if self.best is None:
                 raise
             found = self.best
             self.warn_of_interruption(found.cost)
-        with self.timed("account"):
+        with self.time_phase("account"):
             return self.describe(found)
 
     def warn_of_interruption(self, cost: float) -> None:
@@ -212,17 +212,17 @@ class Planner:
 
     # Search
 
-    def _searched(self, unlimited: Found | None) -> Found:
+    def _search(self, unlimited: CandidatePlan | None) -> CandidatePlan:
         """The plan that is wanted: within the limit, and fast by its timeline."""
         limit = self.settings.memory_limit
-        self.unlimited = cheapest = self.solve(self.wishes) if unlimited is None else unlimited
+        self.unlimited = cheapest = self.solve(self.constraints) if unlimited is None else unlimited
         found = self.fastest(cheapest)
         if limit is not None and found.memory.peak > limit:
             # What bounds the problem without a limit bounds it with one; the problems solved on the way are narrower.
             return replace(BudgetSearch(self, limit, cheapest, found).run(), lower_bound=cheapest.lower_bound)
         return found
 
-    def fastest(self, cheapest: Found) -> Found:
+    def fastest(self, cheapest: CandidatePlan) -> CandidatePlan:
         """The plan with the shortest step that is found without a limit: none that keeps one is faster.
 
         Args:
@@ -231,19 +231,19 @@ class Planner:
         if self._fastest is None:
             # What is reduced once for several runs has no compute of one run to hide behind.
             plain = self.settings.effort == "fast" or self.settings.runs_per_reduction > 1
-            self._fastest = cheapest if plain else HiddenCollectives(self, cheapest).run()
+            self._fastest = cheapest if plain else OverlapSearch(self, cheapest).run()
         return self._fastest
 
     def solve(
         self,
-        wishes: Wishes,
+        wishes: Constraints,
         *,
         method: str | None = None,
         limit: float | None = None,
         prices: np.ndarray | None = None,
-        hiding: Hiding | None = None,
+        hiding: OverlapDiscount | None = None,
         work: int | None = None,
-    ) -> Found:
+    ) -> CandidatePlan:
         """The best decisions found under some wishes.
 
         Args:
@@ -259,22 +259,22 @@ class Planner:
             BudgetError: the same under a limit.
             KeyboardInterrupt: somebody interrupted the search; `best` is then the cheapest plan met.
         """
-        builder = self._asked.setdefault(id(wishes), self.builder.wishing(wishes))
+        builder = self._builders.setdefault(id(wishes), self.builder.with_constraints(wishes))
         wanted = method or ("auto" if self.settings.method == "force" else self.settings.method)
-        ask = Ask(builder, wanted, limit, prices, hiding, work or self.settings.work_limit)
+        ask = SolveRequest(builder, wanted, limit, prices, hiding, work or self.settings.work_limit)
         if len(self.axes) <= 2:
             solved = self.solve_block(ask, frozenset(self.axes), None)
             bound = solved.lower_bound
         else:
-            solved = self._many_axes.solve(ask)
+            solved = self._multi_axis_solver.solve(ask)
             bound = min(solved.lower_bound if np.isfinite(solved.lower_bound) else self._bound, solved.cost)
-        found = self.found(solved.decisions, solved.cost, bound, solved.method)
-        self._meet(found)
+        found = self.evaluate(solved.decisions, solved.cost, bound, solved.method)
+        self._update_best(found)
         if solved.interrupted:
             raise KeyboardInterrupt
         return found
 
-    def _meet(self, found: Found) -> None:
+    def _update_best(self, found: CandidatePlan) -> None:
         """Notes the cheapest plan that keeps the limit, in case the search is interrupted."""
         limit = self.settings.memory_limit
         kept = limit is None or found.memory.peak <= limit
@@ -282,20 +282,20 @@ class Planner:
             bound = found.lower_bound if self.best is None else self.best.lower_bound
             self.best = replace(found, lower_bound=min(bound, found.cost))
 
-    def program(self, flow: Flow, reduced: Reduced | None = None) -> Skeleton:
-        """The calls of the program that some decisions stand for; `reduced` as for `skeleton`."""
-        with self.timed("account"):
-            return skeleton(flow, self.resharder, self.programs, reduced)
+    def program(self, flow: Flow, reduced: DeferredReduction | None = None) -> ShapeProgram:
+        """The calls of the program that some decisions stand for; `reduced` as for `build_shape_program`."""
+        with self.time_phase("account"):
+            return build_shape_program(flow, self.resharder, self.programs, reduced)
 
-    def replay(self, program: Skeleton, prices: KernelPrices) -> tuple[float, float]:
+    def replay(self, program: ShapeProgram, prices: KernelPrices) -> tuple[float, float]:
         """Seconds of a step of a program, and those of them in which a device communicates and does not compute."""
-        with self.timed("schedule"):
-            replayed, later = timeline(program, prices), reductions(program, prices)
+        with self.time_phase("schedule"):
+            replayed, later = timeline(program, prices), reduction_timeline(program, prices)
             steps, contention = self.settings.gradient_steps, self.cluster.contention
-            seconds = replayed.disturbed(contention) + later.disturbed(contention) / steps
+            seconds = replayed.seconds_with_contention(contention) + later.seconds_with_contention(contention) / steps
             return seconds, replayed.exposed + later.exposed / steps
 
-    def update_seconds(self, program: Skeleton) -> float:
+    def update_seconds(self, program: ShapeProgram) -> float:
         """Seconds in which the optimizer updates what a device holds, by the bytes that it moves."""
         moved = 0
         for source in self.graph.inputs:
@@ -306,48 +306,52 @@ class Planner:
                 moved += self.settings.optimizer.moved_bytes(shape, tuple(part.shape), part.element_size(), arrived)
         return self.cost.compute(0.0, moved, torch.float32) if moved else 0.0
 
-    def found(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> Found:
+    def evaluate(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> CandidatePlan:
         """Some decisions with what their program does: how long its step takes, what a device holds under them."""
-        for known in self._found:
+        for known in self._candidates:
             if known.decisions == decisions:
                 return replace(known, cost=cost, lower_bound=lower_bound, method=method)
         flow = Flow(self.rules, decisions, self.mesh)
 
-        def made() -> Skeleton:
+        def make_program() -> ShapeProgram:
             return self.program(flow, self.settings.left_unreduced)
 
-        def taken(program: Skeleton) -> tuple[float, float, float]:
+        def measure_times(program: ShapeProgram) -> tuple[float, float, float]:
             return (*self.replay(program, self.prices), self.update_seconds(program))
 
-        def account(program: Skeleton) -> tuple[Memory, np.ndarray]:
-            with self.timed("account"):
+        def measure_memory(program: ShapeProgram) -> tuple[Memory, np.ndarray]:
+            with self.time_phase("account"):
                 allocated = list(allocations(flow, program, self.settings.optimizer, self.settings.under_way))
-                return Memory.of(allocated, self.place), held(allocated, len(self.rules.operators) + 1)
+                return Memory.of(allocated, self.operation_at), live_bytes(allocated, len(self.rules.operators) + 1)
 
-        self._found.append(Found(decisions, cost, lower_bound, method, Run(made, taken, account)))
-        return self._found[-1]
+        self._candidates.append(
+            CandidatePlan(
+                decisions, cost, lower_bound, method, ProgramEstimate(make_program, measure_times, measure_memory)
+            )
+        )
+        return self._candidates[-1]
 
-    def place(self, moment: int) -> tuple[str, str, str]:
+    def operation_at(self, moment: int) -> tuple[str, str, str]:
         """What runs at a moment of the step: phase, path of the module, operator."""
         if moment >= len(self.rules.operators):
             return "optimizer", "", "optimizer's step"
         node = self.rules.operators[moment]
         return self.graph.phase(node), self.graph.module_path(node), str(self.rules.calls[node].op)
 
-    def solve_block(self, ask: Ask, free: frozenset[int], current: Decisions | None) -> Solved:
+    def solve_block(self, ask: SolveRequest, free: frozenset[int], current: Decisions | None) -> BlockSolution:
         """The best that is found with the mesh axes in `free` open, while all else stays as in `current`.
 
         Raises:
             PlanError, BudgetError: as `solve`.
         """
-        with self.timed("problem"):
-            built = ask.builder.build(free, current, ask.prices, ask.hiding, ask.reuse)
+        with self.time_phase("problem"):
+            built = ask.builder.build(free, current, ask.prices, ask.discount, ask.reuse)
             if ask.limit is not None:
                 built = replace(built, problem=replace(built.problem, limit=ask.limit))
             tied = ask.method == "auto" and ask.limit is None and is_large(built.problem)
             tiling = self._tiling(built) if tied else None
-        with self.timed("solve"):
-            answer = self._answered(ask, built, tiling, proof=len(free) == len(self.axes))
+        with self.time_phase("solve"):
+            answer = self._solve_built(ask, built, tiling, proof=len(free) == len(self.axes))
         if not answer.assignment:
             kind = PlanError if ask.limit is None else BudgetError
             raise kind(
@@ -355,11 +359,11 @@ class Planner:
                 f'{self.settings.time_limit:g} s ({answer.status}): allow more time, or use method="auto".'
             )
         cost = answer.cost
-        if ask.prices is not None or ask.hiding is not None:
-            with self.timed("problem"):
+        if ask.prices is not None or ask.discount is not None:
+            with self.time_phase("problem"):
                 cost = ask.builder.build(free, current, reuse=ask.reuse).problem.cost(answer.assignment)
         decisions = built.decode(answer.assignment)
-        return Solved(decisions, answer.cost, cost, answer.lower_bound, answer.method, answer.interrupted)
+        return BlockSolution(decisions, answer.cost, cost, answer.lower_bound, answer.method, answer.interrupted)
 
     def _tiling(self, built: BuiltProblem) -> Tiling | None:
         """Which variables of a problem repeat others; prices change nothing about that."""
@@ -368,21 +372,23 @@ class Planner:
             self._tilings[id(plain)] = plain, Tiling.of(plain, self.layers)
         return self._tilings[id(plain)][1]
 
-    def _answered(self, ask: Ask, built: BuiltProblem, tiling: Tiling | None, *, proof: bool) -> Answer:
+    def _solve_built(
+        self, ask: SolveRequest, built: BuiltProblem, tiling: Tiling | None, *, proof: bool
+    ) -> SolveResult:
         """What the solver says; `proof`: whether a bound is a bound of all, and worth an effort."""
-        plain = ask.prices is None and ask.hiding is None
-        search = Search(
+        plain = ask.prices is None and ask.discount is None
+        search = SolveOptions(
             ask.method,
             self.deadline,
             proof=proof and plain,
             priced=ask.prices is not None,
             fast=self.settings.effort == "fast",
-            proposal=ask.hiding is not None,
+            proposal=ask.discount is not None,
             work_limit=ask.work,
             report=self.report,
         )
         try:
-            return answered(built, tiling, search)
+            return solve_problem(built, tiling, search)
         except WidthError as error:
             raise PlanError(
                 f'method="eliminate" can not plan this model on mesh {self.mesh}: {error}. Use method="auto", '
@@ -398,8 +404,8 @@ class Planner:
     def builder(self) -> ProblemBuilder:
         """Makes the problems of the wishes asked for; those of others share its tables."""
         if self._like is not None:
-            return self._like.builder.alike(self.rules, self.wishes)
-        return ProblemBuilder(self.rules, self.tables, self.resharder, self.wishes)
+            return self._like.builder.for_graph(self.rules, self.constraints)
+        return ProblemBuilder(self.rules, self.tables, self.resharder, self.constraints)
 
     @cached_property
     def layers(self) -> dict[str, tuple[Layer, int]]:
@@ -412,16 +418,16 @@ class Planner:
         return [axis for axis, size in enumerate(self.mesh.sizes) if size > 1]
 
     @cached_property
-    def _many_axes(self) -> ManyAxes:
-        return ManyAxes(self)
+    def _multi_axis_solver(self) -> MultiAxisSolver:
+        return MultiAxisSolver(self)
 
     @property
     def _bound(self) -> float:
         """A lower bound of what other wishes or prices find: that of the problem without a limit, if it was solved."""
-        return self._floor if self.unlimited is None else self.unlimited.lower_bound
+        return self._trivial_bound if self.unlimited is None else self.unlimited.lower_bound
 
     @cached_property
-    def _floor(self) -> float:
+    def _trivial_bound(self) -> float:
         """A lower bound that needs no search: every operator at its cheapest, every reshard free."""
         total = 0.0
         for node in self.rules.operators:
@@ -431,17 +437,17 @@ class Planner:
 
     # Account
 
-    def account(self, decisions: Decisions) -> Account:
+    def account(self, decisions: Decisions) -> StepAccount:
         """The step that some decisions stand for."""
         for known in self._accounts:
             if known.flow.decisions is decisions:
                 return known
-        with self.timed("account"):
+        with self.time_phase("account"):
             flow = Flow(self.rules, decisions, self.mesh)
-            self._accounts.append(Account(flow, self.tables, self.resharder))
+            self._accounts.append(StepAccount(flow, self.tables, self.resharder))
         return self._accounts[-1]
 
-    def describe(self, found: Found) -> ShardingPlan:
+    def describe(self, found: CandidatePlan) -> ShardingPlan:
         """The plan that was found, with what it does and holds."""
         account = self.account(found.decisions)
         rest = found.decisions.rest
@@ -476,12 +482,12 @@ class Planner:
             versions={"autoshard": __version__, "torch": torch.__version__},
             decisions=found.decisions.to_data(),
             choices=tuple(account.decisions()),
-            gathered=dict(account.gathered()),
+            gathered=dict(account.gathered_parameters()),
             recomputed=self.graph.recomputed,
         )
 
     @contextlib.contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
+    def time_phase(self, phase: str) -> Iterator[None]:
         """Adds what is done to a phase; what belongs to it twice counts once."""
         outermost, start = phase not in self._running, time.perf_counter()
         self._running.add(phase)

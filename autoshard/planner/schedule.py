@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autoshard.planner.options import OptionTables
-from autoshard.planner.skeleton import Skeleton
+from autoshard.planner.shape_program import ShapeProgram
+from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.simulate.events import Timeline, replay
 from autoshard.simulate.program import KernelPrices, operations
 
@@ -21,7 +21,7 @@ class OperatorPrices(KernelPrices):
         tables: the search's prices of strategies.
     """
 
-    def __init__(self, tables: OptionTables) -> None:
+    def __init__(self, tables: StrategyTables) -> None:
         super().__init__(tables.cost)
         self._tables = tables
 
@@ -33,19 +33,19 @@ class OperatorPrices(KernelPrices):
         return self._tables.compute_seconds(*stands_for) if stands_for else 0.0
 
 
-def timeline(program: Skeleton, prices: KernelPrices) -> Timeline:
+def timeline(program: ShapeProgram, prices: KernelPrices) -> Timeline:
     """The step on a stream of compute and one of communication per link.
 
     What is replayed are the calls of the program itself, with its copies, masks and local programs, its joined
     reductions, and gathers that are started ahead.
     """
-    return _replayed((program.forward.graph, program.backward.graph), prices)
+    return _replay((program.forward.graph, program.backward.graph), prices)
 
 
-def reductions(program: Skeleton, prices: KernelPrices) -> Timeline:
+def reduction_timeline(program: ShapeProgram, prices: KernelPrices) -> Timeline:
     """Likewise the reductions of gradients that the backward half leaves unreduced, with nothing to hide behind."""
-    return _replayed(() if program.unreduced is None else (program.unreduced.alone(),), prices)
+    return _replay(() if program.unreduced is None else (program.unreduced.scheduled_graph(),), prices)
 
 
-def _replayed(graphs: Sequence[fx.Graph], prices: KernelPrices) -> Timeline:
+def _replay(graphs: Sequence[fx.Graph], prices: KernelPrices) -> Timeline:
     return replay(operations(graphs, prices.cost.mesh.names, prices))

@@ -8,11 +8,11 @@ from torch import fx
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.cluster.shares import paced
+from autoshard.cluster.worker_shares import scaled_device
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.variants import offered_factors
-from autoshard.planner.options import OptionTables
 from autoshard.planner.schedule import OperatorPrices
+from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.simulate.program import KernelPrices
 from autoshard.specs.shared_axis import SharedAxis
 
@@ -31,21 +31,21 @@ class SharePrices(KernelPrices):
     """
 
     def __init__(self, flow: Flow, cluster: Cluster, shared: SharedAxis | None, share: float) -> None:
-        self._equal = OperatorPrices(OptionTables(CostModel(cluster, flow.mesh), shared))
+        self._equal = OperatorPrices(StrategyTables(CostModel(cluster, flow.mesh), shared))
         super().__init__(self._equal.cost)
-        device = paced(cluster.device, 1 / share)
-        self._own = OperatorPrices(OptionTables(CostModel(replace(cluster, device=device), flow.mesh), shared))
+        device = scaled_device(cluster.device, 1 / share)
+        self._own = OperatorPrices(StrategyTables(CostModel(replace(cluster, device=device), flow.mesh), shared))
         self._grows = {node.name: _is_shared(flow, node, shared) for node in flow.rules.operators}
-        self._else = share > 1
+        self._grows_by_default = share > 1
 
     def seconds(self, node: fx.Node) -> float:
-        grows = self._grows.get(node.meta.get("key", ""), self._else)
+        grows = self._grows.get(node.meta.get("key", ""), self._grows_by_default)
         return (self._own if grows else self._equal).seconds(node)
 
 
 def _is_shared(flow: Flow, node: fx.Node, shared: SharedAxis | None) -> bool:
     """Whether an operator computes with the rank's share of some dim."""
-    if shared is None or flow.rules.pinned(node, flow.mesh) is not None:
+    if shared is None or flow.rules.pin_spec(node, flow.mesh) is not None:
         return False
     choice = flow.decisions.choices[node.name][shared.axis]
     return choice >= 0 and shared.is_of_whole(offered_factors(flow.rules.rules[node])[choice].size)

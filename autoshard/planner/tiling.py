@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autoshard.capture.repeats import repeated_modules
-from autoshard.patterns.graph import GraphRules
-from autoshard.planner.problem import BuiltProblem, Variable
+from autoshard.capture.repeated_modules import repeated_modules
+from autoshard.patterns.graph_rules import GraphRules
+from autoshard.planner.planning_problem import BuiltProblem, Variable
 from autoshard.solver import Edge, Problem
 from autoshard.solver.blend import Blend, BlendedEdge
 from autoshard.solver.problem import AnyEdge, Array, IntArray
 
-_FEWEST = 5
+_MIN_LAYERS = 5
 """Layers of one kind from which they are worth tying: the first and the last of them stay free."""
 
 Layer = tuple[int, int]
@@ -35,7 +35,7 @@ def layers_of(rules: GraphRules) -> dict[str, tuple[Layer, int]]:
     placed: dict[str, tuple[Layer, int]] = {}
     work = {node: (id(rules.calls[node]), rules.graph.phase(node)) for node in rules.operators}  # equal calls are one
     for family, module in enumerate(repeated_modules(rules.graph, work)):
-        if len(module.paths) < _FEWEST or any(node.name in placed for nodes in module.nodes for node in nodes):
+        if len(module.paths) < _MIN_LAYERS or any(node.name in placed for nodes in module.nodes for node in nodes):
             continue
         for number, nodes in enumerate(module.nodes):
             placed.update({node.name: ((family, number), place) for place, node in enumerate(nodes)})
@@ -112,35 +112,37 @@ class Tiling:
         sums: dict[tuple[object, ...], Array] = {}
         blends: dict[tuple[object, ...], Blend] = {}
 
-        def cut(array: Any, *leaders: int) -> Any:
+        def select(array: Any, *leaders: int) -> Any:
             return array if kept is None else array[np.ix_(*(kept[leader] for leader in leaders))]
 
-        def summed(counts: Mapping[int, float], *leaders: int) -> Array:
+        def sum_arrays(counts: Mapping[int, float], *leaders: int) -> Array:
             key = (*counts.items(), *(leaders if kept is not None else ()))
             if key not in sums:
-                parts = [(times, cut(arrays[one], *leaders)) for one, times in counts.items()]
+                parts = [(times, select(arrays[one], *leaders)) for one, times in counts.items()]
                 alone = len(parts) == 1 and parts[0][0] == 1
                 sums[key] = parts[0][1] if alone else np.asarray(sum(times * part for times, part in parts))
             return sums[key]
 
-        def joined(pair: tuple[int, int], counts: Mapping[int, float]) -> AnyEdge:
+        def join_edges(pair: tuple[int, int], counts: Mapping[int, float]) -> AnyEdge:
             repeated = kept is None and len(counts) == 1 and 1.0 not in counts.values()
             if pair not in at_a_price and not repeated:
-                return Edge(*pair, summed(counts, *pair))
+                return Edge(*pair, sum_arrays(counts, *pair))
             key = (*counts.items(), *(pair if kept is not None else ()))
             if key not in blends:
-                blends[key] = Blend(tuple((times, cut(arrays[one], *pair)) for one, times in counts.items()))
+                blends[key] = Blend(tuple((times, select(arrays[one], *pair)) for one, times in counts.items()))
             return BlendedEdge(*pair, blends[key])
 
         def total(leader: int) -> Array:
-            return np.asarray(sum((cut(more, leader) for more in own[leader]), start=summed(costs[leader], leader)))
+            return np.asarray(
+                sum((select(more, leader) for more in own[leader]), start=sum_arrays(costs[leader], leader))
+            )
 
         return Problem(
             costs=tuple(map(total, range(len(self.leaders)))),
-            edges=tuple(joined(pair, counts) for pair, counts in tables.items()),
+            edges=tuple(join_edges(pair, counts) for pair, counts in tables.items()),
             components=None
             if problem.components is None
-            else tuple(cut(problem.components[leader], place) for place, leader in enumerate(self.leaders)),
+            else tuple(select(problem.components[leader], place) for place, leader in enumerate(self.leaders)),
         )
 
     def spread(self, assignment: Sequence[int]) -> tuple[int, ...]:
@@ -211,4 +213,4 @@ def _runs(built: BuiltProblem, members: Mapping[Layer, Mapping[Hashable, int]]) 
             runs.append([])
         runs[-1].append(layer)
         last = own
-    return [run for run in runs if len(run) >= _FEWEST]
+    return [run for run in runs if len(run) >= _MIN_LAYERS]

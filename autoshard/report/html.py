@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from autoshard import plan_rows
-from autoshard.memory.budget import format_bytes
+from autoshard.memory.byte_units import format_bytes
 from autoshard.memory.footprint import Memory
 from autoshard.plan import ShardingPlan
 from autoshard.plan_rows import TensorRow, WorkRow, format_seconds

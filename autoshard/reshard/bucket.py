@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.cluster.cost import GROUPED_BYTES
+from autoshard.cluster.cost import GRADIENT_BUCKET_BYTES
 from autoshard.patterns.local import collectives
 from autoshard.size import plain
 
@@ -24,7 +24,7 @@ _RESHAPES = (aten.view.default, aten.reshape.default)
 
 
 @dataclass(frozen=True, slots=True)
-class _Reduction:
+class _ReductionChain:
     """An output of the graph that is made of a local gradient by reductions alone, over one axis or several in turn.
 
     `stages` holds the collectives in order, each as its operator and the arguments behind the tensor. Over several axes
@@ -58,7 +58,7 @@ class _Reduction:
         return self.elements * int(self.source.meta["val"].element_size())
 
 
-def bucket_reductions(graph: fx.Graph, limit: int = GROUPED_BYTES) -> None:
+def bucket_reductions(graph: fx.Graph, limit: int = GRADIENT_BUCKET_BYTES) -> None:
     """Join the reductions of gradients that are reduced alike (groups, kind, dtype) and handed back as they are.
 
     They are joined in the order in which they are made, up to `limit` bytes, and reduced as soon as the last of them
@@ -70,7 +70,7 @@ def bucket_reductions(graph: fx.Graph, limit: int = GROUPED_BYTES) -> None:
     output = next(iter(graph.find_nodes(op="output")))
     handed = map(_uncast, output.all_input_nodes)
     found = [reduction for node in handed if (reduction := _reduction(node)) is not None]
-    groups: dict[tuple[object, ...], list[_Reduction]] = {}
+    groups: dict[tuple[object, ...], list[_ReductionChain]] = {}
     for reduction in sorted(found, key=lambda one: positions[one.source]):
         groups.setdefault(reduction.key, []).append(reduction)
     for group in groups.values():
@@ -91,7 +91,7 @@ def _uncast(node: fx.Node) -> fx.Node:
     return source if len(source.users) == 1 else node
 
 
-def _reduction(node: fx.Node) -> _Reduction | None:
+def _reduction(node: fx.Node) -> _ReductionChain | None:
     """The chain of reductions that ends in `node` and serves nothing but an output."""
     stages: list[tuple[Any, tuple[Any, ...]]] = []
     source, seen = node, node
@@ -100,7 +100,7 @@ def _reduction(node: fx.Node) -> _Reduction | None:
             seen = seen.all_input_nodes[0]
             continue
         start = seen.all_input_nodes[0] if seen.target is _WAIT else None
-        if start is None or len(start.users) != 1 or not _continues(start, stages):
+        if start is None or len(start.users) != 1 or not _is_earlier_stage(start, stages):
             break
         stages.append((start.target, start.args[1:]))
         source = seen = start.all_input_nodes[0]
@@ -109,10 +109,10 @@ def _reduction(node: fx.Node) -> _Reduction | None:
     if not found or (gathers and gathers[0] not in [one[1:] for op, one in found if op is _REDUCE_SCATTER]):
         return None
     # What has another size on other ranks is not laid side by side.
-    return None if source.meta.get("dynamic") else _Reduction(source, node, found)
+    return None if source.meta.get("dynamic") else _ReductionChain(source, node, found)
 
 
-def _continues(start: fx.Node, behind: Sequence[tuple[Any, tuple[Any, ...]]]) -> bool:
+def _is_earlier_stage(start: fx.Node, behind: Sequence[tuple[Any, tuple[Any, ...]]]) -> bool:
     """Whether a collective is a stage before those `behind` it, which were found from the last to the first."""
     if start.target is _ALL_GATHER:
         return not behind
@@ -121,13 +121,13 @@ def _continues(start: fx.Node, behind: Sequence[tuple[Any, tuple[Any, ...]]]) ->
     return start.target is _ALL_REDUCE
 
 
-def _buckets(reductions: Iterable[_Reduction], limit: int) -> list[list[_Reduction]]:
+def _buckets(reductions: Iterable[_ReductionChain], limit: int) -> list[list[_ReductionChain]]:
     """Stretches of at most `limit` bytes.
 
     The last bucket is ready when hardly anything is left to compute: if it is tiny, the one before it is too late as
     well, and hands over some of what it has.
     """
-    buckets: list[list[_Reduction]] = []
+    buckets: list[list[_ReductionChain]] = []
     held = 0
     for reduction in reductions:
         if not buckets or held + reduction.bytes > limit:
@@ -143,7 +143,7 @@ def _buckets(reductions: Iterable[_Reduction], limit: int) -> list[list[_Reducti
     return buckets
 
 
-def _join(graph: fx.Graph, bucket: Sequence[_Reduction]) -> None:
+def _join(graph: fx.Graph, bucket: Sequence[_ReductionChain]) -> None:
     """Replace the reductions of a bucket by one of their elements laid side by side.
 
     A reduce-scatter hands the n-th row of its input to the n-th rank: rows are what is laid side by side. Where the

@@ -18,7 +18,7 @@ _GATHER = collectives.all_gather_into_tensor.default
 _JOINED_GATHER = collectives.all_gather_into_tensor_coalesced.default
 GATHERS = (_GATHER, _JOINED_GATHER)
 
-_ON_THE_WAY = PREPARATIONS | {_WAIT, *GATHERS}
+_GATHER_PATH_OPS = PREPARATIONS | {_WAIT, *GATHERS}
 
 GATHERED_BYTES = 512 * 2**20
 """Bytes that one joined gather makes at most, and twice those behind which no further one is started.
@@ -75,7 +75,7 @@ def waits_of(start: fx.Node) -> list[fx.Node]:
     return found
 
 
-def carry_layers(graph: fx.Graph) -> None:
+def propagate_layers(graph: fx.Graph) -> None:
     """Tell all that is made of a parameter alone which layer it belongs to.
 
     `meta["layer"]` of a parameter's placeholder is the name of its layer; that of what reaches a half as a saved tensor
@@ -84,7 +84,7 @@ def carry_layers(graph: fx.Graph) -> None:
     told = [node for node in graph.find_nodes(op="placeholder") if "layer" in node.meta]
     for node in told:  # grows while it is walked
         for user in node.users:
-            if user.target in _ON_THE_WAY and "layer" not in user.meta:
+            if user.target in _GATHER_PATH_OPS and "layer" not in user.meta:
                 user.meta["layer"] = node.meta["layer"]
                 told.append(user)
 
@@ -94,7 +94,7 @@ def join_gathers(graph: fx.Graph, limit: int = GATHERED_BYTES) -> None:
 
     One collective takes all of them as they lie in memory, so that nothing is copied.
     """
-    carry_layers(graph)
+    propagate_layers(graph)
     groups: dict[tuple[Any, ...], list[_Gather]] = {}
     for gather in _gathers(graph):
         if gather.node.target is _GATHER and "layer" in gather.node.meta:
@@ -114,7 +114,7 @@ def _gathers(graph: fx.Graph) -> list[_Gather]:
         if node.op == "placeholder":
             return 0
         if node not in depths:
-            sources = node.all_input_nodes if node.target in _ON_THE_WAY else []
+            sources = node.all_input_nodes if node.target in _GATHER_PATH_OPS else []
             before = [depth(source) for source in sources]
             known = [one for one in before if one is not None]
             complete = bool(sources) and len(known) == len(before)
@@ -143,13 +143,13 @@ def _join(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
     first = gathers[0]
     operands = [gather.all_input_nodes[0] for gather in gathers]
     for operand in operands:
-        advance(operand, first)
+        move_before(operand, first)
     with graph.inserting_before(first):
         joined = graph.call_function(_JOINED_GATHER, (operands, *first.args[1:]))
         joined.meta = {**first.meta, "val": [gather.meta["val"] for gather in gathers]}
         for index, gather in enumerate(gathers):
             part = graph.call_function(operator.getitem, (joined, index))
-            part.meta = _at(gather.meta, first)
+            part.meta = _meta_at(gather.meta, first)
             gather.replace_all_uses_with(part)
     for gather in gathers:
         graph.erase_node(gather)
@@ -180,20 +180,20 @@ def _start_ahead(gathers: Sequence[_Gather], limit: int) -> None:
         awaited = place - 1
         while awaited > 0 and sum(sizes[awaited:place]) < limit / 2:
             awaited -= 1
-        advance(queue[place].node, waits[queue[awaited]])
+        move_before(queue[place].node, waits[queue[awaited]])
 
 
-def advance(node: fx.Node, place: fx.Node) -> None:
+def move_before(node: fx.Node, place: fx.Node) -> None:
     """Move a call before another one, with all that it needs."""
     if node.op != "call_function" or node < place:
         return
     for source in node.all_input_nodes:
-        advance(source, place)
+        move_before(source, place)
     place.prepend(node)
-    node.meta = _at(node.meta, place)
+    node.meta = _meta_at(node.meta, place)
 
 
-def _at(meta: dict[str, Any], place: fx.Node) -> dict[str, Any]:
+def _meta_at(meta: dict[str, Any], place: fx.Node) -> dict[str, Any]:
     """What is told of a node, moved to the operator of another one, where that is told."""
     return {**meta, "position": place.meta["position"]} if "position" in place.meta else meta
 

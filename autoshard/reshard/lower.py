@@ -119,8 +119,8 @@ def _all_gather(move: _Move, value: Any) -> Any:
     emit, piece = move.emit, move.source
     knows = shared_axis(emit, move.step.axis, move.before)
     if knows is not None:
-        dim, opened = _stretches(move.before, piece)
-        return _viewed(emit, gather_shares(emit, knows, _contiguous(emit, value), opened, dim), move.after)
+        dim, opened = _separate_outer(move.before, piece)
+        return _view(emit, gather_shares(emit, knows, _contiguous(emit, value), opened, dim), move.after)
     value = _contiguous(emit, value)
     value = emit.call(collectives.all_gather_into_tensor.default, value, move.size, emit.group(move.step.axis))
     value = emit.call(collectives.wait_tensor.default, value)
@@ -131,7 +131,7 @@ def _all_reduce(move: _Move, value: Any) -> Any:
     operation = _reduction(move)
     if operation != "avg":
         return all_reduce(move.emit, value, move.step.axis, operation)
-    return _divided(move, all_reduce(move.emit, value, move.step.axis))
+    return _divide(move, all_reduce(move.emit, value, move.step.axis))
 
 
 def _reduce_scatter(move: _Move, value: Any) -> Any:
@@ -146,8 +146,8 @@ def _reduce_scatter(move: _Move, value: Any) -> Any:
         emit.group(move.step.axis),
     )
     value = emit.call(collectives.wait_tensor.default, value)
-    value = _viewed(emit, value, move.after)
-    return _divided(move, value) if operation == "avg" else value
+    value = _view(emit, value, move.after)
+    return _divide(move, value) if operation == "avg" else value
 
 
 def _all_to_all(move: _Move, value: Any) -> Any:
@@ -156,7 +156,7 @@ def _all_to_all(move: _Move, value: Any) -> Any:
     emit = move.emit
     cut, joint = _pieces_between(move.source, move.target, move.size)
     value, block = _extract(move, value, move.before, cut)
-    value = _viewed(emit, value, (move.size, *block))
+    value = _view(emit, value, (move.size, *block))
     ones = [1] * move.size
     value = emit.call(collectives.all_to_all_single.default, value, ones, ones, emit.group(move.step.axis))
     value = emit.call(collectives.wait_tensor.default, value)
@@ -180,13 +180,13 @@ def _slice(move: _Move, value: Any) -> Any:
     emit, piece = move.emit, move.target
     knows = shared_axis(emit, move.step.axis, move.after)
     if knows is not None:
-        dim, opened = _stretches(move.before, piece)
-        return _viewed(emit, cut_share(emit, knows, value, opened, dim), move.after)
-    value, padded = _padded(move, value, move.before, piece)
-    value = _viewed(emit, value, _split(padded, piece, move.size))
+        dim, opened = _separate_outer(move.before, piece)
+        return _view(emit, cut_share(emit, knows, value, opened, dim), move.after)
+    value, padded = _pad(move, value, move.before, piece)
+    value = _view(emit, value, _split_shape(padded, piece, move.size))
     index = emit.call(aten.view.default, emit.coordinate(move.step.axis), [1])
     value = emit.call(aten.index_select.default, value, piece.dim + 1, index)
-    return _viewed(emit, value, move.after)
+    return _view(emit, value, move.after)
 
 
 def _make_partial(move: _Move, value: Any) -> Any:
@@ -213,11 +213,11 @@ def _reduction(move: _Move) -> str:
     return str(move.step.source[move.step.axis].reduce_op)  # type: ignore[attr-defined]
 
 
-def _divided(move: _Move, value: Any) -> Any:
+def _divide(move: _Move, value: Any) -> Any:
     return move.emit.call(aten.div.Scalar, value, move.size)
 
 
-def _split(shape: Sequence[int], piece: _Piece, size: int) -> tuple[int, ...]:
+def _split_shape(shape: Sequence[int], piece: _Piece, size: int) -> tuple[int, ...]:
     """`shape` with its dim `piece.dim` opened into (outer, size, inner)."""
     inner = shape[piece.dim] // (piece.outer * size)
     return (*shape[: piece.dim], piece.outer, size, inner, *shape[piece.dim + 1 :])
@@ -230,17 +230,17 @@ def _extract(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> 
         A contiguous value of the blocks, rank by rank along dim 0 as far as its shape goes, and a block's shape.
     """
     emit = move.emit
-    value, shape = _padded(move, value, shape, piece)
+    value, shape = _pad(move, value, shape, piece)
     block = (*shape[: piece.dim], shape[piece.dim] // move.size, *shape[piece.dim + 1 :])
     if math.prod(shape[: piece.dim]) * piece.outer == 1:
         value = _contiguous(emit, value)
         # Leading dims of size 1 would hide the blocks from a collective, which cuts along dim 0.
-        return (value if piece.dim == 0 else _viewed(emit, value, (move.size, *block))), block
-    value = _viewed(emit, value, _split(shape, piece, move.size))
+        return (value if piece.dim == 0 else _view(emit, value, (move.size, *block))), block
+    value = _view(emit, value, _split_shape(shape, piece, move.size))
     front = piece.dim + 1
     order = [front, *(dim for dim in range(len(shape) + 2) if dim != front)]
-    value = _copied(emit, emit.call(aten.permute.default, value, order))
-    return _viewed(emit, value, (move.size * block[0], *block[1:])), block
+    value = _copy(emit, emit.call(aten.permute.default, value, order))
+    return _view(emit, value, (move.size * block[0], *block[1:])), block
 
 
 def _insert(move: _Move, value: Any, block: tuple[int, ...], piece: _Piece) -> Any:
@@ -248,16 +248,16 @@ def _insert(move: _Move, value: Any, block: tuple[int, ...], piece: _Piece) -> A
     emit = move.emit
     whole = (*block[: piece.dim], block[piece.dim] * move.size, *block[piece.dim + 1 :])
     if math.prod(block[: piece.dim]) * piece.outer > 1:
-        opened = _split(whole, piece, move.size)
+        opened = _split_shape(whole, piece, move.size)
         front = piece.dim + 1
-        value = _viewed(emit, value, (move.size, *opened[:front], *opened[front + 1 :]))
+        value = _view(emit, value, (move.size, *opened[:front], *opened[front + 1 :]))
         order = [*range(1, front + 1), 0, *range(front + 1, len(opened))]
-        value = _copied(emit, emit.call(aten.permute.default, value, order))
-    value = _viewed(emit, value, whole)
-    return _narrowed(emit, value, whole, piece, move.after[piece.dim])
+        value = _copy(emit, emit.call(aten.permute.default, value, order))
+    value = _view(emit, value, whole)
+    return _narrow(emit, value, whole, piece, move.after[piece.dim])
 
 
-def _stretches(shape: tuple[int, ...], piece: _Piece) -> tuple[int, tuple[int, ...]]:
+def _separate_outer(shape: tuple[int, ...], piece: _Piece) -> tuple[int, tuple[int, ...]]:
     """The dim of a piece's loop, and `shape`, once the loops above it are a dim of their own, if there are such."""
     if piece.outer == 1:
         return piece.dim, shape
@@ -265,35 +265,35 @@ def _stretches(shape: tuple[int, ...], piece: _Piece) -> tuple[int, tuple[int, .
     return piece.dim + 1, (*shape[: piece.dim], piece.outer, stretch, *shape[piece.dim + 1 :])
 
 
-def _padded(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> tuple[Any, tuple[int, ...]]:
+def _pad(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> tuple[Any, tuple[int, ...]]:
     """`value` with zeros behind every stretch of a loop that the axis does not divide, and its shape then."""
     if not piece.total:
         return value, shape
-    dim, opened = _stretches(shape, piece)
+    dim, opened = _separate_outer(shape, piece)
     block = opened[dim] * piece.block // piece.total
     widths = [0] * (2 * (len(opened) - dim - 1)) + [0, block * move.size - opened[dim]]
-    value = move.emit.call(aten.constant_pad_nd.default, _viewed(move.emit, value, opened), widths)
+    value = move.emit.call(aten.constant_pad_nd.default, _view(move.emit, value, opened), widths)
     shape = (*shape[: piece.dim], piece.outer * block * move.size, *shape[piece.dim + 1 :])
-    return _viewed(move.emit, value, shape), shape
+    return _view(move.emit, value, shape), shape
 
 
-def _narrowed(emit: Emitter, value: Any, shape: tuple[int, ...], piece: _Piece, size: int) -> Any:
+def _narrow(emit: Emitter, value: Any, shape: tuple[int, ...], piece: _Piece, size: int) -> Any:
     """`size` elements along the dim of a piece: without what pads its stretches."""
     if shape[piece.dim] == size:
         return value
-    dim, opened = _stretches(shape, piece)
-    value = emit.call(aten.slice.Tensor, _viewed(emit, value, opened), dim, 0, size // piece.outer)
-    value = value if math.prod(opened[:dim]) == 1 else _copied(emit, value)
-    return _viewed(emit, value, (*shape[: piece.dim], size, *shape[piece.dim + 1 :]))
+    dim, opened = _separate_outer(shape, piece)
+    value = emit.call(aten.slice.Tensor, _view(emit, value, opened), dim, 0, size // piece.outer)
+    value = value if math.prod(opened[:dim]) == 1 else _copy(emit, value)
+    return _view(emit, value, (*shape[: piece.dim], size, *shape[piece.dim + 1 :]))
 
 
-def _viewed(emit: Emitter, value: Any, shape: Sequence[int]) -> Any:
+def _view(emit: Emitter, value: Any, shape: Sequence[int]) -> Any:
     return value if emit.shape(value) == tuple(shape) else emit.call(aten.view.default, value, list(shape))
 
 
 def _contiguous(emit: Emitter, value: Any) -> Any:
-    return value if isinstance(emit, KnowsStrides) and emit.is_contiguous(value) else _copied(emit, value)
+    return value if isinstance(emit, KnowsStrides) and emit.is_contiguous(value) else _copy(emit, value)
 
 
-def _copied(emit: Emitter, value: Any) -> Any:
+def _copy(emit: Emitter, value: Any) -> Any:
     return emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)

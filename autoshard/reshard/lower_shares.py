@@ -8,19 +8,19 @@ import sympy
 import torch
 
 from autoshard.patterns.local import Emitter, collectives
-from autoshard.patterns.shares import KnowsShares
+from autoshard.patterns.unequal_shares import EmitterWithShares
 
 aten = torch.ops.aten
 
 
-def shared_axis(emit: Emitter, axis: int, shape: tuple[int, ...]) -> KnowsShares | None:
+def shared_axis(emit: Emitter, axis: int, shape: tuple[int, ...]) -> EmitterWithShares | None:
     """What the emitter knows of shares, if a local shape is one on this axis."""
-    if not isinstance(emit, KnowsShares) or emit.shared.axis != axis:
+    if not isinstance(emit, EmitterWithShares) or emit.shared.axis != axis:
         return None
-    return emit if emit.shared.is_shared(emit.taken(shape)) else None
+    return emit if emit.shared.is_shared(emit.shape_with_shares(shape)) else None
 
 
-def gather_shares(emit: Emitter, knows: KnowsShares, value: Any, shape: tuple[int, ...], dim: int) -> Any:
+def gather_shares(emit: Emitter, knows: EmitterWithShares, value: Any, shape: tuple[int, ...], dim: int) -> Any:
     """The shares of all ranks one behind the other.
 
     Every rank sends as much as the one with the most: collectives take equal parts.
@@ -33,8 +33,11 @@ def gather_shares(emit: Emitter, knows: KnowsShares, value: Any, shape: tuple[in
         dim: along which shares lie.
     """
     shared = knows.shared
-    steps = knows.taken(shape)[dim].expr / shared.own  # type: ignore[attr-defined]  # of the dim, for one of what is shared
-    widths = [0] * (2 * (len(shape) - dim - 1)) + [0, knows.share(sympy.expand(steps * (shared.most - shared.own)))]
+    steps = knows.shape_with_shares(shape)[dim].expr / shared.own_share  # type: ignore[attr-defined]  # of the dim, for one of what is shared
+    widths = [0] * (2 * (len(shape) - dim - 1)) + [
+        0,
+        knows.share(sympy.expand(steps * (shared.largest_share - shared.own_share))),
+    ]
     value = emit.call(aten.view.default, value, list(shape))
     value = emit.call(aten.constant_pad_nd.default, value, widths)
     padded = emit.shape(value)
@@ -48,14 +51,14 @@ def gather_shares(emit: Emitter, knows: KnowsShares, value: Any, shape: tuple[in
             emit.call(aten.select.int, value, 0, rank),
             dim,
             0,
-            knows.share(steps * shared.of_rank(rank)),
+            knows.share(steps * shared.share_of_rank(rank)),
         )
         for rank in range(shared.ranks)
     ]
     return emit.call(aten.cat.default, parts, dim)
 
 
-def cut_share(emit: Emitter, knows: KnowsShares, value: Any, shape: tuple[int, ...], dim: int) -> Any:
+def cut_share(emit: Emitter, knows: EmitterWithShares, value: Any, shape: tuple[int, ...], dim: int) -> Any:
     """This rank's share of a whole tensor.
 
     Args:
@@ -67,6 +70,6 @@ def cut_share(emit: Emitter, knows: KnowsShares, value: Any, shape: tuple[int, .
     shared = knows.shared
     steps = shape[dim].expr / shared.whole  # type: ignore[attr-defined]
     value = emit.call(aten.view.default, value, list(shape))
-    places = emit.call(aten.arange.default, knows.share(steps * shared.own), device=emit.device(value))
-    places = emit.call(aten.add.Tensor, places, knows.share(steps * shared.before))
+    places = emit.call(aten.arange.default, knows.share(steps * shared.own_share), device=emit.device(value))
+    places = emit.call(aten.add.Tensor, places, knows.share(steps * shared.share_before))
     return emit.call(aten.index_select.default, value, dim, places)

@@ -24,7 +24,7 @@ _WORD = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class PairEnds:
     """One side of many pairs.
 
     Attributes:
@@ -42,12 +42,12 @@ class Ends:
     extras: tuple[Extra, ...]
 
     @staticmethod
-    def of(graph: StateGraph, by_extra: Mapping[Extra, Sequence[tuple[int, State]]]) -> Ends:
+    def of(graph: StateGraph, by_extra: Mapping[Extra, Sequence[tuple[int, State]]]) -> PairEnds:
         """The states, in the order of their groups."""
         listed = [(row, state, group) for group, rows in enumerate(by_extra.values()) for row, state in rows]
         rows, states, groups = zip(*listed, strict=True) if listed else ((), (), ())
         places = np.array([graph.index[state] for state in states], dtype=np.int64)
-        return Ends(rows, states, places, np.array(groups, dtype=np.int64), tuple(by_extra))
+        return PairEnds(rows, states, places, np.array(groups, dtype=np.int64), tuple(by_extra))
 
 
 def distances_of_pairs(
@@ -55,8 +55,8 @@ def distances_of_pairs(
     seconds: NDArray[np.float64],
     distance: NDArray[np.float64],
     plain: Sequence[frozenset[Nest]],
-    sources: Ends,
-    targets: Ends,
+    sources: PairEnds,
+    targets: PairEnds,
 ) -> NDArray[np.float64]:
     """Seconds of the cheapest path between every source and every target that uses their nests and plain ones alone.
 
@@ -72,7 +72,9 @@ def distances_of_pairs(
     proved = np.isinf(found)
     for first in range(0, len(targets.extras), _WORD):
         held = (targets.groups >= first) & (targets.groups < first + _WORD)
-        reached = _reached(graph, seconds, distance, sources, closed_to[0], closed_to[1][first : first + _WORD])
+        reached = _reachable_groups(
+            graph, seconds, distance, sources, closed_to[0], closed_to[1][first : first + _WORD]
+        )
         bits = np.uint64(1) << (targets.groups[held] - first).astype(np.uint64)
         proved[:, held] |= (reached[:, targets.places[held]] & bits) != 0
     if proved.all():
@@ -110,11 +112,11 @@ def _closed_dims(graph: StateGraph, plain: Sequence[frozenset[Nest]], extras: Se
     return found
 
 
-def _reached(
+def _reachable_groups(
     graph: StateGraph,
     seconds: NDArray[np.float64],
     distance: NDArray[np.float64],
-    sources: Ends,
+    sources: PairEnds,
     from_source: NDArray[np.uint64],
     to_target: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.reshard.pairs import Ends, Extra, distances_of_pairs
+from autoshard.reshard.pairs import Extra, PairEnds, distances_of_pairs
 from autoshard.reshard.states import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -18,7 +18,7 @@ from autoshard.reshard.states import (
     State,
     StateGraph,
     count_of_states,
-    nests_with,
+    extra_nests,
     plain_nests,
     spec_of_state,
     state_graph,
@@ -141,9 +141,9 @@ class Resharder:
             self._tables[key] = table
         return self._tables[key]
 
-    def kin(self, shape: Sequence[int], specs: Sequence[Spec], which: int) -> list[int]:
+    def same_graph_positions(self, shape: Sequence[int], specs: Sequence[Spec], which: int) -> list[int]:
         """Positions of the specs that are priced along with one of them, which is found in the same graphs."""
-        extras = [None if placed is None else placed[1] for placed in self._placed(tuple(shape), specs)]
+        extras = [None if placed is None else placed[1] for placed in self._states_and_extras(tuple(shape), specs)]
         return [position for position, extra in enumerate(extras) if extra is not None and extra == extras[which]] or [
             which
         ]
@@ -168,13 +168,13 @@ class Resharder:
         for row, source in enumerate(sources):
             if source.is_routed:  # may stay as it is, and nothing else
                 table[row, [target is source for target in targets]] = 0.0
-        sources_by, targets_by = self._grouped(shape, sources), self._grouped(shape, targets)
+        sources_by, targets_by = self._group_by_extra(shape, sources), self._group_by_extra(shape, targets)
         operations = _operations(state for group in (*sources_by.values(), *targets_by.values()) for _, state in group)
         if len({one | other for one in sources_by for other in targets_by}) > 1:
             every: Extra = frozenset().union(*sources_by, *targets_by)
             if count_of_states(self._nests(shape, every), operations, self.mesh) <= _MOST_STATES:
                 priced = self._graph(shape, dtype_size, operations, every)
-                starts, ends = Ends.of(priced.graph, sources_by), Ends.of(priced.graph, targets_by)
+                starts, ends = PairEnds.of(priced.graph, sources_by), PairEnds.of(priced.graph, targets_by)
                 distances = _distances(priced, starts.states)
                 plain = [plain_nests(size, self.mesh) for size in shape]
                 found = distances_of_pairs(priced.graph, priced.seconds, distances, plain, starts, ends)
@@ -188,16 +188,16 @@ class Resharder:
                 table[np.ix_([row for row, _ in rows], [column for column, _ in columns])] = distances[:, places]
         return table
 
-    def _grouped(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> dict[Extra, list[tuple[int, State]]]:
+    def _group_by_extra(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> dict[Extra, list[tuple[int, State]]]:
         """Positions and states of the specs that exist for `shape`, by their nests beyond the plain ones."""
         groups: dict[Extra, list[tuple[int, State]]] = {}
-        for position, placed in enumerate(self._placed(shape, specs)):
+        for position, placed in enumerate(self._states_and_extras(shape, specs)):
             if placed is not None:
                 state, extra = placed
                 groups.setdefault(extra, []).append((position, state))
         return groups
 
-    def _placed(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> list[tuple[State, Extra] | None]:
+    def _states_and_extras(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> list[tuple[State, Extra] | None]:
         """For every spec its state, and the nests beyond the plain ones that its paths may use; None where the spec
         does not exist."""
         known = self._states.setdefault(shape, {})
@@ -209,14 +209,14 @@ class Resharder:
 
     def _extra(self, shape: tuple[int, ...], state: State) -> Extra:
         """The dims, and the nests there, that only paths from or to such a state may use."""
-        found = ((dim, nests_with(nest, shape[dim], self.mesh)) for dim, nest in enumerate(state.nests))
+        found = ((dim, extra_nests(nest, shape[dim], self.mesh)) for dim, nest in enumerate(state.nests))
         return frozenset((dim, nests) for dim, nests in found if nests)
 
     def _graph(self, shape: tuple[int, ...], dtype_size: int, operations: frozenset[str], extra: Extra) -> _PricedGraph:
         key = (shape, dtype_size, operations, extra)
         if key not in self._graphs:
             graph = state_graph(self._nests(shape, extra), operations, self.mesh)
-            self._graphs[key] = self._priced(graph, shape, dtype_size)
+            self._graphs[key] = self._price_graph(graph, shape, dtype_size)
         return self._graphs[key]
 
     def _nests(self, shape: tuple[int, ...], extra: Extra) -> tuple[frozenset[Nest], ...]:
@@ -226,7 +226,7 @@ class Resharder:
             nests[dim] |= more
         return tuple(map(frozenset, nests))
 
-    def _priced(self, graph: StateGraph, shape: tuple[int, ...], dtype_size: int) -> _PricedGraph:
+    def _price_graph(self, graph: StateGraph, shape: tuple[int, ...], dtype_size: int) -> _PricedGraph:
         """Bytes and seconds of every edge for one shape.
 
         A collective moves blocks that are contiguous in memory: where the axis's piece is not the outermost loop of

@@ -29,7 +29,7 @@ _LINEAR = frozenset({"sum", "avg"})
 _OPERATIONS = _LINEAR | {"max", "min", "product"}
 
 
-class Loop(NamedTuple):
+class ShardLoop(NamedTuple):
     """A piece of one dim that an axis shards.
 
     Attributes:
@@ -48,7 +48,7 @@ class Loop(NamedTuple):
         return (self.block, self.total) if self.total else (1, mesh.sizes[self.axis])
 
 
-Nest = tuple[Loop, ...]
+Nest = tuple[ShardLoop, ...]
 """The loops of one dim that axes shard, major to minor."""
 
 
@@ -59,7 +59,7 @@ class State:
     nests: tuple[Nest, ...]
     partial: tuple[str | None, ...]
 
-    def place(self, axis: int) -> tuple[int, Loop] | None:
+    def place(self, axis: int) -> tuple[int, ShardLoop] | None:
         """The dim that `axis` shards and its loop there; None where it shards none."""
         for dim, nest in enumerate(self.nests):
             for loop in nest:
@@ -94,7 +94,7 @@ def _nest_of(segments: Sequence[Segment]) -> Nest:
         if segment.axis is None:
             outer *= segment.size
         else:
-            nest.append(Loop(segment.axis, outer, segment.block, segment.total))
+            nest.append(ShardLoop(segment.axis, outer, segment.block, segment.total))
     return tuple(nest)
 
 
@@ -127,9 +127,9 @@ def held_share(nest: Nest, mesh: MeshShape) -> tuple[int, int]:
     return math.prod(block for block, _ in shares), math.prod(total for _, total in shares)
 
 
-def without(nest: Nest, axis: int, mesh: MeshShape) -> Nest:
+def without_axis(nest: Nest, axis: int, mesh: MeshShape) -> Nest:
     """The nest after an all-gather over `axis`: its steps are undistributed for the axes below it."""
-    result: list[Loop] = []
+    result: list[ShardLoop] = []
     block, total = 1, 1
     for loop in nest:
         if loop.axis == axis:
@@ -147,7 +147,7 @@ def closure(nests: Iterable[Nest], mesh: MeshShape) -> frozenset[Nest]:
         nest = waiting.pop()
         if nest not in found:
             found.add(nest)
-            waiting += [without(nest, loop.axis, mesh) for loop in nest]
+            waiting += [without_axis(nest, loop.axis, mesh) for loop in nest]
     return frozenset(found)
 
 
@@ -169,7 +169,7 @@ def _plain_nests(divisor: int, mesh: MeshShape) -> frozenset[Nest]:
         else [order for count in range(3) for order in itertools.combinations(axes, count)]
     )
     nests = [
-        tuple(Loop(axis, 1) for axis in order)
+        tuple(ShardLoop(axis, 1) for axis in order)
         for order in orders
         if divisor % math.prod(mesh.sizes[axis] for axis in order) == 0
     ]
@@ -177,7 +177,7 @@ def _plain_nests(divisor: int, mesh: MeshShape) -> frozenset[Nest]:
 
 
 @lru_cache(maxsize=1 << 14)
-def nests_with(nest: Nest, size: int, mesh: MeshShape) -> frozenset[Nest]:
+def extra_nests(nest: Nest, size: int, mesh: MeshShape) -> frozenset[Nest]:
     """The nests that paths to or from `nest`, on a dim of `size`, may use beside the plain ones.
 
     These are the plain nests below its outer loop, such as the 3 of a fused projection of queries, keys and values:
@@ -259,7 +259,7 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
     degree = np.bincount(table[:, 0], minlength=len(states))
     first = np.cumsum(degree) - degree
     by_degree = np.argsort(-degree, kind="stable")
-    shares = _looked_up(listed, numbers, lambda nest: held_share(nest, mesh), 2)
+    shares = _nest_values(listed, numbers, lambda nest: held_share(nest, mesh), 2)
     return StateGraph(
         states=states,
         nests=listed,
@@ -300,7 +300,7 @@ def _axes(nest: Nest) -> int:
     return sum(1 << loop.axis for loop in nest)
 
 
-def _looked_up(
+def _nest_values(
     listed: Sequence[Sequence[Nest]], numbers: NDArray[np.int64], value: Callable[[Nest], Sequence[int]], width: int
 ) -> NDArray[np.int64]:
     """`[states, dims, width]`: what is said of the nest that every state has in every dim."""
@@ -342,13 +342,13 @@ def _moves(
     size = mesh.sizes[axis]
     left_over: dict[object, int] = {}
 
-    def gathered(nest: Nest) -> tuple[int]:
-        return (left_over.setdefault(without(nest, axis, mesh), len(left_over)),)
+    def nest_after_gather(nest: Nest) -> tuple[int]:
+        return (left_over.setdefault(without_axis(nest, axis, mesh), len(left_over)),)
 
     others: dict[object, int] = {}
     kept = [others.setdefault((one[:axis], one[axis + 1 :]), len(others)) for one in partials]
     family = np.array(kept, dtype=np.int64)
-    left_by_dim = _looked_up(listed, numbers, gathered, 1)[..., 0]
+    left_by_dim = _nest_values(listed, numbers, nest_after_gather, 1)[..., 0]
     for column in left_by_dim.T:
         family = np.unique(family * len(left_over) + column, return_inverse=True)[1].reshape(-1)
 
@@ -356,10 +356,10 @@ def _moves(
         own = (loop for loop in nest if loop.axis == axis)
         return next(((1, loop.outer, loop.total, *loop.share(mesh)) for loop in own), (0, 0, 0, 0, 0))
 
-    found = _looked_up(listed, numbers, place, 5)
+    found = _nest_values(listed, numbers, place, 5)
     sharded: NDArray[np.bool_] = np.asarray(found[..., 0].any(axis=1))
     dim = np.where(sharded, found[..., 0].argmax(axis=1) if listed else -1, -1)
-    loops = np.where(sharded[:, None], found[..., 1:].sum(axis=1), (1, 0, *Loop(axis, 1).share(mesh)))
+    loops = np.where(sharded[:, None], found[..., 1:].sum(axis=1), (1, 0, *ShardLoop(axis, 1).share(mesh)))
     reduced = np.array([one[axis] is not None for one in partials], dtype=np.int64) - 1
     table = np.column_stack([family, reduced, dim, loops])
     source, target = _pairs(family)

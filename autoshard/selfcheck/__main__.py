@@ -12,11 +12,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from autoshard.selfcheck.checks import CHECKS
 from autoshard.selfcheck.processes import Processes
-from autoshard.selfcheck.run import machine, run
+from autoshard.selfcheck.result_table import result_data, result_table, verdict_of
+from autoshard.selfcheck.run import describe_machine, run
+from autoshard.selfcheck.self_checks import CHECKS
 from autoshard.selfcheck.step_profile import StepProfile
-from autoshard.selfcheck.table import data, table, verdict_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,9 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = run(processes, checks, _say if processes.rank == 0 else lambda name: None)
         seconds = time.perf_counter() - start
         if processes.rank == 0:
-            Console(width=None if sys.stdout.isatty() else 120).print(table(lines, machine(processes), seconds))
+            Console(width=None if sys.stdout.isatty() else 120).print(
+                result_table(lines, describe_machine(processes), seconds)
+            )
             if options.json is not None:
-                options.json.write_text(json.dumps(data(lines, machine(processes), seconds), indent=1) + "\n", "utf-8")
+                options.json.write_text(
+                    json.dumps(result_data(lines, describe_machine(processes), seconds), indent=1) + "\n", "utf-8"
+                )
     finally:
         processes.stop()
     return int(verdict_of(lines) == "wrong")

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.partition.shards import whole
-from autoshard.selfcheck.models import Inputs, Model, seeded
-from autoshard.selfcheck.outcome import Outcome
+from autoshard.partition.shards import gather_full_tensor
+from autoshard.selfcheck.models import Inputs, Model, make_seeded
+from autoshard.selfcheck.outcome import CheckOutcome
 from autoshard.selfcheck.processes import Processes
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
@@ -39,7 +39,7 @@ def fast_links() -> autoshard.Cluster:
     return dataclasses.replace(cluster, inside=inside, between=between, device=device)
 
 
-def moved(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
+def copy_model_to(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
     """A copy of a model and its inputs on a device; those that are floating have the element type."""
     module, inputs = model
     copied = {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in inputs.items()}
@@ -65,7 +65,7 @@ def gradients(module: nn.Module) -> Tensors:
 def exact(tensor: Tensor) -> Tensor:
     """A whole tensor as plain numbers in float64 on the CPU."""
     tensor = tensor.detach()
-    return (whole(tensor) if isinstance(tensor, DTensor) else tensor).to("cpu", torch.float64)
+    return (gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).to("cpu", torch.float64)
 
 
 def distance(found: Mapping[str, Tensors], reference: Mapping[str, Tensors]) -> float:
@@ -90,7 +90,7 @@ def compare(
     run: Callable[[Model], dict[str, Tensors]],
     processes: Processes,
     dtypes: Mapping[torch.dtype, float] = ROUNDING,
-) -> Outcome:
+) -> CheckOutcome:
     """Compare what `run` does with a model with what one device does, in every element type.
 
     The mesh may be `FACTOR` times as far from float64 as one device, plus `ROUNDING`.
@@ -101,24 +101,24 @@ def compare(
         processes: of the job.
         dtypes: element types to compute in, and the distance that is rounding in each.
     """
-    model = seeded(make, processes.size)
-    reference = step(*moved(model, torch.device("cpu"), torch.float64))
+    model = make_seeded(make, processes.size)
+    reference = step(*copy_model_to(model, torch.device("cpu"), torch.float64))
     values: dict[str, float] = {}
     ratio, figures = 0.0, []
     for dtype, rounding in dtypes.items():
-        found = run(moved(model, processes.device, dtype))
-        alone = step(*moved(model, processes.device, dtype))
-        expected, alone_too = _like(found, reference), _like(found, alone)
+        found = run(copy_model_to(model, processes.device, dtype))
+        alone = step(*copy_model_to(model, processes.device, dtype))
+        expected, alone_too = _matching_kinds(found, reference), _matching_kinds(found, alone)
         error, own = distance(found, expected), distance(alone_too, expected)
         name = str(dtype).removeprefix("torch.")
         values |= {name: error, f"{name}, one device": own}
         ratio = max(ratio, error / (FACTOR * own + rounding))
         figures.append(f"{name} {error:.1e} (one device {own:.1e})")
     wrong = not ratio <= 1.0
-    return Outcome("wrong" if wrong else "ok", ", ".join(figures), ADVICE if wrong else "", values, ratio)
+    return CheckOutcome("wrong" if wrong else "ok", ", ".join(figures), ADVICE if wrong else "", values, ratio)
 
 
-def _like(found: Mapping[str, Tensors], other: Mapping[str, Tensors]) -> dict[str, Tensors]:
+def _matching_kinds(found: Mapping[str, Tensors], other: Mapping[str, Tensors]) -> dict[str, Tensors]:
     """The kinds of tensors that were found."""
     return {kind: other[kind] for kind in found}
 

@@ -32,7 +32,7 @@ class Heads:
     size: int = 8
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Self-attention whose query, key and value projections are apart."""
 
     def __init__(self, width: int, heads: Heads) -> None:
@@ -64,19 +64,19 @@ class AttentionLoss(nn.Module):
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()
-        self.attention = Attention(WIDTH, heads)
+        self.attention = SelfAttention(WIDTH, heads)
 
     def forward(self, x: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
         return functional.mse_loss(x + self.attention(x, mask), target)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A layer of a transformer, whose norms come first."""
 
     def __init__(self, width: int, heads: Heads) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = SelfAttention(width, heads)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
@@ -188,17 +188,17 @@ def _sequences(width: int = WIDTH, batch: int = BATCH) -> Inputs:
     return {"x": torch.randn(batch, LENGTH, width), "target": torch.randn(batch, LENGTH, width)}
 
 
-def causal(ranks: int) -> Model:
+def causal_attention(ranks: int) -> Model:
     """Causal attention of one sequence, so that heads are sharded; the ranks divide them."""
     return AttentionLoss(Heads(2 * ranks, 2 * ranks, True)), _sequences(batch=1)
 
 
-def grouped(ranks: int) -> Model:
+def grouped_attention(ranks: int) -> Model:
     """Causal attention with two query heads for every key head."""
     return AttentionLoss(Heads(2 * ranks, ranks, True)), _sequences(batch=1)
 
 
-def masked(ranks: int) -> Model:
+def masked_attention(ranks: int) -> Model:
     """Attention with a mask of truth values: the sequences are of different lengths."""
     lengths = torch.tensor([LENGTH, LENGTH - 3, 5, 1])
     mask = (torch.arange(LENGTH) < lengths.unsqueeze(1))[:, None, None, :]
@@ -246,7 +246,7 @@ def gpt(
     return module, {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def seeded(make: Callable[[int], Model], ranks: int, seed: int = 0) -> Model:
+def make_seeded(make: Callable[[int], Model], ranks: int, seed: int = 0) -> Model:
     """Return a model and its inputs, on the CPU in float32, equal on all ranks; the random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

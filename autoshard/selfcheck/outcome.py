@@ -13,7 +13,7 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "skipped", "slow", "wrong")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckOutcome:
     """What one check found.
 
     Attributes:
@@ -38,15 +38,15 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CheckLine:
     """The outcome of a check on all ranks, the name of what was checked, and the seconds that it took."""
 
     name: str
-    outcome: Outcome
+    outcome: CheckOutcome
     seconds: float = 0.0
 
 
-def worst_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+def worst_outcome(outcomes: Sequence[CheckOutcome]) -> CheckOutcome:
     """Return the outcome that stands for all ranks.
 
     A rank that failed may have left others waiting, which fail in turn: the first failure counts. Otherwise that is
@@ -62,4 +62,4 @@ def worst_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     rank = max(range(len(outcomes)), key=badness)
     worst = outcomes[rank]
     figure = f"rank {rank}: {worst.figure}" if worst.verdict == "wrong" and len(outcomes) > 1 else worst.figure
-    return Outcome(worst.verdict, figure, worst.advice, worst.values, worst.ratio, worst.failure)
+    return CheckOutcome(worst.verdict, figure, worst.advice, worst.values, worst.ratio, worst.failure)

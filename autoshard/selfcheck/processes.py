@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.errors import AutoshardError
 from autoshard.selfcheck._torch import HashStore, PrefixStore, Store, one_thread_gloo, rendezvous
-from autoshard.selfcheck.outcome import Outcome, worst_outcome
+from autoshard.selfcheck.outcome import CheckOutcome, worst_outcome
 
 FAILED = "The check could not be finished. Run it alone by --only, and report the message with your torch version."
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -94,7 +94,7 @@ class Processes:
         """A mesh of all processes; by default with one axis."""
         return init_device_mesh(self.device.type, tuple(sizes or (self.size,)), mesh_dim_names=tuple(names))
 
-    def agree(self, check: Callable[[Processes], Outcome]) -> Outcome:
+    def agree(self, check: Callable[[Processes], CheckOutcome]) -> CheckOutcome:
         """Run a check on every rank, and return the outcome of the worst on all.
 
         A failure on any rank is the check's outcome, never an exception: groups are made anew after it.
@@ -107,7 +107,7 @@ class Processes:
             outcome = check(self)
         except Exception as error:
             order = self._store.add(f"{name}: failures", 1)
-            outcome = Outcome("wrong", _message(error), FAILED, failure=order)
+            outcome = CheckOutcome("wrong", _message(error), FAILED, failure=order)
             self.stop()
         outcomes = self._exchange(name, outcome)
         if any(each.failure is not None for each in outcomes):
@@ -117,7 +117,7 @@ class Processes:
                 raise RankLostError(f"no process group could be made after a failure: {_message(error)}") from error
         return worst_outcome(outcomes)
 
-    def _exchange(self, name: str, outcome: Outcome) -> list[Outcome]:
+    def _exchange(self, name: str, outcome: CheckOutcome) -> list[CheckOutcome]:
         self._store.set(f"{name}: {self.rank}", outcome.to_json())
         outcomes = []
         for rank in range(self.size):
@@ -130,7 +130,7 @@ class Processes:
                     f"rank {rank} said nothing for {limit:.0f} s: its process ended, or hangs. Look at its output "
                     "(torchrun --tee 3), and raise --timeout where the machine is only slow."
                 ) from error
-            outcomes.append(Outcome(**json.loads(self._store.get(key))))
+            outcomes.append(CheckOutcome(**json.loads(self._store.get(key))))
         return outcomes
 
 

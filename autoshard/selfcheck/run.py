@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autoshard.selfcheck.checks import Check
-from autoshard.selfcheck.outcome import Line, Outcome
+from autoshard.selfcheck.outcome import CheckLine, CheckOutcome
 from autoshard.selfcheck.processes import Processes, RankLostError
+from autoshard.selfcheck.self_checks import SelfCheck
 
 
 def run(
-    processes: Processes, checks: Sequence[Check], progress: Callable[[str], None] = lambda name: None
-) -> list[Line]:
+    processes: Processes, checks: Sequence[SelfCheck], progress: Callable[[str], None] = lambda name: None
+) -> list[CheckLine]:
     """Run checks on all ranks; what one finds, or that it fails, never stops the others.
 
     Args:
@@ -25,31 +25,31 @@ def run(
     Returns:
         A line for each, the same on all ranks. Once a rank is lost the rest is skipped.
     """
-    lines: list[Line] = []
+    lines: list[CheckLine] = []
     processes.start()
     for number, check in enumerate(checks):
         progress(check.name)
         start = time.perf_counter()
         try:
             outcome = processes.agree(check.run)
-            lines.append(Line(check.name, outcome, time.perf_counter() - start))
+            lines.append(CheckLine(check.name, outcome, time.perf_counter() - start))
         except RankLostError as error:
-            lines.append(Line(check.name, Outcome("wrong", str(error), failure=1)))
-            lines += [Line(rest.name, Outcome("skipped", "a rank is lost")) for rest in checks[number + 1 :]]
+            lines.append(CheckLine(check.name, CheckOutcome("wrong", str(error), failure=1)))
+            lines += [CheckLine(rest.name, CheckOutcome("skipped", "a rank is lost")) for rest in checks[number + 1 :]]
             break
     if processes.size == 1:
-        lines.append(Line("several processes", _ALONE))
+        lines.append(CheckLine("several processes", _ALONE))
     return lines
 
 
-_ALONE = Outcome(
+_ALONE = CheckOutcome(
     "skipped",
     "one process runs no collective: more were not checked",
     "Start one for every device: torchrun --nproc-per-node N -m autoshard.selfcheck",
 )
 
 
-def machine(processes: Processes) -> str:
+def describe_machine(processes: Processes) -> str:
     """What the checks run on, in words."""
     device = torch.cuda.get_device_name(processes.device) if processes.device.type == "cuda" else "CPU"
     backend = "NCCL" if processes.device.type == "cuda" else "gloo"

@@ -14,14 +14,14 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import autoshard
-from autoshard.memory.budget import format_bytes
+from autoshard.memory.byte_units import format_bytes
 from autoshard.plan_rows import format_seconds
 from autoshard.selfcheck import models
-from autoshard.selfcheck.against_one_device import moved
-from autoshard.selfcheck.checks import Check
-from autoshard.selfcheck.models import Inputs, Model, seeded
-from autoshard.selfcheck.outcome import Outcome
+from autoshard.selfcheck.against_one_device import copy_model_to
+from autoshard.selfcheck.models import Inputs, Model, make_seeded
+from autoshard.selfcheck.outcome import CheckOutcome
 from autoshard.selfcheck.processes import Processes
+from autoshard.selfcheck.self_checks import SelfCheck
 
 SLOW = 1.5
 """Measured over predicted seconds from which on a step is slow."""
@@ -34,7 +34,7 @@ _NO_STEP = "there is no step to profile: see the step's line"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProfiledStep:
     """A parallelized model, its inputs and its optimizer."""
 
     module: nn.Module
@@ -57,27 +57,27 @@ class StepProfile:
 
     def __init__(self, cluster: str | None = None) -> None:
         self._cluster = cluster
-        self._step: Step | None = None
+        self._step: ProfiledStep | None = None
         self._before = 0  # bytes allocated before there was a model
         self._seconds = 0.0
 
-    def checks(self) -> tuple[Check, ...]:
+    def checks(self) -> tuple[SelfCheck, ...]:
         """The lines, in order."""
         return (
-            Check("step, seconds", self.seconds),
-            Check("step, peak memory", self.memory),
-            Check("step, communication hidden", self.hidden),
-            Check("step, synchronisations", self.synchronisations),
-            Check("step, host time", self.host),
+            SelfCheck("step, seconds", self.seconds),
+            SelfCheck("step, peak memory", self.memory),
+            SelfCheck("step, communication hidden", self.hidden_share),
+            SelfCheck("step, synchronisations", self.synchronisations),
+            SelfCheck("step, host time", self.host),
         )
 
-    def seconds(self, processes: Processes) -> Outcome:
+    def seconds(self, processes: Processes) -> CheckOutcome:
         """Measured over predicted seconds of a step."""
         processes.start(blocking=False)
-        self._step = step = self._made(processes)
+        self._step = step = self._make_step(processes)
         for _ in range(_WARM):
             step.train()
-        self._seconds = statistics.median(_timed(step.train, processes) for _ in range(_STEPS))
+        self._seconds = statistics.median(_time_run(step.train, processes) for _ in range(_STEPS))
         predicted = step.plan.step_seconds
         ratio = self._seconds / predicted
         figure = (
@@ -86,17 +86,17 @@ class StepProfile:
         )
         values = {"measured": self._seconds, "predicted": predicted}
         if self._cluster is None and processes.device.type == "cpu":  # the preset is of no machine in particular
-            return Outcome("ok", figure, _CALIBRATE, values, ratio)
+            return CheckOutcome("ok", figure, _CALIBRATE, values, ratio)
         slow = ratio > SLOW
-        return Outcome("slow" if slow else "ok", figure, _CALIBRATE if slow else "", values, ratio)
+        return CheckOutcome("slow" if slow else "ok", figure, _CALIBRATE if slow else "", values, ratio)
 
-    def memory(self, processes: Processes) -> Outcome:
+    def memory(self, processes: Processes) -> CheckOutcome:
         """Bytes allocated at the peak of a step with its optimizer, over those of the plan."""
         if self._step is None:
-            return Outcome("skipped", _NO_STEP)
+            return CheckOutcome("skipped", _NO_STEP)
         said = self._step.plan.memory.peak
         if processes.device.type != "cuda":
-            return Outcome("skipped", f"a CPU counts no allocations (planned {format_bytes(said)})")
+            return CheckOutcome("skipped", f"a CPU counts no allocations (planned {format_bytes(said)})")
         for _ in range(2):  # the state of the optimizer is there from the second on
             torch.cuda.reset_peak_memory_stats()
             self._step.train()
@@ -107,14 +107,14 @@ class StepProfile:
         figure = f"{format_bytes(peak)} allocated, planned {format_bytes(said)}"
         advice = "Leave so much more room in memory_limit, and report this line." if ratio > 1 else ""
         values = {"measured": float(peak), "predicted": float(said)}
-        return Outcome("slow" if ratio > 1 else "ok", figure, advice, values, ratio)
+        return CheckOutcome("slow" if ratio > 1 else "ok", figure, advice, values, ratio)
 
-    def hidden(self, processes: Processes) -> Outcome:
+    def hidden_share(self, processes: Processes) -> CheckOutcome:
         """The share of the time of communication in which other kernels run."""
         if self._step is None:
-            return Outcome("skipped", _NO_STEP)
+            return CheckOutcome("skipped", _NO_STEP)
         if processes.device.type != "cuda":
-            return Outcome("skipped", "not measured on a CPU: gloo's threads leave no trace of a device")
+            return CheckOutcome("skipped", "not measured on a CPU: gloo's threads leave no trace of a device")
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             self._step.train()
             torch.cuda.synchronize()
@@ -126,17 +126,17 @@ class StepProfile:
         communication = _union(span for name, span in kernels if name.startswith("nccl"))
         compute = _union(span for name, span in kernels if not name.startswith("nccl"))
         if not communication:
-            return Outcome("ok", "the step has no communication")
+            return CheckOutcome("ok", "the step has no communication")
         total = sum(end - start for start, end in communication)
-        share = _common(communication, compute) / total
-        return Outcome("ok", f"{share:.0%} of {format_seconds(total * 1e-6)}", "", {"share": share})
+        share = _overlap_length(communication, compute) / total
+        return CheckOutcome("ok", f"{share:.0%} of {format_seconds(total * 1e-6)}", "", {"share": share})
 
-    def synchronisations(self, processes: Processes) -> Outcome:
+    def synchronisations(self, processes: Processes) -> CheckOutcome:
         """How often the host waits for the device inside a step."""
         if self._step is None:
-            return Outcome("skipped", _NO_STEP)
+            return CheckOutcome("skipped", _NO_STEP)
         if processes.device.type != "cuda":
-            return Outcome("skipped", "a CPU has nobody to wait for")
+            return CheckOutcome("skipped", "a CPU has nobody to wait for")
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -148,35 +148,35 @@ class StepProfile:
         places = [f"{each.filename}:{each.lineno}" for each in caught if "synchronizing" in str(each.message)]
         values = {"synchronisations": float(len(places))}
         if not places:
-            return Outcome("ok", "none", "", values)
+            return CheckOutcome("ok", "none", "", values)
         advice = "The host waits there and queues no kernels: report this line."
-        return Outcome("slow", f"{len(places)}, the first at {places[0]}", advice, values, float(len(places)))
+        return CheckOutcome("slow", f"{len(places)}, the first at {places[0]}", advice, values, float(len(places)))
 
-    def host(self, processes: Processes) -> Outcome:
+    def host(self, processes: Processes) -> CheckOutcome:
         """The time in which the host queues a step, over the step's."""
         if self._step is None:
-            return Outcome("skipped", _NO_STEP)
+            return CheckOutcome("skipped", _NO_STEP)
         if processes.device.type != "cuda":
-            return Outcome("skipped", "on a CPU the host computes the step itself")
-        seconds = statistics.median(_queued(self._step.train) for _ in range(_STEPS))
+            return CheckOutcome("skipped", "on a CPU the host computes the step itself")
+        seconds = statistics.median(_time_queueing(self._step.train) for _ in range(_STEPS))
         ratio = seconds / self._seconds
         figure = f"{format_seconds(seconds)} of {format_seconds(self._seconds)}"
         slow = ratio > 0.9
         advice = "The device waits for the host: try compile=True, or a larger batch per device." if slow else ""
-        return Outcome("slow" if slow else "ok", figure, advice, {"seconds": seconds}, ratio)
+        return CheckOutcome("slow" if slow else "ok", figure, advice, {"seconds": seconds}, ratio)
 
-    def _made(self, processes: Processes) -> Step:
+    def _make_step(self, processes: Processes) -> ProfiledStep:
         on_cuda = processes.device.type == "cuda"
         if on_cuda:
             torch.cuda.synchronize()
             self._before = torch.cuda.memory_allocated()
         make = _large_gpt if on_cuda else _medium_gpt
         dtype = torch.bfloat16 if on_cuda else torch.float32
-        module, inputs = moved(seeded(make, processes.size), processes.device, dtype)
+        module, inputs = copy_model_to(make_seeded(make, processes.size), processes.device, dtype)
         autoshard.parallelize(module, processes.mesh(), (), inputs, cluster=self._cluster, optimizer="adamw")
         plan = module.sharding_plan
         assert isinstance(plan, autoshard.ShardingPlan)
-        return Step(module, inputs, torch.optim.AdamW(module.parameters()), plan)
+        return ProfiledStep(module, inputs, torch.optim.AdamW(module.parameters()), plan)
 
 
 def _medium_gpt(ranks: int) -> Model:
@@ -189,7 +189,7 @@ def _large_gpt(ranks: int) -> Model:
     return models.gpt(ranks, layers=4, width=2048, head=128, batch=4 * ranks, length=1024)
 
 
-def _timed(run: Callable[[], None], processes: Processes) -> float:
+def _time_run(run: Callable[[], None], processes: Processes) -> float:
     """Seconds of a run, from when all ranks are there until the device is done."""
     _synchronize(processes.device)
     dist.barrier()
@@ -199,7 +199,7 @@ def _timed(run: Callable[[], None], processes: Processes) -> float:
     return time.perf_counter() - start
 
 
-def _queued(run: Callable[[], None]) -> float:
+def _time_queueing(run: Callable[[], None]) -> float:
     """Seconds until the host has queued a run."""
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -228,7 +228,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return united
 
 
-def _common(ours: Iterable[Span], theirs: Iterable[Span]) -> float:
+def _overlap_length(ours: Iterable[Span], theirs: Iterable[Span]) -> float:
     """The length of what both cover; the spans of each are apart."""
     others = list(theirs)
     return sum(max(0.0, min(end, until) - max(start, since)) for start, end in ours for since, until in others)

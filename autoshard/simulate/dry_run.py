@@ -60,7 +60,7 @@ class DryRun:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
         self._known: dict[str, CallCost] = {}
 
-    def call(self, node: fx.Node, needs_gradient: Sequence[bool]) -> CallCost:
+    def call_cost(self, node: fx.Node, needs_gradient: Sequence[bool]) -> CallCost:
         """Prices of one call.
 
         Args:
@@ -82,16 +82,16 @@ class DryRun:
     def _run(self, node: fx.Node, needs_gradient: Sequence[bool]) -> CallCost:
         leaves, passed = [], {}
         for source, needs in zip(node.all_input_nodes, needs_gradient, strict=True):
-            leaf, passed[source] = _stand_in(source, needs, _is_mutable(node))
+            leaf, passed[source] = _make_operand(source, needs, _is_mutable(node))
             leaves.append(leaf)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), passed.__getitem__)
-        watch = _Watch(self.cost)
-        with watch, torch.autograd.graph.saved_tensors_hooks(watch.save, lambda saved: saved):
-            results = list(tensors(_function(node)(*args, **kwargs)))
+        watch = _CostRecorder(self.cost)
+        with watch, torch.autograd.graph.saved_tensors_hooks(watch.record_saved, lambda saved: saved):
+            results = list(tensors(_callable_of(node)(*args, **kwargs)))
         places = {memory_of(value): place for place, value in enumerate(passed.values()) if _is_tensor(value)}
         made = {key: place for place, key in enumerate(map(memory_of, results)) if key not in places}
         cost = CallCost(
-            forward_seconds=watch.take(),
+            forward_seconds=watch.take_seconds(),
             saved_operands=tuple(sorted(places[key] for key in watch.saved if key in places)),
             saved_results=tuple(sorted(made[key] for key in watch.saved if key in made)),
             saved_inside=sum(size for key, size in watch.saved.items() if key not in places and key not in made),
@@ -103,7 +103,7 @@ class DryRun:
 
 
 def _backward_seconds(
-    cost: CallCost, watch: _Watch, results: Sequence[torch.Tensor], leaves: Sequence[object]
+    cost: CallCost, watch: _CostRecorder, results: Sequence[torch.Tensor], leaves: Sequence[object]
 ) -> float:
     """Seconds of the derivative, run in the watch's sight."""
     differentiated = [value for value in results if value.requires_grad]
@@ -116,10 +116,10 @@ def _backward_seconds(
             torch.autograd.grad(differentiated, wanted, gradients, allow_unused=True)
     except RuntimeError:  # no derivative, or none of these operands
         return cost.forward_seconds * min(2, len(wanted))
-    return watch.take()
+    return watch.take_seconds()
 
 
-class _Watch(TorchDispatchMode):
+class _CostRecorder(TorchDispatchMode):
     """Adds up the seconds of the kernels that run, and the tensors that autograd saves."""
 
     def __init__(self, cost: CostModel) -> None:
@@ -136,19 +136,19 @@ class _Watch(TorchDispatchMode):
             self._seconds += kernel_seconds(self.cost, func, (*args, *kwargs.values()), results, args)
         return results
 
-    def save(self, saved: torch.Tensor) -> torch.Tensor:
+    def record_saved(self, saved: torch.Tensor) -> torch.Tensor:
         """Notes that a tensor is kept for backward."""
         self._alive.append(saved)
         self.saved[memory_of(saved)] = saved.untyped_storage().nbytes()
         return saved
 
-    def take(self) -> float:
+    def take_seconds(self) -> float:
         """Seconds since the last time."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
-def _stand_in(source: fx.Node, needs_gradient: bool, changed: bool) -> tuple[Any, Any]:
+def _make_operand(source: fx.Node, needs_gradient: bool, changed: bool) -> tuple[Any, Any]:
     """A leaf like an operand, and what the call is given: a copy of it where the call may change it in place."""
     value: Any = source.meta.get("val")
     if source.op == "get_attr" and not _is_tensor(value):
@@ -178,13 +178,13 @@ def _is_mutable(node: fx.Node) -> bool:
     return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
-def _function(node: fx.Node) -> Callable[..., Any]:
+def _callable_of(node: fx.Node) -> Callable[..., Any]:
     """What the call runs; of a region under another gradient mode or autocast, its graph in that context."""
     match str(node.target):
         case "wrap_with_set_grad_enabled":
-            return lambda enabled, region, *args: _within(torch.set_grad_enabled(enabled), region, args)
+            return lambda enabled, region, *args: _call_in_context(torch.set_grad_enabled(enabled), region, args)
         case "wrap_with_autocast":
-            return lambda device, dtype, enabled, cached, region, *args: _within(
+            return lambda device, dtype, enabled, cached, region, *args: _call_in_context(
                 torch.autocast(device, dtype, enabled, cached), region, args
             )
     if isinstance(node.target, PythonCall):
@@ -193,7 +193,9 @@ def _function(node: fx.Node) -> Callable[..., Any]:
     return node.target
 
 
-def _within(context: contextlib.AbstractContextManager[Any], region: fx.GraphModule, args: Sequence[Any]) -> Any:
+def _call_in_context(
+    context: contextlib.AbstractContextManager[Any], region: fx.GraphModule, args: Sequence[Any]
+) -> Any:
     with context:
         return region(*args)
 

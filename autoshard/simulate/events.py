@@ -54,7 +54,7 @@ class Timeline:
     exposed: float
     hidden: float
 
-    def disturbed(self, contention: float) -> float:
+    def seconds_with_contention(self, contention: float) -> float:
         """Seconds where every hidden second of communication takes `contention` seconds from the compute beside it."""
         return self.seconds + contention * self.hidden
 
@@ -86,15 +86,15 @@ def replay(operations: Sequence[Operation]) -> Timeline:
         free[operation.stream] = ends[-1]
     computing = [operation.stream == COMPUTE for operation in operations]
     intervals = list(zip(starts, ends, strict=True))
-    busy = _covered(intervals)
-    compute = _covered(itertools.compress(intervals, computing))
-    communication = _covered(itertools.compress(intervals, map(operator.not_, computing)))
+    busy = _covered_seconds(intervals)
+    compute = _covered_seconds(itertools.compress(intervals, computing))
+    communication = _covered_seconds(itertools.compress(intervals, map(operator.not_, computing)))
     exposed = max(0.0, busy - compute)
     hidden = max(0.0, communication - exposed)
     return Timeline(tuple(starts), tuple(ends), max(ends, default=0.0), exposed, hidden)
 
 
-def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+def _covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     """Seconds that lie in at least one of the intervals."""
     covered, reached = 0.0, 0.0
     for start, end in sorted(intervals):

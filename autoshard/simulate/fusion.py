@@ -22,28 +22,32 @@ def is_pointwise(op: Any) -> bool:
 
 
 @functools.cache
-def _takes_in(op: Any) -> bool:
+def _fuses_operands(op: Any) -> bool:
     """Whether a compiler computes an operator's operands where it reads them."""
     name = getattr(getattr(op, "overloadpacket", None), "__name__", "")
     return is_pointwise(op) or torch.Tag.reduction in getattr(op, "tags", ()) or name in _REDUCTIONS
 
 
-def reads(node: fx.Node) -> list[fx.Node] | None:
+def memory_operands(node: fx.Node) -> list[fx.Node] | None:
     """The operands that a compiled call reads from memory; None where the operator is not one that is fused.
 
     What pointwise operators make is there already, in the kernel that they share.
     """
-    if not _takes_in(node.target):
+    if not _fuses_operands(node.target):
         return None
-    return [source for source in node.all_input_nodes if not is_pointwise(_viewed(source).target)]
+    return [source for source in node.all_input_nodes if not is_pointwise(_view_base(source).target)]
 
 
 def is_written(node: fx.Node) -> bool:
     """Whether a compiled call writes its result: something reads it that is not computed in the same kernel."""
-    return not is_pointwise(node.target) or not all(_takes_in(user.target) for user in _users(node)) or not node.users
+    return (
+        not is_pointwise(node.target)
+        or not all(_fuses_operands(user.target) for user in _users(node))
+        or not node.users
+    )
 
 
-def _viewed(node: fx.Node) -> fx.Node:
+def _view_base(node: fx.Node) -> fx.Node:
     """What a node is a view of, or itself."""
     while node.op == "call_function" and _is_view(node):
         node = node.all_input_nodes[0]

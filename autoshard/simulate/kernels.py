@@ -11,16 +11,16 @@ from autoshard.cluster.cost import CostModel
 from autoshard.cluster.flops import flops
 from autoshard.patterns.local import collectives
 from autoshard.patterns.ring import shift
-from autoshard.patterns.routed_exchange import programs
+from autoshard.patterns.routed_exchange import exchange_ops
 
-STARTS: dict[Any, str] = {
+COLLECTIVE_KINDS: dict[Any, str] = {
     collectives.all_gather_into_tensor.default: "all_gather",
     collectives.all_gather_into_tensor_coalesced.default: "all_gather",
     collectives.all_reduce.default: "all_reduce",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.all_to_all_single.default: "all_to_all",
     shift: "shift",
-    programs.exchange.default: "all_to_all",
+    exchange_ops.exchange.default: "all_to_all",
 }
 """The operators that start a collective, and its kind; the tensors are their first argument, the group the last."""
 

@@ -12,10 +12,10 @@ from torch import fx
 
 from autoshard.cluster.cost import CostModel
 from autoshard.patterns.local import collectives
-from autoshard.patterns.routed_exchange import programs
+from autoshard.patterns.routed_exchange import exchange_ops
 from autoshard.simulate.events import COMPUTE, Operation, link_stream
-from autoshard.simulate.fusion import is_written, reads
-from autoshard.simulate.kernels import STARTS, kernel_seconds, tensors
+from autoshard.simulate.fusion import is_written, memory_operands
+from autoshard.simulate.kernels import COLLECTIVE_KINDS, kernel_seconds, tensors
 
 _WAIT = collectives.wait_tensor.default
 
@@ -34,7 +34,7 @@ class KernelPrices:
     def seconds(self, node: fx.Node) -> float:
         """Time of a call that is no collective."""
         if self.cost.cluster.device.compiled:
-            read = reads(node)
+            read = memory_operands(node)
             if read is not None:
                 return self._fused_seconds(node, read)
         val = node.meta.get("val")
@@ -78,7 +78,7 @@ def operations(graphs: Iterable[fx.Graph], groups: Sequence[str], prices: Kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
+class CollectiveCall:
     """A collective of a program: its kind, the bytes that one rank holds before it, and its mesh axis."""
 
     kind: str
@@ -86,17 +86,19 @@ class Sending:
     axis: int
 
 
-def sendings(graphs: Iterable[fx.Graph], groups: Sequence[str]) -> list[Sending]:
+def collective_calls(graphs: Iterable[fx.Graph], groups: Sequence[str]) -> list[CollectiveCall]:
     """The collectives of a program in its order; arguments as for `operations`."""
-    return [sending_of(node, groups) for graph in graphs for node in graph.nodes if node.target in STARTS]
+    return [
+        collective_call(node, groups) for graph in graphs for node in graph.nodes if node.target in COLLECTIVE_KINDS
+    ]
 
 
-def sending_of(node: fx.Node, groups: Sequence[str]) -> Sending:
+def collective_call(node: fx.Node, groups: Sequence[str]) -> CollectiveCall:
     """What a node that starts a collective sends; the groups as for `operations`."""
     operands = node.args[0] if isinstance(node.args[0], (list, tuple)) else node.all_input_nodes[:1]
     sent = [next(tensors(operand.meta["val"])) for operand in operands]  # type: ignore[union-attr]
     size = sum(one.numel() * one.element_size() for one in sent)
-    return Sending(STARTS[node.target], size, groups.index(str(node.args[-1])))
+    return CollectiveCall(COLLECTIVE_KINDS[node.target], size, groups.index(str(node.args[-1])))
 
 
 def _start_of(wait: fx.Node) -> fx.Node:
@@ -121,9 +123,9 @@ class _Issuer:
         for node in graph.nodes:
             if node.op != "call_function" or node.target is operator.getitem:
                 continue
-            if node.target in STARTS:
+            if node.target in COLLECTIVE_KINDS:
                 started[node] = self._start(node)
-                if node.target is programs.exchange.default:
+                if node.target is exchange_ops.exchange.default:
                     self._issue(f"wait {node.name}", COMPUTE, 0.0, started[node])
             elif node.target is _WAIT:
                 self._issue(node.name, COMPUTE, 0.0, started.get(_start_of(node)), dispatch=dispatch.view)
@@ -132,7 +134,7 @@ class _Issuer:
                 self._issue(node.name, COMPUTE, seconds, dispatch=dispatch.kernel if seconds else dispatch.view)
 
     def _start(self, node: fx.Node) -> int:
-        sent, cost = sending_of(node, self.groups), self.prices.cost
+        sent, cost = collective_call(node, self.groups), self.prices.cost
         seconds = cost.collective(sent.kind, sent.bytes, sent.axis)
         dispatch = cost.cluster.device.dispatch.collective
         return self._issue(node.name, link_stream(cost.spans_hosts(sent.axis)), seconds, dispatch=dispatch)

@@ -78,7 +78,7 @@ class _Replay:
 
     def __init__(self, tasks: Sequence[Task], contention: float) -> None:
         self.tasks = tasks
-        self.slowed = max(0.0, 1.0 - contention)
+        self.slowed_rate = max(0.0, 1.0 - contention)
         self.starts = [0.0] * len(tasks)
         self.ends = [math.inf] * len(tasks)
         self.waits, self.followers = _order(tasks)
@@ -137,7 +137,7 @@ class _Replay:
                 self._expect(index, now)
 
     def _rate(self, rank: int) -> float:
-        return self.slowed if self.communicating[rank] else 1.0
+        return self.slowed_rate if self.communicating[rank] else 1.0
 
     def _expect(self, index: int, now: float) -> None:
         """When a computation will end, as things stand; never, where communication stops it."""

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from autoshard.solver.course import Progress
 from autoshard.solver.problem import Problem, SolverError
 from autoshard.solver.solve import METHODS, Solution, solve
+from autoshard.solver.solver_budget import SolverProgress
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def _display(*, hidden: bool) -> Iterator[Callable[[Progress], None] | None]:
+def _display(*, hidden: bool) -> Iterator[Callable[[SolverProgress], None] | None]:
     """A line on standard error that follows the search, where a terminal shows it."""
     console = Console(stderr=True)
     if hidden or not console.is_terminal:
@@ -70,7 +70,7 @@ def _display(*, hidden: bool) -> Iterator[Callable[[Progress], None] | None]:
         yield lambda moment: live.update(Text(_line(moment), no_wrap=True, overflow="ellipsis"))
 
 
-def _line(moment: Progress) -> str:
+def _line(moment: SolverProgress) -> str:
     return f"{moment.seconds:7.1f} s  cost {moment.cost:.9g}  bound {moment.lower_bound:.9g}  {moment.phase}"
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.solver.course import ENDLESS, Stretch
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Array, IntArray
+from autoshard.solver.solver_budget import UNLIMITED, StepBudget
 
 _ROUNDING = 1e-11
 """Relative slack taken off every bound: sums of many floats."""
@@ -54,11 +54,11 @@ def trivial_bound(network: Network) -> Bound:
                 slack[node] = slack[node] + (table.min(1) - table.min())
     total = value + sum(float(vector.min()) for vector in slack.values())
     floors = {node: total + vector - vector.min() for node, vector in slack.items()}
-    return Bound(_lowered(total), floors, {}, float("inf"), 0)
+    return Bound(_subtract_rounding(total), floors, {}, float("inf"), 0)
 
 
 def lower_bound(
-    core: Network, *, upper: float = float("inf"), iterations: int = 200, stretch: Stretch = ENDLESS
+    core: Network, *, upper: float = float("inf"), iterations: int = 200, stretch: StepBudget = UNLIMITED
 ) -> Bound:
     """Bounds a reduced network from below.
 
@@ -92,7 +92,7 @@ def lower_bound(
         if value > best:
             best, floors = value, chains.floors(value)
         if iteration % 5 == 1:
-            choice, cost = chains.rounded()
+            choice, cost = chains.round_assignment()
             if cost < rounded_cost:
                 rounded, rounded_cost = choice, cost
         history.append(best)
@@ -100,12 +100,12 @@ def lower_bound(
         target = upper - core.offset - chains.isolated
         if best >= min(target, rounded_cost) - 1e-9 * abs(target if np.isfinite(target) else best):
             break
-        if _stalled(history, min(target, rounded_cost)) or stretch.over:
+        if _is_stalled(history, min(target, rounded_cost)) or stretch.is_over:
             break
     return chains.bound(best, floors, rounded, rounded_cost, len(history))
 
 
-def _stalled(history: list[float], target: float) -> bool:
+def _is_stalled(history: list[float], target: float) -> bool:
     """Whether the last iterations closed less than a hundredth of the distance to a known assignment."""
     if len(history) <= _PATIENCE or not np.isfinite(target):
         return False
@@ -113,7 +113,7 @@ def _stalled(history: list[float], target: float) -> bool:
     return gained < 0.01 * (target - history[-1 - _PATIENCE])
 
 
-def _lowered(value: float) -> float:
+def _subtract_rounding(value: float) -> float:
     return value - _ROUNDING * abs(value)
 
 
@@ -126,7 +126,7 @@ class _Chains:
 
     def __init__(self, core: Network, linked: list[int], widest: int) -> None:
         self.core = core
-        self.nodes, levels = _levelled(core, linked)
+        self.nodes, levels = _sort_into_levels(core, linked)
         self.row = {node: row for row, node in enumerate(self.nodes)}
         self.sizes = [len(core.vectors[node]) for node in self.nodes]
         self.unary = np.full((len(self.nodes), widest), np.inf)
@@ -171,11 +171,11 @@ class _Chains:
         for rows in levels:
             incoming = order[starts[rows.start] : starts[rows.stop]]
             groups = starts[rows.start : rows.stop] - starts[rows.start]
-            up = self._by_width(incoming[incoming >= count] - count)
-            down = self._by_width(incoming[incoming < count])
+            up = self._group_by_width(incoming[incoming >= count] - count)
+            down = self._group_by_width(incoming[incoming < count])
             self.levels.append((rows, incoming, groups, up, down))
 
-    def _by_width(self, edges: IntArray) -> list[tuple[int, IntArray]]:
+    def _group_by_width(self, edges: IntArray) -> list[tuple[int, IntArray]]:
         """Edges grouped by the number of strategies of their wider end, up to the next power of two: few nodes are
         wide, and the others should not pay for their padding."""
         sizes = np.array(self.sizes)
@@ -231,7 +231,7 @@ class _Chains:
         passed: Array = self.belief + (ended + begun + np.cumsum(crossing)[:-1])[:, None]
         return np.maximum(passed, value)
 
-    def rounded(self) -> tuple[IntArray, float]:
+    def round_assignment(self) -> tuple[IntArray, float]:
         """An assignment by rows: each node, in order, the best for its earlier neighbours and the later messages."""
         count = len(self.earlier)
         choice = self.no_choice.copy()
@@ -260,10 +260,10 @@ class _Chains:
                 by_node[node] = total + vector - vector.min()
                 choices[node] = int(self.core.labels[node][vector.argmin()])
         found = self.core.expand(choices) if np.isfinite(cost) else {}
-        return Bound(_lowered(total), by_node, found, cost + constant, iterations)
+        return Bound(_subtract_rounding(total), by_node, found, cost + constant, iterations)
 
 
-def _levelled(core: Network, linked: list[int]) -> tuple[list[int], list[slice]]:
+def _sort_into_levels(core: Network, linked: list[int]) -> tuple[list[int], list[slice]]:
     """Nodes sorted into levels: a node's level is one more than the highest of its neighbours before it."""
     level: dict[int, int] = {}
     for node in sorted(linked):

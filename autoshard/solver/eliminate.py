@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.solver.elimination_order import DEFAULT_CAP, EliminationOrder, find_order
 from autoshard.solver.network import Network
-from autoshard.solver.order import DEFAULT_CAP, Order, find_order
 from autoshard.solver.problem import Array, SolverError
 from autoshard.solver.reduce import fold, reduce
 
@@ -30,14 +30,14 @@ class WidthError(SolverError):
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
+class Optimum:
     """An optimum: node -> strategy of the problem, and its cost; no choices and `inf` where there is none."""
 
     choices: dict[int, int]
     cost: float
 
 
-def eliminate(network: Network, *, cap: float = DEFAULT_CAP) -> Exact:
+def eliminate(network: Network, *, cap: float = DEFAULT_CAP) -> Optimum:
     """Solves a network exactly; memory plays no part.
 
     The network is reduced, then nodes are eliminated one after another: the tables of a node are added up, and the
@@ -50,9 +50,9 @@ def eliminate(network: Network, *, cap: float = DEFAULT_CAP) -> Exact:
     Raises:
         WidthError: the order found needs a larger table.
     """
-    core, order = narrowed(network, cap)
+    core, order = reduce_and_order(network, cap)
     if order is None:
-        return Exact({}, float("inf"))
+        return Optimum({}, float("inf"))
     if not order.fits:
         raise WidthError(
             f"elimination needs more than the {cap:.3g} table entries allowed (it came to a table of "
@@ -61,11 +61,11 @@ def eliminate(network: Network, *, cap: float = DEFAULT_CAP) -> Exact:
         )
     choices, cost = run_order(core, order)
     if not np.isfinite(cost):
-        return Exact({}, float("inf"))
-    return Exact(core.expand(choices), cost + core.offset)
+        return Optimum({}, float("inf"))
+    return Optimum(core.expand(choices), cost + core.offset)
 
 
-def narrowed(network: Network, cap: float) -> tuple[Network, Order | None]:
+def reduce_and_order(network: Network, cap: float) -> tuple[Network, EliminationOrder | None]:
     """A reduced copy of the network with its elimination order; no order where nothing is feasible.
 
     Thorough reduction takes longer than most eliminations: it is done only where the tables would be large.
@@ -80,11 +80,11 @@ def narrowed(network: Network, cap: float) -> tuple[Network, Order | None]:
     return core, _order(core, cap) if core.feasible else None
 
 
-def _order(core: Network, cap: float) -> Order:
+def _order(core: Network, cap: float) -> EliminationOrder:
     return find_order({node: len(vector) for node, vector in core.vectors.items()}, core.edges, cap)
 
 
-def run_order(core: Network, order: Order) -> tuple[dict[int, int], float]:
+def run_order(core: Network, order: EliminationOrder) -> tuple[dict[int, int], float]:
     """Eliminates every node of a network in a given order; what is not connected, and equal, is solved once.
 
     Returns:
@@ -174,7 +174,7 @@ def _minimum_over(node: int, scope: Scope, factors: list[Factor], core: Network)
     factors = sorted(factors, key=lambda factor: (factor[1].size, factor[0]))
     spread = [_spread(part, table, joint) for part, table in factors]
     if np.prod(shape, dtype=float) > _SMALL:
-        return _swept(scope, shape, spread)
+        return _minimum_by_strategy(scope, shape, spread)
     total = spread[0]
     for table in spread[1:]:
         total = total + table
@@ -200,7 +200,7 @@ def _recompute(factors: list[Factor]) -> Choose:
     return choose
 
 
-def _swept(scope: Scope, shape: tuple[int, ...], spread: list[Array]) -> tuple[Array, Choose]:
+def _minimum_by_strategy(scope: Scope, shape: tuple[int, ...], spread: list[Array]) -> tuple[Array, Choose]:
     """As `_minimum_over` for large tables: one strategy at a time, remembering which one won where."""
     result = np.full(shape[1:], np.inf)
     winner = np.zeros(shape[1:], dtype=np.uint8 if shape[0] <= 256 else np.uint32)

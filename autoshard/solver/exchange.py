@@ -34,7 +34,7 @@ def load_problem(path: str | Path) -> Problem:
     except (ValueError, EOFError, gzip.BadGzipFile) as error:
         raise SolverError(f"{path} is not a JSON file, or was cut short: {error}") from error
     try:
-        return _parsed(document["problem"])
+        return _parse_problem(document["problem"])
     except SolverError as error:
         raise SolverError(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -66,12 +66,12 @@ def save_problem(problem: Problem, path: str | Path) -> None:
     path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
-def _parsed(body: dict[str, Any]) -> Problem:
+def _parse_problem(body: dict[str, Any]) -> Problem:
     nodes, edges = body["nodes"], body["edges"]
     costs = tuple(_costs(vector) for vector in nodes["costs"])
     limit = body.get("usage_limit")
     components = body.get("components")
-    shared = _sharing()
+    shared = _shared_table_reader()
     if len(edges["nodes"]) != len(edges["costs"]):
         raise SolverError(f"{len(edges['nodes'])} edges but {len(edges['costs'])} edge tables")
     return Problem(
@@ -87,7 +87,7 @@ def _parsed(body: dict[str, Any]) -> Problem:
     )
 
 
-def _sharing() -> Callable[[list[float], tuple[int, int]], Array]:
+def _shared_table_reader() -> Callable[[list[float], tuple[int, int]], Array]:
     """A reader of edge tables that returns one array for all equal tables."""
     known: dict[tuple[bytes, tuple[int, int]], Array] = {}
 

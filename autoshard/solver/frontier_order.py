@@ -9,16 +9,16 @@ from heapq import heapify, heappop, heappush
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EliminationStep:
     """What happens to a node: it is eliminated, or, where that would take too large a table, settled."""
 
     node: int
     exact: bool
 
 
-def steps(
+def elimination_steps(
     sizes: Mapping[int, int], neighbours: Mapping[int, Iterable[int]], linear: bool, cells: int
-) -> Sequence[Step]:
+) -> Sequence[EliminationStep]:
     """The order in which nodes go: always one of smallest table, or always one that adds least to other tables.
 
     Of the two orders, the one that settles fewer nodes and takes less work.
@@ -34,12 +34,12 @@ def steps(
 
     Source: TensorOpt 3.2, Algorithm 2.
     """
-    orders = [_Order(sizes, neighbours, linear, cells, fill) for fill in (False, True)]
+    orders = [_GreedyElimination(sizes, neighbours, linear, cells, fill) for fill in (False, True)]
     found = [order.run() for order in orders]
     return min(zip(orders, found, strict=True), key=lambda one: (sum(not s.exact for s in one[1]), one[0].work))[1]
 
 
-class _Order:
+class _GreedyElimination:
     """A greedy order, made on the sizes alone; by the table's size, or by what elimination adds to the graph (`fill`).
 
     `work` counts the combinations of strategies that are looked at.
@@ -63,7 +63,7 @@ class _Order:
                 if not linear:
                     self.last |= {start, end}
 
-    def run(self) -> list[Step]:
+    def run(self) -> list[EliminationStep]:
         found = []
         heap = [(self._score(node), node) for node in self.neighbours]
         heapify(heap)
@@ -77,7 +77,7 @@ class _Order:
             self.work += self._table(node) * self.sizes[node] if exact else 0.0
             for other in self._remove(node, exact):
                 heappush(heap, (self._score(other), other))
-            found.append(Step(node, exact))
+            found.append(EliminationStep(node, exact))
         return found
 
     def _remove(self, node: int, join: bool) -> Iterable[int]:

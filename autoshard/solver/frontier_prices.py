@@ -89,7 +89,7 @@ def spread(table: Entries, scope: Scope, joint: Scope) -> Entries:
     return table.reshape([sizes.get(node, 1) for node in joint] + list(table.shape[len(scope) :]))
 
 
-class Priced:
+class PricedProblem:
     """A problem at several prices.
 
     Attributes:
@@ -138,7 +138,7 @@ class Priced:
             found[bucket.node] = total.argmin(0)
         return found
 
-    def wholes(self) -> Iterator[tuple[Array, Array]]:
+    def conditional_optima(self) -> Iterator[tuple[Array, Array]]:
         """The optima of the whole at every bucket, the last one first.
 
         Yields:

@@ -14,13 +14,15 @@ _LARGEST = 300_000
 """Entries of a comparison of all pairs of a node's strategies on one edge, above which the node is left as it is."""
 
 
-def useful(problem: Problem, usages: Sequence[Array], edge_usages: Sequence[Array] | None) -> list[IntArray]:
+def undominated_strategies(
+    problem: Problem, usages: Sequence[Array], edge_usages: Sequence[Array] | None
+) -> list[IntArray]:
     """The strategies of every node that are left when those are dropped that another one beats in time and in memory.
 
     One beats another if it is at least as good in both, whatever the neighbours choose. Among equals the first stays,
     and every node keeps at least one, forbidden where all are.
     """
-    kept = [_allowed(costs) for costs in problem.costs]
+    kept = [_finite_strategies(costs) for costs in problem.costs]
     around: list[list[tuple[int, Array, Array | None]]] = [[] for _ in problem.costs]
     for number, edge in enumerate(problem.edges):
         held = None if edge_usages is None else edge_usages[number]
@@ -29,18 +31,18 @@ def useful(problem: Problem, usages: Sequence[Array], edge_usages: Sequence[Arra
     for _ in range(_ROUNDS):
         before = sum(map(len, kept))
         for node, edges in enumerate(around):
-            kept[node] = _undominated(kept, node, problem.costs[node], usages[node], edges)
+            kept[node] = _undominated_of_node(kept, node, problem.costs[node], usages[node], edges)
         if sum(map(len, kept)) == before:
             break
     return kept
 
 
-def _allowed(costs: Array) -> IntArray:
+def _finite_strategies(costs: Array) -> IntArray:
     allowed = np.flatnonzero(np.isfinite(costs))
     return allowed if len(allowed) else np.zeros(1, dtype=np.int64)
 
 
-def _undominated(
+def _undominated_of_node(
     kept: Sequence[IntArray],
     node: int,
     costs: Array,
@@ -58,8 +60,8 @@ def _undominated(
         allowed = np.isfinite(table[at])
         # Where s is forbidden, t loses nothing, whether it is forbidden too or not.
         with np.errstate(invalid="ignore"):  # both forbidden for good: no number, and no comparison
-            slower = slower + _most(table[at], allowed)
-        larger = larger + (_most(held[at], allowed) if held is not None else 0.0)
+            slower = slower + _largest_increase(table[at], allowed)
+        larger = larger + (_largest_increase(held[at], allowed) if held is not None else 0.0)
     better = (slower <= 0) & (larger <= 0)
     np.fill_diagonal(better, False)
     remains = np.ones(len(own), dtype=bool)
@@ -69,7 +71,7 @@ def _undominated(
     return own[remains]
 
 
-def _most(table: Array, allowed: np.ndarray) -> Array:
+def _largest_increase(table: Array, allowed: np.ndarray) -> Array:
     """[s, t]: the largest table[t] - table[s] over the columns in which s is allowed."""
     with np.errstate(invalid="ignore"):  # forbidden minus forbidden, in columns that do not count
         more = table[None, :, :] - table[:, None, :]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.solver.frontier_room import Outlook
+from autoshard.solver.frontier_corners import PruningBounds
 from autoshard.solver.problem import Array, IntArray
 
 _CHUNK = 1 << 19
@@ -25,16 +25,16 @@ class Origin:
         strategies: its number of strategies, which are the last index of the left table's cells.
     """
 
-    left: Table
+    left: FrontierTable
     left_points: IntArray
-    right: Table | None = None
+    right: FrontierTable | None = None
     right_points: IntArray | None = None
     decided: int | None = None
     strategies: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class FrontierTable:
     """A frontier in every cell; cells are numbered row by row over the strategies of some nodes.
 
     Attributes:
@@ -51,11 +51,11 @@ class Table:
     origin: Origin | None = None
 
     @staticmethod
-    def of(time: Array, memory: Array) -> Table:
+    def of(time: Array, memory: Array) -> FrontierTable:
         """One point per finite entry of the arrays, none elsewhere."""
         time, memory = np.ravel(time), np.ravel(memory)
         there = np.isfinite(time)
-        return Table(np.append(0, np.cumsum(there)), memory[there], time[there])
+        return FrontierTable(np.append(0, np.cumsum(there)), memory[there], time[there])
 
     @property
     def cells(self) -> int:
@@ -67,15 +67,15 @@ class Table:
         """Points of every cell."""
         return np.diff(self.starts)
 
-    def take(self, cells: IntArray) -> Table:
+    def take(self, cells: IntArray) -> FrontierTable:
         """A table of some of the cells, in the order given, perhaps repeatedly."""
         counts = self.counts[cells]
         starts = np.append(0, np.cumsum(counts))
         points = np.repeat(self.starts[cells] - starts[:-1], counts) + np.arange(starts[-1])
-        return Table(starts, self.memory[points], self.time[points], Origin(self, points))
+        return FrontierTable(starts, self.memory[points], self.time[points], Origin(self, points))
 
 
-UNIT = Table(np.array([0, 1]), np.zeros(1), np.zeros(1))
+UNIT = FrontierTable(np.array([0, 1]), np.zeros(1), np.zeros(1))
 """One cell with one point that adds nothing."""
 
 
@@ -96,19 +96,19 @@ class Joiner:
 
     budget: float = 0.0
     joins: int = 1
-    each: int | None = None
+    points_per_corner: int | None = None
     spent: float = field(default=0.0, init=False)
 
     def join(
         self,
-        left: Table,
-        right: Table,
+        left: FrontierTable,
+        right: FrontierTable,
         left_cells: IntArray,
         right_cells: IntArray,
         fan: int = 1,
         decided: int | None = None,
-        outlook: Outlook | None = None,
-    ) -> Table:
+        outlook: PruningBounds | None = None,
+    ) -> FrontierTable:
         """The frontiers of sums of points.
 
         Cell `c` of the result is reduced from the sums of every point of `left_cells[j]` with every point of
@@ -130,11 +130,13 @@ class Joiner:
         pairs = left.counts[left_cells] * right.counts[right_cells]
         if outlook is not None:
             pairs *= outlook.pairs
-        bounds = _bounds(pairs.reshape(-1, fan).sum(1))
+        bounds = _chunk_bounds(pairs.reshape(-1, fan).sum(1))
         parts = []
         for a, b in itertools.pairwise(bounds):
             at = slice(a * fan, b * fan)
-            task = _Task(left, right, left_cells[at], right_cells[at], pairs[at], fan, share, self.each, outlook, a)
+            task = _JoinChunk(
+                left, right, left_cells[at], right_cells[at], pairs[at], fan, share, self.points_per_corner, outlook, a
+            )
             parts.append(task.run())
         self.spent += max((part.slower for part in parts), default=0.0)
         counts = np.concatenate([part.counts for part in parts])
@@ -143,10 +145,10 @@ class Joiner:
             for name in ("memory", "time", "left_points", "right_points")
         )
         origin = Origin(left, left_points, right, right_points, decided, fan)
-        return Table(np.append(0, np.cumsum(counts)), memory, time, origin)
+        return FrontierTable(np.append(0, np.cumsum(counts)), memory, time, origin)
 
 
-def unroll(table: Table, assignments: IntArray) -> None:
+def unroll(table: FrontierTable, assignments: IntArray) -> None:
     """Fills in what every point of a table decided, back to the problem's own costs.
 
     Args:
@@ -170,7 +172,7 @@ def unroll(table: Table, assignments: IntArray) -> None:
             waiting.append((origin.right, origin.right_points[points]))
 
 
-def _bounds(work: IntArray) -> list[int]:
+def _chunk_bounds(work: IntArray) -> list[int]:
     """Bounds of stretches of cells with about `_CHUNK` candidates each; a single cell may have more."""
     done = np.cumsum(work)
     parts = np.unique(done // _CHUNK, return_index=True)[1] if len(work) else np.zeros(1, dtype=np.int64)
@@ -178,7 +180,7 @@ def _bounds(work: IntArray) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ChunkResult:
     """What a stretch of a join's cells came to; `slower` is the most that thinning cost there."""
 
     counts: IntArray
@@ -190,33 +192,33 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _JoinChunk:
     """A stretch of the cells of a join, from the cell `first` on."""
 
-    left: Table
-    right: Table
+    left: FrontierTable
+    right: FrontierTable
     left_cells: IntArray
     right_cells: IntArray
     pairs: IntArray
     fan: int
     tolerance: float
-    each: int | None
-    outlook: Outlook | None
+    points_per_corner: int | None
+    pruning: PruningBounds | None
     first: int
 
-    def run(self) -> _Part:
+    def run(self) -> _ChunkResult:
         counts = self.pairs.reshape(-1, self.fan).sum(1)
         left_points, right_points = self._points()
         memory = self.left.memory[left_points] + self.right.memory[right_points]
         time = self.left.time[left_points] + self.right.time[right_points]
         cell, keep = _frontiers(counts, memory, time)
-        if self.outlook is not None:
-            new = self.outlook.open(self.first + cell, memory[keep], time[keep], self.each)
+        if self.pruning is not None:
+            new = self.pruning.promising_points(self.first + cell, memory[keep], time[keep], self.points_per_corner)
             cell, keep = cell[new], keep[new]
-        thinned, slower = _thinned(cell, time[keep], len(counts), self.tolerance)
+        thinned, slower = _thin_points(cell, time[keep], len(counts), self.tolerance)
         cell, keep = cell[thinned], keep[thinned]
         kept = np.bincount(cell, minlength=len(counts))
-        return _Part(kept, memory[keep], time[keep], left_points[keep], right_points[keep], slower)
+        return _ChunkResult(kept, memory[keep], time[keep], left_points[keep], right_points[keep], slower)
 
     def _points(self) -> tuple[IntArray, IntArray]:
         """The two points of every pair that is summed, cell by cell."""
@@ -269,7 +271,7 @@ def _frontiers(counts: IntArray, memory: Array, time: Array) -> tuple[IntArray, 
     return cell[order], found[order]
 
 
-def _thinned(cell: IntArray, time: Array, cells: int, tolerance: float) -> tuple[IntArray | slice, float]:
+def _thin_points(cell: IntArray, time: Array, cells: int, tolerance: float) -> tuple[IntArray | slice, float]:
     """Places that remain of sorted frontiers, and the most by which one that goes is faster than what stands for it.
 
     In every stretch of `tolerance` seconds, the point of least memory remains, and the fastest of all.

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autoshard.solver.frontier_prices import Bucket, Costs, Priced, Scope, buckets, spread
-from autoshard.solver.frontier_room import Known, Outlook, Room
-from autoshard.solver.frontier_table import UNIT, Joiner, Table, unroll
+from autoshard.solver.frontier_corners import KnownPoints, OpenCorners, PruningBounds
+from autoshard.solver.frontier_prices import Bucket, Costs, PricedProblem, Scope, buckets, spread
+from autoshard.solver.frontier_table import UNIT, FrontierTable, Joiner, unroll
 from autoshard.solver.problem import Array, IntArray
 
 _OCTAVES = 8  # prices on either side of the rate between the two ends, each double the one before
@@ -62,21 +62,21 @@ class Tracker:
         )
         self.tree = buckets(order, costs)
 
-    def run(self) -> tuple[Known, float]:
+    def run(self) -> tuple[KnownPoints, float]:
         """Assignments [points, places in the order], and how much slower than the exact frontier they are at most."""
         weights = np.array([[1.0, 0.0], [0.0, 1.0]])
-        priced = Priced(self.sizes, self.constant, self.tree, weights)
+        priced = PricedProblem(self.sizes, self.constant, self.tree, weights)
         if not np.isfinite(priced.best).all():
-            return Known(np.zeros(0), np.zeros(0), np.zeros((0, len(self.order)), dtype=np.int64)), 0.0
-        known = self._evaluated(priced.optima())
+            return KnownPoints(np.zeros(0), np.zeros(0), np.zeros((0, len(self.order)), dtype=np.int64)), 0.0
+        known = self._evaluate(priced.optima())
         known, priced = self._hull(known, weights)
-        within = known.within(priced.weights, priced.best)
+        within = known.largest_gap(priced.weights, priced.best)
         for each, hope in self._passes():
             if within <= self.epsilon:
                 break
             found, proved = self._pass(known, priced, each, hope)
-            known = known.and_those(found)
-            within = min(known.within(priced.weights, priced.best), proved)
+            known = known.merge(found)
+            within = min(known.largest_gap(priced.weights, priced.best), proved)
         return known, within
 
     def _passes(self) -> list[tuple[int | None, float]]:
@@ -86,7 +86,7 @@ class Tracker:
 
     # Points
 
-    def _evaluated(self, strategies: Mapping[int, IntArray]) -> Known:
+    def _evaluate(self, strategies: Mapping[int, IntArray]) -> KnownPoints:
         """Some assignments as points."""
         assignments = np.stack([strategies[node] for node in self.order], 1) if self.order else np.zeros((1, 0), int)
         time = np.full(len(assignments), float(self.constant.time))
@@ -96,16 +96,16 @@ class Tracker:
                 at = tuple(strategies[node] for node in one.scope)
                 time += one.time[at]
                 memory += one.memory[at]
-        return Known.of(memory, time, assignments)
+        return KnownPoints.of(memory, time, assignments)
 
-    def _most(self) -> tuple[float, float]:
+    def _upper_bounds(self) -> tuple[float, float]:
         """Memory and time that no assignment exceeds."""
         every = [one for bucket in self.tree for one in bucket.costs]
         memory = sum(float(one.memory.max()) for one in every) + float(self.constant.memory)
         time = sum(float(one.time[np.isfinite(one.time)].max(initial=0.0)) for one in every) + float(self.constant.time)
         return 1.0 + memory, 1.0 + time
 
-    def _hull(self, known: Known, weights: Array) -> tuple[Known, Priced]:
+    def _hull(self, known: KnownPoints, weights: Array) -> tuple[KnownPoints, PricedProblem]:
         """The convex hull of the frontier, as far as it is steeper or flatter by much, and the prices that bound it."""
         tried, optima = np.zeros((0, 2)), np.zeros(0)
         saved, slower = known.memory[-1] - known.memory[0], known.time[0] - known.time[-1]
@@ -116,17 +116,19 @@ class Tracker:
                 break
             fresh = np.stack([np.ones(len(fresh)), fresh], 1)
             tried = np.concatenate([tried, fresh])
-            priced = Priced(self.sizes, self.constant, self.tree, fresh)
+            priced = PricedProblem(self.sizes, self.constant, self.tree, fresh)
             optima = np.append(optima, priced.best)
-            known = known.and_those(self._evaluated(priced.optima()))
+            known = known.merge(self._evaluate(priced.optima()))
             slower = known.time[:-1] - known.time[1:]
             share = slower / np.maximum(np.abs(known.time[1:]), _SMALL * np.abs(known.time).max())
             wide = np.argsort(-share, kind="stable")[:_MOST_PRICES]
             wide = wide[share[wide] > self.epsilon / 4]
             rates = (slower / np.diff(known.memory))[np.sort(wide)]
-        return known, Priced(self.sizes, self.constant, self.tree, self._decisive(known, weights, tried, optima))
+        return known, PricedProblem(
+            self.sizes, self.constant, self.tree, self._decisive_prices(known, weights, tried, optima)
+        )
 
-    def _decisive(self, known: Known, ends: Array, tried: Array, optima: Array) -> Array:
+    def _decisive_prices(self, known: KnownPoints, ends: Array, tried: Array, optima: Array) -> Array:
         """The prices at the ends, and those of the others that bound the time most at some memory."""
         if not len(tried):
             return ends
@@ -136,71 +138,75 @@ class Tracker:
 
     # Passes
 
-    def _pass(self, known: Known, priced: Priced, each: int | None, hope: float) -> tuple[Known, float]:
+    def _pass(
+        self, known: KnownPoints, priced: PricedProblem, each: int | None, hope: float
+    ) -> tuple[KnownPoints, float]:
         """Assignments that known ones leave room for, and how much slower than the exact frontier all are at most."""
         least = float(priced.best[0])
         followed = each is None and not hope
         epsilon = self.epsilon / 2 if followed else 0.0
         spare = (1 + self.epsilon) / (1 + epsilon) - 1 if followed else 0.0
         if hope and least > 0:
-            known = known.hoped_for(priced.weights, priced.best, hope)
-        room = Room.beside(known, priced.weights, priced.best, epsilon, self._most())
+            known = known.with_targets(priced.weights, priced.best, hope)
+        room = OpenCorners.between(known, priced.weights, priced.best, epsilon, self._upper_bounds())
         joiner = Joiner(spare * max(0.0, least), len(self.order), each)
-        table = self._reduced(joiner, priced, self._outlooks(priced, room))
+        table = self._eliminate_all(joiner, priced, self._pruning_bounds(priced, room))
         assignments = np.zeros((len(table.memory), 1 + max(self.order, default=0)), dtype=np.int64)
         unroll(table, assignments)
         proved = (1 + epsilon) * (1 + (joiner.spent / least if joiner.spent else 0.0)) - 1
-        found = Known.of(table.memory, table.time, assignments[:, list(self.order)])
+        found = KnownPoints.of(table.memory, table.time, assignments[:, list(self.order)])
         return found, proved if followed else float("inf")
 
-    def _outlooks(self, priced: Priced, room: Room) -> list[Outlook]:
+    def _pruning_bounds(self, priced: PricedProblem, room: OpenCorners) -> list[PruningBounds]:
         found = []
-        for wholes, outside in priced.wholes():
+        for wholes, outside in priced.conditional_optima():
             prices = wholes.shape[-1]
             wholes = wholes.reshape(-1, prices)
             pairs = np.zeros(len(wholes), dtype=bool)
-            pairs[room.reached(wholes)[0]] = True
-            found.append(Outlook(room, outside.reshape(-1, prices), pairs))
+            pairs[room.pairs_below(wholes)[0]] = True
+            found.append(PruningBounds(room, outside.reshape(-1, prices), pairs))
         return found[::-1]
 
-    def _reduced(self, joiner: Joiner, priced: Priced, outlooks: Sequence[Outlook]) -> Table:
+    def _eliminate_all(self, joiner: Joiner, priced: PricedProblem, outlooks: Sequence[PruningBounds]) -> FrontierTable:
         """One cell, of what is left when all nodes are eliminated."""
-        tables: list[Table] = []
-        rest = Table.of(self.constant.time, self.constant.memory)
+        tables: list[FrontierTable] = []
+        rest = FrontierTable.of(self.constant.time, self.constant.memory)
         done = self.constant.at(priced.weights)
         for bucket, minimum, outlook in zip(self.tree, priced.minima, outlooks, strict=True):
-            table = self._eliminated(joiner, bucket, tables, outlook)
+            table = self._eliminate_bucket(joiner, bucket, tables, outlook)
             tables.append(table)
             if not bucket.rest:  # a component ends
                 done = done + minimum
-                onward = Outlook(outlook.room, (priced.best - done)[None], np.ones(1, dtype=bool))
+                onward = PruningBounds(outlook.corners, (priced.best - done)[None], np.ones(1, dtype=bool))
                 rest = joiner.join(rest, table, _FIRST, _FIRST, outlook=onward)
         return rest
 
-    def _eliminated(self, joiner: Joiner, bucket: Bucket, tables: Sequence[Table], outlook: Outlook) -> Table:
+    def _eliminate_bucket(
+        self, joiner: Joiner, bucket: Bucket, tables: Sequence[FrontierTable], outlook: PruningBounds
+    ) -> FrontierTable:
         """The frontiers of what is summed in a bucket, over its node.
 
         With two neighbours this is the paper's node elimination (Eq. 4), costs of one scope are edge elimination
         (Eq. 5), with one neighbour it is a step of the linear dynamic programming (Algorithm 3), and where a node has
         more, a table over all of them stands for the node of concatenated strategies of branch elimination (Eq. 6).
         """
-        scope = self._united([one.scope for one in bucket.costs], bucket)
+        scope = self._union_scope([one.scope for one in bucket.costs], bucket)
         shape = [self.sizes[node] for node in scope]
         time, memory = np.zeros(shape), np.zeros(shape)
         for one in bucket.costs:
             time += spread(one.time, one.scope, scope)
             memory += spread(one.memory, one.scope, scope)
-        together = Table.of(time, memory)
-        parts = sorted(((tables[child], self.tree[child].rest) for child in bucket.children), key=_points)
+        together = FrontierTable.of(time, memory)
+        parts = sorted(((tables[child], self.tree[child].rest) for child in bucket.children), key=_point_count)
         last, inner = parts.pop() if parts else (UNIT, ())
         for table, other in parts:
-            joint = self._united([scope, other], bucket)
+            joint = self._union_scope([scope, other], bucket)
             together = joiner.join(together, table, self._cells(scope, joint), self._cells(other, joint))
             scope = joint
         left, right = self._cells(scope, bucket.scope), self._cells(inner, bucket.scope)
         return joiner.join(together, last, left, right, self.sizes[bucket.node], bucket.node, outlook)
 
-    def _united(self, scopes: Sequence[Scope], bucket: Bucket) -> Scope:
+    def _union_scope(self, scopes: Sequence[Scope], bucket: Bucket) -> Scope:
         """The nodes of a bucket that are in some scopes, and its own."""
         present = {bucket.node}.union(*scopes)
         return tuple(node for node in bucket.scope if node in present)
@@ -212,5 +218,5 @@ class Tracker:
         return np.broadcast_to(cells, [self.sizes[node] for node in joint]).ravel()
 
 
-def _points(part: tuple[Table, Scope]) -> tuple[int, Scope]:
+def _point_count(part: tuple[FrontierTable, Scope]) -> tuple[int, Scope]:
     return len(part[0].memory), part[1]

@@ -8,17 +8,17 @@ import numpy as np
 
 from autoshard.solver.flat.core import Core, starts
 from autoshard.solver.flat.integer import solve_core
-from autoshard.solver.flat.thin import thinned
-from autoshard.solver.moments import Moments
+from autoshard.solver.flat.thin import thin_memory
+from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment
+from autoshard.solver.memory_moments import Moments
 from autoshard.solver.network import Network
-from autoshard.solver.search import NOTHING, Found
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerResult:
-    """An assignment (`NOTHING` if none was found), a bound, and whether the answer is final either way."""
+    """An assignment (`NO_ASSIGNMENT` if none was found), a bound, and whether the answer is final either way."""
 
-    found: Found
+    best: ScoredAssignment
     bound: float
     proved: bool
 
@@ -27,7 +27,7 @@ def solve_integer(
     network: Network,
     *,
     moments: Moments | None = None,
-    hint: Found = NOTHING,
+    hint: ScoredAssignment = NO_ASSIGNMENT,
     deadline: float = float("inf"),
     seed: int = 0,
     nodes: int | None = None,
@@ -44,21 +44,21 @@ def solve_integer(
 
     Source: Rhino 4.2 and 4.4.
     """
-    core = thinned(flattened(network, moments)) if network.feasible else None
+    core = thin_memory(network_to_core(network, moments)) if network.feasible else None
     if core is None or not core.feasible:
-        return IntegerResult(NOTHING, float("inf"), True)
+        return IntegerResult(NO_ASSIGNMENT, float("inf"), True)
     known = network.positions(hint.choices) if hint.choices else None
     start = None if known is None else np.array([known[node] for node in network.vectors], dtype=np.int64)
     answer = solve_core(core, start=start, deadline=deadline, seed=seed, nodes=nodes)
     if answer.places is None:
-        return IntegerResult(NOTHING, answer.bound, answer.proved)
+        return IntegerResult(NO_ASSIGNMENT, answer.bound, answer.proved)
     pairs = zip(network.vectors, answer.places.tolist(), strict=True)
     choices = {node: int(network.labels[node][place]) for node, place in pairs}
-    found = Found(network.expand(choices), network.value(choices))
+    found = ScoredAssignment(network.expand(choices), network.value(choices))
     return IntegerResult(found, min(answer.bound, found.cost), answer.proved)
 
 
-def flattened(network: Network, moments: Moments | None) -> Core:
+def network_to_core(network: Network, moments: Moments | None) -> Core:
     """The nodes that a network has left, as a core, in the network's order."""
     number = {node: place for place, node in enumerate(network.vectors)}
     size = np.array([len(vector) for vector in network.vectors.values()], dtype=np.int64)

@@ -16,13 +16,13 @@ def compiled_when_called(loop: Loop) -> Loop:
     """
 
     @functools.cache
-    def compiled() -> Callable[..., Any]:
+    def compile_loop() -> Callable[..., Any]:
         import numba
 
         return cast(Callable[..., Any], numba.njit(cache=True)(loop))
 
     @functools.wraps(loop)
     def call(*args: Any) -> Any:
-        return compiled()(*args)
+        return compile_loop()(*args)
 
     return cast(Loop, call)

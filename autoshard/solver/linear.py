@@ -18,7 +18,7 @@ _GAP = 1e-9
 
 
 @dataclass(slots=True)
-class Program:
+class LinearProgram:
     """Minimise costs · x over bounds and rows; built row by row.
 
     Attributes:
@@ -47,7 +47,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LinearSolution:
     """What the backend found.
 
     Attributes:
@@ -64,13 +64,13 @@ class Answer:
 
 
 def minimise(
-    program: Program,
+    program: LinearProgram,
     *,
     time_limit: float,
     seed: int = 0,
     hint: Array | None = None,
     node_limit: int | None = None,
-) -> Answer:
+) -> LinearSolution:
     """Solves a program: HiGHS where there are integers, GLOP otherwise.
 
     Args:
@@ -104,14 +104,14 @@ def minimise(
             settings.solution_hints = [mathopt.SolutionHint(variable_values=values)]
     backend = mathopt.SolverType.HIGHS if mixed else mathopt.SolverType.GLOP
     try:
-        result = _interruptible(lambda: mathopt.solve(model, backend, params=parameters, model_params=settings))
+        result = _run_interruptible(lambda: mathopt.solve(model, backend, params=parameters, model_params=settings))
     except (RuntimeError, ValueError, AttributeError) as error:
         # An AttributeError is what some versions of OR-Tools raise while they translate a backend's failure.
         raise SolverError(f"OR-Tools could not solve the program: {error.__context__ or error}") from error
-    return _answer(mathopt, model, result)
+    return _read_solution(mathopt, model, result)
 
 
-def _interruptible(work: Callable[[], Any]) -> Any:
+def _run_interruptible(work: Callable[[], Any]) -> Any:
     """The result of `work`, which Ctrl-C can leave: the backend hears no signal, and ends with its time limit."""
     if current_thread() is not main_thread():
         return work()
@@ -127,12 +127,12 @@ def _interruptible(work: Callable[[], Any]) -> Any:
     return outcome.result()
 
 
-def _answer(mathopt: Any, model: Any, result: Any) -> Answer:
+def _read_solution(mathopt: Any, model: Any, result: Any) -> LinearSolution:
     reason = result.termination.reason
     values = None
     if result.has_primal_feasible_solution():
         values = np.array(result.variable_values(list(model.variables())))
-    return Answer(
+    return LinearSolution(
         values=values,
         bound=float(result.termination.objective_bounds.dual_bound),
         optimal=reason == mathopt.TerminationReason.OPTIMAL,
@@ -140,7 +140,7 @@ def _answer(mathopt: Any, model: Any, result: Any) -> Answer:
     )
 
 
-def _proto(program: Program) -> Any:
+def _proto(program: LinearProgram) -> Any:
     """The program in OR-Tools' own format: much faster than adding terms one by one."""
     from ortools.math_opt import model_pb2
 

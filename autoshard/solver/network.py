@@ -127,7 +127,7 @@ class Network:
             self.held[node] = float(self.usages.pop(node)[0])
         del self.vectors[node], self.labels[node]
 
-    def restricted(self, rows: dict[int, IntArray]) -> Network:
+    def restrict(self, rows: dict[int, IntArray]) -> Network:
         """A copy where each node named keeps only the given remaining strategies (positions, ascending).
 
         Faster than `keep` on every node: each edge is cut once.

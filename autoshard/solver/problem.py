@@ -82,7 +82,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "costs", tuple(np.asarray(vector, dtype=np.float64) for vector in self.costs))
-        object.__setattr__(self, "edges", _converted(self.edges))
+        object.__setattr__(self, "edges", _convert_tables(self.edges))
         if self.usages is not None:
             object.__setattr__(self, "usages", tuple(np.asarray(usage, dtype=np.float64) for usage in self.usages))
         if self.components is not None:
@@ -159,7 +159,7 @@ class Problem:
                 )
 
 
-def _converted(edges: tuple[AnyEdge, ...]) -> tuple[AnyEdge, ...]:
+def _convert_tables(edges: tuple[AnyEdge, ...]) -> tuple[AnyEdge, ...]:
     """Edges with float64 tables; a table shared by many edges is converted once and stays shared."""
     tables: dict[int, Array] = {}
     result: list[AnyEdge] = []

@@ -38,7 +38,7 @@ def reduce(network: Network, *, dominance: bool = True) -> Network:
             if node < other:
                 _normalise(network, node, other, queue)
     while queue and network.feasible:
-        _settle(network, queue, tidy=True)
+        _drain_queue(network, queue, tidy=True)
         if dominance and network.feasible:
             for node in list(network.vectors):
                 if _drop_dominated(network, node):
@@ -48,7 +48,7 @@ def reduce(network: Network, *, dominance: bool = True) -> Network:
 
 def fold(network: Network) -> Network:
     """The cheap part of `reduce`, in place: nodes of one strategy folded, nodes of degree two and less eliminated."""
-    _settle(network, _Queue(network.vectors), tidy=False)
+    _drain_queue(network, _Queue(network.vectors), tidy=False)
     return network
 
 
@@ -78,7 +78,7 @@ class _Queue:
         return bool(self._waiting)
 
 
-def _settle(network: Network, queue: _Queue, *, tidy: bool) -> None:
+def _drain_queue(network: Network, queue: _Queue, *, tidy: bool) -> None:
     """Empties the queue, following what each step makes possible; tables are looked into only if `tidy`."""
     while queue and network.feasible:
         node = queue.pop()
@@ -90,11 +90,11 @@ def _settle(network: Network, queue: _Queue, *, tidy: bool) -> None:
             queue.add(node)
         elif len(network.vectors[node]) == 1:
             _fold(network, node, queue)
-        elif len(network.edges[node]) <= 2 and _memory_settled(network, node):
+        elif len(network.edges[node]) <= 2 and _has_constant_usage(network, node):
             _eliminate(network, node, queue, tidy)
 
 
-def _memory_settled(network: Network, node: int) -> bool:
+def _has_constant_usage(network: Network, node: int) -> bool:
     if not network.usages:
         return True
     usage = network.usages[node]
@@ -137,7 +137,7 @@ def _normalise(network: Network, node: int, other: int, queue: _Queue) -> None:
         return
     if len(tables.usable_rows(tables.transpose(table))) < table.shape[1]:
         return
-    rows, columns, rest = tables.normalised(table)
+    rows, columns, rest = tables.normalise(table)
     network.add_costs(node, rows)
     network.add_costs(other, columns)
     network.drop_edge(node, other)
@@ -190,7 +190,7 @@ def _drop_dominated(network: Network, node: int) -> bool:
         return False
     usages = (network.usages[node],) if network.usages else ()
     keep = network.tables.once(
-        "undominated", (vector, *usages, *edges), lambda: _undominated(network, vector, usages, edges)
+        "undominated", (vector, *usages, *edges), lambda: _undominated_strategies(network, vector, usages, edges)
     )
     if len(keep) == size:
         return False
@@ -198,7 +198,7 @@ def _drop_dominated(network: Network, node: int) -> bool:
     return True
 
 
-def _undominated(network: Network, vector: Array, usages: tuple[Array, ...], edges: list[Array]) -> IntArray:
+def _undominated_strategies(network: Network, vector: Array, usages: tuple[Array, ...], edges: list[Array]) -> IntArray:
     """Positions of the strategies that remain; among equals the first stays."""
     size = len(vector)
     keep = np.ones(size, dtype=bool)

@@ -12,14 +12,14 @@ import numpy as np
 
 from autoshard.solver.bound import lower_bound
 from autoshard.solver.certify import TOLERANCE, certify
-from autoshard.solver.course import Course, Progress, Stretch
 from autoshard.solver.eliminate import WidthError, eliminate
 from autoshard.solver.ilp import solve_integer
-from autoshard.solver.moments import Moments
+from autoshard.solver.local_search import NO_ASSIGNMENT, ScoredAssignment, alternate, cheaper_of, improve, soften
+from autoshard.solver.memory_moments import Moments
 from autoshard.solver.network import Network
 from autoshard.solver.problem import Problem, SolverError
 from autoshard.solver.reduce import reduce
-from autoshard.solver.search import NOTHING, Found, alternate, better, improve, softened
+from autoshard.solver.solver_budget import Budget, SolverProgress, StepBudget
 from autoshard.solver.tables import Tables
 
 METHODS = ("auto", "eliminate", "alternate", "ilp")
@@ -85,7 +85,7 @@ def solve(
     gap: float = 0.0,
     seed: int = 0,
     verbose: bool = False,
-    progress: Callable[[Progress], object] | None = None,
+    progress: Callable[[SolverProgress], object] | None = None,
     start: Sequence[int] | None = None,
 ) -> Solution:
     """Solves a problem.
@@ -122,43 +122,45 @@ def solve(
         raise SolverError(f"work_limit={work_limit} allows nothing; give a positive number of units, or None")
     if not gap >= 0.0:
         raise SolverError(f"gap={gap} is no relative difference; give one of at least 0, such as 1e-3")
-    known = NOTHING if start is None else Found(dict(enumerate(start)), problem.cost(start))
+    known = NO_ASSIGNMENT if start is None else ScoredAssignment(dict(enumerate(start)), problem.cost(start))
     if known.choices and not np.isfinite(known.cost):
         raise SolverError("start uses a forbidden strategy or pair; give an assignment of finite cost, or None")
 
-    def tell(moment: Progress) -> None:
+    def tell(moment: SolverProgress) -> None:
         if verbose:
             _log.info("%s: cost %.9g, lower bound %.9g", moment.phase, moment.cost, moment.lower_bound)
         if progress is not None:
             progress(moment)
 
-    course = Course(time_limit, work_limit, tell, gap)
+    course = Budget(time_limit, work_limit, tell, gap)
     try:
-        task = _Task(problem, course, seed, known)
-        outcome = _METHODS[method](task) if problem.size else _Outcome(Found({}, 0.0), 0.0, True, method)
+        task = _SolveState(problem, course, seed, known)
+        outcome = (
+            _METHODS[method](task) if problem.size else _MethodResult(ScoredAssignment({}, 0.0), 0.0, True, method)
+        )
     except KeyboardInterrupt:
         if not course.assignment:
             raise
-        return _known(problem, course, interrupted=True)
+        return _incumbent_solution(problem, course, interrupted=True)
     return _solution(problem, outcome, course)
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _MethodResult:
     """A result before it is checked against the problem: `proved` closes it, found or not."""
 
-    found: Found
+    best: ScoredAssignment
     bound: float
     proved: bool
     method: str
 
 
-class _Task:
+class _SolveState:
     """A problem being solved: its network, its moments, its course, and the assignment that it starts from."""
 
-    def __init__(self, problem: Problem, course: Course, seed: int, start: Found) -> None:
+    def __init__(self, problem: Problem, course: Budget, seed: int, start: ScoredAssignment) -> None:
         self.problem = problem
-        self.course = course
+        self.budget = course
         self.seed = seed
         self.start = start
         self.moments = _binding_moments(problem)
@@ -172,7 +174,7 @@ class _Task:
     @property
     def deadline(self) -> float:
         """The `monotonic` moment at which the solve is to end."""
-        return self.course.share(1.0)
+        return self.budget.deadline_after(1.0)
 
     def core(self, *, dominance: bool) -> Network:
         """The network reduced as far as memory allows; with usages where a limit can bind."""
@@ -180,18 +182,18 @@ class _Task:
         return reduce(network, dominance=dominance)
 
     def fits(self, choices: dict[int, int]) -> bool:
-        return self.moments is None or self.moments.respected(self.moments.loads(choices))
+        return self.moments is None or self.moments.within_limit(self.moments.loads(choices))
 
-    def note(self, phase: str, found: Found, bound: float, work: float) -> None:
+    def record(self, phase: str, found: ScoredAssignment, bound: float, work: float) -> None:
         """Notes what a step found without the limit, what bounds every assignment, and the work it was."""
         if np.isfinite(found.cost) and self.fits(found.choices):
-            self.course.offer(found.cost, lambda: _assignment(self.problem, found), phase)
-        self.course.bound(bound)
-        self.course.spend(work)
-        self.course.note(phase)
+            self.budget.offer(found.cost, lambda: _assignment(self.problem, found), phase)
+        self.budget.raise_bound(bound)
+        self.budget.spend(work)
+        self.budget.report(phase)
 
 
-def _assignment(problem: Problem, found: Found) -> tuple[int, ...]:
+def _assignment(problem: Problem, found: ScoredAssignment) -> tuple[int, ...]:
     return tuple(found.choices[node] for node in range(problem.size))
 
 
@@ -200,21 +202,21 @@ def _binding_moments(problem: Problem) -> Moments | None:
     if problem.limit is None:
         return None
     moments = Moments.of(problem)
-    return None if moments.respected(moments.most()) and problem.limit >= 0 else moments
+    return None if moments.within_limit(moments.most()) and problem.limit >= 0 else moments
 
 
-def _solution(problem: Problem, outcome: _Outcome, course: Course) -> Solution:
-    known = outcome.found.cost
+def _solution(problem: Problem, outcome: _MethodResult, course: Budget) -> Solution:
+    known = outcome.best.cost
     if course.cost < (known - TOLERANCE * abs(known) if np.isfinite(known) else known):
         # A step before the last one knew better.
-        found = Found(dict(enumerate(course.assignment)), course.cost)
-        outcome = replace(outcome, found=found, method=course.method, proved=False)
-    if not np.isfinite(outcome.found.cost):
+        found = ScoredAssignment(dict(enumerate(course.assignment)), course.cost)
+        outcome = replace(outcome, best=found, method=course.method, proved=False)
+    if not np.isfinite(outcome.best.cost):
         status = "infeasible" if outcome.proved else "unknown"
         bound = float("inf") if outcome.proved else outcome.bound
         return Solution((), float("inf"), bound, 0.0, status, outcome.method, monotonic() - course.start)
-    course.bound(outcome.bound)
-    assignment = _assignment(problem, outcome.found)
+    course.raise_bound(outcome.bound)
+    assignment = _assignment(problem, outcome.best)
     cost = problem.cost(assignment)
     proved = outcome.proved or outcome.bound >= cost - TOLERANCE * abs(cost)
     peak = problem.peak(assignment)
@@ -224,7 +226,7 @@ def _solution(problem: Problem, outcome: _Outcome, course: Course) -> Solution:
     return Solution(assignment, cost, bound, peak, status, outcome.method, monotonic() - course.start)
 
 
-def _known(problem: Problem, course: Course, *, interrupted: bool) -> Solution:
+def _incumbent_solution(problem: Problem, course: Budget, *, interrupted: bool) -> Solution:
     """What the course knows, as it stands."""
     assignment = course.assignment
     return Solution(
@@ -239,150 +241,160 @@ def _known(problem: Problem, course: Course, *, interrupted: bool) -> Solution:
     )
 
 
-def _eliminate(task: _Task) -> _Outcome:
+def _eliminate(task: _SolveState) -> _MethodResult:
     exact = eliminate(task.network)
     if exact.choices and not task.fits(exact.choices):
         raise SolverError(
             f"the memory limit of {task.problem.limit:.6g} binds: the optimum without it peaks at "
             f'{_peak(task, exact.choices):.6g}. Elimination knows no memory; use method="auto" or "ilp"'
         )
-    return _Outcome(Found(exact.choices, exact.cost), exact.cost, True, "eliminate")
+    return _MethodResult(ScoredAssignment(exact.choices, exact.cost), exact.cost, True, "eliminate")
 
 
-def _peak(task: _Task, choices: dict[int, int]) -> float:
+def _peak(task: _SolveState, choices: dict[int, int]) -> float:
     return task.problem.peak([choices[node] for node in range(task.problem.size)])
 
 
-def _alternate(task: _Task) -> _Outcome:
+def _alternate(task: _SolveState) -> _MethodResult:
     if task.large:
-        return _flat(task, finish=False)
-    found = _search(task, task.course.stretch(1.0))
-    task.note("search", found, float("-inf"), 0)
+        return _solve_flat(task, finish=False)
+    found = _search(task, task.budget.for_step(1.0))
+    task.record("search", found, float("-inf"), 0)
     if found.choices and not task.fits(found.choices):
-        return _flat(task, finish=False)
-    result = certify(task.network, found, cap=1.0, stretch=task.course.stretch(1.0), rounds=1)
+        return _solve_flat(task, finish=False)
+    result = certify(task.network, found, cap=1.0, stretch=task.budget.for_step(1.0), rounds=1)
     # The bound's rounded assignment may be cheaper, and pass the limit.
-    best = result.found if not result.found.choices or task.fits(result.found.choices) else found
-    return _Outcome(best, result.bound, result.rest is None and best is result.found, "alternate")
+    best = result.best if not result.best.choices or task.fits(result.best.choices) else found
+    return _MethodResult(best, result.bound, result.rest is None and best is result.best, "alternate")
 
 
-def _search(task: _Task, stretch: Stretch) -> Found:
+def _search(task: _SolveState, stretch: StepBudget) -> ScoredAssignment:
     """A good assignment without the limit: alternation where strategies have labels, then large neighbourhoods."""
     found = task.start
     if not found.choices and task.problem.components is not None:
         found = alternate(task.network, task.problem.components, stretch=stretch)
     if not found.choices:
-        found = _rounded(task)
+        found = _round_relaxation(task)
     return improve(task.network, found, stretch=stretch) if found.choices else found
 
 
-def _rounded(task: _Task) -> Found:
+def _round_relaxation(task: _SolveState) -> ScoredAssignment:
     """A first assignment where there is no better start: rounded from the relaxation or, where that uses something
     forbidden, led out of it by finite penalties."""
     core = reduce(task.network.copy())
     if not core.feasible:
-        return NOTHING
-    bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, stretch=task.course.stretch(0.3))
+        return NO_ASSIGNMENT
+    bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, stretch=task.budget.for_step(0.3))
     if bound.choices:
-        return Found(bound.choices, bound.cost)
-    soft = softened(core)
+        return ScoredAssignment(bound.choices, bound.cost)
+    soft = soften(core)
     choices = {node: int(soft.labels[node][vector.argmin()]) for node, vector in soft.vectors.items()}
-    found = improve(soft, Found(soft.expand(choices), soft.value(choices)), stretch=task.course.stretch(0.5))
+    found = improve(
+        soft, ScoredAssignment(soft.expand(choices), soft.value(choices)), stretch=task.budget.for_step(0.5)
+    )
     cost = core.value(found.choices)
-    return Found(found.choices, cost) if np.isfinite(cost) else NOTHING
+    return ScoredAssignment(found.choices, cost) if np.isfinite(cost) else NO_ASSIGNMENT
 
 
-def _ilp(task: _Task) -> _Outcome:
+def _ilp(task: _SolveState) -> _MethodResult:
     core = task.core(dominance=True)
-    result = solve_integer(core, moments=task.moments, deadline=task.deadline, seed=task.seed, nodes=_nodes(task, core))
-    return _Outcome(result.found, result.bound, result.proved, "ilp")
+    result = solve_integer(
+        core, moments=task.moments, deadline=task.deadline, seed=task.seed, nodes=_node_limit(task, core)
+    )
+    return _MethodResult(result.best, result.bound, result.proved, "ilp")
 
 
-def _auto(task: _Task) -> _Outcome:
+def _auto(task: _SolveState) -> _MethodResult:
     if task.large:
-        return _flat(task, finish=True)
+        return _solve_flat(task, finish=True)
     bound = float("-inf")
     if task.moments is not None:
         core = task.core(dominance=True)
         if not core.feasible or core.cells <= _SMALL:
-            result = _integer(task, core)
+            result = _solve_integer_program(task, core)
             if result.proved:
                 return result
             bound = result.bound
-    free = _unlimited(task)
-    if task.fits(free.found.choices) if free.found.choices else free.proved:
+    free = _solve_without_limit(task)
+    if task.fits(free.best.choices) if free.best.choices else free.proved:
         return free
-    task.course.bound(max(bound, free.bound))
-    return _flat(task, finish=True)
+    task.budget.raise_bound(max(bound, free.bound))
+    return _solve_flat(task, finish=True)
 
 
-def _integer(task: _Task, core: Network) -> _Outcome:
+def _solve_integer_program(task: _SolveState, core: Network) -> _MethodResult:
     """A small problem under a limit, by the integer program."""
     result = solve_integer(
-        core, moments=task.moments, deadline=task.course.share(0.3), seed=task.seed, nodes=_nodes(task, core)
+        core,
+        moments=task.moments,
+        deadline=task.budget.deadline_after(0.3),
+        seed=task.seed,
+        nodes=_node_limit(task, core),
     )
-    task.note("integer program", result.found, result.bound, _WORK * core.cells)
-    return _Outcome(result.found, result.bound, result.proved, "ilp")
+    task.record("integer program", result.best, result.bound, _WORK * core.cells)
+    return _MethodResult(result.best, result.bound, result.proved, "ilp")
 
 
-def _nodes(task: _Task, core: Network) -> int | None:
+def _node_limit(task: _SolveState, core: Network) -> int | None:
     """Nodes of a search tree that the work left allows; None where time is what limits the solve."""
-    return int(max(1.0, task.course.remaining // max(core.cells, 1))) if task.course.counted else None
+    return int(max(1.0, task.budget.remaining // max(core.cells, 1))) if task.budget.has_work_limit else None
 
 
-def _flat(task: _Task, *, finish: bool) -> _Outcome:
+def _solve_flat(task: _SolveState, *, finish: bool) -> _MethodResult:
     """Presolve, prices and neighbourhoods on flat arrays."""
     # Imported here: numba takes a second to import, and most problems do without.
-    from autoshard.solver.flat.campaign import Campaign
+    from autoshard.solver.flat.large_solver import LargeSolver
 
-    course = task.course
-    proved = Campaign(task.problem, course, seed=task.seed, finish=finish).run()
+    course = task.budget
+    proved = LargeSolver(task.problem, course, seed=task.seed, finish=finish).run()
     assignment = course.assignment
     if not assignment:
-        return _Outcome(NOTHING, course.lower_bound, proved, "flat")
-    return _Outcome(Found(dict(enumerate(assignment)), course.cost), course.lower_bound, proved, course.method)
+        return _MethodResult(NO_ASSIGNMENT, course.lower_bound, proved, "flat")
+    return _MethodResult(
+        ScoredAssignment(dict(enumerate(assignment)), course.cost), course.lower_bound, proved, course.method
+    )
 
 
-def _unlimited(task: _Task) -> _Outcome:
+def _solve_without_limit(task: _SolveState) -> _MethodResult:
     """The optimum without the memory limit, or a good assignment and a bound."""
     try:
         exact = eliminate(task.network)
-        found = Found(exact.choices, exact.cost)
+        found = ScoredAssignment(exact.choices, exact.cost)
         work = _WORK * task.network.cells
-        task.note("without the limit, elimination" if task.moments else "elimination", found, exact.cost, work)
-        return _Outcome(found, exact.cost, True, "eliminate")
+        task.record("without the limit, elimination" if task.moments else "elimination", found, exact.cost, work)
+        return _MethodResult(found, exact.cost, True, "eliminate")
     except WidthError:
-        task.note("search", NOTHING, float("-inf"), 0)
-    found = _search(task, task.course.stretch(0.4))
-    task.note("search", found, float("-inf"), 0)
+        task.record("search", NO_ASSIGNMENT, float("-inf"), 0)
+    found = _search(task, task.budget.for_step(0.4))
+    task.record("search", found, float("-inf"), 0)
     if found.choices and not task.fits(found.choices):
         # The limit binds: a proof without it would take the time that the prices need.
-        return _Outcome(found, float("-inf"), False, "alternate")
-    result = certify(task.network, found, stretch=task.course.stretch(0.7))
-    task.note("proof", result.found, result.bound, 0)
-    if result.rest is None or task.course.close(result.found.cost, result.bound):
-        return _Outcome(result.found, result.bound, result.rest is None, "alternate")
+        return _MethodResult(found, float("-inf"), False, "alternate")
+    result = certify(task.network, found, stretch=task.budget.for_step(0.7))
+    task.record("proof", result.best, result.bound, 0)
+    if result.rest is None or task.budget.is_close(result.best.cost, result.bound):
+        return _MethodResult(result.best, result.bound, result.rest is None, "alternate")
     if result.rest.cells > _INTEGER_CELLS:
-        found = result.found
+        found = result.best
         if found.choices:
-            found = improve(task.network, found, cap=1e6, stretch=task.course.stretch(1.0))
-        return _Outcome(found, result.bound, False, "alternate")
-    return _closed(task, reduce(result.rest), result.found, result.bound)
+            found = improve(task.network, found, cap=1e6, stretch=task.budget.for_step(1.0))
+        return _MethodResult(found, result.bound, False, "alternate")
+    return _solve_rest(task, reduce(result.rest), result.best, result.bound)
 
 
-def _closed(task: _Task, rest: Network, best: Found, bound: float) -> _Outcome:
+def _solve_rest(task: _SolveState, rest: Network, best: ScoredAssignment, bound: float) -> _MethodResult:
     """What is left, by the integer program; whatever was dropped is no better than `best`."""
     if not rest.feasible:
-        return _Outcome(best, best.cost, True, "ilp")
+        return _MethodResult(best, best.cost, True, "ilp")
     if monotonic() > task.deadline:
-        return _Outcome(best, bound, False, "ilp")
-    hint = best if best.choices and rest.positions(best.choices) is not None else NOTHING
-    result = solve_integer(rest, hint=hint, deadline=task.deadline, seed=task.seed, nodes=_nodes(task, rest))
-    best = better(best, result.found)
-    return _Outcome(best, max(bound, min(result.bound, best.cost)), result.proved, "ilp")
+        return _MethodResult(best, bound, False, "ilp")
+    hint = best if best.choices and rest.positions(best.choices) is not None else NO_ASSIGNMENT
+    result = solve_integer(rest, hint=hint, deadline=task.deadline, seed=task.seed, nodes=_node_limit(task, rest))
+    best = cheaper_of(best, result.best)
+    return _MethodResult(best, max(bound, min(result.bound, best.cost)), result.proved, "ilp")
 
 
-_METHODS: dict[str, Callable[[_Task], _Outcome]] = {
+_METHODS: dict[str, Callable[[_SolveState], _MethodResult]] = {
     "auto": _auto,
     "eliminate": _eliminate,
     "alternate": _alternate,

@@ -115,7 +115,7 @@ class Tables:
         """Rows with a finite entry: the strategies that some strategy of the other end supports."""
         return self.once("usable", (table,), lambda: self.intern(np.flatnonzero(np.isfinite(table).any(1))))
 
-    def normalised(self, table: Array) -> tuple[Array, Array, Array | None]:
+    def normalise(self, table: Array) -> tuple[Array, Array, Array | None]:
         """A table as row part + column part + rest, all rest's minima 0; None for a rest of zeros.
 
         Every row and column must have a finite entry.

@@ -39,7 +39,7 @@ DimLayout = tuple[Segment, ...]
 Layout = tuple[DimLayout, ...]
 
 
-def merged(segments: Sequence[Segment]) -> DimLayout:
+def merge_loops(segments: Sequence[Segment]) -> DimLayout:
     """The same loop nest with neighbouring undistributed loops made one, and loops of one step left out."""
     result: list[Segment] = []
     for segment in segments:
@@ -76,14 +76,14 @@ def _segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
         dim = dim_of(placement, len(shape))
         carved = None
         if not isinstance(placement, BlockShard):
-            carved = _carve(dims[dim], axis, mesh.sizes[axis], split_factor_of(placement))
+            carved = _distribute(dims[dim], axis, mesh.sizes[axis], split_factor_of(placement))
         if carved is None:
-            raise _not_even(shape, spec, mesh, axis, dims[dim])
+            raise _uneven_error(shape, spec, mesh, axis, dims[dim])
         dims[dim] = carved
     return tuple(dims)
 
 
-def _not_even(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, axis: int, loops: DimLayout) -> ValueError:
+def _uneven_error(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, axis: int, loops: DimLayout) -> ValueError:
     return ValueError(
         f"{spec} does not divide dim {dim_of(spec[axis], len(shape))} of a tensor of shape {shape} evenly on mesh "
         f"{mesh}: axis {mesh.names[axis]!r} of size {mesh.sizes[axis]}, split factor {split_factor_of(spec[axis])}, "
@@ -91,7 +91,7 @@ def _not_even(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, axis: int, lo
     )
 
 
-def _carve(segments: DimLayout, axis: int, size: int, outer: int) -> DimLayout | None:
+def _distribute(segments: DimLayout, axis: int, size: int, outer: int) -> DimLayout | None:
     """`segments` with `size` steps given to `axis`, below `outer` steps of the undistributed loops.
 
     Returns None where the piece would not lie inside one undistributed loop.
@@ -105,14 +105,14 @@ def _carve(segments: DimLayout, axis: int, size: int, outer: int) -> DimLayout |
             result.append(segment)
         elif segment.size % (outer * size) == 0:
             pieces = (Segment(outer), Segment(size, axis), Segment(segment.size // (outer * size)))
-            return merged([*result, *pieces, *segments[position + 1 :]])
+            return merge_loops([*result, *pieces, *segments[position + 1 :]])
         else:
             return None
     return None
 
 
-def _carve_blocks(segments: DimLayout, axis: int, size: int, outer: int, block: int) -> DimLayout | None:
-    """As `_carve`, with blocks of `block` undistributed steps, behind the end of which the last ranks hold padding.
+def _distribute_blocks(segments: DimLayout, axis: int, size: int, outer: int, block: int) -> DimLayout | None:
+    """As `_distribute`, with blocks of `block` undistributed steps, behind whose end the last ranks hold padding.
 
     Returns None where blocks do not cover a stretch, would cut another loop, or another axis is uneven already.
     """
@@ -132,7 +132,7 @@ def _carve_blocks(segments: DimLayout, axis: int, size: int, outer: int, block: 
                 return None
             share = (0, 0) if steps * size == whole else _fraction(steps, whole)
             pieces = (Segment(outer), Segment(size, axis, *share), Segment(steps))
-            return merged([*result, *pieces, *segments[position + 1 :]])
+            return merge_loops([*result, *pieces, *segments[position + 1 :]])
     return None
 
 
@@ -166,7 +166,7 @@ def spec_of(layout: Layout, partial: Mapping[int, str], mesh: MeshShape) -> Spec
 
 def _placement(dim: int, segments: DimLayout, position: int) -> Placement:
     """The placement of the axis that is distributed over the loop at `position`."""
-    own, outer = segments[position], _outer(segments, position)
+    own, outer = segments[position], _outer_steps(segments, position)
     if not own.total:
         return shard_placement(dim, outer)
     block = math.prod(
@@ -178,7 +178,7 @@ def _placement(dim: int, segments: DimLayout, position: int) -> Placement:
     return BlockShard(dim, block, outer)
 
 
-def _outer(segments: DimLayout, position: int) -> int:
+def _outer_steps(segments: DimLayout, position: int) -> int:
     """Steps of the loops above `position` that belong to no earlier mesh axis: torch's split factor."""
     own = segments[position].axis
     assert own is not None
@@ -216,7 +216,7 @@ def _canonical(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Spec:
     if not normal.has_blocks:
         return normal
     try:
-        layout = _carved(shape, normal, mesh)
+        layout = _padded_segments_of(shape, normal, mesh)
     except ValueError:
         return normal
     return spec_of(layout, {axis: normal[axis].reduce_op for axis in normal.partial_axes}, mesh)  # type: ignore[attr-defined]
@@ -271,11 +271,11 @@ def padded_segments_of(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> Lay
     Raises:
         ValueError: a dim is uneven and sharded by several axes, or strided, in other than blocks.
     """
-    return _carved(tuple(shape), canonical(shape, spec, mesh), mesh)
+    return _padded_segments_of(tuple(shape), canonical(shape, spec, mesh), mesh)
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
-def _carved(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
+def _padded_segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
     _check_length(spec, mesh)
     dims: list[DimLayout] = [(Segment(size),) for size in shape]
     of_axis = {axis: dim_of(spec[axis], len(shape)) for axis in spec.shard_axes if mesh.sizes[axis] > 1}
@@ -285,13 +285,15 @@ def _carved(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
             block = ceil_div(shape[dim], size)  # torch.chunk's
         even = block is None or shape[dim] == 0
         loops = dims[dim]
-        carved = _carve(loops, axis, size, outer) if even else _carve_blocks(loops, axis, size, outer, block or 0)
+        carved = (
+            _distribute(loops, axis, size, outer) if even else _distribute_blocks(loops, axis, size, outer, block or 0)
+        )
         if carved is None:
-            raise _not_even(shape, spec, mesh, axis, loops)
+            raise _uneven_error(shape, spec, mesh, axis, loops)
         dims[dim] = carved
     for axis, dim in of_axis.items():
         if not _gathers(dims[dim]):
-            raise _not_even(shape, spec, mesh, axis, dims[dim])
+            raise _uneven_error(shape, spec, mesh, axis, dims[dim])
     return tuple(dims)
 
 

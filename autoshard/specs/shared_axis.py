@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from autoshard.size import Ratio, Size, Sizes, symbol
+from autoshard.size import DynamicSize, Ratio, Sizes, symbol
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,30 +25,35 @@ class SharedAxis:
     whole: sympy.Symbol
 
     @property
-    def own(self) -> sympy.Symbol:
+    def own_share(self) -> sympy.Symbol:
         """What this rank holds."""
         return symbol(f"{self.whole}_own")
 
     @property
-    def before(self) -> sympy.Symbol:
+    def share_before(self) -> sympy.Symbol:
         """What the ranks before it hold together."""
         return symbol(f"{self.whole}_before")
 
     @property
-    def most(self) -> sympy.Symbol:
+    def largest_share(self) -> sympy.Symbol:
         """What the rank with the largest share holds."""
         return symbol(f"{self.whole}_most")
 
-    def of_rank(self, rank: int) -> sympy.Expr:
+    def share_of_rank(self, rank: int) -> sympy.Expr:
         """What a rank holds; the last one, what the others leave."""
         if rank < self.ranks - 1:
             return symbol(f"{self.whole}_of_{rank}")
-        return self.whole - sum(self.of_rank(other) for other in range(rank))
+        return self.whole - sum(self.share_of_rank(other) for other in range(rank))
 
     def sizes(self, counts: Sequence[int], rank: int) -> Sizes:
         """The values of the symbols on a rank, where the ranks hold `counts`."""
-        given: dict[sympy.Symbol, int] = {self.of_rank(place): count for place, count in enumerate(counts[:-1])}
-        return {self.own: counts[rank], self.before: sum(counts[:rank]), self.most: max(counts), **given}
+        given: dict[sympy.Symbol, int] = {self.share_of_rank(place): count for place, count in enumerate(counts[:-1])}
+        return {
+            self.own_share: counts[rank],
+            self.share_before: sum(counts[:rank]),
+            self.largest_share: max(counts),
+            **given,
+        }
 
     def example(self, sizes: Sizes) -> Sizes:
         """These sizes, with shares as equal as they can be, on a rank with one of the largest."""
@@ -56,7 +61,7 @@ class SharedAxis:
         counts = [least + (rank < more) for rank in range(self.ranks)]
         return {**sizes, **self.sizes(counts, max(more - 1, 0))}
 
-    def taken(self, number: int | float, sizes: Sizes) -> int | float:
+    def with_share(self, number: int | float, sizes: Sizes) -> int | float:
         """A number with what one rank holds of equal blocks replaced by its share.
 
         Args:
@@ -67,12 +72,12 @@ class SharedAxis:
             ValueError: it is no multiple of a block or a share, and so tells blocks from the whole in a way that shares
                 have no counterpart of.
         """
-        if not isinstance(number, (Size, Ratio)):
+        if not isinstance(number, (DynamicSize, Ratio)):
             return number
-        expr = number.expr.xreplace({sympy.ceiling(self.whole / self.ranks): self.own})
-        steps = sympy.cancel(expr / self.own) if self.own in expr.free_symbols else expr
+        expr = number.expr.xreplace({sympy.ceiling(self.whole / self.ranks): self.own_share})
+        steps = sympy.cancel(expr / self.own_share) if self.own_share in expr.free_symbols else expr
         rounded = any(self.whole in part.free_symbols for part in expr.atoms(sympy.floor, sympy.ceiling, sympy.Mod))
-        if rounded or self.own in steps.free_symbols:
+        if rounded or self.own_share in steps.free_symbols:
             raise ValueError(f"{number.expr} is neither a multiple of a rank's share nor a number of the whole")
         return number if expr == number.expr else type(number).of(expr, sizes)
 
@@ -82,12 +87,14 @@ class SharedAxis:
 
     def is_shared(self, shape: Sequence[int]) -> bool:
         """Whether some dim of a local shape is a rank's share."""
-        return any(isinstance(size, (Size, Ratio)) and self.own in size.expr.free_symbols for size in shape)
+        return any(
+            isinstance(size, (DynamicSize, Ratio)) and self.own_share in size.expr.free_symbols for size in shape
+        )
 
     def is_whole(self, size: int) -> bool:
         """Whether a size is the one that is shared."""
-        return isinstance(size, Size) and size.expr == self.whole
+        return isinstance(size, DynamicSize) and size.expr == self.whole
 
     def is_of_whole(self, size: int) -> bool:
         """Whether a size depends on the one that is shared."""
-        return isinstance(size, Size) and self.whole in size.expr.free_symbols
+        return isinstance(size, DynamicSize) and self.whole in size.expr.free_symbols

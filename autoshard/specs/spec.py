@@ -85,7 +85,7 @@ class _DynamicStride(StridedShard):
         self.dynamic_factor = split_factor
 
 
-class _Kind(NamedTuple):
+class _PlacementKind(NamedTuple):
     """What a class of placements is. Torch takes long to say that of an object, and is asked it very often."""
 
     shard: bool
@@ -94,14 +94,14 @@ class _Kind(NamedTuple):
     dynamic: bool
 
 
-def _kind_of(placement: Placement) -> _Kind:
+def _kind_of(placement: Placement) -> _PlacementKind:
     own: Any = type(placement)
-    return _kind(own)
+    return _kind_of_class(own)
 
 
 @cache
-def _kind(kind: Any) -> _Kind:
-    return _Kind(
+def _kind_of_class(kind: Any) -> _PlacementKind:
+    return _PlacementKind(
         shard=issubclass(kind, (Shard, StridedShard, BlockShard)),
         strided=issubclass(kind, StridedShard),
         block=issubclass(kind, BlockShard),
@@ -203,12 +203,12 @@ class Spec:
     @staticmethod
     def of(*placements: Placement) -> Spec:
         """The spec with these placements, one per mesh axis."""
-        return _interned(tuple(_key(placement) for placement in placements))
+        return _intern(tuple(_key(placement) for placement in placements))
 
     @staticmethod
-    def replicated(ndim: int) -> Spec:
+    def all_replicated(ndim: int) -> Spec:
         """Replicated over every one of `ndim` mesh axes."""
-        return _interned(("R",) * ndim)
+        return _intern(("R",) * ndim)
 
     @staticmethod
     def parse(text: str) -> Spec:
@@ -221,7 +221,7 @@ class Spec:
 
     def at(self, sizes: Sizes) -> Spec:
         """This spec with its dynamic sizes taken at `sizes`; itself without any."""
-        return Spec.of(*(_at(placement, sizes) for placement in self.placements)) if sizes else self
+        return Spec.of(*(_placement_at(placement, sizes) for placement in self.placements)) if sizes else self
 
     @property
     def balanced(self) -> Spec:
@@ -267,7 +267,7 @@ class Spec:
 
 
 @cache
-def _interned(keys: tuple[_Key, ...]) -> Spec:
+def _intern(keys: tuple[_Key, ...]) -> Spec:
     spec = object.__new__(Spec)
     spec.placements = tuple(map(_placement, keys))
     spec._text = " ".join(map(placement_text, spec.placements))
@@ -294,7 +294,7 @@ def _key(placement: Placement) -> _Key:
     return placement_text(placement)
 
 
-def _at(placement: Placement, sizes: Sizes) -> Placement:
+def _placement_at(placement: Placement, sizes: Sizes) -> Placement:
     key = _key(placement)
     return placement if isinstance(key, str) else _placement(at(key, sizes))
 

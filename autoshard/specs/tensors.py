@@ -53,7 +53,7 @@ def shard(
             local = torch.full_like(local, neutral)
     if not padded or tuple(local.shape) == local_shape(tensor.shape, spec, mesh):
         return local
-    for dim, places in enumerate(_places_of(tensor.shape, spec, mesh, coordinate)):
+    for dim, places in enumerate(_element_places(tensor.shape, spec, mesh, coordinate)):
         local = _spread(local, dim, places, padding)
     return local
 
@@ -75,7 +75,7 @@ def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, sh
         raise ValueError(f"no shard for coordinate {missing[0]} of mesh {mesh}: every rank's local tensor is needed.")
     values = {place: shards[place] for place in itertools.product(*_places(spec, mesh))}
     for axis in reversed(spec.partial_axes):
-        values = _reduced(values, axis, _REDUCTIONS[_operation(spec, axis)])
+        values = _reduce_axis(values, axis, _REDUCTIONS[_operation(spec, axis)])
     if not spec.shard_axes:
         return values[(0,) * mesh.ndim]
     whole = next(iter(values.values())).new_empty(tuple(shape))
@@ -85,7 +85,7 @@ def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, sh
     return whole
 
 
-def _places_of(
+def _element_places(
     shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]
 ) -> list[tuple[list[int], int]]:
     """Of every dim of a padded local tensor, the places that hold elements, and its length."""
@@ -110,7 +110,7 @@ def _without_padding(
     if not spec.has_blocks:
         return value[tuple(slice(size) for size in sizes)]
     if list(value.shape) != sizes:
-        for dim, (taken, _) in enumerate(_places_of(shape, spec, mesh, coordinate)):
+        for dim, (taken, _) in enumerate(_element_places(shape, spec, mesh, coordinate)):
             value = value.index_select(dim, torch.tensor(taken, dtype=torch.int64, device=value.device))
     return value
 
@@ -142,7 +142,7 @@ def _places(spec: Spec, mesh: MeshShape) -> list[range]:
     ]
 
 
-def _reduced(
+def _reduce_axis(
     values: Mapping[Coordinate, Tensor], axis: int, reduction: Callable[[Sequence[Tensor]], Tensor]
 ) -> dict[Coordinate, Tensor]:
     """The values with `axis` reduced away; its coordinate becomes 0."""

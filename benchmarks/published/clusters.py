@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device, Dispatch, Link
-from autoshard.cluster.shares import paced
+from autoshard.cluster.worker_shares import scaled_device
 
 PER_HOST = 8
 KEPT = 0.89
@@ -44,7 +44,7 @@ def kept_up(cluster: Cluster) -> Cluster:
 
 def _kept(device: Device) -> Device:
     plain = replace(device, operators={}, dispatch=Dispatch(), compiled_dispatch=Dispatch(), kernel_overhead=_OVERHEAD)
-    return paced(plain, KEPT)
+    return scaled_device(plain, KEPT)
 
 
 def _inside(device: Device) -> Link:

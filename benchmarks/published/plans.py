@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.pipeline.simulation import simulate
-from autoshard.pipeline.tasks import task_graph
-from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipeline.tasks import step_task_graph
+from autoshard.pipelined.pipeline_plan import PipelinePlan
 from autoshard.plan import ShardingPlan
 
 
@@ -59,7 +59,7 @@ def at_speeds(plan: PipelinePlan, speeds: list[float]) -> float:
         )
         for one, speed in zip(plan.costs, speeds, strict=True)
     ]
-    return simulate(task_graph(plan.schedule, costs), plan.contention).seconds
+    return simulate(step_task_graph(plan.schedule, costs), plan.contention).seconds
 
 
 def flops_per_sample(example: Example) -> float:

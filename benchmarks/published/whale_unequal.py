@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from architectures import Example
 
-from autoshard.cluster.shares import shares, workers_of
+from autoshard.cluster.worker_shares import shares, workers_of
 from published import models
 from published.clusters import all_like, mixed
 from published.part import Part, Row

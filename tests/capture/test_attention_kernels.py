@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from autoshard.capture import attention_kernels
-from autoshard.capture.attention import attention, operators
+from autoshard.capture.attention_operator import attention, operators
 from tests.kernels.choice import AMPERE, CUDNN, EFFICIENT, FLASH, HOPPER, MATH
 from tests.kernels.cuda import cuda_attention
 from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args

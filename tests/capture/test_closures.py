@@ -12,7 +12,7 @@ def test_what_code_reads_and_was_neither_given_nor_made_is_found() -> None:
         made = given * free
         torch.cat([made, given[:1], other])
     assert [id(tensor) for tensor in scope.found] == [id(free), id(other)]
-    assert not scope.changed()
+    assert not scope.has_mutated_tensor()
 
 
 def test_changes_of_found_tensors_are_known() -> None:
@@ -20,7 +20,7 @@ def test_changes_of_found_tensors_are_known() -> None:
     scope = FreeTensors([])
     with scope:
         free.add_(1)
-    assert scope.changed()
+    assert scope.has_mutated_tensor()
 
 
 def test_tensors_are_replaced_wherever_they_are_passed() -> None:

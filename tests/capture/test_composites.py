@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import gaussian_nll_loss, scaled_dot_product_attention
 
 from autoshard.capture import capture
-from autoshard.capture.attention import attention, attention_with_dropout, operators
+from autoshard.capture.attention_operator import attention, attention_with_dropout, operators
 from autoshard.capture.composites import gaussian_nll_loss as likelihood
 from autoshard.capture.composites import replace_composites
 from tests.capture.interpret import run_joint

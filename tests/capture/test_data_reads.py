@@ -17,10 +17,10 @@ from torch.nn import functional
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.errors import CaptureError, InputError
-from tests.capture.questions import MODELS
-from tests.partition.meshes import simulated
+from tests.capture.data_read_models import MODELS
+from tests.float64 import Float64Mode
+from tests.partition.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks, loss_of, outputs_of, relative_difference
-from tests.widen import Widened
 
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 ALL, SOME, OTHERS, MORE = (torch.tensor(one).bool() for one in ([1, 1, 1, 1], [1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 1, 0]))
@@ -79,7 +79,7 @@ def train(module: nn.Module, mask: Tensor) -> tuple[dict[str, list[Tensor]], dic
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    with simulated(a=2) as device_mesh:
+    with simulated_mesh(a=2) as device_mesh:
         yield device_mesh
 
 
@@ -337,10 +337,10 @@ def test_branches_on_data_do_not_serve_pipelines() -> None:
 @pytest.mark.filterwarnings("ignore:no sharding rule:UserWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_ask_for_numbers_train_as_on_one_device(name: str) -> None:
-    with Widened():
+    with Float64Mode():
         alone, inputs = MODELS[name]()
         expected = losses_and_gradients(alone, inputs)
-    with simulated(a=2) as mesh, Widened():
+    with simulated_mesh(a=2) as mesh, Float64Mode():
         module, _ = MODELS[name]()
         module.load_state_dict(alone.state_dict())
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast")

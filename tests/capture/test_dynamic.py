@@ -11,7 +11,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from autoshard.capture import capture
-from autoshard.capture.graph import JointGraph
+from autoshard.capture.joint_graph import JointGraph
 from autoshard.errors import CaptureError, InputError
 from autoshard.size import at, is_dynamic, symbol
 from tests import models

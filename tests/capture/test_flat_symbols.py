@@ -16,10 +16,10 @@ from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.flat_symbols import with_symbols
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.errors import CaptureError
-from autoshard.pipeline.cut import cut
-from autoshard.pipeline.exported import exported
+from autoshard.pipeline.forward_export import export_forward
 from autoshard.pipeline.microbatch import batch_sizes
-from autoshard.size import Ratio, Size, evaluate, symbol
+from autoshard.pipeline.stage_modules import cut
+from autoshard.size import DynamicSize, Ratio, evaluate, symbol
 from tests import models
 
 BATCH = symbol("batch")
@@ -41,7 +41,7 @@ def told(graph: JointGraph) -> list[Any]:
 def test_a_module_of_one_stage_is_captured_as_the_model_is(name: str) -> None:
     module, inputs = models.ZOO[name](batch=4)
     sizes = batch_sizes(module, (), inputs)
-    whole = exported(module, (), inputs, dynamic=sizes)
+    whole = export_forward(module, (), inputs, dynamic=sizes)
     (stage,) = cut(whole, dict.fromkeys((node.name for node in whole.operators), 0), 1)
     flat = capture(stage.module, *stage.example, dynamic=stage.dynamic)
     direct = capture(module, (), inputs, dynamic=sizes)
@@ -56,7 +56,7 @@ def expressions() -> st.SearchStrategy[int]:
     """Sizes as models compute them."""
     numbers = st.integers(1, 7)
     return st.recursive(
-        st.one_of(numbers, st.just(Size.of(BATCH, EXAMPLE))),
+        st.one_of(numbers, st.just(DynamicSize.of(BATCH, EXAMPLE))),
         lambda inner: st.one_of(
             st.tuples(inner, inner).map(lambda pair: pair[0] + pair[1]),
             st.tuples(inner, inner).map(lambda pair: pair[0] * pair[1]),
@@ -72,7 +72,7 @@ def expressions() -> st.SearchStrategy[int]:
 def graph_with(number: Any, factor: int, rest: int) -> Exported:
     """A tensor of `factor` rows for each of the batch, and `rest` more, filled with a number."""
     graph = fx.Graph()
-    rows = Size.of(factor * BATCH + rest, EXAMPLE)
+    rows = DynamicSize.of(factor * BATCH + rest, EXAMPLE)
     node = graph.placeholder("x")
     node.meta["sizes"] = ((3, rows),)
     made = graph.call_function(torch.ops.aten.fill.Scalar, (node, number))
@@ -84,7 +84,7 @@ def graph_with(number: Any, factor: int, rest: int) -> Exported:
 @given(expressions(), st.integers(1, 4), st.integers(0, 2), st.integers(2, 9))
 def test_numbers_are_computed_of_the_sizes_of_inputs(number: int, factor: int, rest: int, batch: int) -> None:
     traced = with_symbols(graph_with(number, factor, rest), fake_mode())
-    expected = int(evaluate(number.expr, {BATCH: batch})) if isinstance(number, Size) else number
+    expected = int(evaluate(number.expr, {BATCH: batch})) if isinstance(number, DynamicSize) else number
     (result,) = traced.graph_module(torch.empty(3, factor * batch + rest))
     assert result.eq(expected).all()
     assert traced.dynamic == {"x": {1: "batch"}}

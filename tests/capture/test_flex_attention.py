@@ -12,13 +12,13 @@ from torch.nn.attention.flex_attention import flex_attention as under_another_na
 
 import autoshard
 from autoshard.capture import capture, masks
-from autoshard.capture.attention import operators
+from autoshard.capture.attention_operator import operators
 from autoshard.errors import CaptureError
 from tests import models
 from tests.capture.interpret import run_joint
-from tests.partition.meshes import simulated
+from tests.float64 import Float64Mode, default_float64
+from tests.partition.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
-from tests.widen import Widened, doubles
 
 LENGTH, HEADS = 12, 4
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
@@ -266,13 +266,13 @@ def flexible_llama() -> models.Model:
 
 def test_a_model_of_transformers_trains_on_a_mesh_as_on_one_device() -> None:
     alone, inputs = models.hf_llama(dtype=torch.float64, layers=1)
-    with Widened():
+    with Float64Mode():
         reference = train(alone, inputs)
-    with simulated(dp=2, tp=2) as mesh:
+    with simulated_mesh(dp=2, tp=2) as mesh:
         module, inputs = flexible_llama()
-        with Widened():
+        with Float64Mode():
             autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
-        with doubles():
+        with default_float64():
             trace = train(module, inputs)
     assert compare(trace, reference).worst <= TOLERANCE
     assert any(not placement.is_replicate() for each in trace.placements.values() for placement in each)

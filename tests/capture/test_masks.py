@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from autoshard.capture import capture, masks
-from autoshard.capture.attention import operators
+from autoshard.capture.attention_operator import operators
 from tests.capture.interpret import run_joint
 
 LENGTH = 12

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.errors import CaptureError
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks
 
 
@@ -122,7 +122,7 @@ def test_what_forward_leaves_is_what_one_device_leaves() -> None:
     expected[2:4] = copy.copy(LIST), copy.copy(DICT)
     expected[4], expected[8] = dict(expected[4]), {"kept": [*DEFAULTS["kept"]]}
     _forget()
-    with simulated(x=2) as mesh:
+    with simulated_mesh(x=2) as mesh:
         autoshard.parallelize(module, mesh, (X,), cluster=fast_links())
         assert (LIST, DICT, RECORD.last, LAST, COUNT, module.log, Leaving.kept) == ([], {}, None, None, 0, [], None)
         for _ in range(6):  # more calls than there may be states
@@ -188,7 +188,7 @@ def test_a_list_that_forward_looks_at_has_a_program_for_every_length() -> None:
 
     module = Net()
     alone = copy.deepcopy(module)
-    with simulated(x=2) as mesh:
+    with simulated_mesh(x=2) as mesh:
         autoshard.parallelize(module, mesh, (X,), cluster=fast_links())
         for _ in range(4):
             _same([module(X), module.log], [alone(X), alone.log])

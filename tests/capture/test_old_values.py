@@ -11,7 +11,7 @@ from torch import nn
 import autoshard
 from autoshard.capture.joint import capture
 from tests.capture.interpret import run_joint
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks
 
 aten = torch.ops.aten
@@ -89,7 +89,7 @@ def _train(module: Queue) -> dict[str, list[torch.Tensor]]:
 def test_a_queue_of_keys_and_a_teacher_that_follows_train_as_on_one_device(ranks: int) -> None:
     module = _queue()
     expected = _train(copy.deepcopy(module))
-    with simulated(x=ranks) as mesh:
+    with simulated_mesh(x=ranks) as mesh:
         autoshard.parallelize(module, mesh, (X,), cluster=fast_links())
         found = _train(module)
     for name, values in found.items():

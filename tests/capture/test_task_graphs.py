@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from autoshard.capture.graph import JointGraph
 from autoshard.capture.joint import capture
+from autoshard.capture.joint_graph import JointGraph
 from autoshard.capture.task_graphs import Primitive, replicate, set_default_strategy, split
 from autoshard.errors import HintError
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoshard
 from autoshard.cluster.collective_samples import KINDS
-from autoshard.cluster.measured import Grouping
+from autoshard.cluster.measurements import Grouping
 from autoshard.cluster.operator_curves import BYTES, FLOPS
 from autoshard.errors import MeshError
 from tests.models import mlp

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from autoshard.cluster.collective_samples import groupings, groups_of
-from autoshard.cluster.measured import Grouping
+from autoshard.cluster.measurements import Grouping
 from autoshard.specs.axes import MeshShape
 
 

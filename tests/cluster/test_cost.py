@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.cluster import Cluster, CostModel, Device, Link
-from autoshard.cluster.cost import GROUPED_BYTES
+from autoshard.cluster.cost import GRADIENT_BUCKET_BYTES
 from autoshard.specs.axes import MeshShape
 
 LATENCY, BANDWIDTH = 1.0, 100.0  # of the links inside a host
@@ -80,7 +80,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(part: int, size: in
 def test_a_gradient_pays_its_share_of_the_latency() -> None:
     costs = model({"x": 4})
     for kind in ("all_reduce", "reduce_scatter"):
-        small, large = 400, 2 * GROUPED_BYTES
+        small, large = 400, 2 * GRADIENT_BUCKET_BYTES
         assert costs.gradient_collective(kind, large, 0) == pytest.approx(costs.collective(kind, large, 0))
         assert costs.gradient_collective(kind, small, 0) < costs.collective(kind, small, 0)
     assert costs.gradient_collective("all_gather", 400, 0) == costs.collective("all_gather", 400, 0)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.cluster import Device, Link
-from autoshard.cluster.hosts import Hosts, Place, of_places, place_of
+from autoshard.cluster.hosts import Hosts, RankPlace, place_of, stretches_of
 
 
 def _hosts(name: str, count: int, per_host: int) -> Hosts:
@@ -22,7 +22,7 @@ CLUSTER = (_hosts("large", 8, 4), _hosts("small", 6, 4))
 
 def test_ranks_fill_hosts_one_after_another() -> None:
     places = [place_of(CLUSTER, rank) for rank in range(14)]
-    assert places == [Place(0, rank // 4) for rank in range(8)] + [Place(1, 2 + rank // 4) for rank in range(6)]
+    assert places == [RankPlace(0, rank // 4) for rank in range(8)] + [RankPlace(1, 2 + rank // 4) for rank in range(6)]
 
 
 @pytest.mark.parametrize("rank", [-1, 14])
@@ -32,18 +32,18 @@ def test_there_is_no_rank_beyond_the_last(rank: int) -> None:
 
 
 def test_all_ranks_are_the_cluster_itself() -> None:
-    assert of_places(CLUSTER, [place_of(CLUSTER, rank) for rank in range(14)]) == CLUSTER
+    assert stretches_of(CLUSTER, [place_of(CLUSTER, rank) for rank in range(14)]) == CLUSTER
 
 
 def test_every_second_rank_leaves_half_hosts() -> None:
-    made = of_places(CLUSTER, [place_of(CLUSTER, rank) for rank in range(0, 14, 2)])
+    made = stretches_of(CLUSTER, [place_of(CLUSTER, rank) for rank in range(0, 14, 2)])
     assert [(part.name, part.count, part.devices_per_host) for part in made] == [("large", 4, 2), ("small", 3, 2)]
 
 
 @given(st.lists(st.integers(0, 13), min_size=1, max_size=12, unique=True))
 def test_places_keep_their_device_and_neighbours_their_host(ranks: list[int]) -> None:
     places = [place_of(CLUSTER, rank) for rank in ranks]
-    made = of_places(CLUSTER, places)
+    made = stretches_of(CLUSTER, places)
     new = [place_of(made, position) for position in range(len(ranks))]
     assert sum(part.count for part in made) == len(ranks)
     assert [made[place.stretch].device for place in new] == [CLUSTER[place.stretch].device for place in places]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.cluster.operator_samples import Call, samples
+from autoshard.cluster.operator_samples import SampleCall, samples
 from autoshard.cluster.rotation import Rotation
 
 
 def test_work_takes_turns_with_copies_on_data_of_their_own() -> None:
     sample = samples(torch.float32, torch.device("cpu"))[0]
-    made: list[Call] = []
+    made: list[SampleCall] = []
 
-    def make() -> Call:
+    def make() -> SampleCall:
         made.append(sample.make(4))
         return made[-1]
 

@@ -33,20 +33,20 @@ def work() -> None:
 
 
 def test_what_takes_now_this_long_and_now_that_counts_as_its_mean(alone: None) -> None:
-    assert watch([1.0, 3.0, 1.0, 3.0, 3.0]).means([work], [1.0]) == [pytest.approx(2.2)]
+    assert watch([1.0, 3.0, 1.0, 3.0, 3.0]).mean_seconds([work], [1.0]) == [pytest.approx(2.2)]
 
 
 def test_a_disturbance_counts_as_three_times_the_median_at_most(alone: None) -> None:
-    assert watch([1.0, 1.0, 100.0, 1.0]).means([work], [1.0]) == [pytest.approx(1.5)]
+    assert watch([1.0, 1.0, 100.0, 1.0]).mean_seconds([work], [1.0]) == [pytest.approx(1.5)]
 
 
 def test_short_work_is_timed_as_many_calls_at_once(alone: None) -> None:
-    assert watch([0.1, 0.1]).means([work], [0.001]) == [pytest.approx(0.002)]
+    assert watch([0.1, 0.1]).mean_seconds([work], [0.001]) == [pytest.approx(0.002)]
 
 
 def counts_the_last() -> None:
     mine = [[1.0, 5.0], [2.0, 3.0]][dist.get_rank()]
-    assert watch(mine).means([work], [1.0]) == [pytest.approx(3.5)]
+    assert watch(mine).mean_seconds([work], [1.0]) == [pytest.approx(3.5)]
 
 
 @pytest.mark.slow

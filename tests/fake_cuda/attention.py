@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def preferring(order: Sequence[SDPBackend]) -> Iterator[None]:
+def prefer_kernels(order: Sequence[SDPBackend]) -> Iterator[None]:
     """While active, calls on fake CUDA tensors take the first of these kernels that the GPU would take for them.
 
     Without it, a torch that was built without CUDA takes the one that is written out, whatever the call.
@@ -39,7 +39,7 @@ def preferring(order: Sequence[SDPBackend]) -> Iterator[None]:
             padded = [torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % 8)) for tensor in (query, key, value)]
             result = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
             return result[..., : value.shape[-1]]
-        mask = _added(attn_mask, query)
+        mask = _additive_mask(attn_mask, query)
         if kernel is CUDNN:
             operands = (query, key, value, mask, True, dropout_p, is_causal)
             return aten._scaled_dot_product_cudnn_attention(*operands, scale=scale)[0]
@@ -56,7 +56,7 @@ def preferring(order: Sequence[SDPBackend]) -> Iterator[None]:
         yield
 
 
-def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+def _additive_mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """A mask as kernels take it: numbers to be added to the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask

@@ -20,7 +20,7 @@ def compiler() -> str | None:
     return next((found for word in words if (found := shutil.which(word))), None)
 
 
-def compiled(compiler: str, folder: Path) -> Path:
+def compile_shim(compiler: str, folder: Path) -> Path:
     """The shim as a shared library in `folder`, made by that compiler.
 
     Raises:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_cuda.build import compiled, compiler
+from tests.fake_cuda.build import compile_shim, compiler
 
 
 @pytest.fixture(scope="package")
@@ -14,4 +14,4 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = compiler()
     if found is None:
         pytest.skip("no C++ compiler: what makes torch believe in GPUs is compiled from tests/fake_cuda/guard.cpp")
-    return compiled(found, tmp_path_factory.mktemp("shim"))
+    return compile_shim(found, tmp_path_factory.mktemp("shim"))

@@ -20,7 +20,7 @@ PROPERTIES = SimpleNamespace(
 )
 
 
-def pretend(shim: str, device: int) -> None:
+def install_fake_gpus(shim: str, device: int) -> None:
     """Have torch answer as on a machine of eight H100s, where `device` is the current one.
 
     To be called before torch is imported, which asks for CUDA's hooks once.
@@ -53,7 +53,7 @@ def pretend(shim: str, device: int) -> None:
     set_device(device)
 
 
-def leave() -> NoReturn:
+def exit_process() -> NoReturn:
     """End the process at once: threads that torch starts for such devices may abort it while it ends by itself."""
     sys.stdout.flush()
     os._exit(0)

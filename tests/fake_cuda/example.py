@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 
-from tests.fake_cuda.devices import leave, pretend
+from tests.fake_cuda.devices import exit_process, install_fake_gpus
 
 if __name__ == "__main__":
-    pretend(sys.argv[1], int(sys.argv[2]))  # before torch is imported
+    install_fake_gpus(sys.argv[1], int(sys.argv[2]))  # before torch is imported
 
 import itertools
 import json
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.fake_cuda.attention import preferring
+from tests.fake_cuda.attention import prefer_kernels
 from tests.kernels.choice import HOPPER
 from tests.programs import ROOT
 
@@ -46,7 +46,7 @@ def main(rank: int, plan: Path) -> None:
 
     register_optimizer_step_post_hook(note)
     mesh = init_device_mesh("cuda", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    with FakeTensorMode(allow_non_fake_inputs=True), preferring(HOPPER):
+    with FakeTensorMode(allow_non_fake_inputs=True), prefer_kernels(HOPPER):
         losses = example["train"](plan, mesh, steps=2)
     tensors = (each.to_local() if isinstance(each, DTensor) else each for each in itertools.chain(losses, held))
     devices = {str(tensor.device) for tensor in tensors}
@@ -55,4 +55,4 @@ def main(rank: int, plan: Path) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[2]), Path(sys.argv[3]))
-    leave()
+    exit_process()

@@ -15,9 +15,9 @@ from autoshard import PipelinePlan
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.patterns.decisions import Decisions
 from autoshard.plan import ShardingPlan
-from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.planner import Planner, Settings
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
+from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.solver.solve import solve
 from autoshard.specs.axes import MeshShape
 from tests.fake_cuda.cases import Case, build, cases, pipelines
@@ -28,13 +28,13 @@ SECONDS = 2.0  # of search per axis
 SMALL = 340  # nodes of a graph whose decisions for two axes take a second or two
 
 
-def planned(graph: JointGraph, mesh: MeshShape) -> ShardingPlan:
+def plan_axis_by_axis(graph: JointGraph, mesh: MeshShape) -> ShardingPlan:
     """A plan found one axis after another, which for small models takes a tenth of what a search takes.
 
     The last two axes are used, or the last one alone where the graph is large.
     """
-    planner = Planner(graph, mesh, fast_links(), Wishes(), Settings())
-    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.wishes)
+    planner = Planner(graph, mesh, fast_links(), Constraints(), Settings())
+    builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, planner.constraints)
     used = 2 if len(graph.graph_module.graph.nodes) <= SMALL else 1
     decisions: Decisions | None = None
     for axis in range(mesh.ndim)[-used:]:
@@ -47,7 +47,7 @@ def planned(graph: JointGraph, mesh: MeshShape) -> ShardingPlan:
 def write_plan(case: Case, folder: Path) -> None:
     """The plan of a model, as a file that another process may wait for."""
     module, inputs = build(case.model)
-    _write(planned(capture(module, (), inputs), MeshShape.of(case.axes())), folder / case.plan)
+    _write(plan_axis_by_axis(capture(module, (), inputs), MeshShape.of(case.axes())), folder / case.plan)
 
 
 def write_pipeline_plan(case: Case, folder: Path) -> None:

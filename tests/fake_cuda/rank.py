@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from tests.fake_cuda.devices import leave, pretend
+from tests.fake_cuda.devices import exit_process, install_fake_gpus
 
 if __name__ == "__main__":
-    pretend(sys.argv[1], int(sys.argv[2]))  # before torch is imported
+    install_fake_gpus(sys.argv[1], int(sys.argv[2]))  # before torch is imported
 
 import json
 import logging
@@ -32,11 +32,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard.partition.module import RUNTIME
-from autoshard.partition.step import Program
-from autoshard.pipelined.places import forward_fingerprint
+from autoshard.partition.module_runtime import RUNTIME
+from autoshard.partition.step import LocalProgram
+from autoshard.pipelined.pipeline_devices import forward_fingerprint
 from autoshard.pipelined.runtime import StageCall
-from tests.fake_cuda.attention import preferring
+from tests.fake_cuda.attention import prefer_kernels
 from tests.fake_cuda.cases import KERNELS, WORLD, Case, build, cases, pipelines, wait_for
 from tests.kernels.choice import MATH
 from tests.program_lint import exposed_gathers, gathers, program_findings
@@ -79,13 +79,13 @@ def run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     order = KERNELS[rank][case.mesh]
     module, inputs = build(case.model)  # on the CPU; its tensors lose their numbers on their way to the device
-    with FakeTensorMode(allow_non_fake_inputs=True), preferring(order), Collectives(mesh) as collectives:
+    with FakeTensorMode(allow_non_fake_inputs=True), prefer_kernels(order), Collectives(mesh) as collectives:
         autoshard.parallelize(module, mesh, (), inputs, plan=plan, compile=False)
         collectives.calls.clear()  # parameters are sent from the first rank
         device = torch.device("cuda", torch.cuda.current_device())
         outputs = outputs_of(module(**pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)))
         loss_of(outputs).backward()
-    return _told(module, [module], outputs, collectives)
+    return _describe_step(module, [module], outputs, collectives)
 
 
 def run_pipeline(case: Case, rank: int, folder: Path) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def run_pipeline(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         if isinstance(stage, StageCall):
             outputs.update((f"{len(outputs)}", result) for result in results)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), preferring((MATH,)), Collectives(mesh) as collectives:
+    with FakeTensorMode(allow_non_fake_inputs=True), prefer_kernels((MATH,)), Collectives(mesh) as collectives:
         pipeline = autoshard.parallelize(module, mesh, (), inputs, plan=plan, compile=False)
         collectives.calls.clear()
         device = torch.device("cuda", torch.cuda.current_device())
@@ -110,11 +110,11 @@ def run_pipeline(case: Case, rank: int, folder: Path) -> dict[str, Any]:
             loss = pipeline.train_step(**batch)
     ((serving,),) = pipeline._serving.values()
     stages = [stage.module for stage in serving.stages]
-    told = _told(pipeline, stages, outputs | {"loss": loss}, collectives)
+    told = _describe_step(pipeline, stages, outputs | {"loss": loss}, collectives)
     return told | {"fingerprints": [plan.fingerprint, forward_fingerprint(serving.calls.graph)]}
 
 
-def _told(
+def _describe_step(
     module: torch.nn.Module,
     parallelized: list[torch.nn.Module],
     outputs: dict[str, Tensor],
@@ -131,7 +131,7 @@ def _told(
     graphs = [graph for program in programs for graph in program.halves.graphs]
     return {
         "devices": devices,
-        "without gradient": sorted(_trained(module) - gradients.keys()),
+        "without gradient": sorted(_trainable_names(module) - gradients.keys()),
         "collectives": collectives.calls,
         "gathers": sum(map(gathers, graphs)),
         "exposed gathers": sum(len(exposed_gathers(graph)) for graph in graphs),
@@ -139,12 +139,12 @@ def _told(
     }
 
 
-def _programs(module: torch.nn.Module) -> list[Program]:
+def _programs(module: torch.nn.Module) -> list[LocalProgram]:
     served = module.__dict__[RUNTIME]._served
     return [call.program for call in served.values()]
 
 
-def _trained(module: torch.nn.Module) -> set[str]:
+def _trainable_names(module: torch.nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
@@ -162,11 +162,13 @@ def main(rank: int, folder: Path, *models: str) -> None:
     for serve, made in ((run, cases(rank)), (run_pipeline, pipelines())):
         for case in made:
             if not models or case.model in models:
-                report[case.plan] = _tried(serve, case, rank, folder)
+                report[case.plan] = _run_catching(serve, case, rank, folder)
     (folder / f"rank-{rank}.json").write_text(json.dumps(report))
 
 
-def _tried(run: Callable[[Case, int, Path], dict[str, Any]], case: Case, rank: int, folder: Path) -> dict[str, Any]:
+def _run_catching(
+    run: Callable[[Case, int, Path], dict[str, Any]], case: Case, rank: int, folder: Path
+) -> dict[str, Any]:
     try:
         return run(case, rank, folder) | {"error": ""}
     except Exception:
@@ -175,4 +177,4 @@ def _tried(run: Callable[[Case, int, Path], dict[str, Any]], case: Case, rank: i
 
 if __name__ == "__main__":
     main(int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
-    leave()
+    exit_process()

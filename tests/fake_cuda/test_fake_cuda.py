@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.build import compiled, compiler
+from tests.fake_cuda.build import compile_shim, compiler
 from tests.fake_cuda.cases import RANKS, Case, cases, pipelines
 from tests.programs import ROOT
 
@@ -30,7 +30,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Report]:
     if found is None:
         pytest.skip("no C++ compiler: what makes torch believe in GPUs is compiled from tests/fake_cuda/guard.cpp")
     folder = tmp_path_factory.mktemp("fake_cuda")
-    shim = str(compiled(found, folder))
+    shim = str(compile_shim(found, folder))
     programs = [["plans", str(folder)], *(["rank", shim, str(rank), str(folder)] for rank in RANKS)]
     _run_together(programs, folder)
     return {rank: json.loads((folder / f"rank-{rank}.json").read_text()) for rank in RANKS}

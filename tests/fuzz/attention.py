@@ -38,14 +38,14 @@ def masked_kernel(p: Block, x: Tensor) -> Tensor:
 
 
 @BLOCKS.block(fused="WT", out="WW")
-def fused(p: Block, x: Tensor) -> Tensor:
+def fused_qkv(p: Block, x: Tensor) -> Tensor:
     query, key, value = (split_heads(p, one) for one in (x @ p.fused).chunk(3, -1))
     scores = (query @ key.mT / HEAD**0.5).masked_fill(~_causal(x), float("-inf"))
     return join_heads(scores.softmax(-1) @ value) @ p.out
 
 
 @BLOCKS.block(fused="WT", out="WW")
-def interleaved(p: Block, x: Tensor) -> Tensor:
+def interleaved_qkv(p: Block, x: Tensor) -> Tensor:
     query, key, value = (x @ p.fused).unflatten(-1, (p.heads, 3, HEAD)).permute(3, 0, 2, 1, 4).unbind(0)
     return join_heads((query @ key.mT / HEAD**0.5).softmax(-1) @ value) @ p.out
 

@@ -28,12 +28,12 @@ from autoshard.partition.shards import distribute, local_of
 from autoshard.plan import ShardingPlan
 from autoshard.specs import Spec
 from autoshard.specs.axes import MeshShape
-from tests.fuzz.model import Drawn, Model, inputs_of, loss_of, tensors_of
-from tests.partition.meshes import simulated
-from tests.precision import BFLOAT16, BFLOAT16_ROUNDING, Lowered
+from tests.float64 import default_float64
+from tests.fuzz.model import Model, RandomModel, inputs_of, loss_of, tensors_of
+from tests.partition.meshes import simulated_mesh
+from tests.precision import BFLOAT16, BFLOAT16_ROUNDING, CastModule
 from tests.random_plans import random_plan
 from tests.training import fast_links, held_by_ranks, relative_difference
-from tests.widen import doubles
 from tests.workers import Workers
 
 TOLERANCE = 1e-9
@@ -76,7 +76,7 @@ class Case:
     """
 
     seed: int
-    drawn: Drawn
+    drawn: RandomModel
     mesh: tuple[int, ...]
     plan: str = "random"
     recompute: str = "none"
@@ -94,7 +94,7 @@ class Case:
     @classmethod
     def of(cls, seed: int) -> Case:
         draw = random.Random(seed)
-        case = cls(seed, Drawn.of(draw), draw.choice(MESHES), draw.choice(PLANS))
+        case = cls(seed, RandomModel.of(draw), draw.choice(MESHES), draw.choice(PLANS))
         case = replace(
             case, planned_outputs=draw.random() < 0.2, recompute=draw.choice(("none", "none", "auto", "full"))
         )
@@ -131,7 +131,7 @@ class Case:
     @property
     def width(self) -> AbstractContextManager[object]:
         """While active, tensors are made in the precision of the step."""
-        return nullcontext() if self.lowered else doubles()
+        return nullcontext() if self.lowered else default_float64()
 
     @property
     def batches(self) -> list[int]:
@@ -216,7 +216,7 @@ def _is_undetermined(case: Case, expected: Traced, limit: float) -> bool:
             generator = torch.Generator().manual_seed(attempt)
             for parameter in module.parameters():
                 parameter *= 1 + rounding * torch.randn(parameter.shape, generator=generator)
-        found = _trained(case, module, batches)
+        found = _train_on_one_device(case, module, batches)
         if any(not relative_difference(found[kind], expected[kind]) <= limit for kind in expected):
             return True
     return False
@@ -252,15 +252,15 @@ def on_one_device(case: Case) -> tuple[nn.Module, Traced]:
     module = _build(case)
     if case.casts:
         module.float()
-    return copy.deepcopy(module), _trained(case, module, _batches(case))
+    return copy.deepcopy(module), _train_on_one_device(case, module, _batches(case))
 
 
-def _trained(case: Case, module: nn.Module, batches: list[dict[str, Tensor]]) -> Traced:
+def _train_on_one_device(case: Case, module: nn.Module, batches: list[dict[str, Tensor]]) -> Traced:
     """What training leaves behind on one device."""
     with case.width:
         if not (case.lowered or case.casts):
             return _train(module.double(), batches)
-        found = _train(Lowered(module, torch.bfloat16 if case.lowered else torch.float64), batches)
+        found = _train(CastModule(module, torch.bfloat16 if case.lowered else torch.float64), batches)
     return {
         kind: {name.removeprefix("inner."): value for name, value in tensors.items()} for kind, tensors in found.items()
     }
@@ -297,7 +297,7 @@ def _mesh(case: Case, module: nn.Module) -> Traced:
             options["plan"] = ShardingPlan.from_json(text)
     if case.shares:
         return _processes(case, options)
-    with simulated(**case.axes) as mesh:
+    with simulated_mesh(**case.axes) as mesh:
         return _steps(case, module, mesh, batches, options)
 
 

@@ -108,7 +108,7 @@ def focal(p: Block, x: Tensor, target: Tensor) -> Any:
 
 
 @HEADS.block(weight="WW")
-def distilled(p: Block, x: Tensor, target: Tensor) -> Any:
+def distillation(p: Block, x: Tensor, target: Tensor) -> Any:
     with torch.no_grad():
         teacher = (x * 2).softmax(-1)
     return F.kl_div((x @ p.weight).log_softmax(-1), teacher, reduction="batchmean")

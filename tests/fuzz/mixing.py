@@ -22,7 +22,7 @@ def causal_depthwise(p: Block, x: Tensor) -> Tensor:
 
 
 @BLOCKS.block(weight="WW3")
-def dilated(p: Block, x: Tensor) -> Tensor:
+def dilated_convolution(p: Block, x: Tensor) -> Tensor:
     return F.conv1d(x.mT, p.weight, padding=2, dilation=2).mT
 
 
@@ -208,7 +208,7 @@ def put_at_indices(p: Block, x: Tensor) -> Tensor:
 
 
 @BLOCKS.block(table="TW")
-def embedded(p: Block, x: Tensor) -> Tensor:
+def embedding(p: Block, x: Tensor) -> Tensor:
     return F.embedding((x[..., 0] * 3).long().clamp(-8, 8) + 8, p.table) + x
 
 
@@ -220,7 +220,7 @@ def codebook(p: Block, x: Tensor) -> Tensor:
 
 
 @BLOCKS.block(weight="WW")
-def unfolded(p: Block, x: Tensor) -> Tensor:
+def unfolding(p: Block, x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1).mean(-1) @ p.weight
 
 

@@ -24,7 +24,7 @@ JOINS = ("add", "norm", "replace")
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RandomModel:
     """What a random model is made of.
 
     Attributes:
@@ -41,7 +41,7 @@ class Drawn:
     tokens: bool
 
     @classmethod
-    def of(cls, draw: random.Random) -> Drawn:
+    def of(cls, draw: random.Random) -> RandomModel:
         names = [draw.choice(sorted(BLOCKS)) for _ in range(draw.choice((1, 2, 2, 3, 4)))]
         return cls(
             tuple((name, draw.choice(JOINS)) for name in names),
@@ -55,7 +55,7 @@ class Drawn:
 class Model(nn.Module):
     """The model that was drawn."""
 
-    def __init__(self, drawn: Drawn) -> None:
+    def __init__(self, drawn: RandomModel) -> None:
         super().__init__()
         self.drawn = drawn
         self.embedding = nn.Embedding(TOKENS, drawn.width) if drawn.tokens else nn.Linear(4, drawn.width)
@@ -74,7 +74,7 @@ class Model(nn.Module):
         return self.head(x, target)
 
 
-def inputs_of(drawn: Drawn, batch: int, seed: int) -> dict[str, Tensor]:
+def inputs_of(drawn: RandomModel, batch: int, seed: int) -> dict[str, Tensor]:
     """A batch for it."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(TOKENS, (batch, TIME), generator=generator)

@@ -88,7 +88,7 @@ class Residual(nn.Module):
         return x + y
 
 
-class Turned(nn.Module):
+class ChannelsFirst(nn.Module):
     """A module that wants channels before positions."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -100,7 +100,7 @@ class Turned(nn.Module):
         return y.mT
 
 
-class Rerun(nn.Module):
+class Checkpointing(nn.Module):
     """A module under activation checkpointing."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -232,7 +232,7 @@ def _twice(module: nn.Module) -> Residual:
     return Residual(module, nn.GELU(), module)
 
 
-def _tied(width: int) -> Residual:
+def _tied_weights(width: int) -> Residual:
     first, second = nn.Linear(width, width), nn.Linear(width, width)
     second.weight = first.weight
     return Residual(first, nn.Tanh(), second)
@@ -244,10 +244,10 @@ def _recurrent(kind: type[nn.RNNBase], width: int, **options: Any) -> Residual:
 
 MODULES = {
     "linear_twice": lambda width: _twice(nn.Linear(width, width)),
-    "tied_weights": _tied,
+    "tied_weights": _tied_weights,
     "weight_norm": lambda width: Residual(parametrizations.weight_norm(nn.Linear(width, width))),
     "orthogonal_weight": lambda width: Residual(parametrizations.orthogonal(nn.Linear(width, width))),
-    "batch_norm_with_buffers": lambda width: Turned(nn.BatchNorm1d(width)),
+    "batch_norm_with_buffers": lambda width: ChannelsFirst(nn.BatchNorm1d(width)),
     "attention_of_torch": lambda width: Residual(Attention(width)),
     "encoder_layer": lambda width: nn.TransformerEncoderLayer(width, width // HEAD, 2 * width, 0.0, batch_first=True),
     "lstm": lambda width: _recurrent(nn.LSTM, width),
@@ -255,10 +255,10 @@ MODULES = {
     "elman_both_ways": lambda width: Residual(
         nn.RNN(width, width // 2, batch_first=True, bidirectional=True), nn.Linear(width, width)
     ),
-    "run_again": lambda width: Rerun(
+    "run_again": lambda width: Checkpointing(
         nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
     ),
-    "conv_and_group_norm": lambda width: Turned(
+    "conv_and_group_norm": lambda width: ChannelsFirst(
         nn.Sequential(nn.Conv1d(width, width, 3, padding=1), nn.GroupNorm(2, width), nn.SiLU())
     ),
     "dictionary": Dictionary,

@@ -10,30 +10,30 @@ import torch
 from tests.fuzz.__main__ import alone
 from tests.fuzz.case import MESHES, Case, on_one_device, run, run_seed
 from tests.fuzz.heads import HEADS
-from tests.fuzz.model import BLOCKS, Drawn
+from tests.fuzz.model import BLOCKS, RandomModel
 
 FRESH = tuple(range(1001, 1004))
 FAILED = {
     "a kernel that wants its operand row by row": Case(
-        14, Drawn((("time_first", "add"),), "next_token", 12, 5, False), (2, 2), "fast", "full"
+        14, RandomModel((("time_first", "add"),), "next_token", 12, 5, False), (2, 2), "fast", "full"
     ),
     "an unbiased variance of a dynamic batch": Case(
         200064,
-        Drawn((("norm_inside", "add"),), "ranking", 8, 4, False),
+        RandomModel((("norm_inside", "add"),), "ranking", 8, 4, False),
         *((2, 2), "fast"),
         dynamic=True,
         planned_outputs=True,
     ),
     "an input that every rank holds alike, exchanged": Case(
         200044,
-        Drawn(
+        RandomModel(
             (("row_in_place", "norm"), ("sorted_along_time", "add"), ("experts_with_capacity", "add")),
             *("robust", 24, 6, True),
         ),
         *((4,), "random", "auto", 0.7, 0.5),
     ),
     "windows that are written in place, one after the other": Case(
-        6, Drawn((("window_in_place", "add"),), "no_loss", 8, 2, False), (2,), forced=0.3
+        6, RandomModel((("window_in_place", "add"),), "no_loss", 8, 2, False), (2,), forced=0.3
     ),
 }
 """Cases that failed once, by what was the matter."""

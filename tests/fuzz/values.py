@@ -284,7 +284,7 @@ def orthogonal(p: Block, x: Tensor) -> Tensor:
 
 
 @BLOCKS.block(weight="WW")
-def solved(p: Block, x: Tensor) -> Tensor:
+def solve_system(p: Block, x: Tensor) -> Tensor:
     return torch.linalg.solve(torch.eye(p.width, dtype=x.dtype, device=x.device) * 4 + p.weight, x.mT).mT
 
 

@@ -38,7 +38,7 @@ def lstm(
     i, f, g, o = gates.chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cy = f * cx + i * g
-    return _written(o * cy.tanh()), _written(cy), torch.cat([i, f, g, o], 1)
+    return _to_kernel_layout(o * cy.tanh()), _to_kernel_layout(cy), torch.cat([i, f, g, o], 1)
 
 
 def lstm_backward(
@@ -57,7 +57,7 @@ def lstm_backward(
     grad_c = grad_h * o * (1 - cy.tanh() ** 2) + (0 if grad_cy is None else grad_cy)
     grad_o = grad_h * cy.tanh() * (1 - o) * o
     gates = torch.cat([grad_c * g * (1 - i) * i, grad_c * cx * (1 - f) * f, grad_c * i * (1 - g**2), grad_o], 1)
-    return gates, _written(grad_c * f), gates.sum(0) if has_bias else None
+    return gates, _to_kernel_layout(grad_c * f), gates.sum(0) if has_bias else None
 
 
 def gru(
@@ -69,7 +69,7 @@ def gru(
     (ir, iz, new), (hr, hz, hn) = input_gates.chunk(3, 1), hidden_gates.chunk(3, 1)
     r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
     n = (new + r * hn).tanh()
-    return _written(n + z * (hx - n)), torch.cat([r, z, n, hx, hn], 1)
+    return _to_kernel_layout(n + z * (hx - n)), torch.cat([r, z, n, hx, hn], 1)
 
 
 def gru_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Optional, ...]:
@@ -83,7 +83,7 @@ def gru_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Op
     grad_r = grad_n * hn * (1 - r) * r
     inputs, hidden = torch.cat([grad_r, grad_z, grad_n], 1), torch.cat([grad_r, grad_z, grad_n * r], 1)
     biases = (inputs.sum(0), hidden.sum(0)) if has_bias else (None, None)
-    return inputs, hidden, _written(grad_hy * z), *biases
+    return inputs, hidden, _to_kernel_layout(grad_hy * z), *biases
 
 
 def _check_forward(
@@ -107,6 +107,6 @@ def _check_types(*tensors: Tensor) -> None:
     assert types <= {*_TYPES}, f"no kernel for {types}"
 
 
-def _written(value: Tensor) -> Tensor:
+def _to_kernel_layout(value: Tensor) -> Tensor:
     """In the layout of the kernels' results."""
     return value.contiguous()

@@ -88,7 +88,7 @@ def _flash(call: Call, any_type: bool) -> bool:
     head = call.query.shape[-1]
     square = not call.causal or call.query.shape[-2] == call.key.shape[-2]
     sizes = head == call.key.shape[-1] == call.value.shape[-1] and head <= flash.LARGEST_HEAD
-    return _dense(call) and _typed(call, HALVES, any_type) and call.mask is None and sizes and square
+    return _dense(call) and _has_allowed_type(call, HALVES, any_type) and call.mask is None and sizes and square
 
 
 def _efficient(call: Call, any_type: bool) -> bool:
@@ -96,7 +96,7 @@ def _efficient(call: Call, any_type: bool) -> bool:
     heads = call.query.shape[-1] == call.key.shape[-1]
     sizes = all(tensor.shape[-1] % elements == 0 for tensor in call.operands)
     offsets = all(tensor.storage_offset() % elements == 0 for tensor in call.operands)
-    return _dense(call) and _typed(call, (*HALVES, torch.float32), any_type) and heads and sizes and offsets
+    return _dense(call) and _has_allowed_type(call, (*HALVES, torch.float32), any_type) and heads and sizes and offsets
 
 
 def _cudnn(call: Call, any_type: bool) -> bool:
@@ -104,7 +104,7 @@ def _cudnn(call: Call, any_type: bool) -> bool:
     sizes = all(head % 8 == 0 and head <= cudnn.LARGEST_HEAD for head in heads) and heads[0] == heads[1]
     counts = max(call.query.shape[:2]) <= cudnn.MOST and call.key.shape[-2] != 1
     dropout = not call.dropout or (call.dropout * 16 % 1 == 0 and call.query.shape[-2] != 1)
-    return _dense(call) and _typed(call, HALVES, any_type) and sizes and counts and dropout
+    return _dense(call) and _has_allowed_type(call, HALVES, any_type) and sizes and counts and dropout
 
 
 def _dense(call: Call) -> bool:
@@ -117,7 +117,7 @@ def _dense(call: Call) -> bool:
     return queries == keys and alike and all(tensor.stride(-1) == 1 for tensor in (*call.operands, *masks))
 
 
-def _typed(call: Call, allowed: tuple[torch.dtype, ...], any_type: bool) -> bool:
+def _has_allowed_type(call: Call, allowed: tuple[torch.dtype, ...], any_type: bool) -> bool:
     alike = call.query.dtype == call.key.dtype == call.value.dtype
     return alike and (any_type or call.query.dtype in allowed)
 

@@ -42,10 +42,10 @@ def _kernels(any_type: bool) -> dict[str, Callable[..., Any]]:
     return {
         "_flash_attention_forward": flash.forward,
         "_flash_attention_backward": flash.backward,
-        "_scaled_dot_product_flash_attention": flash.scaled,
-        "_scaled_dot_product_flash_attention_backward": flash.scaled_backward,
-        "_scaled_dot_product_efficient_attention": efficient.scaled,
-        "_scaled_dot_product_efficient_attention_backward": efficient.scaled_backward,
-        "_scaled_dot_product_cudnn_attention": cudnn.scaled,
-        "_scaled_dot_product_cudnn_attention_backward": cudnn.scaled_backward,
+        "_scaled_dot_product_flash_attention": flash.scaled_attention,
+        "_scaled_dot_product_flash_attention_backward": flash.scaled_attention_backward,
+        "_scaled_dot_product_efficient_attention": efficient.scaled_attention,
+        "_scaled_dot_product_efficient_attention_backward": efficient.scaled_attention_backward,
+        "_scaled_dot_product_cudnn_attention": cudnn.scaled_attention,
+        "_scaled_dot_product_cudnn_attention_backward": cudnn.scaled_attention_backward,
     }

@@ -36,7 +36,7 @@ class Cudnn:
 
     any_type: bool = False
 
-    def scaled(
+    def scaled_attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -55,13 +55,13 @@ class Cudnn:
         """
         self._check(query, key, value, attn_bias, dropout_p)
         state = draw_state(dropout_p)
-        scores = Scores(scale, _four_dims(attn_bias, query, key), _hidden(query, key, is_causal))
+        scores = Scores(scale, _four_dims(attn_bias, query, key), _hidden_mask(query, key, is_causal))
         result, statistics = forward(query, key, value, scores, Dropout(dropout_p, state.number), -math.inf)
         kept = statistics.unsqueeze(-1) if compute_log_sumexp else None
         drawn = (torch.tensor(state.seed), torch.tensor(state.offset), None)
         return _laid_like(result, query), kept, None, None, query.shape[2], key.shape[2], *drawn
 
-    def scaled_backward(
+    def scaled_attention_backward(
         self,
         grad_out: Tensor,
         query: Tensor,
@@ -91,7 +91,7 @@ class Cudnn:
         check_counts("cudnn", (max_q, max_k), sizes)
         statistics = check_statistics("cudnn", logsumexp, (*query.shape[:3], 1)).squeeze(-1)
         dropout = Dropout(dropout_p, state_of("cudnn", dropout_p, philox_seed, philox_offset).number)
-        scores = Scores(scale, _four_dims(attn_bias, query, key), _hidden(query, key, is_causal))
+        scores = Scores(scale, _four_dims(attn_bias, query, key), _hidden_mask(query, key, is_causal))
         made = backward(grad_out, query, key, value, out, statistics, scores, dropout)
         return tuple(written_like(x, like) for x, like in zip(made, (query, key, value), strict=False))
 
@@ -117,7 +117,7 @@ def _four_dims(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None
     return bias.expand(query.shape[0], heads, query.shape[2], key.shape[2])
 
 
-def _hidden(query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
+def _hidden_mask(query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
     return causal_from_first(query.shape[2], key.shape[2]) if causal else None
 
 

@@ -27,7 +27,7 @@ class Efficient:
 
     any_type: bool = False
 
-    def scaled(
+    def scaled_attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -47,7 +47,7 @@ class Efficient:
         """
         self._check(query, key, value, attn_bias)
         state = draw_state(dropout_p)
-        scores = Scores(scale, attn_bias, _hidden(query, key, is_causal))
+        scores = Scores(scale, attn_bias, _hidden_mask(query, key, is_causal))
         result, statistics = forward(query, key, value, scores, Dropout(dropout_p, state.number), 0.0)
         rows = _rows(query.shape[2]) if compute_log_sumexp else 0
         kept = statistics.new_full((*statistics.shape[:2], rows), math.inf)
@@ -55,7 +55,7 @@ class Efficient:
             kept[..., : query.shape[2]] = statistics
         return _by_position(result, query.dtype), kept, torch.tensor(state.seed), torch.tensor(state.offset)
 
-    def scaled_backward(
+    def scaled_attention_backward(
         self,
         grad_out_: Tensor,
         query: Tensor,
@@ -84,7 +84,7 @@ class Efficient:
         self._check_statistics(logsumexp, query)
         assert attn_bias is not None or not grad_input_mask[3], "efficient: gradient of a bias that is not there"
         dropout = Dropout(dropout_p, state_of("efficient", dropout_p, philox_seed, philox_offset).number)
-        scores = Scores(scale, attn_bias, _hidden(query, key, is_causal))
+        scores = Scores(scale, attn_bias, _hidden_mask(query, key, is_causal))
         statistics = logsumexp[..., : query.shape[2]]
         *made, of_scores = backward(grad_out_, query, key, value, out, statistics, scores, dropout)
         of_bias = None
@@ -136,7 +136,7 @@ def _rows(queries: int) -> int:
     return -(-queries // ROWS) * ROWS
 
 
-def _hidden(query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
+def _hidden_mask(query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
     return causal_from_first(query.shape[2], key.shape[2]) if causal else None
 
 

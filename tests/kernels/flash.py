@@ -61,7 +61,7 @@ class Flash:
         assert all(option is None for option in unused.values()), f"the reference takes no {sorted(unused)}"
         self._check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
         assert not return_debug_mask, "flash: the reference makes no debug mask"
-        hidden = _hidden(query, key, is_causal, window_size_left, window_size_right)
+        hidden = _hidden_mask(query, key, is_causal, window_size_left, window_size_right)
         state = draw_state(dropout_p)
         operands = (tensor.transpose(1, 2) for tensor in (query, key, value))
         result, statistics = forward(*operands, Scores(scale, None, hidden), Dropout(dropout_p, state.number), math.inf)
@@ -95,13 +95,13 @@ class Flash:
         check_types("flash", HALVES, self.any_type, query, grad_out, out)
         assert out.shape == grad_out.shape == query.shape, "flash: results and their gradients have other shapes"
         statistics = check_statistics("flash", logsumexp, (query.shape[0], query.shape[2], query.shape[1]))
-        hidden = _hidden(query, key, is_causal, window_size_left, window_size_right)
+        hidden = _hidden_mask(query, key, is_causal, window_size_left, window_size_right)
         dropout = Dropout(dropout_p, state_of("flash", dropout_p, rng_state, dtype=torch.uint64).number)
         operands = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
         made = backward(*operands, statistics, Scores(scale, None, hidden), dropout)
         return tuple(written_like(x.transpose(1, 2), like) for x, like in zip(made, (query, key, value), strict=False))
 
-    def scaled(
+    def scaled_attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -119,7 +119,7 @@ class Flash:
         made = self.forward(*turned, None, None, *sizes, dropout_p, is_causal, return_debug_mask, scale=scale)
         return made[0].transpose(1, 2), made[1], None, None, *sizes, *made[2:]
 
-    def scaled_backward(
+    def scaled_attention_backward(
         self,
         grad_out: Tensor,
         query: Tensor,
@@ -173,7 +173,7 @@ def _check_square(query: Tensor, key: Tensor, causal: bool) -> None:
     assert not causal or sizes[0] == sizes[1], f"flash: is_causal with {sizes[0]} queries and {sizes[1]} keys"
 
 
-def _hidden(query: Tensor, key: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor | None:
+def _hidden_mask(query: Tensor, key: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor | None:
     before = -1 if left is None else left
     behind = 0 if causal else -1 if right is None else right
     return outside_window(query.shape[1], key.shape[1], before, behind)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.memory import KINDS, Allocation, Memory, components, peak
+from autoshard.memory import KINDS, Allocation, Memory, bytes_by_kind, peak
 
 ALLOCATIONS = st.lists(
     st.builds(
@@ -30,7 +30,7 @@ def test_a_step_by_hand() -> None:
         Allocation("w'", 10, 4, 6, "gradient"),
     ]
     assert peak(step) == (67, 2)
-    held = components(step, 2)
+    held = bytes_by_kind(step, 2)
     assert {kind: held[kind] for kind in KINDS if held[kind]} == {
         "parameter": 10,
         "optimizer": 20,
@@ -58,8 +58,8 @@ def test_nothing_takes_nothing() -> None:
 @given(ALLOCATIONS)
 def test_the_peak_is_the_largest_sum_over_all_moments(allocations: list[Allocation]) -> None:
     most, moment = peak(allocations)
-    assert most == max(sum(components(allocations, at).values()) for at in range(30))
-    assert sum(components(allocations, moment).values()) == most
+    assert most == max(sum(bytes_by_kind(allocations, at).values()) for at in range(30))
+    assert sum(bytes_by_kind(allocations, moment).values()) == most
 
 
 @given(ALLOCATIONS)

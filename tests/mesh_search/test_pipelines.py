@@ -8,9 +8,9 @@ import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.mesh_search.shapes import Shape
 from tests import models
-from tests.mesh_search.test_course import hosts
+from tests.mesh_search.test_mesh_search import hosts
 
-planning = pytest.importorskip("autoshard.pipelined.planning", reason="pipelines are not there yet")
+planning = pytest.importorskip("autoshard.pipelined.pipeline_planner", reason="pipelines are not there yet")
 
 
 def slow_network() -> Cluster:

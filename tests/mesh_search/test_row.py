@@ -7,14 +7,14 @@ from typing import Any
 
 from autoshard.mesh_search.row import Row
 from autoshard.mesh_search.shapes import Shape
-from autoshard.pipelined.sizes import Size
+from autoshard.pipelined.shape_planner import PipelineShape
 from autoshard.specs.axes import MeshShape
 
 
 def test_another_size_of_a_pipeline_takes_what_those_took_that_were_planned_with_this_effort() -> None:
     row = Row(Shape(MeshShape.of({"pp": 2, "x": 2}), "pp"), 0.0, 0, took=40.0)
-    assert row.next_takes("fast") == 40.0
-    planned: Any = {Size(2, 1): SimpleNamespace(took=3.0), Size(4, 1): SimpleNamespace(took=5.0)}
-    row.sizes["fast"] = planned
-    assert row.next_takes("fast") == 5.0
-    assert row.next_takes("full") == 40.0
+    assert row.next_planning_seconds("fast") == 40.0
+    planned: Any = {PipelineShape(2, 1): SimpleNamespace(took=3.0), PipelineShape(4, 1): SimpleNamespace(took=5.0)}
+    row.planned_shapes["fast"] = planned
+    assert row.next_planning_seconds("fast") == 5.0
+    assert row.next_planning_seconds("full") == 40.0

@@ -10,11 +10,11 @@ import torch
 
 import autoshard
 from autoshard.errors import BudgetError, MeshError, PlanError
-from autoshard.mesh_search.candidate import BEST
+from autoshard.mesh_search.mesh_candidate import BEST
 from autoshard.mesh_search.result import SearchResult
-from autoshard.mesh_search.search import Wanted
+from autoshard.mesh_search.search import SearchOptions
 from autoshard.plan import ShardingPlan
-from tests.mesh_search.test_course import hosts, model
+from tests.mesh_search.test_mesh_search import hosts, model
 
 
 def search(devices: int = 4, **asked: Any) -> SearchResult:
@@ -115,7 +115,7 @@ def test_one_number_of_devices_is_not_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [0, -4, 2.0, True, "16", None])
 def test_a_number_of_devices_is_a_whole_one(devices: Any) -> None:
     with pytest.raises(MeshError, match="a whole number from 1 up"):
-        Wanted("mini-time", devices)
+        SearchOptions("mini-time", devices)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_unknown_options_are_named(asked: dict[str, Any], said: str) -> None:
 
 
 def test_options_say_which_numbers_of_devices_are_looked_at() -> None:
-    assert Wanted("mini-time", 12).counts == (12,)
-    assert Wanted("mini-parallelism", 12).counts == (1, 2, 3, 4, 6, 12)
+    assert SearchOptions("mini-time", 12).counts == (12,)
+    assert SearchOptions("mini-parallelism", 12).counts == (1, 2, 3, 4, 6, 12)
 
 
 def test_by_default_the_limit_is_what_a_device_has() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.mesh_search.shapes import Shape, joined, shapes, straddling
+from autoshard.mesh_search.shapes import Shape, coarser_shapes, shapes, straddle_reason
 from autoshard.specs.axes import MeshShape
 
 CLUSTER = Cluster.of("v100")  # eight devices to a host
@@ -67,16 +67,16 @@ def test_promising_ones_come_first() -> None:
     ],
 )
 def test_stages_of_twelve_devices_keep_to_hosts(axes: dict[str, int], refused: bool) -> None:
-    assert (straddling(Shape(MeshShape.of(axes), "pp"), CLUSTER) is not None) == refused
+    assert (straddle_reason(Shape(MeshShape.of(axes), "pp"), CLUSTER) is not None) == refused
 
 
 def test_what_needs_no_second_host_straddles_none() -> None:
-    assert straddling(Shape(MeshShape.of({"pp": 2, "x": 3}), "pp"), CLUSTER) is None
+    assert straddle_reason(Shape(MeshShape.of({"pp": 2, "x": 3}), "pp"), CLUSTER) is None
 
 
 def test_axes_over_equal_links_are_joined() -> None:
     def of(axes: dict[str, int], axis: str | None = None) -> list[str]:
-        return [str(shape) for shape in joined(Shape(MeshShape.of(axes), axis), CLUSTER)]
+        return [str(shape) for shape in coarser_shapes(Shape(MeshShape.of(axes), axis), CLUSTER)]
 
     assert of({"x": 2, "y": 4, "z": 2}) == ["x=2, y=8"]
     assert of({"x": 4, "y": 2, "z": 8}) == ["x=8, y=8"]

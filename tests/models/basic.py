@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.models.common import BATCH, HIDDEN, SEQUENCE, VOCABULARY, Model, seeded, tokens
+from tests.models.common import BATCH, HIDDEN, SEQUENCE, VOCABULARY, Model, fixed_seed, tokens
 
 
 class Mlp(nn.Module):
@@ -24,7 +24,7 @@ class Mlp(nn.Module):
 
 def mlp(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH) -> Model:
     """An MLP with its loss."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         return Mlp(24, 48), {"x": torch.randn(batch, 24), "target": torch.randn(batch, 24)}
 
 
@@ -113,6 +113,6 @@ def gpt(
     dropout: float = 0.0,
 ) -> Model:
     """A small GPT; `split` says how the fused projection is cut: "view", "chunk" or "split"."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = Gpt(hidden, heads, layers, split, tied, dropout)
         return module, {"input_ids": tokens(batch, sequence), "labels": tokens(batch, sequence)}

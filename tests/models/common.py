@@ -19,7 +19,7 @@ Model = tuple[nn.Module, dict[str, Any]]
 
 
 @contextlib.contextmanager
-def seeded(dtype: torch.dtype, seed: int) -> Iterator[None]:
+def fixed_seed(dtype: torch.dtype, seed: int) -> Iterator[None]:
     """Build under `dtype` as default and with a fixed seed, leaving the global random state as it was."""
     before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.models.common import BATCH, Model, seeded
+from tests.models.common import BATCH, Model, fixed_seed
 
 
 class Residual(nn.Module):
@@ -57,7 +57,7 @@ class ResNet(nn.Module):
 
 def resnet18(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH, size: int = 32) -> Model:
     """ResNet-18 (eight basic blocks in four stages), narrow, for small images and 12 classes."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = ResNet((12, 12, 24, 24), 12)
         inputs = {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(0, 12, (batch,))}
         return module, inputs
@@ -88,13 +88,13 @@ class Vgg(nn.Module):
 
 def vgg(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH, size: int = 12) -> Model:
     """A VGG of two stages for small images and 12 classes."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         return Vgg((12, 24), size, 12), _images(batch, size)
 
 
 def wide_resnet(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH, size: int = 16) -> Model:
     """A Wide-ResNet: two blocks to a stage, twice as wide as the ResNet, one stage less deep."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         return ResNet((24, 48), 12), _images(batch, size)
 
 
@@ -166,6 +166,6 @@ class UNet(nn.Module):
 
 def unet(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH) -> Model:
     """A U-Net with attention for images of 8 by 8."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         inputs = {"image": torch.randn(batch, 3, 8, 8), "noise": torch.randn(batch, 3, 8, 8), "step": torch.rand(batch)}
         return UNet(12), inputs

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.models.common import BATCH, HIDDEN, SEQUENCE, SMALL, VOCABULARY, Model, seeded, tokens
+from tests.models.common import BATCH, HIDDEN, SEQUENCE, SMALL, VOCABULARY, Model, fixed_seed, tokens
 
 
 def hf_gpt2(
@@ -153,7 +153,7 @@ def _sizes() -> dict[str, Any]:
 
 def language_model(build: Callable[[Any], nn.Module], config: Any, dtype: torch.dtype, seed: int, batch: int) -> Model:
     """The model of a configuration in training, its labels its own tokens."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = build(config)
         input_ids = tokens(batch)
         return module.train(), {"input_ids": input_ids, "labels": input_ids.clone()}

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.models.common import BATCH, HIDDEN, SEQUENCE, SMALL, VOCABULARY, Model, seeded, tokens
+from tests.models.common import BATCH, HIDDEN, SEQUENCE, SMALL, VOCABULARY, Model, fixed_seed, tokens
 
 
 def hf_bert(
@@ -34,7 +34,7 @@ def hf_bert(
         num_labels=3,
         problem_type="single_label_classification",
     )
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         if task == "masked":
             module, labels = transformers.BertForMaskedLM(config), tokens(batch)
         else:
@@ -86,7 +86,7 @@ def hf_t5(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BAT
         eos_token_id=1,
         use_cache=False,
     )
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = transformers.T5ForConditionalGeneration(config)
         return module.train(), {"input_ids": tokens(batch), "labels": tokens(batch)}
 
@@ -110,7 +110,7 @@ def _sizes() -> dict[str, Any]:
 
 def masked_model(build: Callable[[Any], nn.Module], config: Any, dtype: torch.dtype, seed: int, batch: int) -> Model:
     """The model of a configuration in training, with tokens, a mask that hides none of them, and labels."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = build(config)
         mask = torch.ones(batch, SEQUENCE, dtype=torch.long)
         return module.train(), {"input_ids": tokens(batch), "attention_mask": mask, "labels": tokens(batch)}

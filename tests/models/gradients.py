@@ -41,7 +41,7 @@ class Reverse(Function):
         return -ctx.strength * gradient, None
 
 
-class Weighted(Function):
+class PythonConstants(Function):
     """Makes tensors of Python numbers in both halves."""
 
     @staticmethod
@@ -102,7 +102,7 @@ class Halves(Function):
         return 7 * second if first is None else 11 * first + 13 * second
 
 
-class Doubled(Function):
+class DoubleInPlace(Function):
     """Changes its argument in place."""
 
     @staticmethod
@@ -116,7 +116,7 @@ class Doubled(Function):
         return 3 * gradient
 
 
-class Nested(Function):
+class NestedFunctions(Function):
     """Calls other functions in forward and in backward."""
 
     @staticmethod
@@ -130,7 +130,7 @@ class Nested(Function):
         return Reverse.apply(gradient, 2.0) * Round.apply(x)
 
 
-class Scaled(Function):
+class ScaleBy(Function):
     """The newer style, with a context apart."""
 
     @staticmethod
@@ -165,7 +165,7 @@ class Once(Function):
         return gradient * result
 
 
-class Replayed(Function):
+class RecomputeInBackward(Function):
     """Recomputes in backward, with gradients that it takes itself."""
 
     @staticmethod
@@ -222,12 +222,12 @@ class Small(nn.Module):
 Between = Callable[[Small, Tensor], Tensor]
 
 
-def _multiplied(x: Tensor, factor: Tensor) -> Tensor:
+def _multiply_gradient(x: Tensor, factor: Tensor) -> Tensor:
     x.register_hook(lambda gradient: gradient * factor)
     return x
 
 
-def _checkpointed(model: Small, x: Tensor, reentrant: bool) -> Tensor:
+def _checkpoint_layer(model: Small, x: Tensor, reentrant: bool) -> Tensor:
     return checkpoint(lambda y: torch.tanh(model.second(y)) * model.scale, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
 
 
@@ -247,7 +247,7 @@ def _hooked_in_place(model: Small, x: Tensor) -> Tensor:
     return y
 
 
-def _removed(model: Small, x: Tensor) -> Tensor:
+def _remove_hook(model: Small, x: Tensor) -> Tensor:
     handle = x.register_hook(lambda gradient: gradient * 5)
     handle.remove()
     return x
@@ -267,25 +267,25 @@ def _hooked_module(model: Small, x: Tensor) -> Tensor:
     return y
 
 
-def _penalized(model: Small, x: Tensor) -> Tensor:
+def _multiply_by_force(model: Small, x: Tensor) -> Tensor:
     energy = (torch.tanh(x) * model.scale).sum()
     (force,) = torch.autograd.grad(energy, x, create_graph=True)
     return x * force
 
 
-def _steered(model: Small, x: Tensor) -> Tensor:
+def _multiply_by_constant_force(model: Small, x: Tensor) -> Tensor:
     energy = (torch.sigmoid(x) * model.scale).sum()
     (force,) = torch.autograd.grad(energy, x, retain_graph=True)  # a constant to what follows
     return x * force
 
 
-def _shifted(model: Small, x: Tensor) -> Tensor:
+def _add_force_of_shift(model: Small, x: Tensor) -> Tensor:
     shift = torch.zeros_like(x, requires_grad=True)
     (force,) = torch.autograd.grad(((x + shift) ** 3 * model.scale).sum(), shift, create_graph=True)
     return x + force
 
 
-def _held(model: Small, x: Tensor) -> Tensor:
+def _mix_grad_modes(model: Small, x: Tensor) -> Tensor:
     with torch.no_grad():
         constant = round_through(x)
         with torch.enable_grad():
@@ -303,7 +303,7 @@ def _several(model: Small, x: Tensor) -> Tensor:
 
 def _marked_dirty(model: Small, x: Tensor) -> Tensor:
     y = x + 1
-    Doubled.apply(y)
+    DoubleInPlace.apply(y)
     return y * model.scale
 
 
@@ -328,33 +328,33 @@ class Gain(Function):
 BETWEEN: dict[str, Between] = {
     "straight-through": lambda model, x: round_through(x),
     "reversal": lambda model, x: Reverse.apply(x, 0.5),
-    "constants": lambda model, x: Weighted.apply(x),
+    "constants": lambda model, x: PythonConstants.apply(x),
     "lean linear": lambda model, x: LeanLinear.apply(x, model.second.weight, model.scale),
     "lean linear without bias": lambda model, x: LeanLinear.apply(x.detach(), model.second.weight, None),
     "non-differentiable": lambda model, x: x * Largest.apply(x)[0].unsqueeze(-1) + Largest.apply(x)[1].unsqueeze(-1),
     "several results": _several,
     "in place": _marked_dirty,
-    "nested": lambda model, x: Nested.apply(x),
-    "context apart": lambda model, x: Scaled.apply(x, {"by": 3.0}) + Scaled.apply(x, {"by": 2.0}, 3),
+    "nested": lambda model, x: NestedFunctions.apply(x),
+    "context apart": lambda model, x: ScaleBy.apply(x, {"by": 3.0}) + ScaleBy.apply(x, {"by": 2.0}, 3),
     "once differentiable": lambda model, x: Once.apply(x),
-    "gradient in backward": lambda model, x: Replayed.apply(x, model.second.weight),
+    "gradient in backward": lambda model, x: RecomputeInBackward.apply(x, model.second.weight),
     "reads a module": lambda model, x: Gain.apply(x, model.second),
     "autocast": _under_autocast,
-    "reentrant checkpoint": lambda model, x: _checkpointed(model, x, True),
-    "reentrant checkpoint of inputs": lambda model, x: x + _checkpointed(model, x.detach(), True),
-    "checkpoint": lambda model, x: _checkpointed(model, x, False),
-    "hook": lambda model, x: _multiplied(x, model.scale),
+    "reentrant checkpoint": lambda model, x: _checkpoint_layer(model, x, True),
+    "reentrant checkpoint of inputs": lambda model, x: x + _checkpoint_layer(model, x.detach(), True),
+    "checkpoint": lambda model, x: _checkpoint_layer(model, x, False),
+    "hook": lambda model, x: _multiply_gradient(x, model.scale),
     "hooks set late": _hooked_late,
     "hook before a change in place": _hooked_in_place,
-    "hook taken back": _removed,
+    "hook taken back": _remove_hook,
     "hook of a parameter": _hooked_parameter,
     "hook of a module": _hooked_module,
-    "gradient inside": _penalized,
-    "constant gradient inside": _steered,
-    "gradient of a new tensor": _shifted,
+    "gradient inside": _multiply_by_force,
+    "constant gradient inside": _multiply_by_constant_force,
+    "gradient of a new tensor": _add_force_of_shift,
     "tangent": lambda model, x: torch.func.jvp(torch.tanh, (x,), (x * model.scale,))[1],
     "tangent by two gradients": lambda model, x: jvp(torch.tanh, x, x * model.scale, create_graph=True)[1],
-    "no gradient": _held,
+    "no gradient": _mix_grad_modes,
 }
 """What happens between the two layers, by name."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.models.common import BATCH, SMALL, VOCABULARY, Model, seeded, tokens
+from tests.models.common import BATCH, SMALL, VOCABULARY, Model, fixed_seed, tokens
 
 STEPS = 6  # tokens to a sequence: every one is a step of the recurrence, and so a copy of the cell in the graph
 
@@ -28,7 +28,7 @@ class LstmLanguageModel(nn.Module):
 
 def lstm(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH) -> Model:
     """A language model of two LSTM layers."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         return LstmLanguageModel(SMALL), {"input_ids": tokens(batch, STEPS), "labels": tokens(batch, STEPS)}
 
 
@@ -62,6 +62,6 @@ class Translator(nn.Module):
 
 def gnmt(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH) -> Model:
     """A translator of LSTMs with additive attention."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         inputs = {name: tokens(batch, STEPS) for name in ("input_ids", "decoder_input_ids", "labels")}
         return Translator(SMALL), inputs

@@ -9,7 +9,7 @@ import transformers.integrations.moe  # noqa: F401  (registers the product of gr
 from torch import nn
 from torch.nn import functional
 
-from tests.models.common import Model, seeded
+from tests.models.common import Model, fixed_seed
 
 Inverse = Literal["argsort", "index_put"]
 
@@ -46,7 +46,7 @@ class SortedExperts(nn.Module):
         rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
         return rows[self._undone(order)].view(x.shape[0], choices, -1).sum(1)
 
-    def _undone(self, order: torch.Tensor) -> torch.Tensor:
+    def _inverse_order(self, order: torch.Tensor) -> torch.Tensor:
         if self.inverse == "argsort":
             return torch.argsort(order)
         inverse = torch.empty_like(order)
@@ -77,7 +77,7 @@ def sorted_experts(
     inverse: Inverse = "index_put",
 ) -> Model:
     """Twelve experts, two for each token, which are given."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = SortedExperts(6, 4, experts, inverse)
         inputs = {
             "x": torch.randn(tokens, 6),

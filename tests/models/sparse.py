@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.models.common import BATCH, SEQUENCE, SMALL, VOCABULARY, Model, seeded, tokens
+from tests.models.common import BATCH, SEQUENCE, SMALL, VOCABULARY, Model, fixed_seed, tokens
 
 
 class Recommender(nn.Module):
@@ -32,7 +32,7 @@ class Recommender(nn.Module):
 
 def dlrm(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH) -> Model:
     """A recommender with three tables of 48 rows, four indices to a bag."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = Recommender(3, VOCABULARY, 12)
         inputs = {
             "dense": torch.randn(batch, 12),
@@ -63,7 +63,7 @@ class Experts(nn.Module):
         balance = (gates.mean(1) * first.mean(1)).sum(-1).mean() * self.experts
         place1 = (first.cumsum(1) - first) * first
         place2 = ((second.cumsum(1) - second) + first.sum(1, keepdim=True)) * second
-        combine = self._combined(gates, first, place1) + self._combined(gates, second, place2)
+        combine = self._combine_weights(gates, first, place1) + self._combine_weights(gates, second, place2)
         combine = combine / combine.sum((2, 3), keepdim=True).clamp_min(1e-9)
         dispatch = (combine > 0).to(x.dtype)  # [group, token, expert, place]
         arrived = torch.einsum("gtec,gtd->egcd", dispatch, x)
@@ -71,7 +71,7 @@ class Experts(nn.Module):
         left = torch.einsum("egcf,efd->egcd", inner, self.down)
         return torch.einsum("gtec,egcd->gtd", combine, left), balance
 
-    def _combined(self, gates: torch.Tensor, chosen: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    def _combine_weights(self, gates: torch.Tensor, chosen: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         """Weight of each token at each place of each expert; none where the expert is full."""
         fits = chosen * (place < self.capacity)
         weight = (gates * fits).sum(-1)
@@ -103,6 +103,6 @@ class GShard(nn.Module):
 
 def gshard(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH) -> Model:
     """A mixture of 4 experts with room for 4 tokens of each sequence."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = GShard(SMALL, 4, 4, SEQUENCE // 3)
         return module, {"input_ids": tokens(batch), "labels": tokens(batch)}

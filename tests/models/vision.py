@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.models.common import BATCH, HIDDEN, SEQUENCE, SMALL, VOCABULARY, Model, seeded, tokens
+from tests.models.common import BATCH, HIDDEN, SEQUENCE, SMALL, VOCABULARY, Model, fixed_seed, tokens
 
 
 def hf_vit(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BATCH, layers: int = 2) -> Model:
@@ -26,7 +26,7 @@ def hf_vit(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = BA
         num_labels=3,
         problem_type="single_label_classification",
     )
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = transformers.ViTForImageClassification(config)
         return module.train(), {"pixel_values": torch.randn(batch, 3, 12, 12), "labels": torch.randint(0, 3, (batch,))}
 
@@ -74,7 +74,7 @@ def hf_clip(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int = B
         vision_config={**tower, "image_size": 12, "patch_size": 4},
         projection_dim=12,
     )
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = transformers.CLIPModel(config)
         inputs = {"input_ids": tokens(batch), "pixel_values": torch.randn(batch, 3, 12, 12), "return_loss": True}
         return module.train(), inputs
@@ -101,7 +101,7 @@ def hf_whisper(*, dtype: torch.dtype = torch.float32, seed: int = 0, batch: int 
         decoder_start_token_id=2,
         use_cache=False,
     )
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = transformers.WhisperForConditionalGeneration(config)
         inputs = {"input_features": torch.randn(batch, 12, 2 * SEQUENCE), "labels": tokens(batch)}
         return module.train(), inputs
@@ -111,7 +111,7 @@ def _classifier(
     build: Callable[[Any], nn.Module], config: Any, dtype: torch.dtype, seed: int, batch: int, size: int
 ) -> Model:
     """The model of a configuration in training, with square images and 12 classes."""
-    with seeded(dtype, seed):
+    with fixed_seed(dtype, seed):
         module = build(config)
         images = torch.randn(batch, 3, size, size)
         return module.train(), {"pixel_values": images, "labels": torch.randint(0, 12, (batch,))}

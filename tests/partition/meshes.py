@@ -23,7 +23,7 @@ from autoshard.specs import MeshShape, Spec
 
 
 @contextmanager
-def simulated(**sizes: int) -> Iterator[DeviceMesh]:
+def simulated_mesh(**sizes: int) -> Iterator[DeviceMesh]:
     """A mesh with these axes; every tensor made inside is one per rank."""
     mesh = MeshShape.of(sizes)
     dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())

@@ -15,7 +15,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.partition.localize import Localizer, LocalStep
 from autoshard.partition.shards import cut
 from autoshard.partition.step import Ranks
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
 from autoshard.specs.axes import MeshShape
 from tests.planner.steps import flow_of, planner_of
 
@@ -23,7 +23,7 @@ from tests.planner.steps import flow_of, planner_of
 def step_on(
     graph: JointGraph,
     mesh: DeviceMesh,
-    wishes: Wishes | None = None,
+    wishes: Constraints | None = None,
     cluster: Cluster | None = None,
     effort: str = "full",
 ) -> LocalStep:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
-from autoshard.partition import module as runtime
+from autoshard.partition import module_runtime as runtime
 from autoshard.partition.call_sizes import CallSizes
 
 
@@ -41,11 +41,11 @@ def _tokens(batch: int, length: int) -> dict[str, tuple[int, ...]]:
 def test_the_third_size_names_the_option_that_spares_the_others(said: list[str]) -> None:
     sizes = _sizes()
     for number, call in enumerate([(4, 8), (4, 16)]):
-        sizes.meet("training", _tokens(*call), 2.0)
-        sizes.meet("evaluation", _tokens(4, 8 + number), 1.0)
+        sizes.record("training", _tokens(*call), 2.0)
+        sizes.record("evaluation", _tokens(4, 8 + number), 1.0)
     assert not list(said)
-    sizes.meet("training", _tokens(4, 24), 2.0)
-    sizes.meet("training", _tokens(4, 32), 2.0)
+    sizes.record("training", _tokens(4, 24), 2.0)
+    sizes.record("training", _tokens(4, 32), 2.0)
     (line,) = said
     assert "Model: 3 calls that differ in little" in line
     assert "made in 8.0 s" in line
@@ -55,7 +55,7 @@ def test_the_third_size_names_the_option_that_spares_the_others(said: list[str])
 def test_sizes_that_change_in_their_own_ways_have_names_of_their_own(said: list[str]) -> None:
     sizes = _sizes()
     for one, other in ((2, 8), (3, 9), (2, 7)):
-        sizes.meet(0, {"x": (one, other), "y": (other, one)}, 1.0)
+        sizes.record(0, {"x": (one, other), "y": (other, one)}, 1.0)
     (line,) = said
     assert "{'x': {0: 'batch', 1: 'length'}, 'y': {0: 'length', 1: 'batch'}}" in line
 
@@ -63,9 +63,9 @@ def test_sizes_that_change_in_their_own_ways_have_names_of_their_own(said: list[
 def test_plain_values_are_told_of_and_what_was_said_already_is_not(said: list[str]) -> None:
     sizes, dynamic = _sizes(), _sizes({"tokens": {1: "n"}, "labels": {1: "n"}})
     for length in range(3):
-        dynamic.meet(0, _tokens(4, 8 + length), 1.0)
-        _sizes(quiet=True).meet(0, _tokens(4, 8 + length), 1.0)
-        sizes.meet(0, _tokens(4, 8), 1.0)
+        dynamic.record(0, _tokens(4, 8 + length), 1.0)
+        _sizes(quiet=True).record(0, _tokens(4, 8 + length), 1.0)
+        sizes.record(0, _tokens(4, 8), 1.0)
     (line,) = said
     assert "plain argument" in line
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.partition.blocks import blocks_of
 from autoshard.partition.checkpoint import checkpointable, install_hooks
-from autoshard.partition.shards import distribute, full, local_of, replace_parameters
+from autoshard.partition.shards import distribute, get_full, local_of, replace_parameters
 from autoshard.specs import MeshShape, Spec, shard
-from tests.partition.meshes import SPECS, per_rank, simulated
+from tests.partition.meshes import SPECS, per_rank, simulated_mesh
 from tests.workers import Workers
 
 
@@ -71,7 +71,7 @@ def placed(seed: int, mesh: dist.DeviceMesh, fused: str, uneven: str) -> Block:
 
 
 def wholes(module: nn.Module) -> dict[str, Tensor]:
-    return {name: full(module, name) for name in module.state_dict()}
+    return {name: get_full(module, name) for name in module.state_dict()}
 
 
 # How to place the fused projection and the uneven weight.
@@ -138,11 +138,11 @@ def optimizers_are_saved_and_resumed(folder: str) -> None:
     dcp.load(state, checkpoint_id=f"{folder}/optimizer")
     set_state_dict(other, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state)
     for name, value in wholes(module).items():
-        assert torch.equal(full(other, name), value), name
+        assert torch.equal(get_full(other, name), value), name
     for ours, theirs in zip(other.parameters(), module.parameters(), strict=True):
         for key in ("exp_avg", "exp_avg_sq"):
-            expected = distribute(optimizer.state[theirs][key], theirs.device_mesh, Spec.replicated(1))
-            moments = distribute(resumed.state[ours][key], ours.device_mesh, Spec.replicated(2))
+            expected = distribute(optimizer.state[theirs][key], theirs.device_mesh, Spec.all_replicated(1))
+            moments = distribute(resumed.state[ours][key], ours.device_mesh, Spec.all_replicated(2))
             assert torch.equal(local_of(moments), local_of(expected))
 
 
@@ -174,7 +174,7 @@ def test_whole_tensors_are_loaded(assign: bool, meta: bool) -> None:
     original = copy.deepcopy(state)
     for shape, fused, uneven in LAYOUTS:
         sizes = dict(zip("ab", shape, strict=False))
-        with simulated(**sizes) as mesh:
+        with simulated_mesh(**sizes) as mesh:
             if meta and not assign:
                 continue
             with torch.device("meta" if meta else "cpu"):
@@ -185,7 +185,7 @@ def test_whole_tensors_are_loaded(assign: bool, meta: bool) -> None:
             assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
             assert (next(iter(module.parameters())) is parameters[0]) == (not assign)
             for name, value in original.items():
-                for mine in per_rank(full(module, name), mesh).values():
+                for mine in per_rank(get_full(module, name), mesh).values():
                     assert torch.equal(mine, value), (fused, name)
             # what was loaded is a copy, whole or sharded
             for parameter in module.parameters():
@@ -197,36 +197,36 @@ def test_tied_parameters_stay_tied_when_only_one_name_is_assigned() -> None:
     for missing in ("head.weight", "uneven.weight"):
         state = Block(0).state_dict()
         expected = state.pop(missing)
-        with simulated(a=2) as mesh:
+        with simulated_mesh(a=2) as mesh:
             with torch.device("meta"):
                 module = placed(1, mesh, "S(0)", "S(0)")
             assert module.load_state_dict(state, assign=True, strict=False).missing_keys == [missing]
             assert module.head.weight is module.uneven.weight
-            assert all(torch.equal(value, expected) for value in per_rank(full(module, missing), mesh).values())
+            assert all(torch.equal(value, expected) for value in per_rank(get_full(module, missing), mesh).values())
 
 
 def test_state_dicts_of_other_placements_are_loaded() -> None:
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         source = placed(0, mesh, *LAYOUTS[1][1:])
         for assign in (False, True):
             module = placed(1, mesh, *LAYOUTS[4][1:])
             module.load_state_dict(source.state_dict(), assign=assign)
             assert str(Spec(tuple(module.fused.weight.placements))) == "R S(0,f=6)"
             for name, value in Block(0).state_dict().items():
-                assert all(torch.equal(mine, value) for mine in per_rank(full(module, name), mesh).values())
+                assert all(torch.equal(mine, value) for mine in per_rank(get_full(module, name), mesh).values())
 
 
 def test_a_parallelised_part_of_a_larger_module_is_loaded() -> None:
-    with simulated(a=2) as mesh:
+    with simulated_mesh(a=2) as mesh:
         outer = nn.ModuleDict({"inner": placed(1, mesh, "S(0,f=3)", "S(0)"), "plain": nn.Linear(2, 2)})
         outer.load_state_dict(nn.ModuleDict({"inner": Block(0), "plain": nn.Linear(2, 2)}).state_dict())
         for name, value in Block(0).state_dict().items():
-            assert all(torch.equal(mine, value) for mine in per_rank(full(outer["inner"], name), mesh).values())
+            assert all(torch.equal(mine, value) for mine in per_rank(get_full(outer["inner"], name), mesh).values())
 
 
 def test_what_does_not_fit_is_reported_as_torch_does() -> None:
     state = Block(0).state_dict()
-    with simulated(a=2) as mesh:
+    with simulated_mesh(a=2) as mesh:
         module = placed(1, mesh, "S(0,f=3)", "S(0)")
         with pytest.raises(RuntimeError, match=r"size mismatch for fused.bias: .*torch.Size\(\[3\]\)"):
             module.load_state_dict({**state, "fused.bias": torch.zeros(3)})
@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_reported_as_torch_does() -> None:
 
 
 def test_describing_shards_makes_no_reference_cycle() -> None:
-    with simulated(a=2) as mesh:
+    with simulated_mesh(a=2) as mesh:
         state = placed(1, mesh, "S(0,f=3)", "S(0)").state_dict()
         local = local_of(state["fused.weight"])
         pieces = local.__create_chunk_list__.__self__

@@ -63,7 +63,7 @@ def test_nodes_carry_the_phase_that_they_are_emitted_in(emit: GraphEmitter) -> N
 
 
 def test_coordinates_and_seed_are_inputs_of_the_program(emit: GraphEmitter) -> None:
-    emit.ranks()
+    emit.add_rank_inputs()
     names = [node.target for node in emit.graph.nodes]
     assert names == ["coordinate_x", "coordinate_y", "host_coordinate_x", "host_coordinate_y", "seed"]
     assert emit.coordinate(1).target == "coordinate_y"

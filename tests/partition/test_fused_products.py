@@ -19,7 +19,7 @@ from autoshard.partition import _torch
 from autoshard.partition.fused_products import fuse
 from autoshard.partition.step import Ranks
 from autoshard.patterns.local import collectives
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 
 aten = torch.ops.aten
 GATHER = collectives.all_gather_into_tensor.default
@@ -90,7 +90,7 @@ def test_fused_products_give_the_same_numbers(
     build: Callable[[str], Callable[..., Any]], fused: Any, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = 2 * rows if fused is FUSED_SCATTER else rows
-    with simulated(x=2) as mesh:
+    with simulated_mesh(x=2) as mesh:
         ranks = Ranks(mesh, torch.device("cpu"))
         (group,) = ranks.groups
         x = torch.arange(rows * 4 * 6.0, dtype=torch.float64).reshape(rows, 4, 6) * (ranks.coordinates[0] + 1)
@@ -117,7 +117,7 @@ def test_fused_products_give_the_same_numbers(
 
 
 def test_nothing_is_fused_over_groups_without_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    with simulated(x=2) as mesh:
+    with simulated_mesh(x=2) as mesh:
         (group,) = Ranks(mesh, torch.device("cpu")).groups
         with outside_modes():
             program = make_fx(_gather_then_product(group), tracing_mode="fake")(torch.empty(3, 4, 6), torch.empty(6, 5))

@@ -23,9 +23,9 @@ from torch.nn.modules.module import register_module_forward_hook
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.errors import AutoshardError, InputError
-from autoshard.partition.shards import whole
+from autoshard.partition.shards import gather_full_tensor
 from tests import models
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 from tests.training import fast_links, held_by_ranks
 from tests.workers import Workers
 
@@ -85,7 +85,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    with simulated(x=2) as mesh:
+    with simulated_mesh(x=2) as mesh:
         yield mesh
 
 
@@ -111,7 +111,7 @@ def _same(module: nn.Module, alone: nn.Module, mesh: DeviceMesh, x: Tensor | Non
     theirs.backward()
     pairs = [(ours, theirs), *((p.grad, q.grad) for p, q in zip(module.parameters(), alone.parameters(), strict=True))]
     for one, other in pairs:
-        for held in per_rank(whole(one) if isinstance(one, DTensor) else one.detach(), mesh).values():
+        for held in per_rank(gather_full_tensor(one) if isinstance(one, DTensor) else one.detach(), mesh).values():
             torch.testing.assert_close(held, other.detach(), **TOLERANCE)
 
 
@@ -254,7 +254,7 @@ def test_a_state_with_an_equal_graph_is_not_planned_again(mesh: DeviceMesh) -> N
         for each in (module, alone):
             each.zero_grad()
             each(x)[index].sum().backward()
-        for held in per_rank(whole(module.linear.weight.grad), mesh).values():
+        for held in per_rank(gather_full_tensor(module.linear.weight.grad), mesh).values():
             torch.testing.assert_close(held, alone.linear.weight.grad, **TOLERANCE)
 
 
@@ -496,7 +496,7 @@ def test_guards_are_checked_in_microseconds() -> None:
 def test_hooks_for_all_modules_run_around_the_whole_and_are_told_of_once(early: bool) -> None:
     net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(4, 4)
     expected, told = 2 * net(x).detach().double(), []
-    with simulated(x=2) as mesh, warnings.catch_warnings(record=True) as caught, contextlib.ExitStack() as stack:
+    with simulated_mesh(x=2) as mesh, warnings.catch_warnings(record=True) as caught, contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
 
         def register() -> None:

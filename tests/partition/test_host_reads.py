@@ -13,9 +13,9 @@ from autoshard.partition.split import split
 from autoshard.partition.step import Ranks
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.ops._draws import draws
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
 from tests import models
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.planner.steps import planner_of
 from tests.program_lint import aten, host_reads, host_values
 from tests.random_plans import random_plan
@@ -43,8 +43,8 @@ def _steps(model: models.Model, axes: dict[str, int], seeds: int) -> list[LocalS
     """The step of a model on a mesh, under plans drawn at random."""
     module, inputs = model
     graph = capture(module, (), inputs)
-    with simulated(**axes) as mesh:
-        planner = planner_of(graph, axes, Wishes())
+    with simulated_mesh(**axes) as mesh:
+        planner = planner_of(graph, axes, Constraints())
         groups = Ranks(mesh, torch.device("cpu")).groups
         steps = []
         for seed in range(seeds):

@@ -18,12 +18,14 @@ from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.strategy import WHOLE
 from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
 from autoshard.specs.layout import local_shape
-from tests.planner.steps import account_of, captured, every_parameter, flow_of, planner_of, program_of
+from tests.planner.steps import account_of, every_parameter, flow_of, joint_graph, planner_of, program_of
 
 
-def _planned(graph: JointGraph, mesh: dict[str, int], wishes: Wishes | None = None) -> tuple[Planner, ShardingPlan]:
+def _planned(
+    graph: JointGraph, mesh: dict[str, int], wishes: Constraints | None = None
+) -> tuple[Planner, ShardingPlan]:
     planner = planner_of(graph, mesh, wishes)
     return planner, planner.plan()
 
@@ -31,7 +33,7 @@ def _planned(graph: JointGraph, mesh: dict[str, int], wishes: Wishes | None = No
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_ranks_differ_in_the_names_of_their_groups_alone(name: str) -> None:
     """Two ranks build one program; what tells them apart are inputs."""
-    planner, plan = _planned(captured(name), {"x": 2, "y": 2} if name == "mlp" else {"x": 4})
+    planner, plan = _planned(joint_graph(name), {"x": 2, "y": 2} if name == "mlp" else {"x": 4})
     texts = []
     for rank in range(2):
         groups = [f"{axis}_{rank}" for axis in planner.mesh.names]
@@ -44,14 +46,14 @@ def test_ranks_differ_in_the_names_of_their_groups_alone(name: str) -> None:
 
 
 def test_a_plan_from_a_file_gives_the_same_program() -> None:
-    planner, plan = _planned(captured("mlp"), {"x": 2, "y": 2})
+    planner, plan = _planned(joint_graph("mlp"), {"x": 2, "y": 2})
     loaded = ShardingPlan.from_json(plan.to_json())
-    fresh = planner_of(captured("mlp"), {"x": 2, "y": 2})
+    fresh = planner_of(joint_graph("mlp"), {"x": 2, "y": 2})
     assert program_of(planner, plan).graph_module.code == program_of(fresh, loaded).graph_module.code
 
 
 def test_inputs_are_local_tensors_then_coordinates_the_seed_and_the_tangents() -> None:
-    planner, plan = _planned(captured("mlp"), {"x": 2, "y": 2})
+    planner, plan = _planned(joint_graph("mlp"), {"x": 2, "y": 2})
     step = program_of(planner, plan)
     placeholders = list(step.graph_module.graph.find_nodes(op="placeholder"))
     primals = [border for border in step.inputs if border.kind != "tangent"]
@@ -72,7 +74,7 @@ def test_inputs_are_local_tensors_then_coordinates_the_seed_and_the_tangents() -
 
 
 def test_outputs_come_first_then_buffers_then_gradients() -> None:
-    planner, plan = _planned(captured("resnet18", batch=2, size=16), {"x": 2})
+    planner, plan = _planned(joint_graph("resnet18", batch=2, size=16), {"x": 2})
     step = program_of(planner, plan)
     kinds = [border.kind for border in step.outputs]
     assert kinds == sorted(kinds, key=["output", "mutation", "gradient"].index)
@@ -103,7 +105,7 @@ def test_the_order_of_outputs_is_that_of_the_model_where_one_is_handed_back_twic
 
 
 def test_the_forward_half_comes_first() -> None:
-    planner, plan = _planned(captured("gpt"), {"x": 2})
+    planner, plan = _planned(joint_graph("gpt"), {"x": 2})
     tags = [
         node.meta["partitioner_tag"]
         for node in program_of(planner, plan).graph_module.graph.nodes
@@ -115,9 +117,9 @@ def test_the_forward_half_comes_first() -> None:
 
 @pytest.mark.parametrize("forced", [False, True])
 def test_every_copy_is_made_once(forced: bool) -> None:
-    graph = captured("gpt")
-    planner, plan = _planned(graph, {"x": 2}, Wishes(forced=every_parameter(graph) if forced else frozenset()))
-    legs = account_of(planner, plan).legs
+    graph = joint_graph("gpt")
+    planner, plan = _planned(graph, {"x": 2}, Constraints(forced=every_parameter(graph) if forced else frozenset()))
+    legs = account_of(planner, plan).reshards
     assert len({leg.key for leg in legs}) == len(legs)
     calls = Counter(
         (node.target, node.args)
@@ -157,7 +159,7 @@ class Contracted(nn.Module):
 def test_padding_that_is_zero_already_is_not_masked(sharded: bool, masks: int) -> None:
     """Parameters and slices are padded with zeros; what an exponential makes of them is not zero."""
     graph = capture(Contracted(), (torch.randn(2, 6),), {}, grad=False)
-    planner, plan = _planned(graph, {"x": 4}, Wishes(pinned={"weight": (Shard(0),)}))
+    planner, plan = _planned(graph, {"x": 4}, Constraints(pinned={"weight": (Shard(0),)}))
     decisions = Decisions.from_data(plan.decisions)
     exponential, product = planner.rules.operators
     decisions.choices[product.name] = planner.rules.rules[product].indices("k")
@@ -183,7 +185,7 @@ class Shared(nn.Module):
 def test_every_gradient_has_contiguous_memory_of_its_own(mesh: dict[str, int]) -> None:
     graph = capture(Shared(), (torch.randn(4, 8),), {})
     pinned = dict.fromkeys(every_parameter(graph), (Replicate(),))
-    planner, plan = _planned(graph, mesh, Wishes(pinned=pinned))
+    planner, plan = _planned(graph, mesh, Constraints(pinned=pinned))
     step = program_of(planner, plan)
     results = next(iter(step.graph_module.graph.find_nodes(op="output"))).args[0]
     gradients = [node for border, node in zip(step.outputs, results, strict=True) if border.kind == "gradient"]
@@ -199,7 +201,7 @@ def test_every_gradient_has_contiguous_memory_of_its_own(mesh: dict[str, int]) -
 
 def test_gradients_are_not_copied_where_they_are_alone_already() -> None:
     """A clone of every gradient would cost a pass over memory."""
-    planner, plan = _planned(captured("gpt"), {"x": 1})
+    planner, plan = _planned(joint_graph("gpt"), {"x": 1})
     step = program_of(planner, plan)
     results = next(iter(step.graph_module.graph.find_nodes(op="output"))).args[0]
     assert all(node.target is not torch.ops.aten.clone.default for node in results)

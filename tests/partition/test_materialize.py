@@ -13,9 +13,9 @@ import autoshard
 from autoshard.errors import InputError
 from autoshard.partition.checkpoint import install_hooks
 from autoshard.partition.materialize import materialize_module
-from autoshard.partition.shards import distribute, full, local_of, replace_parameters
+from autoshard.partition.shards import distribute, get_full, local_of, replace_parameters
 from autoshard.specs import Spec
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 from tests.training import fast_links, held_by_ranks
 
 TEXTS = ("S(0,f=2) S(0)", "S(0) R", "R S(0)", "R R", "S(0) S(0)")
@@ -36,7 +36,7 @@ def assert_same(module: nn.Module, expected: nn.Module, mesh: torch.distributed.
     names = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     assert list(names) == list(tensors)
     for name, value in tensors.items():
-        for mine in per_rank(full(module, name), mesh).values():
+        for mine in per_rank(get_full(module, name), mesh).values():
             assert torch.equal(mine, value.detach()), name
 
 
@@ -75,7 +75,7 @@ def test_layers_are_initialised_as_on_one_device() -> None:
     torch.manual_seed(3)
     _reset(expected)
     follow = torch.randn(4)
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         with torch.device("meta"):
             module = _layers()
         place(module, mesh)
@@ -113,7 +113,7 @@ def test_hugging_face_models_are_initialised_as_on_one_device(build: Callable[[]
         module._is_hf_initialized = False
     torch.manual_seed(3)
     expected.init_weights()
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         with torch.device("meta"):
             module = build()
         place(module, mesh)
@@ -163,7 +163,7 @@ class Peculiar(nn.Module):
 def test_any_way_to_initialise_is_followed() -> None:
     torch.manual_seed(3)
     expected = Peculiar()
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         with torch.device("meta"):
             module = Peculiar()
         place(module, mesh)
@@ -185,7 +185,7 @@ def test_the_users_initialiser_is_called_for_every_module_and_goes_first() -> No
         for parameter in module.parameters(recurse=False):
             nn.init.constant_(parameter, 4)
 
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         with torch.device("meta"):
             module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         place(module, mesh)
@@ -198,16 +198,16 @@ def test_the_users_initialiser_is_called_for_every_module_and_goes_first() -> No
 def test_what_is_real_already_is_left_alone() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     before = module[0].weight.detach().clone()
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         place(module, mesh)
         materialize_module(module)
-        assert all(torch.equal(value, before) for value in per_rank(full(module, "0.weight"), mesh).values())
+        assert all(torch.equal(value, before) for value in per_rank(get_full(module, "0.weight"), mesh).values())
         assert not module[1].weight.is_meta
 
 
 def test_hooks_and_attributes_survive() -> None:
     calls: list[Tensor] = []
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         module = nn.Linear(4, 4, device="meta")
         place(module, mesh)
         module.weight.colour = "blue"
@@ -228,7 +228,7 @@ def test_shards_alone_take_memory() -> None:
             sizes.extend(local.numel() for local in per_rank(parameter, mesh).values())
             nn.init.zeros_(parameter)
 
-    with simulated(a=4) as mesh:
+    with simulated_mesh(a=4) as mesh:
         module = nn.Linear(16, 16, bias=False, device="meta")
         replace_parameters(module, {"weight": Spec.parse("S(0)")}, mesh)
         materialize_module(module, init=init)
@@ -250,7 +250,7 @@ class Forgetful(nn.Module):
 
 
 def test_what_no_initialiser_fills_is_reported() -> None:
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         with torch.device("meta"):
             module = Forgetful()
         place(module, mesh)
@@ -263,7 +263,7 @@ def test_only_parallelised_modules_are_materialized_and_only_on_their_mesh() -> 
         materialize_module(nn.Linear(2, 2, device="meta"))
     with pytest.raises(InputError, match="no parameters"):
         materialize_module(nn.ReLU())
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         module = nn.Linear(4, 4, device="meta")
         place(module, mesh)
         with pytest.raises(InputError, match=r"'cuda'.*mesh of 'cpu' devices"):
@@ -272,7 +272,7 @@ def test_only_parallelised_modules_are_materialized_and_only_on_their_mesh() -> 
 
 
 def test_a_materialized_module_trains_and_loads() -> None:
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         module = nn.Linear(4, 4, device="meta")
         place(module, mesh)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -283,7 +283,7 @@ def test_a_materialized_module_trains_and_loads() -> None:
         optimizer.step()
         assert all((local == 0).all() for p in module.parameters() for local in per_rank(p, mesh).values())
         module.load_state_dict({"weight": torch.eye(4), "bias": torch.ones(4)})
-        assert all(torch.equal(value, torch.eye(4)) for value in per_rank(full(module, "weight"), mesh).values())
+        assert all(torch.equal(value, torch.eye(4)) for value in per_rank(get_full(module, "weight"), mesh).values())
         assert local_of(module.bias).requires_grad is False
 
 
@@ -303,12 +303,12 @@ def test_constants_of_forward_are_there_for_a_module_of_the_meta_device() -> Non
     x = torch.randn(4, 8, dtype=torch.float64)
     with torch.device("meta"):
         module, example = Sparse(), torch.empty_like(x, device="meta")
-    with simulated(x=2) as mesh:
+    with simulated_mesh(x=2) as mesh:
         autoshard.parallelize(module, mesh, (example,), cluster=fast_links())
         autoshard.materialize(module, "cpu")
         alone = Sparse()
         alone.load_state_dict(
-            {name: next(iter(per_rank(full(module, name), mesh).values())) for name in alone.state_dict()}
+            {name: next(iter(per_rank(get_full(module, name), mesh).values())) for name in alone.state_dict()}
         )
         for held in held_by_ranks(module(x).detach()):
             torch.testing.assert_close(held, alone(x).detach())

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.errors import InputError
 from autoshard.partition.materialize_stages import materialize_stages
-from autoshard.partition.shards import full, replace_parameters
+from autoshard.partition.shards import get_full, replace_parameters
 from autoshard.specs import Spec
 from tests.memory_tracker import Tracker
 from tests.workers import Workers
@@ -37,7 +37,7 @@ def assert_drawn(stage: nn.Module, expected: nn.Module) -> None:
     held = [*dict(stage.named_parameters(remove_duplicate=False)), *dict(stage.named_buffers())]
     assert held
     for name in held:
-        assert torch.equal(full(stage, name), tensors[name].detach()), name
+        assert torch.equal(get_full(stage, name), tensors[name].detach()), name
 
 
 def gpt2() -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoshard.partition.memory_order import suits
+from autoshard.partition.memory_order import supports_layout
 
 aten = torch.ops.aten
 
@@ -24,7 +24,8 @@ def test_batch_norm_with_dims_of_length_one_has_the_same_gradients_in_every_orde
 
     def gradients(tangent: Tensor, x: Tensor) -> list[Tensor]:
         operands = [
-            each if suits(aten.native_batch_norm_backward.default, each) else each.contiguous() for each in (tangent, x)
+            each if supports_layout(aten.native_batch_norm_backward.default, each) else each.contiguous()
+            for each in (tangent, x)
         ]
         saved = torch.empty(0, dtype=torch.float64)
         return list(

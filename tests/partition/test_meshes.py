@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoshard.patterns import ring  # noqa: F401  # defines an operator
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 
 FUNCTIONAL = torch.ops._c10d_functional
 
@@ -14,7 +14,7 @@ FUNCTIONAL = torch.ops._c10d_functional
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_tensor_that_all_ranks_hold_alike_is_exchanged_as_others_are(alike: bool) -> None:
     value = torch.arange(1.0, 5.0)
-    with simulated(a=4) as mesh:
+    with simulated_mesh(a=4) as mesh:
         held, group = value if alike else torch.zeros(4) + value, mesh.get_group(0).group_name
         started = [
             FUNCTIONAL.all_gather_into_tensor(held, 4, group),

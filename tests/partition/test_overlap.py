@@ -20,11 +20,11 @@ from autoshard.partition.overlap import TorchArrangement
 from autoshard.partition.split import Halves, split
 from autoshard.partition.step import Ranks
 from autoshard.patterns.local import collectives
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
 from autoshard.simulate.program import KernelPrices
 from tests import models
 from tests.memory_tracker import first_rank
-from tests.planner.steps import captured, every_parameter, flow_of, planner_of
+from tests.planner.steps import every_parameter, flow_of, joint_graph, planner_of
 from tests.training import fast_links
 from tests.workers import Workers
 
@@ -34,9 +34,9 @@ GATHER = collectives.all_gather_into_tensor.default
 
 def _arranged(dynamic: bool) -> tuple[Halves, TorchArrangement]:
     """The program of a small Llama with all parameters in shards, as torch arranges it."""
-    graph = captured("hf_llama")
+    graph = joint_graph("hf_llama")
     pinned = {name: (Shard(0),) for name in every_parameter(graph)}
-    planner = planner_of(graph, {"x": 2}, Wishes(pinned=pinned), cluster=Cluster.preset("h100"))
+    planner = planner_of(graph, {"x": 2}, Constraints(pinned=pinned), cluster=Cluster.preset("h100"))
     with first_rank({"x": 2}) as mesh:
         groups = Ranks(mesh, torch.device("cpu")).groups
         step = Localizer(flow_of(planner, planner.plan()), planner.resharder, groups).run()
@@ -115,7 +115,7 @@ def test_an_unknown_overlap_is_refused() -> None:
 
 
 def test_a_torch_without_the_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "knows_overlap", lambda: False)
+    monkeypatch.setattr(overlap, "has_overlap_pass", lambda: False)
     overlap.check_overlap("own")
     with pytest.raises(PlanError, match='leave overlap="own"'):
         overlap.check_overlap("torch")

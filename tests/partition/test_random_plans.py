@@ -9,7 +9,7 @@ import pytest
 from autoshard.capture.joint import capture
 from autoshard.specs.axes import MeshShape
 from tests.random_plans import random_plan
-from tests.training import OF_ONE_LAYER, ONE_LAYER, TOLERANCE, build, compare, on_mesh_at_random, one_device
+from tests.training import OF_ONE_LAYER, ONE_LAYER, TOLERANCE, build, compare, one_device, train_random_plan
 
 FSDP: dict[str, Any] = {"forced": 0.5}
 OPEN: dict[str, Any] = {"forced": 0.3, "planned_outputs": True}
@@ -40,7 +40,7 @@ def axes(sizes: tuple[int, ...]) -> dict[str, int]:
 def test_random_strategies_equal_one_device(
     model: str, mesh: tuple[int, ...], seed: int, options: dict[str, Any]
 ) -> None:
-    trace = on_mesh_at_random(model, axes(mesh), seed, **options)
+    trace = train_random_plan(model, axes(mesh), seed, **options)
     assert trace.collectives
     assert compare(trace, one_device(model, len(trace.losses))).worst <= TOLERANCE
 

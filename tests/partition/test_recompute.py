@@ -21,9 +21,9 @@ from autoshard.capture.joint import capture
 from autoshard.plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from tests import models
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 from tests.random_plans import random_plan
-from tests.training import ONE_LAYER, TOLERANCE, build, compare, fast_links, on_mesh_at_random, one_device, train
+from tests.training import ONE_LAYER, TOLERANCE, build, compare, fast_links, one_device, train, train_random_plan
 
 SOME: dict[str, Any] = {"forced": 0.5, "recompute": 0.6}
 ALL: dict[str, Any] = {"forced": 0.5, "recompute": 1.0}
@@ -52,7 +52,7 @@ def _mesh(sizes: tuple[int, ...]) -> dict[str, int]:
 def test_random_plans_that_gather_again_and_recompute_equal_one_device(
     model: str, mesh: tuple[int, ...], seed: int, options: dict[str, Any]
 ) -> None:
-    trace = on_mesh_at_random(model, _mesh(mesh), seed, **options)
+    trace = train_random_plan(model, _mesh(mesh), seed, **options)
     assert compare(trace, one_device(model, len(trace.losses))).worst <= TOLERANCE
 
 
@@ -60,7 +60,7 @@ def test_random_plans_that_gather_again_and_recompute_equal_one_device(
 def test_planned_steps_equal_one_device(recompute: str) -> None:
     module, inputs = build(ONE_LAYER)
     limit = None if recompute == "full" else 1_200_000
-    with simulated(x=2) as mesh:
+    with simulated_mesh(x=2) as mesh:
         options: dict[str, Any] = {"cluster": fast_links(), "memory_limit": limit, "recompute": recompute}
         autoshard.parallelize(module, mesh, (), inputs, **options)
         trace = train(module, inputs)
@@ -91,7 +91,7 @@ def _loss_and_slope(plan: ShardingPlan | None, **options: Any) -> tuple[list[flo
     module = Dropped().double()
     weight = module.weight.detach().clone()
     x = torch.randn(12, 24, dtype=torch.float64)
-    with simulated(x=2, y=2) as mesh:
+    with simulated_mesh(x=2, y=2) as mesh:
         autoshard.parallelize(module, mesh, (x,), plan=plan, **options)
         loss = module(x)
         loss.backward()

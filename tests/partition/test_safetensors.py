@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import InputError
 from autoshard.partition.materialize import materialize_module
-from autoshard.partition.shards import full, replace_parameters
-from autoshard.pipelined.safetensors import load_safetensors
+from autoshard.partition.shards import get_full, replace_parameters
+from autoshard.pipelined.load_safetensors import load_safetensors
 from autoshard.specs import Spec
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 
 
 class Small(nn.Module):
@@ -39,7 +39,7 @@ def place(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def assert_loaded(module: nn.Module, state: dict[str, Tensor], mesh: DeviceMesh) -> None:
     for name, value in state.items():
-        for mine in per_rank(full(module, name), mesh).values():
+        for mine in per_rank(get_full(module, name), mesh).values():
             assert torch.equal(mine, value), name
 
 
@@ -56,7 +56,7 @@ def state() -> dict[str, Tensor]:
 def test_a_file_fills_shards_and_buffers(device: str, state: dict[str, Tensor], tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file(state, file)
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         with torch.device(device):
             module = place(Small(), mesh)
         parameters = list(module.parameters())
@@ -70,7 +70,7 @@ def test_a_file_fills_shards_and_buffers(device: str, state: dict[str, Tensor], 
 def test_tied_weights_are_found_under_either_name(state: dict[str, Tensor], tmp_path: Path) -> None:
     state["head.weight"] = state.pop("embedding.weight")
     save_file(state, tmp_path / "model.safetensors")
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         with torch.device("meta"):
             module = place(Small(), mesh)
         load_safetensors(module, str(tmp_path / "model.safetensors"))
@@ -89,7 +89,7 @@ def test_several_files_are_read(named: str, state: dict[str, Tensor], tmp_path: 
         table = {name: file for file, held in parts.items() for name in held}
         index.write_text(json.dumps({"weight_map": table}))
     paths = {"index": index, "list": [tmp_path / file for file in parts]}.get(named, tmp_path)
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         module = place(Small(), mesh)
         load_safetensors(module, paths)
         assert_loaded(module, state, mesh)
@@ -97,7 +97,7 @@ def test_several_files_are_read(named: str, state: dict[str, Tensor], tmp_path: 
 
 def test_numbers_are_cast_to_the_models_type(state: dict[str, Tensor], tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         module = place(Small().to(torch.bfloat16), mesh)
         load_safetensors(module, tmp_path)
         assert_loaded(module, {"fused.weight": state["fused.weight"].to(torch.bfloat16)}, mesh)
@@ -107,7 +107,7 @@ def test_names_that_do_not_match_are_reported(state: dict[str, Tensor], tmp_path
     expected = state.pop("fused.bias")
     state["stranger"] = torch.zeros(2)
     save_file(state, tmp_path / "model.safetensors")
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         with torch.device("meta"):
             module = place(Small(), mesh)
         message = r"(?s)Missing key\(s\): fused\.bias\..*Unexpected key\(s\): stranger\."
@@ -125,13 +125,13 @@ def test_names_that_do_not_match_are_reported(state: dict[str, Tensor], tmp_path
 def test_shapes_that_do_not_match_are_reported(state: dict[str, Tensor], tmp_path: Path) -> None:
     state["fused.bias"] = torch.zeros(9)
     save_file(state, tmp_path / "model.safetensors")
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         module = place(Small(), mesh)
-        before = full(module, "fused.weight")
+        before = get_full(module, "fused.weight")
         for strict in (True, False):
             with pytest.raises(InputError, match=r"size mismatch for fused\.bias: .*\[9\] .*\[18\]"):
                 load_safetensors(module, tmp_path, strict=strict)
-        assert torch.equal(full(module, "fused.weight"), before)
+        assert torch.equal(get_full(module, "fused.weight"), before)
 
 
 def test_buffers_that_no_file_holds_are_computed_first(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_buffers_that_no_file_holds_are_computed_first(tmp_path: Path) -> None:
             nn.init.zeros_(self.weight)
 
     save_file({"weight": torch.eye(4)}, tmp_path / "model.safetensors")
-    with simulated(a=2) as mesh:
+    with simulated_mesh(a=2) as mesh:
         with torch.device("meta"):
             module = Rotary()
         replace_parameters(module, {"weight": Spec.parse("S(0)")}, mesh)
@@ -159,7 +159,7 @@ def test_buffers_that_no_file_holds_are_computed_first(tmp_path: Path) -> None:
 def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     (tmp_path / "broken.json").write_text("[]")
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         module = place(Small(), mesh)
         for name, message in (
             ("absent.safetensors", "no safetensors file"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.partition.same_inputs import _is_near, _summary
+from autoshard.partition.same_inputs import _is_close, _summary
 
 TENSORS = {
     "numbers": torch.randn(50, generator=torch.Generator().manual_seed(0)),
@@ -25,18 +25,18 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_is_near_to_itself(name: str) -> None:
-    assert _is_near(_summary(TENSORS[name]), _summary(TENSORS[name].clone()))
+    assert _is_close(_summary(TENSORS[name]), _summary(TENSORS[name].clone()))
 
 
 def test_rounding_is_near_and_another_batch_is_not() -> None:
     batch = TENSORS["numbers"]
-    assert _is_near(_summary(batch * (1 + 1e-6)), _summary(batch))
-    assert not _is_near(_summary(batch.flip(0)), _summary(batch))
-    assert not _is_near(_summary(2 * batch), _summary(batch))
-    assert not _is_near(_summary(batch), _summary(torch.zeros(50)))
-    assert not _is_near(_summary(torch.zeros(50)), _summary(batch))
+    assert _is_close(_summary(batch * (1 + 1e-6)), _summary(batch))
+    assert not _is_close(_summary(batch.flip(0)), _summary(batch))
+    assert not _is_close(_summary(2 * batch), _summary(batch))
+    assert not _is_close(_summary(batch), _summary(torch.zeros(50)))
+    assert not _is_close(_summary(torch.zeros(50)), _summary(batch))
 
 
 def test_masks_of_other_samples_are_told_apart() -> None:
     for name in ("the mask of smallest numbers", "the mask of infinities"):
-        assert not _is_near(_summary(TENSORS[name].flip(0)), _summary(TENSORS[name]))
+        assert not _is_close(_summary(TENSORS[name].flip(0)), _summary(TENSORS[name]))

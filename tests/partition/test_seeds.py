@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autoshard.partition import hosts
+from autoshard.partition import host_groups
 from autoshard.partition.seeds import Seeds
 from autoshard.partition.step import Ranks
-from tests.partition.meshes import one_device, per_rank, simulated
+from tests.partition.meshes import one_device, per_rank, simulated_mesh
 
 
 def test_a_seed_is_one_number_for_all_ranks_and_another_for_every_step() -> None:
-    with simulated(x=2, y=2) as mesh:
+    with simulated_mesh(x=2, y=2) as mesh:
         agreed = Seeds(mesh)
-        draws = [{int(value) for value in per_rank(agreed.agree(), mesh).values()} for _ in range(2)]
+        draws = [{int(value) for value in per_rank(agreed.draw(), mesh).values()} for _ in range(2)]
     assert [len(draw) for draw in draws] == [1, 1]
     assert draws[0] != draws[1]
 
@@ -43,9 +43,9 @@ def test_a_group_that_sends_nothing_of_the_cpu_gets_one_beside_it(monkeypatch: p
         return dist.group.WORLD
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    with simulated(x=2, y=2) as mesh:
-        assert hosts.host_group(mesh, 0) is mesh.get_group(0)
+    with simulated_mesh(x=2, y=2) as mesh:
+        assert host_groups.host_group(mesh, 0) is mesh.get_group(0)
         assert not made
         monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-        hosts.host_group(mesh, 1)
+        host_groups.host_group(mesh, 1)
     assert made == [([0, 1], {"backend": "gloo", "use_local_synchronization": True})]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import MeshError, PlanError
 from autoshard.partition import shards
 from autoshard.specs import MeshShape, Spec, shard, true_local_shape
-from tests.partition.meshes import SPECS, one_device, per_rank, simulated
+from tests.partition.meshes import SPECS, one_device, per_rank, simulated_mesh
 
 SHAPES = [(12, 10), (7, 5), (1, 9)]
 
@@ -26,17 +26,17 @@ def assert_lies(tensor: DTensor, value: torch.Tensor, spec: Spec) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_distribute_and_whole_agree_with_the_definition(shape: tuple[int, int]) -> None:
     value = torch.randn(shape)
-    with simulated(a=2, b=3) as mesh:
+    with simulated_mesh(a=2, b=3) as mesh:
         for spec in SPECS:
             tensor = shards.distribute(value.clone(), mesh, spec)
             assert_lies(tensor, value, spec)
-            for back in per_rank(shards.whole(tensor), mesh).values():
+            for back in per_rank(shards.gather_full_tensor(tensor), mesh).values():
                 assert torch.equal(back, value)
 
 
 def test_every_redistribution_agrees_with_the_definition() -> None:
     value = torch.randn(12, 10)
-    with simulated(a=2, b=3) as mesh:
+    with simulated_mesh(a=2, b=3) as mesh:
         for source in SPECS[::5]:
             tensor = shards.distribute(value, mesh, source)
             for target in SPECS[::7]:
@@ -44,15 +44,15 @@ def test_every_redistribution_agrees_with_the_definition() -> None:
 
 
 def test_scalars_and_empty_tensors_are_distributed() -> None:
-    with simulated(a=2) as mesh:
+    with simulated_mesh(a=2) as mesh:
         for value in (torch.tensor(3.0), torch.empty(0, 4), torch.empty(4, 0)):
             tensor = shards.distribute(value, mesh, Spec.parse("S(0)" if value.ndim else "R"))
-            assert all(torch.equal(back, value) for back in per_rank(shards.whole(tensor), mesh).values())
+            assert all(torch.equal(back, value) for back in per_rank(shards.gather_full_tensor(tensor), mesh).values())
 
 
 def test_a_replica_has_memory_of_its_own() -> None:
     value = torch.zeros(4)
-    with simulated(a=2) as mesh:
+    with simulated_mesh(a=2) as mesh:
         tensor = shards.distribute(value, mesh, Spec.parse("R"))
         shards.local_of(tensor).add_(1)
         assert all(torch.equal(local, torch.ones(4)) for local in per_rank(tensor, mesh).values())
@@ -60,7 +60,7 @@ def test_a_replica_has_memory_of_its_own() -> None:
 
 
 def test_a_meta_tensor_gets_a_meta_shard() -> None:
-    with simulated(a=2, b=3) as mesh:
+    with simulated_mesh(a=2, b=3) as mesh:
         for spec in SPECS:
             tensor = shards.distribute(torch.empty(7, 5, device="meta", requires_grad=True), mesh, spec)
             assert tensor.is_meta
@@ -72,7 +72,7 @@ def test_a_meta_tensor_gets_a_meta_shard() -> None:
 
 
 def test_wrapped_tensors_are_like_those_that_torch_makes() -> None:
-    with simulated(a=2) as mesh:
+    with simulated_mesh(a=2) as mesh:
         made = shards.wrap(torch.randn(2, 6), mesh, Spec.parse("S(-2,f=2)"), (4, 6), torch.float32)
         expected = DTensor.from_local(
             shards.local_of(made), mesh, Spec.parse("S(0,f=2)").placements, run_check=False, shape=(4, 6), stride=(6, 1)
@@ -85,7 +85,7 @@ def test_wrapped_tensors_are_like_those_that_torch_makes() -> None:
 
 
 def test_a_spec_that_does_not_fit_is_refused() -> None:
-    with simulated(a=2) as mesh:
+    with simulated_mesh(a=2) as mesh:
         with pytest.raises(ValueError, match="splits dim 2"):
             shards.distribute(torch.randn(2, 2), mesh, Spec.parse("S(2)"))
         with pytest.raises(ValueError, match="2 placements for the 1 axes"):
@@ -117,7 +117,7 @@ def test_parameters_are_replaced_in_place() -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     module.norm.weight.colour = "blue"
     module.norm.weight.grad = torch.arange(4.0)
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         shards.replace_parameters(module, SHARDED, mesh)
         assert list(module.state_dict()) == names
         assert module.inner.weight is module.embedding.weight
@@ -139,7 +139,7 @@ def test_placing_again_keeps_objects_hooks_and_gradients() -> None:
     calls: list[str] = []
     module.norm.weight.register_hook(lambda gradient: calls.append("gradient"))
     module.norm.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         shards.replace_parameters(module, REPLICATED, mesh)
         parameters = list(module.parameters())
         module.norm.weight.sum().backward()
@@ -160,7 +160,7 @@ def test_an_optimizer_made_before_trains_on(optimizer_class: type[torch.optim.Op
     placed = nn.Linear(4, 6, bias=False)
     placed.load_state_dict(plain.state_dict())
     gradients = [torch.randn(6, 4) for _ in range(3)]
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         shards.replace_parameters(placed, {"weight": Spec.parse("R R")}, mesh)
         optimizers = [optimizer_class(module.parameters(), **options) for module in (plain, placed)]
         for gradient, text in zip(gradients, ["R R", "S(0,f=3) S(1)", "S(0) R"], strict=True):
@@ -170,14 +170,14 @@ def test_an_optimizer_made_before_trains_on(optimizer_class: type[torch.optim.Op
             placed.weight.grad = shards.distribute(gradient, mesh, spec)
             for optimizer in optimizers:
                 optimizer.step()
-        for value in per_rank(shards.full(placed, "weight"), mesh).values():
+        for value in per_rank(shards.get_full(placed, "weight"), mesh).values():
             torch.testing.assert_close(value, plain.weight.detach())
 
 
 def test_meta_parameters_are_placed_without_memory() -> None:
     with torch.device("meta"):
         module = Tied()
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         shards.replace_parameters(module, REPLICATED, mesh)
         shards.replace_parameters(module, SHARDED, mesh)
         for value in per_rank(module.embedding.weight, mesh).values():
@@ -196,7 +196,7 @@ def test_meta_parameters_are_placed_without_memory() -> None:
 )
 def test_placements_that_do_not_fit_change_nothing(placements: dict[str, Spec], message: str) -> None:
     module = Tied()
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         with pytest.raises(PlanError, match=message):
             shards.replace_parameters(module, placements, mesh)
         assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
@@ -204,7 +204,7 @@ def test_placements_that_do_not_fit_change_nothing(placements: dict[str, Spec], 
 
 def test_parameters_stay_on_their_mesh() -> None:
     module = nn.Linear(4, 4, bias=False)
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         shards.replace_parameters(module, {"weight": Spec.parse("R R")}, mesh)
         other = init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))
         with pytest.raises(MeshError, match="tensors stay on the mesh"):
@@ -213,21 +213,21 @@ def test_parameters_stay_on_their_mesh() -> None:
 
 def test_whole_values_are_read_and_written_by_name() -> None:
     module = Tied()
-    with simulated(a=2, b=2) as mesh:
+    with simulated_mesh(a=2, b=2) as mesh:
         shards.replace_parameters(module, SHARDED, mesh)
         value = torch.randn(6, 4)
         shards.set_full(module, "embedding.weight", value)
         shards.set_full(module, "counter", torch.ones(1))
         assert_lies(module.inner.weight, value, SHARDED["inner.weight"])
-        assert all(torch.equal(v, value) for v in per_rank(shards.full(module, "inner.weight"), mesh).values())
-        assert torch.equal(shards.full(module, "counter"), torch.ones(1))
+        assert all(torch.equal(v, value) for v in per_rank(shards.get_full(module, "inner.weight"), mesh).values())
+        assert torch.equal(shards.get_full(module, "counter"), torch.ones(1))
         with pytest.raises(ValueError, match=r"shape \(6, 4\); the value has shape \(4, 6\)"):
             shards.set_full(module, "embedding.weight", value.T)
 
 
 def test_modules_that_watch_their_parameters_see_the_new_ones() -> None:
     module = nn.LSTM(4, 4)
-    with simulated(a=2) as mesh:
+    with simulated_mesh(a=2) as mesh:
         shards.replace_parameters(module, {name: Spec.parse("S(0)") for name, _ in module.named_parameters()}, mesh)
         assert all(isinstance(weight, DTensor) for weight in module._flat_weights)
 
@@ -264,7 +264,7 @@ def test_buffers_move_to_the_device_of_the_mesh_as_module_to_moves_them() -> Non
 def test_buffers_on_the_device_stay_the_same_objects_with_the_numbers_of_the_first_rank() -> None:
     module = Buffered()
     before = dict(module.named_buffers())
-    with simulated(a=2) as mesh:
+    with simulated_mesh(a=2) as mesh:
         shards.place_buffers(module, mesh)
     assert all(buffer is before[name] for name, buffer in module.named_buffers())
     assert torch.equal(module.scale, torch.arange(4.0))

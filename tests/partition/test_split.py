@@ -8,7 +8,7 @@ from torch import fx
 from autoshard.capture import capture
 from autoshard.partition.split import split
 from tests.models.routed import sorted_experts
-from tests.planner.steps import KINDS, captured, planner_of, program_of
+from tests.planner.steps import KINDS, joint_graph, planner_of, program_of
 
 
 def _outputs(graph: object) -> list[object]:
@@ -17,7 +17,7 @@ def _outputs(graph: object) -> list[object]:
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_the_forward_half_saves_what_the_backward_half_takes(name: str) -> None:
-    planner = planner_of(captured(name), {"x": 2})
+    planner = planner_of(joint_graph(name), {"x": 2})
     step = program_of(planner, planner.plan())
     halves = split(step, compile=False)
     assert halves.backward is not None
@@ -30,7 +30,7 @@ def test_the_forward_half_saves_what_the_backward_half_takes(name: str) -> None:
 
 
 def test_no_operator_and_no_collective_runs_in_both_halves() -> None:
-    planner = planner_of(captured("gpt"), {"x": 2})
+    planner = planner_of(joint_graph("gpt"), {"x": 2})
     halves = split(program_of(planner, planner.plan()), compile=False)
     assert halves.backward is not None
     names = [
@@ -43,14 +43,14 @@ def test_no_operator_and_no_collective_runs_in_both_halves() -> None:
 
 
 def test_a_forward_pass_has_one_half_and_saves_nothing() -> None:
-    planner = planner_of(captured("mlp", grad=False), {"x": 2})
+    planner = planner_of(joint_graph("mlp", grad=False), {"x": 2})
     halves = split(program_of(planner, planner.plan()), compile=False)
     assert halves.backward is None
     assert halves.saved == 0
 
 
 def test_programs_with_dropout_draw() -> None:
-    planner = planner_of(captured("gpt", dropout=0.5), {"x": 2})
+    planner = planner_of(joint_graph("gpt", dropout=0.5), {"x": 2})
     assert split(program_of(planner, planner.plan()), compile=False).draws
 
 

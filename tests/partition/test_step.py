@@ -11,16 +11,16 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard.capture.joint import capture
 from autoshard.partition.shards import distribute
 from autoshard.partition.split import split
-from autoshard.partition.step import Program, Ranks
-from autoshard.planner.problem import Wishes
+from autoshard.partition.step import LocalProgram, Ranks
+from autoshard.planner.planning_problem import Constraints
 from autoshard.specs.spec import Spec
 from tests import models
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 from tests.partition.programs import step_on
 
 
 def test_ranks_know_their_coordinates_and_groups() -> None:
-    with simulated(x=2, y=3) as mesh:
+    with simulated_mesh(x=2, y=3) as mesh:
         ranks = Ranks(mesh, torch.device("cpu"))
         for axis in range(2):
             held = per_rank(ranks.coordinates[axis], mesh)
@@ -29,7 +29,7 @@ def test_ranks_know_their_coordinates_and_groups() -> None:
 
 
 def test_a_seed_is_one_number_for_all_ranks_and_another_for_every_step() -> None:
-    with simulated(x=2, y=2) as mesh:
+    with simulated_mesh(x=2, y=2) as mesh:
         ranks = Ranks(mesh, torch.device("cpu"))
         draws = [{int(value) for value in per_rank(ranks.seed(True), mesh).values()} for _ in range(2)]
         assert [len(draw) for draw in draws] == [1, 1]
@@ -38,7 +38,7 @@ def test_a_seed_is_one_number_for_all_ranks_and_another_for_every_step() -> None
 
 
 def test_the_seed_is_drawn_from_the_default_generator() -> None:
-    with simulated(x=2) as mesh:
+    with simulated_mesh(x=2) as mesh:
         ranks = Ranks(mesh, torch.device("cpu"))
         torch.manual_seed(7)
         first = per_rank(ranks.seed(True), mesh)[0,]
@@ -52,9 +52,9 @@ def test_a_program_takes_dtensors_and_hands_gradients_back_as_they_lie(size: int
     module, inputs = models.mlp(dtype=torch.float64)
     graph = capture(module, (), inputs)
     pinned = {"up.weight": (Shard(0),), "up.bias": (Shard(0),), "down.weight": (Shard(1),), "down.bias": (Replicate(),)}
-    with simulated(x=size) as mesh:
-        step = step_on(graph, mesh, Wishes(pinned=pinned))
-        program = Program(step, split(step, compile=False), Ranks(mesh, torch.device("cpu")))
+    with simulated_mesh(x=size) as mesh:
+        step = step_on(graph, mesh, Constraints(pinned=pinned))
+        program = LocalProgram(step, split(step, compile=False), Ranks(mesh, torch.device("cpu")))
         tensors = [
             distribute(copy.deepcopy(module.get_parameter(border.name)), mesh, border.spec).requires_grad_()
             if border.kind == "parameter"
@@ -80,9 +80,9 @@ def test_a_program_takes_dtensors_and_hands_gradients_back_as_they_lie(size: int
 def test_outputs_without_a_gradient_count_as_zero() -> None:
     module, inputs = models.mlp(dtype=torch.float64)
     graph = capture(module, (), inputs)
-    with simulated(x=2) as mesh:
+    with simulated_mesh(x=2) as mesh:
         step = step_on(graph, mesh)
-        program = Program(step, split(step, compile=False), Ranks(mesh, torch.device("cpu")))
+        program = LocalProgram(step, split(step, compile=False), Ranks(mesh, torch.device("cpu")))
         tensors = [
             distribute(module.get_parameter(border.name), mesh, border.spec)
             if border.kind == "parameter"

@@ -10,7 +10,7 @@ import torch
 from autoshard.partition._torch import FakeTensorMode
 from autoshard.partition.emitter import GraphEmitter
 from autoshard.patterns.local import collectives
-from autoshard.size import Size, at, ceil_div, is_dynamic, symbol
+from autoshard.size import DynamicSize, at, ceil_div, is_dynamic, symbol
 from autoshard.specs import MeshShape
 
 aten = torch.ops.aten
@@ -26,8 +26,8 @@ def emit() -> GraphEmitter:
 
 
 def local(emit: GraphEmitter) -> Any:
-    rows = ceil_div(Size.of(BATCH, SIZES), 4)
-    return emit.placeholder("x", (rows, Size.of(SEQ, SIZES), 8), torch.float32)
+    rows = ceil_div(DynamicSize.of(BATCH, SIZES), 4)
+    return emit.placeholder("x", (rows, DynamicSize.of(SEQ, SIZES), 8), torch.float32)
 
 
 def test_shapes_follow_from_operators(emit: GraphEmitter) -> None:
@@ -49,7 +49,7 @@ def test_results_of_several_tensors(emit: GraphEmitter) -> None:
 
 
 def test_numbers_in_arguments_make_shapes_too(emit: GraphEmitter) -> None:
-    counted = emit.call(aten.arange.default, ceil_div(Size.of(SEQ, SIZES), 4), device=torch.device("cpu"))
+    counted = emit.call(aten.arange.default, ceil_div(DynamicSize.of(SEQ, SIZES), 4), device=torch.device("cpu"))
     (length,) = emit.shape(counted)
     assert is_dynamic(length)
     assert at(length, ELSEWHERE) == 2

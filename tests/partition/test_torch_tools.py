@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autoshard.errors import InputError
-from autoshard.optimizers import serve
+from autoshard.optimizers import prepare_optimizers
 from autoshard.partition.checkpoint import install_hooks
-from autoshard.partition.shards import distribute, full, local_of, replace_parameters, whole
+from autoshard.partition.shards import distribute, gather_full_tensor, get_full, local_of, replace_parameters
 from autoshard.specs import Spec
 
 ONE_AXIS = {
@@ -58,7 +58,7 @@ def placed(layout: str, seed: int, device: str = "cpu") -> nn.Sequential:
     module.to(device)
     replace_parameters(module, {"0.weight": Spec.parse(text)}, mesh_of(sizes))
     install_hooks(module)
-    serve(module)
+    prepare_optimizers(module)
     return module
 
 
@@ -70,7 +70,7 @@ def weight_of(module: nn.Module) -> DTensor:
 
 def near(value: Tensor, expected: Tensor) -> bool:
     if isinstance(value, DTensor):
-        value = whole(value)
+        value = gather_full_tensor(value)
     return value.shape == expected.shape and torch.allclose(value, expected, rtol=1e-9, atol=0)
 
 
@@ -141,13 +141,13 @@ def model_state_offloaded(layout: str, folder: str) -> bool:
 def set_model_full(layout: str, folder: str) -> bool:
     module = placed(layout, 1)
     set_model_state_dict(module, plain(0).state_dict(), options=StateDictOptions(full_state_dict=True))
-    return near(full(module, "0.weight"), expected_weight())
+    return near(get_full(module, "0.weight"), expected_weight())
 
 
 def set_model_full_on_meta(layout: str, folder: str) -> bool:
     module = placed(layout, 1, "meta")
     set_model_state_dict(module, plain(0).state_dict(), options=StateDictOptions(full_state_dict=True))
-    return near(full(module, "0.weight"), expected_weight())
+    return near(get_full(module, "0.weight"), expected_weight())
 
 
 def set_model_broadcast(layout: str, folder: str, device: str = "cpu") -> bool:
@@ -160,7 +160,7 @@ def set_model_broadcast(layout: str, folder: str, device: str = "cpu") -> bool:
     except InputError:
         assert before.is_meta or torch.equal(local_of(weight_of(module)), before)
         raise
-    return near(full(module, "0.weight"), expected_weight())
+    return near(get_full(module, "0.weight"), expected_weight())
 
 
 def set_model_broadcast_on_meta(layout: str, folder: str) -> bool:
@@ -198,7 +198,7 @@ def same_moments(optimizer: torch.optim.Optimizer, expected: torch.optim.Optimiz
 def optimizer_steps(layout: str, folder: str) -> bool:
     module, alone = placed(layout, 0), plain(0)
     same = same_moments(trained(module, 5, 2), trained(alone, 5, 2))
-    return all([same, near(full(module, "0.weight"), alone[0].weight.detach())])
+    return all([same, near(get_full(module, "0.weight"), alone[0].weight.detach())])
 
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -250,7 +250,7 @@ def load_model(layout: str, folder: str) -> bool:
     state = get_model_state_dict(module)
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(module, state)
-    return near(full(module, "0.weight"), expected_weight())
+    return near(get_full(module, "0.weight"), expected_weight())
 
 
 def save_optimizer(layout: str, folder: str) -> bool:
@@ -292,7 +292,7 @@ def hugging_face_reader(layout: str, folder: str) -> bool:
     state = module.state_dict()
     dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
     module.load_state_dict(state)
-    return near(full(module, "0.weight"), expected_weight())
+    return near(get_full(module, "0.weight"), expected_weight())
 
 
 TOOLS: dict[str, Callable[[str, str], bool]] = {

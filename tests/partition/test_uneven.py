@@ -18,17 +18,17 @@ from torch.nn import functional
 import autoshard
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.patterns.decisions import Decisions, Flow
-from autoshard.patterns.graph import GraphRules
+from autoshard.patterns.graph_rules import GraphRules
 from autoshard.patterns.strategy import uneven_axis
-from autoshard.patterns.variants import resolved
+from autoshard.patterns.variants import resolve_variant
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import is_shard, placement_text
+from tests.float64 import Float64Mode, default_float64
 from tests.models.basic import Block, Mlp
-from tests.models.common import Model, seeded
-from tests.partition.meshes import per_rank, simulated
+from tests.models.common import Model, fixed_seed
+from tests.partition.meshes import per_rank, simulated_mesh
 from tests.random_plans import random_plan
 from tests.training import OF_ONE_LAYER, TOLERANCE, Trace, build, compare, fast_links, train
-from tests.widen import Widened, doubles
 from tests.workers import Workers
 
 Make = Callable[[], Model]
@@ -53,14 +53,14 @@ class TinyGpt(nn.Module):
 
 
 def gpt(vocabulary: int = 61, batch: int = 6, sequence: int = 7, heads: int = 3, size: int = 4) -> Model:
-    with seeded(torch.float64, 0):
+    with fixed_seed(torch.float64, 0):
         ids, labels = (torch.randint(0, vocabulary, (batch, sequence)) for _ in range(2))
         labels[0, :2] = -100
         return TinyGpt(vocabulary, sequence, heads, size), {"ids": ids, "labels": labels}
 
 
 def mlp(hidden: int = 12, inner: int = 16, batch: int = 4) -> Model:
-    with seeded(torch.float64, 0):
+    with fixed_seed(torch.float64, 0):
         x, target = torch.randn(batch, hidden), torch.randn(batch, hidden)
         return Mlp(hidden, inner), {"x": x, "target": target}
 
@@ -85,7 +85,7 @@ class TinyCnn(nn.Module):
 
 
 def cnn(channels: int = 5, batch: int = 3, classes: int = 7) -> Model:
-    with seeded(torch.float64, 0):
+    with fixed_seed(torch.float64, 0):
         images, labels = torch.randn(batch, 3, 8, 8), torch.randint(0, classes, (batch,))
         return TinyCnn(channels, classes), {"images": images, "labels": labels}
 
@@ -105,20 +105,20 @@ def resnet() -> Model:
 
 def on_one_device(make: Make, steps: int) -> Trace:
     module, inputs = make()
-    with Widened():
+    with Float64Mode():
         return train(module, inputs, steps)
 
 
 def parallel(make: Make, mesh: Mapping[str, int], steps: int, **options: Any) -> Trace:
-    with simulated(**mesh) as device_mesh:
+    with simulated_mesh(**mesh) as device_mesh:
         return on_device_mesh(make, device_mesh, steps, **options)
 
 
 def on_device_mesh(make: Make, device_mesh: DeviceMesh, steps: int, **options: Any) -> Trace:
     module, inputs = make()
-    with Widened():
+    with Float64Mode():
         autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links(), effort="fast", **options)
-    with doubles():
+    with default_float64():
         return train(module, inputs, steps)
 
 
@@ -132,7 +132,7 @@ def at_random(make: Make, sizes: tuple[int, ...], seed: int, **options: Any) -> 
 @functools.cache
 def captured(make: Make) -> JointGraph:
     module, inputs = make()
-    with Widened():
+    with Float64Mode():
         return capture(module, (), inputs)
 
 
@@ -149,7 +149,7 @@ def uneven_operators(graph: JointGraph, plan: autoshard.ShardingPlan, mesh: Mesh
     flow = Flow(GraphRules(graph, mesh), Decisions.from_data(plan.decisions), mesh)
     found = []
     for node in flow.rules.operators:
-        rule, choices = resolved(flow.rules.rules[node], flow.decisions.choices[node.name])
+        rule, choices = resolve_variant(flow.rules.rules[node], flow.decisions.choices[node.name])
         if any(choice >= 0 and uneven_axis(rule, choices, mesh, choice) is not None for choice in choices):
             found.append(node.name)
     return found
@@ -216,7 +216,7 @@ def test_a_vocabulary_that_no_axis_divides_is_sharded_from_the_table_to_the_logi
     make = functools.partial(gpt, vocabulary)
     hints = {"tokens.weight": Shard(0), "head.weight": Shard(0)}
     module, inputs = make()
-    with simulated(axis0=devices) as device_mesh:
+    with simulated_mesh(axis0=devices) as device_mesh:
         autoshard.parallelize(
             *(module, device_mesh, (), inputs),
             cluster=fast_links(),
@@ -245,7 +245,7 @@ class Pinned(nn.Module):
 
 
 def pinned(batch: int) -> Model:
-    with seeded(torch.float64, 0):
+    with fixed_seed(torch.float64, 0):
         return Pinned(), {"x": torch.randn(batch, 6)}
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from autoshard.capture.joint import capture
 from autoshard.patterns.batch import batch_factors
-from autoshard.patterns.graph import GraphRules
+from autoshard.patterns.graph_rules import GraphRules
 from autoshard.specs.axes import MeshShape
 
 

@@ -14,12 +14,12 @@ from torch.distributed.tensor.experimental import register_sharding
 import autoshard
 from autoshard.patterns import borrowed
 from autoshard.patterns.borrowed import NOT_LINEAR, borrowed_rule, may_borrow
-from autoshard.patterns.registry import call_of, is_borrowed, knows, register_rule, rule_for
+from autoshard.patterns.registry import call_of, has_rule, is_borrowed, register_rule, rule_for
 from autoshard.patterns.rule import Rule
 from autoshard.patterns.soundness import check
 from tests.patterns.ops.soundness import assert_sound, normal
 from tests.patterns.soundness.peers import torch_operators
-from tests.patterns.units.whole import plan_of, seeded, worst_error
+from tests.patterns.units.unit_models import build_seeded, plan_of, worst_error
 
 aten = torch.ops.aten
 NAMESPACE = "autoshard_test_borrowed"
@@ -97,7 +97,7 @@ class Gated(nn.Module):
 
 
 def _model() -> tuple[nn.Module, dict[str, Any]]:
-    return seeded(Gated), {"x": normal(4, 6, 12)}
+    return build_seeded(Gated), {"x": normal(4, 6, 12)}
 
 
 @pytest.fixture
@@ -270,14 +270,14 @@ def test_every_operator_that_is_borrowed_has_a_sample() -> None:
     lists = ("aten._foreach", "aten._fused")  # what optimizers call, on lists of tensors, and no graph holds
     names = {str(op) for op in torch_operators() if is_borrowed(op) and not str(op).startswith(lists)}
     assert names == {*SAMPLES, *NO_STRATEGIES}
-    assert not any(knows(_overload(name)) and not is_borrowed(_overload(name)) for name in NO_STRATEGIES)
+    assert not any(has_rule(_overload(name)) and not is_borrowed(_overload(name)) for name in NO_STRATEGIES)
 
 
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_partial_sums_that_torch_lets_pass_wrongly_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     overload = f"{name.replace('::', '.')}.default"
     monkeypatch.setattr(borrowed, "NOT_LINEAR", {})
-    borrowed._rule.cache_clear()
+    borrowed._rule_from_strategies.cache_clear()
     findings = check(_overload(overload), SAMPLES[overload][0], sizes=(2,))
-    borrowed._rule.cache_clear()
+    borrowed._rule_from_strategies.cache_clear()
     assert "partial sum passes on x" in {finding.strategy for finding in findings}

@@ -7,10 +7,10 @@ from torch.distributed.tensor import Shard
 
 from autoshard.errors import PlanError
 from autoshard.patterns.decisions import Decisions, Flow, phase_of
-from autoshard.patterns.graph import Value
-from autoshard.planner.problem import Wishes
+from autoshard.patterns.graph_rules import Value
+from autoshard.planner.planning_problem import Constraints
 from autoshard.specs.spec import Spec
-from tests.planner.steps import captured, every_parameter, flow_of, gathered_again, planner_of
+from tests.planner.steps import every_parameter, flow_of, joint_graph, planner_of, regather_all
 
 DECISIONS = Decisions(
     choices={"mm": (0, -1), "add": (-2, 1)},
@@ -21,10 +21,10 @@ DECISIONS = Decisions(
 
 
 def _flow(forced: bool = False, again: bool = False) -> Flow:
-    graph = captured("gpt")
-    planner = planner_of(graph, {"x": 2}, Wishes(forced=every_parameter(graph) if forced else frozenset()))
+    graph = joint_graph("gpt")
+    planner = planner_of(graph, {"x": 2}, Constraints(forced=every_parameter(graph) if forced else frozenset()))
     plan = planner.plan()
-    return flow_of(planner, gathered_again(planner, plan) if again else plan)
+    return flow_of(planner, regather_all(planner, plan) if again else plan)
 
 
 def test_decisions_are_data() -> None:
@@ -52,7 +52,7 @@ def test_data_of_another_form_is_refused(harm: object) -> None:
 
 
 def test_gradients_are_made_in_the_backward_half() -> None:
-    kinds = {output.kind: phase_of(output) for output in captured("gpt").outputs}
+    kinds = {output.kind: phase_of(output) for output in joint_graph("gpt").outputs}
     assert kinds == {"output": "forward", "gradient": "backward"}
 
 
@@ -60,9 +60,9 @@ def test_legs_lead_from_where_a_value_is_made_to_where_it_is_wanted() -> None:
     flow = _flow()
     for value, uses in flow.rules.uses.items():
         for use in uses:
-            target = flow.wanted(use.node, use.operand)
-            spec = flow.produced(value)
-            for _, source, reached in flow.legs(value, flow.graph.phase(use.node), target):
+            target = flow.consumed_spec(use.node, use.operand)
+            spec = flow.produced_spec(value)
+            for _, source, reached in flow.reshards(value, flow.graph.phase(use.node), target):
                 assert source is spec
                 spec = reached
             assert spec is target
@@ -73,10 +73,10 @@ def test_uses_that_share_a_hub_share_its_copy() -> None:
     moved = 0
     for value, uses in flow.rules.uses.items():
         hub = flow.hub(value, "forward")
-        if hub is None or hub[1] is flow.produced(value):
+        if hub is None or hub[1] is flow.produced_spec(value):
             continue
         firsts = {
-            next(iter(flow.legs(value, flow.graph.phase(use.node), flow.wanted(use.node, use.operand))))[0]
+            next(iter(flow.reshards(value, flow.graph.phase(use.node), flow.consumed_spec(use.node, use.operand))))[0]
             for use in uses
         }
         assert firsts == {f"{hub[0]} {hub[1]}"}
@@ -90,17 +90,19 @@ def test_what_is_gathered_again_has_copies_of_its_own() -> None:
     hubs = [flow.hub(weight, phase) for phase in ("forward", "backward")]
     assert all(hub is not None for hub in hubs)
     assert [hub[0] for hub in hubs if hub] == [f"{weight.name}@forward", f"{weight.name}@backward"]
-    target = Spec.replicated(1)
-    copies = [{key for key, _, _ in flow.legs(weight, phase, target)} for phase in ("forward", "backward")]
+    target = Spec.all_replicated(1)
+    copies = [{key for key, _, _ in flow.reshards(weight, phase, target)} for phase in ("forward", "backward")]
     assert not copies[0] & copies[1]
 
 
 def test_gradients_are_delivered_as_their_parameters_lie() -> None:
     flow = _flow(forced=True)
     rest = {
-        source.name: flow.produced(Value(source.node)) for source in flow.graph.inputs if source.kind == "parameter"
+        source.name: flow.produced_spec(Value(source.node))
+        for source in flow.graph.inputs
+        if source.kind == "parameter"
     }
     gradients = [output for output in flow.graph.outputs if output.kind == "gradient" and output.node is not None]
     assert gradients
-    assert all(flow.delivered(output) is rest[output.name] for output in gradients)
+    assert all(flow.output_spec(output) is rest[output.name] for output in gradients)
     assert any(Shard(0) in spec.placements for spec in rest.values())

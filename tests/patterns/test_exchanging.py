@@ -7,7 +7,7 @@ from autoshard.patterns.exchanging import define, program_of
 from autoshard.patterns.local import collectives
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 
 
 def _program(x, times, *, group, collective):
@@ -33,7 +33,7 @@ def test_all_ranks_in_lockstep() -> None:
 
 
 def test_all_ranks_as_local_tensors() -> None:
-    with simulated(x=2, y=3) as mesh:
+    with simulated_mesh(x=2, y=3) as mesh:
         own = torch.full((2, 4), mesh.get_local_rank("y"), dtype=torch.float64)
         results = DOUBLED(own, 2, group=mesh.get_group("y").group_name)
         for result in results:

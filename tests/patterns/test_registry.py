@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoshard.errors import RuleError
-from autoshard.patterns.registry import Registry, call_of, knows, op_call, register_rule, registered, rule_for
+from autoshard.patterns.registry import Registry, call_of, has_rule, op_call, register_rule, rule_for, rule_names
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ MM = _call(aten.mm.default, torch.randn(2, 3), torch.randn(3, 4))
 def test_every_spelling_of_a_name(name: str) -> None:
     registry = Registry()
     registry.register(name, "i k, k j -> i j", linear="0, 1")
-    assert registry.knows(aten.mm.default)
+    assert registry.has_rule(aten.mm.default)
     rule = registry.rule_for(MM)
     assert rule is not None
     assert rule.linear == (frozenset({0}), frozenset({1}))
@@ -39,8 +39,8 @@ def test_an_overload_wins_over_all_overloads() -> None:
     registry.register("aten.add.Tensor", lambda call: None)
     x = torch.randn(2)
     assert registry.rule_for(_call(aten.add.Tensor, x, x)) is None
-    assert registry.knows(aten.add.Scalar)
-    assert not registry.knows(aten.mul.Tensor)
+    assert registry.has_rule(aten.add.Scalar)
+    assert not registry.has_rule(aten.mul.Tensor)
 
 
 def test_a_rule_is_made_once_per_call() -> None:
@@ -79,7 +79,7 @@ def test_nothing_is_registered_by_a_rule_that_does_not_parse() -> None:
     for options in ({}, {"linear": "7"}):
         with pytest.raises(RuleError):
             registry.register("aten.mm", "i k, k$ -> i" if not options else "i k, k j -> i j", **options)
-    assert not registry.knows(aten.mm.default)
+    assert not registry.has_rule(aten.mm.default)
 
 
 def test_register_rule_for_an_operator_of_ones_own() -> None:
@@ -87,14 +87,14 @@ def test_register_rule_for_an_operator_of_ones_own() -> None:
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: 2 * x, "CPU")
         op = torch.ops.autoshard_test_registry.twice.default
-        assert not knows(op)
+        assert not has_rule(op)
         with pytest.raises(RuleError, match="unexpected"):
             register_rule("autoshard_test_registry::twice", "... -> ??")
         with pytest.raises(RuleError, match="go with a rule in text"):
             register_rule("autoshard_test_registry::twice", lambda call: None, linear="0")
         with pytest.raises(RuleError, match="go with a rule in text"):
             register_rule("autoshard_test_registry::twice", lambda call: None, uneven=False)
-        assert not knows(op)
+        assert not has_rule(op)
         register_rule("autoshard_test_registry::twice", "... -> ...", linear="0")
         assert rule_for(_call(op, torch.randn(4))) is not None
         with pytest.raises(RuleError, match="has a rule already"):
@@ -102,12 +102,12 @@ def test_register_rule_for_an_operator_of_ones_own() -> None:
 
 
 def test_the_library_has_rules_for_both_halves_of_a_training_step() -> None:
-    assert all(knows(op) for op in (aten.mm.default, aten.gelu_backward.default, aten.native_layer_norm.default))
+    assert all(has_rule(op) for op in (aten.mm.default, aten.gelu_backward.default, aten.native_layer_norm.default))
 
 
 def test_names_of_all_rules_are_known() -> None:
-    assert {"aten::mm", "aten::relu"} <= set(registered())
-    assert list(registered()) == sorted(registered())
+    assert {"aten::mm", "aten::relu"} <= set(rule_names())
+    assert list(rule_names()) == sorted(rule_names())
 
 
 def test_a_list_among_defaults_is_a_tuple() -> None:

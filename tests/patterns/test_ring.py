@@ -10,19 +10,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.patterns.local import collectives
 from autoshard.patterns.lockstep import Lockstep, PerRank
-from autoshard.patterns.ring import lower_shifts, route, shift, split_sizes
+from autoshard.patterns.ring import lower_shifts, shift, shift_axes, split_sizes
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 3), (3, 2), (2, 2, 2)])
 def test_every_rank_meets_what_every_other_one_held(sizes: tuple[int, ...]) -> None:
     at = [0] * len(sizes)
     met = {tuple(at)}
-    for axis in route(sizes):
+    for axis in shift_axes(sizes):
         at[axis] = (at[axis] + 1) % sizes[axis]
         met.add(tuple(at))
-    assert len(route(sizes)) + 1 == len(met) == len(list(itertools.product(*map(range, sizes))))
+    assert len(shift_axes(sizes)) + 1 == len(met) == len(list(itertools.product(*map(range, sizes))))
 
 
 def test_what_one_rank_sends_another_receives() -> None:
@@ -41,7 +41,7 @@ def test_all_ranks_in_lockstep(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_all_ranks_as_local_tensors(steps: int) -> None:
-    with simulated(x=2, y=3) as mesh:
+    with simulated_mesh(x=2, y=3) as mesh:
         own = torch.full((2, 4), mesh.get_local_rank("x") * 3 + mesh.get_local_rank("y"), dtype=torch.float64)
         shifted = collectives.wait_tensor(shift(own, steps, mesh.get_group("y").group_name))
         for (x, y), value in per_rank(shifted, mesh).items():

@@ -20,7 +20,7 @@ from autoshard.patterns.strategy import (
     operand_spec,
     partial_kind,
     result_spec,
-    share,
+    work_split,
 )
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import local_shape as layout_shape
@@ -96,7 +96,7 @@ def test_padded_shards_are_blocks_of_whole_steps() -> None:
     assert _specs(rule, (inner, outer), MeshShape.of({"x": 4, "y": 2}))[1] == "S(1,f=3) S(1,b=4)"
     assert _specs(MM, (ROW,), MeshShape.of({"x": 3}))[0] == "S(0)"  # torch can say that
     assert local_shape(rule, rule.operands[1], (outer,), ONE, (12, 24)) == (12, 16)
-    assert share(rule, (outer,), ONE) == 1.5
+    assert work_split(rule, (outer,), ONE) == 1.5
 
 
 def test_a_dim_is_padded_once() -> None:
@@ -115,8 +115,8 @@ def test_a_stretch_is_padded_by_an_axis_of_its_own() -> None:
 
 def test_two_axes_on_one_factor_split_in_mesh_order() -> None:
     assert _specs(MM, (COLUMN, COLUMN), TWO) == ["R R", "S(1) S(1)", "S(1) S(1)"]
-    assert share(MM, (COLUMN, COLUMN), TWO) == 6
-    assert share(MM, (COLUMN, linear_choice(0)), TWO) == 2
+    assert work_split(MM, (COLUMN, COLUMN), TWO) == 6
+    assert work_split(MM, (COLUMN, linear_choice(0)), TWO) == 2
 
 
 def test_an_inner_part_is_a_strided_shard() -> None:

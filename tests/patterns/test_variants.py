@@ -15,8 +15,8 @@ from autoshard.patterns.registry import register_rule
 from autoshard.patterns.rule import OpCall, Rule, refine
 from autoshard.patterns.soundness import compare, run_all_ranks, strategies
 from autoshard.patterns.strategy import WHOLE, axis_choices, describe, fits, linear_choice, operand_spec, result_spec
-from autoshard.patterns.variants import offered_factors, offered_linear, resolved
-from autoshard.planner.options import OptionTables
+from autoshard.patterns.variants import offered_factors, offered_linear, resolve_variant
+from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.specs.axes import MeshShape
 from tests.patterns.ops.soundness import aten, bound, normal
 
@@ -59,9 +59,9 @@ def test_choices_count_what_variants_add_behind_the_rule_itself() -> None:
 
 def test_the_first_variant_that_knows_all_is_taken() -> None:
     _, rule = product()
-    assert resolved(rule, (0, 2)) == (rule, (0, 2))
-    assert resolved(rule, (WHOLE, WHOLE))[0] is rule
-    variant, choices = resolved(rule, (0, 3))
+    assert resolve_variant(rule, (0, 2)) == (rule, (0, 2))
+    assert resolve_variant(rule, (WHOLE, WHOLE))[0] is rule
+    variant, choices = resolve_variant(rule, (0, 3))
     assert variant is rule.variants[0]
     assert [variant.factors[choice].name for choice in choices] == ["i", "w"]
 
@@ -84,7 +84,7 @@ def test_specs_are_those_of_the_variant() -> None:
 
 def test_the_exchange_of_a_variant_is_priced() -> None:
     call, rule = product()
-    tables = OptionTables(CostModel(Cluster.preset("cpu"), MESH))
+    tables = StrategyTables(CostModel(Cluster.preset("cpu"), MESH))
     assert tables.exchanges(rule, (WHOLE, 3)) == [("all_gather", 1, call.operands[1].bytes // 4)]
     assert tables.exchanges(rule, (WHOLE, 2)) == []
 

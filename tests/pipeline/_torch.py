@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-__all__ = ["executed", "executed_from_csv", "with_messages"]
+__all__ = ["run_csv_schedule", "run_schedule", "with_messages"]
 
 
 class _Stub:
@@ -47,14 +47,14 @@ class _Stub:
         return lambda *args, **kwargs: []
 
 
-def executed(name: str, placement: Sequence[int], ranks: int, microbatches: int) -> list[list[str]]:
+def run_schedule(name: str, placement: Sequence[int], ranks: int, microbatches: int) -> list[list[str]]:
     """The computations that torch's schedule of this name runs on every rank, on stages that do nothing."""
     schedule_class: Any = get_schedule_class(name)
     single = issubclass(schedule_class, PipelineScheduleSingle)
     return _run(placement, ranks, lambda stages: schedule_class(stages[0] if single else stages, microbatches))
 
 
-def executed_from_csv(
+def run_csv_schedule(
     text: str, form: str, placement: Sequence[int], ranks: int, microbatches: int, folder: Path
 ) -> list[list[str]]:
     """The computations that torch's runtime runs on every rank from a file of actions."""

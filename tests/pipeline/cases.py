@@ -28,6 +28,6 @@ def equal_stages(stages: int, virtual: int = 1, **more: Any) -> list[StageCosts]
     return [StageCosts(**seconds)] * stages
 
 
-def parsed(*orders: str) -> tuple[tuple[Action, ...], ...]:
+def parse_orders(*orders: str) -> tuple[tuple[Action, ...], ...]:
     """Orders of ranks from what stands in a line each, such as "0F0 0B0"."""
     return tuple(tuple(map(Action.parse, order.split())) for order in orders)

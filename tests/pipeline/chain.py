@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from autoshard.pipeline.cut import StageModule
-from autoshard.pipeline.exported import ExportedModule
+from autoshard.pipeline.forward_export import ExportedModule
+from autoshard.pipeline.stage_modules import StageModule
 
 
 class Chain:
@@ -59,10 +59,13 @@ class Chain:
                 torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
 
 
-def settled(exported: ExportedModule, stage_of: Mapping[str, int]) -> dict[str, int]:
+def settle_stages(exported: ExportedModule, stage_of: Mapping[str, int]) -> dict[str, int]:
     """The nearest later stages at which no value goes back and what has to stay together does."""
     stages = dict(stage_of)
-    bound = [*exported.together, *((node.name, *(user.name for user in parts)) for node, parts in _parted(exported))]
+    bound = [
+        *exported.together,
+        *((node.name, *(user.name for user in parts)) for node, parts in _multi_output_users(exported)),
+    ]
     before: dict[str, int] = {}
     while before != stages:
         before = dict(stages)
@@ -73,12 +76,14 @@ def settled(exported: ExportedModule, stage_of: Mapping[str, int]) -> dict[str, 
     return stages
 
 
-def _parted(exported: ExportedModule) -> list[tuple[Any, list[Any]]]:
+def _multi_output_users(exported: ExportedModule) -> list[tuple[Any, list[Any]]]:
     several = [node for node in exported.operators if not isinstance(node.meta["val"], torch.Tensor)]
     return [(node, list(node.users)) for node in several]
 
 
-def balanced(exported: ExportedModule, stages: int) -> dict[str, int]:
+def balance_stages(exported: ExportedModule, stages: int) -> dict[str, int]:
     """Equally many operators for every stage, in the order of the graph."""
     operators = exported.operators
-    return settled(exported, {node.name: place * stages // len(operators) for place, node in enumerate(operators)})
+    return settle_stages(
+        exported, {node.name: place * stages // len(operators) for place, node in enumerate(operators)}
+    )

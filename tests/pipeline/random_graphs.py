@@ -93,18 +93,18 @@ def routes(problem: StageProblem, stage: Sequence[int]) -> Iterator[frozenset[tu
         yield from (frozenset(one) for one in itertools.combinations(possible, count))
 
 
-def best(problem: StageProblem) -> float | None:
+def smallest_objective(problem: StageProblem) -> float | None:
     """The smallest objective of all assignments that keep balance and memory, each worked out by itself."""
     found = [
         objective
         for stage in assignments(problem.graph, problem.stages)
         for recomputed in routes(problem, stage)
-        if (objective := worked_out(problem, Assignment(stage, recomputed))) is not None
+        if (objective := evaluate_assignment(problem, Assignment(stage, recomputed))) is not None
     ]
     return min(found, default=None)
 
 
-def worked_out(problem: StageProblem, assignment: Assignment) -> float | None:
+def evaluate_assignment(problem: StageProblem, assignment: Assignment) -> float | None:
     """Objective of an assignment, by going from stage to stage with all that is there; None if it keeps no limit."""
     graph, stage, last = problem.graph, assignment.stage, problem.stages - 1
     seconds = [0.0] * problem.stages

@@ -4,7 +4,7 @@ import pytest
 
 from autoshard.errors import PipelineError
 from autoshard.pipeline.actions import Action, Schedule
-from tests.pipeline.cases import parsed
+from tests.pipeline.cases import parse_orders
 
 
 @pytest.mark.parametrize("text", ["2F0", "11SEND_B3", "0REDUCE_GRAD", "(0F5;7B0)OVERLAP_F_B"])
@@ -33,8 +33,8 @@ def test_an_action_that_is_none() -> None:
 )
 def test_orders_that_are_no_schedule(orders: tuple[str, ...], said: str) -> None:
     with pytest.raises(PipelineError, match=said):
-        Schedule("mine", 1, parsed(*orders))
+        Schedule("mine", 1, parse_orders(*orders))
 
 
 def test_a_file_has_a_line_per_rank() -> None:
-    assert Schedule("mine", 1, parsed("0F0 0B0", "1F0 1I0 1W0")).to_csv() == "0F0,0B0\n1F0,1I0,1W0\n"
+    assert Schedule("mine", 1, parse_orders("0F0 0B0", "1F0 1I0 1W0")).to_csv() == "0F0,0B0\n1F0,1I0,1W0\n"

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import BudgetError, PipelineError
-from autoshard.pipeline.choose import Chosen, choose
+from autoshard.pipeline.choose import ScheduleChoice, choose
 from autoshard.pipeline.costs import StageCosts
 from autoshard.pipeline.schedules import SCHEDULES, schedule
 from autoshard.pipeline.simulation import simulate
-from autoshard.pipeline.tasks import task_graph
+from autoshard.pipeline.tasks import step_task_graph
 
 RANKS = 3
 BYTES = [name for name in StageCosts.__dataclass_fields__ if name.endswith("_bytes")]
@@ -38,7 +38,7 @@ def costs_of(microbatches: int, virtual: int) -> Sequence[StageCosts] | None:
     ]
 
 
-def lines(chosen: Chosen) -> dict[tuple[str, int, int], str]:
+def lines(chosen: ScheduleChoice) -> dict[tuple[str, int, int], str]:
     return {(line.schedule, line.microbatches, line.virtual): line.verdict for line in chosen.table}
 
 
@@ -52,7 +52,7 @@ def test_nothing_that_fits_is_faster(room: int) -> None:
                 if family.refusal(RANKS, v, m) is None:
                     stages = costs_of(m, v)
                     assert stages is not None
-                    result = simulate(task_graph(schedule(name, RANKS, m, v), stages), 0.2)
+                    result = simulate(step_task_graph(schedule(name, RANKS, m, v), stages), 0.2)
                     if max(result.peaks) <= room:
                         fitting.append(result.seconds)
     assert chosen.simulation.seconds == pytest.approx(min(fitting), rel=1e-9)

@@ -39,7 +39,7 @@ def _least(graph: StageGraph, stages: int) -> float:
     problem = StageProblem(graph, (StageDevice(1.0),) * stages, (1,) * stages, 1e9)
     place = {name: number for number, one in enumerate(graph.nodes) for name in one.members}
     return min(
-        problem.account(Assignment(stage)).objective
+        problem.totals(Assignment(stage)).objective
         for stage in assignments(graph, stages)
         if stage[place["first"]] == 0 and stage[place["last"]] == stages - 1
     )

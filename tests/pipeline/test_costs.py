@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.actions import Kind
+from autoshard.pipeline.actions import ActionKind
 from autoshard.pipeline.costs import StageCosts, rest_bytes
 
 
@@ -17,10 +17,15 @@ def test_halves_of_backward_are_the_whole() -> None:
     stage = StageCosts(
         forward_seconds=1, input_backward_seconds=2, weight_backward_seconds=3, saved_bytes=10, weight_saved_bytes=4
     )
-    whole, halves = Kind.BACKWARD, (Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
+    whole, halves = ActionKind.BACKWARD, (ActionKind.INPUT_BACKWARD, ActionKind.WEIGHT_BACKWARD)
     assert stage.seconds(whole) == sum(map(stage.seconds, halves)) == 5
-    assert stage.kept(Kind.FORWARD) == -stage.kept(whole) == -sum(map(stage.kept, halves)) == 10
-    assert stage.kept(Kind.INPUT_BACKWARD) == -6
+    assert (
+        stage.memory_change(ActionKind.FORWARD)
+        == -stage.memory_change(whole)
+        == -sum(map(stage.memory_change, halves))
+        == 10
+    )
+    assert stage.memory_change(ActionKind.INPUT_BACKWARD) == -6
 
 
 def test_ranks_have_room_for_what_their_stages_receive() -> None:

@@ -6,13 +6,13 @@ import pytest
 
 from autoshard.capture import capture
 from autoshard.errors import CaptureError
-from autoshard.pipeline.cut import cut
-from autoshard.pipeline.exported import exported
+from autoshard.pipeline.forward_export import export_forward
 from autoshard.pipeline.stage_graph import StageGraph
+from autoshard.pipeline.stage_modules import cut
 from tests.models.gradients import BETWEEN, gradients
-from tests.pipeline.chain import balanced
+from tests.pipeline.chain import balance_stages
 from tests.pipeline.exporting import cost_model
-from tests.pipeline.test_cut import check
+from tests.pipeline.test_stage_modules import check
 
 PARAMETER, MODULE = "hook of a parameter", "hook of a module"
 
@@ -21,23 +21,23 @@ PARAMETER, MODULE = "hook of a parameter", "hook of a module"
 @pytest.mark.parametrize("name", [name for name in BETWEEN if name not in (PARAMETER, MODULE, "tangent")])
 def test_stages_have_the_gradients_that_forward_says(name: str) -> None:
     module, inputs = gradients(name, layers=6)
-    graph = exported(module, (), inputs)
+    graph = export_forward(module, (), inputs)
     for stages in (2, 3):
-        check(graph, inputs, balanced(graph, stages), stages)
+        check(graph, inputs, balance_stages(graph, stages), stages)
     assert StageGraph.of(graph, cost_model())
 
 
 @pytest.mark.parametrize("name", ["straight-through", "hooks set late", "gradient inside"])
 def test_stages_are_captured_with_their_gradients(name: str) -> None:
     module, inputs = gradients(name, layers=6)
-    graph = exported(module, (), inputs)
-    for part in cut(graph, balanced(graph, 2), 2):
+    graph = export_forward(module, (), inputs)
+    for part in cut(graph, balance_stages(graph, 2), 2):
         capture(part.module, *part.example, tangents="all")
 
 
 def test_a_hook_stays_where_its_tensor_is_made() -> None:
     module, inputs = gradients("hooks set late")
-    graph = exported(module, (), inputs)
+    graph = export_forward(module, (), inputs)
     hooks = [node for node in graph.operators if str(node.target).startswith("register_hook")]
     assert len(hooks) == 2
     for hook in hooks:
@@ -52,4 +52,4 @@ def test_a_hook_stays_where_its_tensor_is_made() -> None:
 def test_hooks_that_several_stages_share_are_refused(name: str, message: str) -> None:
     module, inputs = gradients(name)
     with pytest.raises(CaptureError, match=message):
-        exported(module, (), inputs)
+        export_forward(module, (), inputs)

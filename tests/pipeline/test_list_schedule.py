@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from autoshard.pipeline.actions import to_csv
 from autoshard.pipeline.costs import StageCosts
-from autoshard.pipeline.list_schedule import list_schedules, room_for_one
-from autoshard.pipeline.messages import rows
+from autoshard.pipeline.list_schedule import bytes_for_one_microbatch, list_schedules
+from autoshard.pipeline.schedule_messages import runtime_actions
 from autoshard.pipeline.schedules import placement, schedule
 from autoshard.pipeline.simulation import simulate
-from autoshard.pipeline.tasks import task_graph
-from tests.pipeline._torch import executed_from_csv
+from autoshard.pipeline.tasks import step_task_graph
+from tests.pipeline._torch import run_csv_schedule
 from tests.pipeline.cases import equal_stages
 
 numbers = st.integers(0, 6)
@@ -27,7 +27,7 @@ def problems(draw: st.DrawFn) -> tuple[list[StageCosts], tuple[int, ...], int, t
         StageCosts(**{name: draw(numbers) for name in StageCosts.__dataclass_fields__})  # type: ignore[arg-type]
         for _ in way
     ]
-    rooms = tuple(room + draw(st.integers(0, 30)) for room in room_for_one(stages, way, microbatches))
+    rooms = tuple(room + draw(st.integers(0, 30)) for room in bytes_for_one_microbatch(stages, way, microbatches))
     return stages, way, microbatches, rooms
 
 
@@ -41,13 +41,13 @@ def test_orders_can_be_run_within_the_memory(
     assert made
     for one in made:
         assert one.placement == way
-        peaks = simulate(task_graph(one, stages)).peaks
+        peaks = simulate(step_task_graph(one, stages)).peaks
         assert all(peak <= room for peak, room in zip(peaks, rooms, strict=True))
 
 
 def test_none_where_not_one_microbatch_fits() -> None:
     stages = equal_stages(2, saved_bytes=10, rest_bytes=5, working_bytes=1)
-    assert room_for_one(stages, (0, 1), 4) == (16, 16)
+    assert bytes_for_one_microbatch(stages, (0, 1), 4) == (16, 16)
     assert list(list_schedules(stages, (0, 1), 4, (16, 16)))
     assert not list(list_schedules(stages, (0, 1), 4, (15, 16)))
     assert not list(list_schedules(stages, (0, 1), 4, (3, 16)))
@@ -56,10 +56,11 @@ def test_none_where_not_one_microbatch_fits() -> None:
 def test_it_hides_messages_behind_microbatches_that_the_memory_allows() -> None:
     stages = equal_stages(4, forward_send_seconds=0.6, backward_send_seconds=0.6, saved_bytes=1)
     best = min(
-        simulate(task_graph(made, stages)).seconds for made in list_schedules(stages, (0, 1, 2, 3), 16, (1000,) * 4)
+        simulate(step_task_graph(made, stages)).seconds
+        for made in list_schedules(stages, (0, 1, 2, 3), 16, (1000,) * 4)
     )
-    assert best < simulate(task_graph(schedule("1F1B", 4, 16), stages)).seconds * 0.9
-    assert best < simulate(task_graph(schedule("InterleavedZeroBubble", 4, 16), stages)).seconds * 0.99
+    assert best < simulate(step_task_graph(schedule("1F1B", 4, 16), stages)).seconds * 0.9
+    assert best < simulate(step_task_graph(schedule("InterleavedZeroBubble", 4, 16), stages)).seconds * 0.99
 
 
 @pytest.mark.parametrize("turns", [False, True])
@@ -67,5 +68,5 @@ def test_torch_runs_it(turns: bool, tmp_path: Path) -> None:
     way = placement(3, 2, turns)
     made = next(list_schedules(equal_stages(6, saved_bytes=1), way, 4, (6,) * 3))
     wanted = [list(map(str, order)) for order in made.orders]
-    for text, form in ((made.to_csv(), "compute_only"), (to_csv(rows(made)), "compute_comms")):
-        assert executed_from_csv(text, form, way, 3, 4, tmp_path) == wanted
+    for text, form in ((made.to_csv(), "compute_only"), (to_csv(runtime_actions(made)), "compute_comms")):
+        assert run_csv_schedule(text, form, way, 3, 4, tmp_path) == wanted

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoshard.cluster import Cluster
 from autoshard.errors import MeshError, PipelineError
 from autoshard.pipeline.pipeline_mesh import PipelineMesh
-from autoshard.pipeline.placement import by_memory, place_stages, stage_devices
+from autoshard.pipeline.placement import place_stages, sort_by_memory, stage_devices
 from autoshard.pipeline.stages import assign_stages
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.random_graphs import chain
@@ -72,7 +72,7 @@ def test_devices_that_are_no_multiple_are_refused() -> None:
 
 
 def test_equal_memories_keep_their_order() -> None:
-    assert by_memory(MIXED, [0, 4, 1, 5]) == (4, 5, 0, 1)
+    assert sort_by_memory(MIXED, [0, 4, 1, 5]) == (4, 5, 0, 1)
 
 
 def pipeline(**mesh: int) -> PipelineMesh:

@@ -6,9 +6,9 @@ import pytest
 
 from autoshard.errors import PipelineError
 from autoshard.pipeline.actions import Schedule, to_csv
-from autoshard.pipeline.messages import rows
+from autoshard.pipeline.schedule_messages import runtime_actions
 from autoshard.pipeline.schedules import SCHEDULES, schedule
-from tests.pipeline._torch import executed, executed_from_csv
+from tests.pipeline._torch import run_csv_schedule, run_schedule
 from tests.pipeline.cases import sizes
 
 SOME = sizes((2, 3), (1, 2), (6,))
@@ -27,14 +27,14 @@ def test_the_order_is_the_one_in_which_torch_runs_its_class(
     name: str, ranks: int, microbatches: int, virtual: int
 ) -> None:
     made = schedule(name, ranks, microbatches, virtual)
-    assert computations(made) == executed(name, made.placement, ranks, microbatches)
+    assert computations(made) == run_schedule(name, made.placement, ranks, microbatches)
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "virtual"), SOME)
 def test_torch_runs_the_lists(name: str, ranks: int, microbatches: int, virtual: int, tmp_path: Path) -> None:
     made = schedule(name, ranks, microbatches, virtual)
-    for text, form in ((made.to_csv(), "compute_only"), (to_csv(rows(made)), "compute_comms")):
-        assert executed_from_csv(text, form, made.placement, ranks, microbatches, tmp_path) == computations(made)
+    for text, form in ((made.to_csv(), "compute_only"), (to_csv(runtime_actions(made)), "compute_comms")):
+        assert run_csv_schedule(text, form, made.placement, ranks, microbatches, tmp_path) == computations(made)
 
 
 def test_shape() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from autoshard.pipeline.costs import StageCosts
 from autoshard.pipeline.schedules import schedule
 from autoshard.pipeline.simulation import Simulation, simulate
-from autoshard.pipeline.tasks import task_graph
+from autoshard.pipeline.tasks import step_task_graph
 from autoshard.simulate.events import COMPUTE
 from tests.pipeline.cases import equal_stages, sizes
 
@@ -16,7 +16,7 @@ SOME = sizes((1, 2, 3), (1, 2), (4, 6))
 
 def run(name: str, ranks: int, microbatches: int, virtual: int = 1, **more: float) -> Simulation:
     made = schedule(name, ranks, microbatches, virtual)
-    return simulate(task_graph(made, equal_stages(made.stages, virtual, **more)))
+    return simulate(step_task_graph(made, equal_stages(made.stages, virtual, **more)))
 
 
 def costs(**amounts: float) -> StageCosts:
@@ -61,19 +61,19 @@ def test_microbatches_in_flight(ranks: int, microbatches: int) -> None:
 def test_what_is_held_when() -> None:
     made = schedule("InterleavedZeroBubble", 1, 1)
     stage = costs(rest_bytes=100, saved_bytes=10, weight_saved_bytes=4, working_bytes=1)
-    assert simulate(task_graph(made, [stage])).memory == (
+    assert simulate(step_task_graph(made, [stage])).memory == (
         ((0.0, 100), (0.0, 111), (1.0, 110), (1.0, 111), (2.0, 104), (2.0, 105), (3.0, 100)),
     )
 
 
 def test_what_is_received_has_room_for_every_microbatch() -> None:
     stage = costs(forward_bytes=10, backward_bytes=1, rest_bytes=1000)
-    assert simulate(task_graph(schedule("1F1B", 3, 4), [stage] * 3)).peaks == (1004, 1044, 1040)
+    assert simulate(step_task_graph(schedule("1F1B", 3, 4), [stage] * 3)).peaks == (1004, 1044, 1040)
 
 
 def test_gradients_are_reduced_behind_what_is_left_and_then_applied() -> None:
     stages = [costs(reduction_seconds=2.0, application_seconds=0.5), costs(reduction_seconds=1.0)]
-    result = simulate(task_graph(schedule("GPipe", 2, 1), stages))
+    result = simulate(step_task_graph(schedule("GPipe", 2, 1), stages))
     ran = {
         task.name: (start, end) for task, start, end in zip(result.graph.tasks, result.starts, result.ends, strict=True)
     }
@@ -88,7 +88,7 @@ def test_gradients_are_reduced_behind_what_is_left_and_then_applied() -> None:
 
 def test_messages_take_their_time_and_are_asked_for_in_order() -> None:
     result = simulate(
-        task_graph(schedule("GPipe", 2, 2), [costs(forward_send_seconds=3.0, backward_send_seconds=0.5)] * 2)
+        step_task_graph(schedule("GPipe", 2, 2), [costs(forward_send_seconds=3.0, backward_send_seconds=0.5)] * 2)
     )
     ran = {
         task.name: (start, end) for task, start, end in zip(result.graph.tasks, result.starts, result.ends, strict=True)
@@ -101,7 +101,7 @@ def test_messages_take_their_time_and_are_asked_for_in_order() -> None:
 
 
 def test_what_is_sent_slows_what_is_computed_beside_it() -> None:
-    graph = task_graph(schedule("GPipe", 2, 2), [costs(forward_send_seconds=1.0)] * 2)
+    graph = step_task_graph(schedule("GPipe", 2, 2), [costs(forward_send_seconds=1.0)] * 2)
     ran = dict(zip([task.name for task in graph.tasks], simulate(graph, contention=0.5).ends, strict=True))
     assert ran["0F0"] == 1.0
     assert ran["0F1"] == 2.5  # half a second of work in the second of the first message, and the rest after it
@@ -124,7 +124,7 @@ def test_a_step_is_never_below_its_bounds(
     problem: tuple[tuple[str, int, int, int], list[StageCosts]], contention: float
 ) -> None:
     size, stages = problem
-    result = simulate(task_graph(schedule(*size), stages), contention)
+    result = simulate(step_task_graph(schedule(*size), stages), contention)
     work = [0.0] * size[1]
     ends: list[float] = []
     for task in result.graph.tasks:
@@ -148,5 +148,5 @@ def test_more_bandwidth_slows_no_order(
         StageCosts(**{name: getattr(stage, name) * (part if "send" in name else 1) for name in fields})
         for stage in stages
     ]
-    before, after = (simulate(task_graph(schedule(*size), one)).seconds for one in (stages, quicker))
+    before, after = (simulate(step_task_graph(schedule(*size), one)).seconds for one in (stages, quicker))
     assert after <= before * (1 + 1e-12)

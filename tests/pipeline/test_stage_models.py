@@ -9,16 +9,16 @@ import torch
 from torch import fx
 
 from autoshard.pipeline.coarsen import coarsen
-from autoshard.pipeline.exported import ExportedModule
+from autoshard.pipeline.forward_export import ExportedModule
 from autoshard.pipeline.stage_graph import StageGraph
 from autoshard.pipeline.stages import StageDevice, Stages, assign_stages
 from tests.models import ZOO, Gpt
-from tests.pipeline.exporting import cost_model, exported
+from tests.pipeline.exporting import cost_model, export_forward
 
 
 @cache
 def _model(name: str) -> tuple[ExportedModule, StageGraph]:
-    forward = exported(*ZOO[name]())
+    forward = export_forward(*ZOO[name]())
     return forward, StageGraph.of(forward, cost_model())
 
 
@@ -29,7 +29,7 @@ def _deep(layers: int) -> StageGraph:
         module = Gpt(768, 12, layers, "chunk", tied=True, dropout=0.0)
         module.positions = torch.nn.Embedding(1024, 768)
         tokens = torch.zeros(8, 1024, dtype=torch.long)
-    return StageGraph.of(exported(module, {"input_ids": tokens, "labels": tokens}), cost_model())
+    return StageGraph.of(export_forward(module, {"input_ids": tokens, "labels": tokens}), cost_model())
 
 
 def _assign(graph: StageGraph, count: int, **options: float) -> Stages:

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.partition.shards import whole
-from autoshard.pipeline.cut import cut
-from autoshard.pipeline.exported import exported
+from autoshard.partition.shards import gather_full_tensor
+from autoshard.pipeline.forward_export import export_forward
+from autoshard.pipeline.stage_modules import cut
 from tests import models
-from tests.partition.meshes import per_rank, simulated
-from tests.pipeline.chain import Chain, balanced
+from tests.float64 import Float64Mode, default_float64
+from tests.partition.meshes import per_rank, simulated_mesh
+from tests.pipeline.chain import Chain, balance_stages
 from tests.training import fast_links
-from tests.widen import Widened, doubles
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -23,18 +23,18 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
 @pytest.mark.parametrize("name", ["gpt", "hf_gemma"])
 def test_stages_on_meshes_do_what_the_model_does(name: str) -> None:
     options = {"tied": True, "layers": 1} if name == "gpt" else {}
-    with simulated(x=2) as mesh:
-        with Widened():
+    with simulated_mesh(x=2) as mesh:
+        with Float64Mode():
             module, inputs = models.ZOO[name](dtype=torch.float64, batch=2, **options)
             alone = copy.deepcopy(module)
             loss = _loss(alone(**inputs))
             loss.backward()
-            graph = exported(module, (), inputs)
-            stages = cut(graph, balanced(graph, 2), 2)
+            graph = export_forward(module, (), inputs)
+            stages = cut(graph, balance_stages(graph, 2), 2)
             for stage in stages:
                 autoshard.parallelize(stage.module, mesh, *stage.example, cluster=fast_links())
         chain = Chain(graph, stages, (), inputs)
-        with doubles():
+        with default_float64():
             ours = _loss(chain.forward())
             chain.backward()
         for held in per_rank(ours.detach(), mesh).values():
@@ -43,7 +43,7 @@ def test_stages_on_meshes_do_what_the_model_does(name: str) -> None:
         sharded = 0
         for stage in stages:
             for path, parameter in stage.module.named_parameters():
-                gradients[path] = gradients.get(path, 0) + whole(parameter.grad)
+                gradients[path] = gradients.get(path, 0) + gather_full_tensor(parameter.grad)
                 sharded += any(not placement.is_replicate() for placement in parameter.placements)
         assert sharded
         assert gradients.keys() == dict(alone.named_parameters()).keys()
@@ -58,9 +58,9 @@ def _loss(output: object) -> torch.Tensor:
 
 def test_stages_of_llama_are_planned() -> None:
     module, inputs = models.hf_llama(dtype=torch.float64, batch=2)
-    graph = exported(module, (), inputs)
+    graph = export_forward(module, (), inputs)
     names: set[str] = set()
-    for stage in cut(graph, balanced(graph, 2), 2):
+    for stage in cut(graph, balance_stages(graph, 2), 2):
         plan = autoshard.plan(stage.module, {"x": 2}, *stage.example, cluster=fast_links())
         assert plan.placements.keys() >= dict(stage.module.named_parameters()).keys()
         names.update(name for name, _ in stage.module.named_parameters())

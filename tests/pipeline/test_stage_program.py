@@ -11,21 +11,29 @@ from autoshard.pipeline.stage_bounds import stage_bounds
 from autoshard.pipeline.stage_order import balance_order, cut_order, is_linear
 from autoshard.pipeline.stage_problem import Assignment, StageDevice, StageProblem
 from autoshard.pipeline.stage_program import StageProgram
-from tests.pipeline.random_graphs import assignments, best, chain, chains, graphs, problems, worked_out
+from tests.pipeline.random_graphs import (
+    assignments,
+    chain,
+    chains,
+    evaluate_assignment,
+    graphs,
+    problems,
+    smallest_objective,
+)
 
 
 @given(problems(graphs()))
 @settings(max_examples=60, deadline=None)
 def test_the_integer_program_finds_the_best_of_all_assignments(problem: StageProblem) -> None:
-    expected = best(problem)
+    expected = smallest_objective(problem)
     found, bound, proved = StageProgram(problem).solve(time_limit=20)
     assert proved
     if expected is None:
         assert found is None
         return
     assert found is not None
-    assert worked_out(problem, found) == pytest.approx(expected, abs=1e-6)
-    assert problem.account(found).objective == pytest.approx(expected, abs=1e-6)
+    assert evaluate_assignment(problem, found) == pytest.approx(expected, abs=1e-6)
+    assert problem.totals(found).objective == pytest.approx(expected, abs=1e-6)
     assert bound == pytest.approx(expected, abs=1e-6)
 
 
@@ -33,14 +41,14 @@ def test_the_integer_program_finds_the_best_of_all_assignments(problem: StagePro
 @settings(max_examples=60, deadline=None)
 def test_on_chains_the_order_is_exact(problem: StageProblem) -> None:
     assert is_linear(problem)
-    expected = best(problem)
+    expected = smallest_objective(problem)
     found = cut_order(problem)
     assert (found is None) == (expected is None)
     if found is not None:
-        assert worked_out(problem, found) == pytest.approx(expected)
+        assert evaluate_assignment(problem, found) == pytest.approx(expected)
         answer, _, _ = StageProgram(problem).solve(time_limit=20, start=found)
         assert answer is not None
-        assert problem.account(answer).objective == pytest.approx(expected, abs=1e-6)
+        assert problem.totals(answer).objective == pytest.approx(expected, abs=1e-6)
 
 
 @given(problems(graphs()))
@@ -49,9 +57,9 @@ def test_what_the_order_gives_is_an_assignment_priced_right(problem: StageProble
     found = balance_order(problem)
     assume(found is not None)
     assert found is not None
-    account = problem.account(found)
-    assert problem.fits(account)
-    assert account.objective == pytest.approx(worked_out(replace(problem, tolerance=1e9), found))
+    account = problem.totals(found)
+    assert problem.fits_memory(account)
+    assert account.objective == pytest.approx(evaluate_assignment(replace(problem, tolerance=1e9), found))
     assert all(found.stage[value.source] <= found.stage[user] for value in problem.graph.values for user in value.users)
 
 
@@ -60,7 +68,7 @@ def test_what_the_order_gives_is_an_assignment_priced_right(problem: StageProble
 def test_bounds_exclude_no_assignment_within_the_tolerance(problem: StageProblem) -> None:
     bounds = stage_bounds(problem)
     for stage in assignments(problem.graph, problem.stages):
-        if problem.imbalance(problem.account(Assignment(stage))) <= problem.tolerance:
+        if problem.imbalance(problem.totals(Assignment(stage))) <= problem.tolerance:
             assert bounds is not None
             assert (bounds[0] <= stage).all()
             assert (stage <= bounds[1]).all()

@@ -11,7 +11,7 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.pipeline.stage_graph import StageGraph, StageValue
 from autoshard.pipeline.stage_problem import StageProblem
 from autoshard.pipeline.stages import StageDevice, assign_stages
-from tests.pipeline.random_graphs import best, chain, graphs, node, problems
+from tests.pipeline.random_graphs import chain, graphs, node, problems, smallest_objective
 
 
 def _devices(count: int, bandwidth: float = 1.0) -> list[StageDevice]:
@@ -37,12 +37,12 @@ def test_of_equal_cuts_the_balanced_one_is_taken() -> None:
 @given(problems(graphs(6)))
 @settings(max_examples=40, deadline=None)
 def test_every_answer_keeps_its_limits_and_every_refusal_is_right(problem: StageProblem) -> None:
-    expected = best(problem)
+    expected = smallest_objective(problem)
     arguments = (problem.graph, problem.devices, problem.in_flight)
     try:
         stages = assign_stages(*arguments, tolerance=problem.tolerance)
     except BudgetError:
-        assert best(replace(problem, tolerance=1e9)) is None
+        assert smallest_objective(replace(problem, tolerance=1e9)) is None
         return
     assert all(held <= device.memory for held, device in zip(stages.memory, problem.devices, strict=True))
     assert stages.imbalance <= stages.tolerance

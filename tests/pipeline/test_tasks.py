@@ -4,16 +4,16 @@ import pytest
 
 from autoshard.errors import PipelineError
 from autoshard.pipeline.schedules import schedule
-from autoshard.pipeline.tasks import TaskGraph, task_graph
+from autoshard.pipeline.tasks import StepTaskGraph, step_task_graph
 from tests.pipeline.cases import equal_stages
 
 
-def edges(graph: TaskGraph) -> dict[str, set[str]]:
+def edges(graph: StepTaskGraph) -> dict[str, set[str]]:
     return {task.name: {graph.tasks[need].name for need in task.needs} for task in graph.tasks}
 
 
 def test_the_graph_of_two_ranks() -> None:
-    graph = task_graph(schedule("GPipe", 2, 1), equal_stages(2))
+    graph = step_task_graph(schedule("GPipe", 2, 1), equal_stages(2))
     assert edges(graph) == {
         "0F0": set(),
         "0SEND_F0": {"0F0"},
@@ -30,7 +30,7 @@ def test_the_graph_of_two_ranks() -> None:
 
 
 def test_stages_on_one_rank_hand_on_without_a_message() -> None:
-    graph = edges(task_graph(schedule("ZBVZeroBubble", 1, 1, 2), equal_stages(2)))
+    graph = edges(step_task_graph(schedule("ZBVZeroBubble", 1, 1, 2), equal_stages(2)))
     assert graph["1F0"] == {"0F0"}
     assert graph["1I0"] == {"1F0"}
     assert graph["1W0"] == {"1I0"}
@@ -40,7 +40,7 @@ def test_stages_on_one_rank_hand_on_without_a_message() -> None:
 
 def test_two_that_run_together_wait_for_all_that_both_need_and_send_after_both() -> None:
     made = schedule("DualPipeV", 2, 4, 2)
-    graph = edges(task_graph(made, equal_stages(4)))
+    graph = edges(step_task_graph(made, equal_stages(4)))
     (pair,) = [action for action in made.orders[1] if str(action) == "(1F3;2B1)OVERLAP_F_B"]
     first, second = map(str, pair.parts)
     assert graph[first] == graph[second] == {"0SEND_F3", "2F1", "3SEND_B1"}
@@ -49,10 +49,10 @@ def test_two_that_run_together_wait_for_all_that_both_need_and_send_after_both()
 
 
 def test_a_half_of_backward_for_weights_does_not_wait_for_what_is_sent() -> None:
-    graph = edges(task_graph(schedule("InterleavedZeroBubble", 2, 2), equal_stages(2)))
+    graph = edges(step_task_graph(schedule("InterleavedZeroBubble", 2, 2), equal_stages(2)))
     assert graph["1W0"] == {"1I0"}
 
 
 def test_as_many_costs_as_stages() -> None:
     with pytest.raises(PipelineError, match="has 2 stages, and there are costs of 1"):
-        task_graph(schedule("GPipe", 2, 2), equal_stages(1))
+        step_task_graph(schedule("GPipe", 2, 2), equal_stages(1))

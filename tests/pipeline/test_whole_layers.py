@@ -10,7 +10,7 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.pipeline.exported import exported
+from autoshard.pipeline.forward_export import export_forward
 from autoshard.pipeline.stage_graph import StageGraph
 from autoshard.pipeline.stages import StageDevice, assign_layers
 from autoshard.specs.axes import MeshShape
@@ -66,5 +66,5 @@ def test_what_is_saved_counts_unless_it_may_be_computed_again() -> None:
 def test_operators_know_their_layers() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
     cost = CostModel(Cluster.of("h100"), MeshShape.of({"x": 1}))
-    graph = StageGraph.of(exported(module, (torch.empty(4, 8),), {}), cost)
+    graph = StageGraph.of(export_forward(module, (torch.empty(4, 8),), {}), cost)
     assert list(dict.fromkeys(node.layer for node in graph.nodes)) == ["0", "1", "2", "3"]

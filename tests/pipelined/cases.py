@@ -12,8 +12,8 @@ from autoshard.pipeline.actions import Schedule
 from autoshard.pipeline.costs import StageCosts
 from autoshard.pipeline.list_schedule import list_schedules
 from autoshard.pipeline.schedules import SCHEDULES, schedule
-from autoshard.pipelined.plan import PipelinePlan
-from tests.pipelined.pipelines import model, on_pipeline, plan_by_hand
+from autoshard.pipelined.pipeline_plan import PipelinePlan
+from tests.pipelined.pipelines import model, plan_by_hand, train_on_pipeline
 from tests.workers import Workers
 
 OURS = "custom"
@@ -61,4 +61,4 @@ class Case:
 
     def run(self, workers: Workers, plan: PipelinePlan) -> list[dict[str, torch.Tensor]]:
         """What every rank finds when it trains by the plan."""
-        return workers.run(on_pipeline, self.model, plan, dict(self.options or {}))
+        return workers.run(train_on_pipeline, self.model, plan, dict(self.options or {}))

@@ -22,23 +22,23 @@ from torch.distributed.tensor import DTensor, Replicate
 import autoshard
 from autoshard.arguments import check_examples
 from autoshard.options import Hints
-from autoshard.partition.shards import whole
+from autoshard.partition.shards import gather_full_tensor
 from autoshard.pipeline.actions import Schedule
 from autoshard.pipeline.costs import StageCosts
-from autoshard.pipeline.cut import cut
-from autoshard.pipeline.exported import exported
+from autoshard.pipeline.forward_export import export_forward
 from autoshard.pipeline.microbatch import microbatches
 from autoshard.pipeline.pipeline_mesh import PipelineMesh
-from autoshard.pipelined.module import PipelineModule, pipelined
-from autoshard.pipelined.places import forward_fingerprint
-from autoshard.pipelined.plan import PipelinePlan
-from autoshard.reshard.unreduced import Reduced
+from autoshard.pipeline.stage_modules import cut
+from autoshard.pipelined.pipeline_devices import forward_fingerprint
+from autoshard.pipelined.pipeline_module import PipelineModule, build_pipeline_module
+from autoshard.pipelined.pipeline_plan import PipelinePlan
+from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
 from tests import models
+from tests.float64 import Float64Mode, default_float64
 from tests.options import options
-from tests.pipeline.chain import balanced
+from tests.pipeline.chain import balance_stages
 from tests.training import LEARNING_RATE, MOMENTUM, STEPS, fast_links, loss_of, outputs_of
-from tests.widen import Widened, doubles
 
 Sizes = Mapping[str, int]
 
@@ -49,7 +49,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # every rank has opt
 
 def model(name: str, batch: int = 4, **options: Any) -> models.Model:
     """One of the shared models, small, in double precision."""
-    with Widened():
+    with Float64Mode():
         return models.ZOO[name](dtype=torch.float64, batch=batch, **options)
 
 
@@ -61,7 +61,7 @@ def plan_by_hand(
     stage: Callable[[str], int] | None = None,
     shards: bool = False,
     hints: Hints | None = None,
-    reduced: Reduced = "step",
+    reduced: DeferredReduction = "step",
 ) -> PipelinePlan:
     """Equally many operators per stage, or as `stage` has it, each as the planner shards it under `hints`.
 
@@ -69,9 +69,11 @@ def plan_by_hand(
     """
     shape = MeshShape.of(mesh)
     rest = {one.name: one.size for one in PipelineMesh.of(shape, "pp").stage(0).axes}
-    with Widened():
-        graph = exported(module, *microbatches(module, (), inputs, order.microbatches)[0])
-        stage_of = {node.name: stage(node.name) for node in graph.operators} if stage else balanced(graph, order.stages)
+    with Float64Mode():
+        graph = export_forward(module, *microbatches(module, (), inputs, order.microbatches)[0])
+        stage_of = (
+            {node.name: stage(node.name) for node in graph.operators} if stage else balance_stages(graph, order.stages)
+        )
         plans: list[Any] = []
         for part in cut(graph, stage_of, order.stages):
             tied = {name: plans[held[0]].placements[name] for name, held in part.shared.items() if held[0] < part.index}
@@ -107,11 +109,13 @@ def pipeline_of(
     """The module on the processes, on the plan's mesh or one of these sizes."""
     shape = plan.mesh if sizes is None else MeshShape.of(sizes)
     mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
-    with Widened():
-        return pipelined(module, mesh, *check_examples((), inputs), plan=plan, options=options("cpu", time_limit=10.0))
+    with Float64Mode():
+        return build_pipeline_module(
+            module, mesh, *check_examples((), inputs), plan=plan, options=options("cpu", time_limit=10.0)
+        )
 
 
-def trained_alone(name: str, parts: int, **options: Any) -> dict[str, torch.Tensor]:
+def train_model_alone(name: str, parts: int, **options: Any) -> dict[str, torch.Tensor]:
     """What `train_alone` finds of a shared model."""
     return train_alone(*model(name, **options), parts)
 
@@ -120,7 +124,7 @@ def train_alone(module: nn.Module, inputs: Mapping[str, Any], parts: int) -> dic
     """Losses, norms, last gradients, and parameters, on one device; gradients of `parts` microbatches added up."""
     optimizer = optimizer_of(module)
     found: dict[str, torch.Tensor] = {}
-    with Widened():
+    with Float64Mode():
         for step in range(STEPS):
             optimizer.zero_grad()
             total = torch.zeros((), dtype=torch.float64)
@@ -134,7 +138,7 @@ def train_alone(module: nn.Module, inputs: Mapping[str, Any], parts: int) -> dic
     return found | held_by(module)
 
 
-def trained(pipeline: PipelineModule, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def train_pipeline(pipeline: PipelineModule, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The same of a pipeline: losses, norms, and what this rank holds, whole."""
     optimizer = optimizer_of(pipeline)
     found: dict[str, torch.Tensor] = {}
@@ -152,7 +156,7 @@ def train_once(
     pipeline: PipelineModule, optimizer: torch.optim.Optimizer, inputs: Mapping[str, Any], step: int
 ) -> dict[str, torch.Tensor]:
     """One step of a pipeline, gradients clipped: its loss and their norm."""
-    with doubles():
+    with default_float64():
         optimizer.zero_grad()
         loss = pipeline.train_step(**inputs)
         norm = pipeline.clip_grad_norm_(MAX_NORM)
@@ -168,13 +172,15 @@ def held_by(module: nn.Module) -> dict[str, torch.Tensor]:
         for name, one in module.named_parameters(remove_duplicate=False)
         if one.grad is not None
     }
-    return {key: whole(value) if isinstance(value, DTensor) else value.detach() for key, value in found.items()}
+    return {
+        key: gather_full_tensor(value) if isinstance(value, DTensor) else value.detach() for key, value in found.items()
+    }
 
 
-def on_pipeline(name: str, plan: PipelinePlan, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def train_on_pipeline(name: str, plan: PipelinePlan, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """What `trained` finds on this process."""
     module, inputs = model(name, **options)
-    return trained(pipeline_of(module, inputs, plan), inputs)
+    return train_pipeline(pipeline_of(module, inputs, plan), inputs)
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

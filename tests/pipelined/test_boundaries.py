@@ -10,14 +10,14 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.errors import PlanError
-from autoshard.pipeline.cut import StageModule, cut
-from autoshard.pipeline.exported import exported
-from autoshard.pipelined.boundaries import Boundaries, names_of
-from autoshard.pipelined.places import stage_options
+from autoshard.pipeline.forward_export import export_forward
+from autoshard.pipeline.stage_modules import StageModule, cut
+from autoshard.pipelined.boundaries import Boundaries, input_names
+from autoshard.pipelined.pipeline_devices import stage_options
 from autoshard.plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from tests.options import options
-from tests.pipeline.chain import balanced
+from tests.pipeline.chain import balance_stages
 from tests.pipelined.pipelines import model
 
 MESH = MeshShape.of({"dp": 2})
@@ -26,8 +26,8 @@ WHOLE = (Replicate(),)
 
 def stages(batch: int = 4) -> list[StageModule]:
     module, inputs = model("mlp")
-    graph = exported(module, (), {name: tensor[:batch] for name, tensor in inputs.items()})
-    return cut(graph, balanced(graph, 2), 2)
+    graph = export_forward(module, (), {name: tensor[:batch] for name, tensor in inputs.items()})
+    return cut(graph, balance_stages(graph, 2), 2)
 
 
 def plans(given: Placement, taken: Placement | None, parts: list[StageModule]) -> list[ShardingPlan]:
@@ -56,7 +56,7 @@ def test_options_of_a_stage() -> None:
     parts = stages()
     said = dataclasses.replace(options(), hints={"of.another.stage": Shard(0)})
     first, second = (
-        stage_options(said, said.cluster, plan, names_of(part))
+        stage_options(said, said.cluster, plan, input_names(part))
         for part, plan in zip(parts, plans(Shard(0), Shard(0), parts), strict=True)
     )
     assert first.hints is second.hints is None

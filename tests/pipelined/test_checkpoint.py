@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.partition.shards import whole
+from autoshard.partition.shards import gather_full_tensor
 from autoshard.pipeline.schedules import schedule
-from autoshard.pipelined.module import PipelineModule
-from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipelined.pipeline_module import PipelineModule
+from autoshard.pipelined.pipeline_plan import PipelinePlan
 from tests import models
 from tests.pipelined.pipelines import model, pipeline_of, plan_by_hand, resume, state_of
 from tests.training import fast_links
@@ -41,7 +41,10 @@ def held(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """Everything that is saved, whole."""
     state = state_of(module, optimizer)
     tensors = {key: value for part in state.values() for key, value in part.items() if isinstance(value, torch.Tensor)}
-    return {key: whole(value) if isinstance(value, DTensor) else value.clone() for key, value in tensors.items()}
+    return {
+        key: gather_full_tensor(value) if isinstance(value, DTensor) else value.clone()
+        for key, value in tensors.items()
+    }
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> torch.Tensor:

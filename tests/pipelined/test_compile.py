@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
 import autoshard
-from autoshard.partition.shards import whole
+from autoshard.partition.shards import gather_full_tensor
 from autoshard.pipeline.schedules import schedule
-from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipelined.pipeline_plan import PipelinePlan
 from tests.pipelined.pipelines import model, plan_by_hand
 from tests.training import fast_links
 from tests.workers import Workers
@@ -27,7 +27,7 @@ def compiled(plan: PipelinePlan) -> tuple[int, torch.Tensor, dict[str, torch.Ten
     pipeline = autoshard.parallelize(module, mesh, (), inputs, plan=plan, compile=True)
     counters.clear()
     loss = pipeline.train_step(**inputs)
-    gradients = {name: whole(parameter.grad) for name, parameter in pipeline.named_parameters()}
+    gradients = {name: gather_full_tensor(parameter.grad) for name, parameter in pipeline.named_parameters()}
     return counters["stats"]["unique_graphs"], loss, gradients
 
 

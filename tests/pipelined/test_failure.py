@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from autoshard.pipeline.schedules import schedule
-from autoshard.pipelined.module import PipelineModule
-from autoshard.pipelined.plan import PipelinePlan
+from autoshard.pipelined.pipeline_module import PipelineModule
+from autoshard.pipelined.pipeline_plan import PipelinePlan
 from tests.pipelined.pipelines import (
     assert_equal,
     held_by,
@@ -23,8 +23,8 @@ from tests.pipelined.pipelines import (
     plan_by_hand,
     resume,
     state_of,
+    train_model_alone,
     train_once,
-    trained_alone,
 )
 from tests.training import STEPS
 from tests.workers import Workers
@@ -42,7 +42,7 @@ def test_nothing_is_lost_but_the_step(tmp_path: Path) -> None:
         assert "rank 1: the process ended" in told
         assert "PipelineError: a step of the pipeline broke off on rank 0 (rank 0 of 2 along the pipeline)" in told
         assert "no answer" not in told
-        assert_equal(workers.run(going_on, plan, str(tmp_path)), trained_alone("gpt", 2, **LAYERS))
+        assert_equal(workers.run(going_on, plan, str(tmp_path)), train_model_alone("gpt", 2, **LAYERS))
 
 
 def started(plan: PipelinePlan) -> tuple[PipelineModule, torch.optim.Optimizer, dict[str, Any]]:

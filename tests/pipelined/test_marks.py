@@ -8,8 +8,8 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import HintError
-from autoshard.pipelined.plan import PipelinePlan
-from tests.pipelined.making import Regions
+from autoshard.pipelined.pipeline_plan import PipelinePlan
+from tests.pipelined.small_pipelines import Regions
 from tests.training import fast_links
 
 MESH = {"pp": 2, "x": 2}

@@ -7,12 +7,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
-from autoshard.partition.shards import whole
-from autoshard.pipeline.cut import cut
-from autoshard.pipeline.exported import exported, is_cast
-from autoshard.pipelined.module import PipelineModule
-from autoshard.pipelined.plan import PipelinePlan
-from tests.pipeline.chain import balanced
+from autoshard.partition.shards import gather_full_tensor
+from autoshard.pipeline.forward_export import export_forward, is_cast
+from autoshard.pipeline.stage_modules import cut
+from autoshard.pipelined.pipeline_module import PipelineModule
+from autoshard.pipelined.pipeline_plan import PipelinePlan
+from tests.pipeline.chain import balance_stages
 from tests.test_mixed_precision import BF16, BF16_TOLERANCE, Tied, example, one_device
 from tests.training import fast_links, relative_difference
 from tests.workers import Workers
@@ -33,7 +33,7 @@ def trained(policy: MixedPrecisionPolicy) -> tuple[torch.Tensor, dict[str, torch
     )  # fmt: skip
     assert isinstance(pipeline, PipelineModule)
     loss = pipeline.train_step(**inputs)
-    gradients = {name: whole(one.grad) for name, one in pipeline.named_parameters()}
+    gradients = {name: gather_full_tensor(one.grad) for name, one in pipeline.named_parameters()}
     assert all(one.dtype == torch.float32 for one in gradients.values())
     return loss, gradients
 
@@ -57,8 +57,8 @@ def test_bfloat16_is_near_one_device_in_bfloat16(two: Workers) -> None:
 
 
 def test_every_stage_casts_what_it_holds_once() -> None:
-    graph = exported(Tied(), (), example(), mp_policy=LOWER)
-    parts = cut(graph, balanced(graph, 3), 3)
+    graph = export_forward(Tied(), (), example(), mp_policy=LOWER)
+    parts = cut(graph, balance_stages(graph, 3), 3)
     assert any(part.shared for part in parts)
     for part in parts:
         cast = [node.all_input_nodes[0].target for node in part.module.graph.nodes if is_cast(node)]

@@ -14,12 +14,12 @@ import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import PlanError
 from autoshard.pipeline.costs import StageCosts
-from autoshard.pipelined.plan import PipelinePlan
-from autoshard.pipelined.rank_shares import held_part, leave_none_out, with_shares
+from autoshard.pipelined.pipeline_plan import PipelinePlan
+from autoshard.pipelined.rank_shares import has_sample_per_rank, memory_share, scale_to_shares
 from autoshard.specs.axes import MeshShape
-from tests.pipelined.pipelines import assert_equal, model, pipeline_of, trained, trained_alone
+from tests.float64 import Float64Mode, default_float64
+from tests.pipelined.pipelines import assert_equal, model, pipeline_of, train_model_alone, train_pipeline
 from tests.training import Rows, fast_links, loss_of, outputs_of, unlike_devices
-from tests.widen import Widened, doubles
 from tests.workers import Workers
 
 MESH = {"pp": 2, "dp": 2}
@@ -32,7 +32,7 @@ ACROSS = {"dp": 2, "pp": 2}
 def planned(name: str, options: dict[str, Any], **said: Any) -> PipelinePlan:
     module, inputs = model(name, **options)
     said = {"cluster": fast_links(), "shares": SHARES, "microbatches": 2, "schedule": "1F1B", **said}
-    with Widened():
+    with Float64Mode():
         plan = autoshard.plan(module, MESH, (), inputs, recompute="none", **said)
     assert isinstance(plan, PipelinePlan)
     return plan
@@ -41,14 +41,14 @@ def planned(name: str, options: dict[str, Any], **said: Any) -> PipelinePlan:
 def on_ranks(name: str, options: dict[str, Any], plan: PipelinePlan) -> dict[str, torch.Tensor]:
     """What training finds on this process."""
     module, inputs = model(name, **options)
-    return trained(pipeline_of(module, inputs, PipelinePlan.from_json(plan.to_json())), inputs)
+    return train_pipeline(pipeline_of(module, inputs, PipelinePlan.from_json(plan.to_json())), inputs)
 
 
 def in_other_calls(plan: PipelinePlan) -> tuple[torch.Tensor, torch.Tensor, set[int]]:
     """Losses in evaluation and with half the batch, and how many rows this process activates in the latter."""
     module, inputs = model("mlp", batch=12)
     pipeline = pipeline_of(module, inputs, plan)
-    with doubles():
+    with default_float64():
         whole = pipeline.eval_step(**inputs).loss
         with Rows() as seen:
             half = pipeline.train_step(**{name: tensor[:6] for name, tensor in inputs.items()})
@@ -70,7 +70,7 @@ def test_numbers_are_those_of_one_device(four: Workers, name: str, options: dict
     assert all(stage.shares == SHARES for stage in plan.stages)
     crossing = [row[0] for row in plan.stages[0].output_placements.values()]
     assert any(placement.is_shard() for placement in crossing)
-    assert_equal(four.run(on_ranks, name, options, plan), trained_alone(name, 1, **options))
+    assert_equal(four.run(on_ranks, name, options, plan), train_model_alone(name, 1, **options))
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_stages_with_shares_beside_stages_without(four: Workers) -> None:
     options = {"layers": 1, "batch": 12}
     plan = planned("gpt", options, cluster=unlike_devices("3xV100 + 1xP100"), shares="auto", virtual=1)
     assert [stage.shares for stage in plan.stages] == [{}, {"dp": (4, 2)}]
-    assert_equal(four.run(on_ranks, "gpt", options, plan), trained_alone("gpt", 1, **options))
+    assert_equal(four.run(on_ranks, "gpt", options, plan), train_model_alone("gpt", 1, **options))
 
 
 class WithLoss(nn.Module):
@@ -139,18 +139,20 @@ def test_microbatches_too_small_for_the_shares_are_refused() -> None:
 
 
 def test_a_share_of_none_is_none() -> None:
-    assert leave_none_out({}, 1)
-    assert leave_none_out({"dp": (4, 2)}, 2)
-    assert not leave_none_out({"dp": (9, 1)}, 2)
+    assert has_sample_per_rank({}, 1)
+    assert has_sample_per_rank({"dp": (4, 2)}, 2)
+    assert not has_sample_per_rank({"dp": (9, 1)}, 2)
 
 
 def test_memory_is_that_of_the_device_with_the_least_room_for_its_share() -> None:
     mesh = MeshShape.of({"dp": 2})
     one = Cluster.parse("1xV100-32GB + 1xP100-16GB")
-    assert held_part({}, one, mesh, 1e12) == 1.0
-    assert held_part({"dp": (3, 1)}, one, mesh, 1e12) == 1.5 / 2  # half as much as its memory could be of the smaller
-    assert held_part({"dp": (3, 1)}, one, mesh, 8e9) == 1.5
-    assert held_part({"dp": (1, 3)}, one, mesh, 1e12) == 1.5
+    assert memory_share({}, one, mesh, 1e12) == 1.0
+    assert (
+        memory_share({"dp": (3, 1)}, one, mesh, 1e12) == 1.5 / 2
+    )  # half as much as its memory could be of the smaller
+    assert memory_share({"dp": (3, 1)}, one, mesh, 8e9) == 1.5
+    assert memory_share({"dp": (1, 3)}, one, mesh, 1e12) == 1.5
     costs = StageCosts(
         forward_seconds=1.0,
         input_backward_seconds=1.0,
@@ -161,8 +163,8 @@ def test_memory_is_that_of_the_device_with_the_least_room_for_its_share() -> Non
         weight_saved_bytes=4,
         working_bytes=6,
     )
-    assert with_shares(costs, {}, 1.0) == costs
-    less, more = with_shares(costs, {"dp": (3, 1)}, 0.5), with_shares(costs, {"dp": (3, 1)}, 1.5)
+    assert scale_to_shares(costs, {}, 1.0) == costs
+    less, more = scale_to_shares(costs, {"dp": (3, 1)}, 0.5), scale_to_shares(costs, {"dp": (3, 1)}, 1.5)
     assert (less.rest_bytes, less.saved_bytes, less.weight_saved_bytes, less.working_bytes) == (7, 5, 2, 6)
     assert (more.rest_bytes, more.saved_bytes, more.weight_saved_bytes, more.working_bytes) == (7, 15, 6, 9)
     assert less.forward_bytes == more.forward_bytes == 12

@@ -10,28 +10,28 @@ import pytest
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Link
 from autoshard.errors import BudgetError
-from autoshard.pipeline.cut import cut
-from autoshard.pipeline.exported import exported
-from autoshard.pipelined.places import stage_options
-from autoshard.pipelined.stage_plans import Kind, Room, StagePlanner
+from autoshard.pipeline.forward_export import export_forward
+from autoshard.pipeline.stage_modules import cut
+from autoshard.pipelined.pipeline_devices import stage_options
+from autoshard.pipelined.stage_plans import StageBudget, StagePlanner, StageTarget
 from autoshard.planner.planner import Planner
 from autoshard.specs.axes import MeshShape
-from tests.pipeline.chain import balanced
-from tests.pipelined.making import options, tower
+from tests.pipeline.chain import balance_stages
+from tests.pipelined.small_pipelines import options, tower
 from tests.training import fast_links
 
-TOO_LITTLE = Room(1000, "none")
+TOO_LITTLE = StageBudget(1000, "none")
 
 
 @pytest.fixture
 def stages() -> list[Any]:
     module, inputs = tower()
-    graph = exported(module, (), inputs)
-    return cut(graph, balanced(graph, 2), 2)
+    graph = export_forward(module, (), inputs)
+    return cut(graph, balance_stages(graph, 2), 2)
 
 
 def planner_on(cluster: Cluster) -> StagePlanner:
-    return StagePlanner([Kind(stage_options(options(), cluster), MeshShape.of({"x": 2}))], [{}], None, "whole")
+    return StagePlanner([StageTarget(stage_options(options(), cluster), MeshShape.of({"x": 2}))], [{}], None, "whole")
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_where_no_plan_keeps_a_limit_the_leanest_will_do_if_told(stages: list[An
         planner.plan(stages, [TOO_LITTLE] * 2)
     leanest = planner.plan(stages, [dataclasses.replace(TOO_LITTLE, or_leanest=True)] * 2)
     assert leanest[0].plan.memory.peak == refused.value.peak
-    assert leanest[0].plan.memory.peak < planner.plan(stages, [Room(None, "none")] * 2)[0].plan.memory.peak
+    assert leanest[0].plan.memory.peak < planner.plan(stages, [StageBudget(None, "none")] * 2)[0].plan.memory.peak
 
 
 def test_what_was_found_for_one_limit_serves_another(
@@ -61,12 +61,12 @@ def test_what_was_found_for_one_limit_serves_another(
         return solve(self, *args, **kwargs)
 
     monkeypatch.setattr(Planner, "solve", counted)
-    [first, _] = planner.plan(stages, [Room(None, "none")] * 2)
+    [first, _] = planner.plan(stages, [StageBudget(None, "none")] * 2)
     [leanest, _] = planner.plan(stages, [dataclasses.replace(TOO_LITTLE, or_leanest=True)] * 2)
     before = len(solved)
-    room = Room((first.plan.memory.peak + leanest.plan.memory.peak) // 2, "none")
+    room = StageBudget((first.plan.memory.peak + leanest.plan.memory.peak) // 2, "none")
     again = planner.plan(stages, [room] * 2)[0].plan
     served = len(solved) - before
-    alone = StagePlanner(planner.kinds, planner.pinned, None, "whole").plan(stages, [room] * 2)[0].plan
+    alone = StagePlanner(planner.targets, planner.pinned, None, "whole").plan(stages, [room] * 2)[0].plan
     assert again.decisions == alone.decisions
     assert served < len(solved) - before - served

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard.capture.task_graphs import Primitive
 from autoshard.errors import HintError, PlanError
-from autoshard.pipelined.module import PipelineModule
-from autoshard.pipelined.plan import PipelinePlan
-from tests.models.common import seeded
+from autoshard.pipelined.pipeline_module import PipelineModule
+from autoshard.pipelined.pipeline_plan import PipelinePlan
+from tests.float64 import Float64Mode
+from tests.models.common import fixed_seed
 from tests.pipelined.pipelines import (
     assert_equal,
     held_by,
@@ -27,10 +28,9 @@ from tests.pipelined.pipelines import (
     state_of,
     train_alone,
     train_once,
-    trained,
+    train_pipeline,
 )
 from tests.training import fast_links
-from tests.widen import Widened
 from tests.workers import Workers
 
 Primitives = tuple[Primitive, ...]
@@ -57,13 +57,13 @@ class Marked(nn.Module):
 
 
 def made(primitives: Primitives) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    with seeded(torch.float64, 0):
+    with fixed_seed(torch.float64, 0):
         return Marked(primitives), {"x": torch.randn(12, 12) * 4, "labels": torch.randint(6, (12,))}
 
 
 def planned(primitives: Primitives, mesh: dict[str, int], **said: Any) -> PipelinePlan:
     module, inputs = made(primitives)
-    with Widened():
+    with Float64Mode():
         plan = autoshard.plan(module, mesh, (), inputs, cluster=fast_links(), **said)
     assert isinstance(plan, PipelinePlan)
     return plan
@@ -72,7 +72,7 @@ def planned(primitives: Primitives, mesh: dict[str, int], **said: Any) -> Pipeli
 def pipeline_on(primitives: Primitives, plan: PipelinePlan) -> tuple[PipelineModule, dict[str, torch.Tensor]]:
     module, inputs = made(primitives)
     mesh = init_device_mesh("cpu", plan.mesh.sizes, mesh_dim_names=plan.mesh.names)
-    with Widened():
+    with Float64Mode():
         plan = PipelinePlan.from_json(plan.to_json())
         pipeline = autoshard.parallelize(module, mesh, (), inputs, plan=plan, cluster=fast_links())
     assert isinstance(pipeline, PipelineModule)
@@ -81,7 +81,7 @@ def pipeline_on(primitives: Primitives, plan: PipelinePlan) -> tuple[PipelineMod
 
 def on_ranks(primitives: Primitives, plan: PipelinePlan) -> dict[str, torch.Tensor]:
     """What training finds on this process."""
-    return trained(*pipeline_on(primitives, plan))
+    return train_pipeline(*pipeline_on(primitives, plan))
 
 
 @pytest.mark.slow
@@ -137,10 +137,10 @@ def test_checkpoints_go_from_unequal_ranks_to_one_process(four: Workers, tmp_pat
 
 def materialized(plan: PipelinePlan) -> dict[str, torch.Tensor]:
     """What this process has of a model that was on the meta device."""
-    with torch.device("meta"), seeded(torch.float64, 0):
+    with torch.device("meta"), fixed_seed(torch.float64, 0):
         module = Marked(LITTLE)
     mesh = init_device_mesh("cpu", plan.mesh.sizes, mesh_dim_names=plan.mesh.names)
-    with Widened():
+    with Float64Mode():
         pipeline = autoshard.parallelize(module, mesh, (), made(LITTLE)[1], plan=plan, cluster=fast_links())
     torch.manual_seed(7)
     autoshard.materialize(pipeline)
@@ -151,7 +151,7 @@ def materialized(plan: PipelinePlan) -> dict[str, torch.Tensor]:
 def test_unequal_ranks_draw_what_one_process_draws(four: Workers) -> None:
     plan = planned(LITTLE, {"pp": 4}, schedule="1F1B", microbatches=4)
     found = four.run(materialized, plan)
-    with seeded(torch.float64, 7):
+    with fixed_seed(torch.float64, 7):
         expected = Marked(LITTLE).state_dict()
     assert set().union(*found) == expected.keys()
     for held in found:
@@ -187,7 +187,7 @@ class Tied(Marked):
 
 
 def test_tied_parameters_need_ranks_that_are_alike() -> None:
-    with Widened(), seeded(torch.float64, 0):
+    with Float64Mode(), fixed_seed(torch.float64, 0):
         inputs = made(LITTLE)[1]
         with pytest.raises(PlanError, match="What stages share has to lie alike on all"):
             autoshard.plan(Tied(LITTLE), {"pp": 4}, (), inputs, cluster=fast_links(), microbatches=4)

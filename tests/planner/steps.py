@@ -19,10 +19,10 @@ from autoshard.partition.localize import Localizer, LocalStep
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.local import collectives
 from autoshard.plan import ShardingPlan
-from autoshard.planner.account import Account
-from autoshard.planner.found import Found
+from autoshard.planner.account import StepAccount
+from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner, Settings
-from autoshard.planner.problem import Hiding, Wishes
+from autoshard.planner.planning_problem import Constraints, OverlapDiscount
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 from tests import models
@@ -40,7 +40,7 @@ KINDS = {
 
 
 @functools.cache
-def captured(name: str, grad: bool = True, **options: Any) -> JointGraph:
+def joint_graph(name: str, grad: bool = True, **options: Any) -> JointGraph:
     """The joint graph of a model of `tests.models`."""
     module, inputs = models.ALL[name](**options)
     return capture(module, (), inputs, grad=grad)
@@ -49,25 +49,25 @@ def captured(name: str, grad: bool = True, **options: Any) -> JointGraph:
 def planner_of(
     graph: JointGraph,
     mesh: Mapping[str, int],
-    wishes: Wishes | None = None,
+    wishes: Constraints | None = None,
     cluster: Cluster | None = None,
     **settings: Any,
 ) -> Planner:
     """A planner, on links so fast that tiny models are sharded unless a cluster is given; with time for its search."""
     asked = Settings(**{"time_limit": PLENTY} | settings)
-    return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), wishes or Wishes(), asked)
+    return Planner(graph, MeshShape.of(mesh), cluster or fast_links(), wishes or Constraints(), asked)
 
 
-class Remembering(Planner):
+class MemoizingPlanner(Planner):
     """A planner that solves no problem twice: searches at several limits meet many of the same."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.solved: dict[object, Found] = {}
+        self.solved: dict[object, CandidatePlan] = {}
 
-    def solve(self, wishes: Wishes, **options: Any) -> Found:
+    def solve(self, wishes: Constraints, **options: Any) -> CandidatePlan:
         prices: np.ndarray | None = options.get("prices")
-        hiding: Hiding | None = options.get("hiding")
+        hiding: OverlapDiscount | None = options.get("hiding")
         key = (wishes.forced, None if prices is None else prices.tobytes(), None if hiding is None else hiding.price)
         if key not in self.solved:
             self.solved[key] = super().solve(wishes, **options)
@@ -79,19 +79,19 @@ def plan_of(graph: JointGraph, mesh: Mapping[str, int], *args: Any, **settings: 
     return planner_of(graph, mesh, *args, **settings).plan()
 
 
-def gathered_again(planner: Planner, plan: ShardingPlan) -> ShardingPlan:
+def regather_all(planner: Planner, plan: ShardingPlan) -> ShardingPlan:
     """The plan with copies of its own for the backward half, of all that both halves gather."""
     decisions = Decisions.from_data(plan.decisions)
     hubs: dict[str, Spec] = {}
     for key, spec in decisions.hubs.items():
         keys = [key] if "@" in key else [f"{key}@forward", f"{key}@backward"]
         hubs |= dict.fromkeys(keys, spec)
-    return described(planner, dataclasses.replace(decisions, hubs=hubs))
+    return plan_of_decisions(planner, dataclasses.replace(decisions, hubs=hubs))
 
 
-def described(planner: Planner, decisions: Decisions) -> ShardingPlan:
+def plan_of_decisions(planner: Planner, decisions: Decisions) -> ShardingPlan:
     """The plan of some decisions, without a search."""
-    return planner.describe(planner.found(decisions, 0.0, 0.0, "given"))
+    return planner.describe(planner.evaluate(decisions, 0.0, 0.0, "given"))
 
 
 def flow_of(planner: Planner, plan: ShardingPlan) -> Flow:
@@ -99,9 +99,9 @@ def flow_of(planner: Planner, plan: ShardingPlan) -> Flow:
     return Flow(planner.rules, Decisions.from_data(plan.decisions), planner.mesh)
 
 
-def account_of(planner: Planner, plan: ShardingPlan) -> Account:
+def account_of(planner: Planner, plan: ShardingPlan) -> StepAccount:
     """The account of a plan."""
-    return Account(flow_of(planner, plan), planner.tables, planner.resharder)
+    return StepAccount(flow_of(planner, plan), planner.tables, planner.resharder)
 
 
 def program_of(planner: Planner, plan: ShardingPlan) -> LocalStep:

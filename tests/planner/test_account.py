@@ -6,18 +6,18 @@ from collections.abc import Mapping
 
 import pytest
 
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
 from tests.planner.steps import (
     account_of,
-    captured,
     collectives_of,
     every_parameter,
-    gathered_again,
     halves_of,
+    joint_graph,
     plan_of,
     planned_collectives,
     planner_of,
     program_of,
+    regather_all,
 )
 
 
@@ -27,24 +27,24 @@ from tests.planner.steps import (
 )
 @pytest.mark.parametrize("kind", ["free", "forced", "gathered again"])
 def test_the_programs_run_the_collectives_of_the_plan(name: str, mesh: Mapping[str, int], kind: str) -> None:
-    graph = captured(name)
-    planner = planner_of(graph, mesh, Wishes(forced=frozenset() if kind == "free" else every_parameter(graph)))
+    graph = joint_graph(name)
+    planner = planner_of(graph, mesh, Constraints(forced=frozenset() if kind == "free" else every_parameter(graph)))
     plan = planner.plan()
     if kind == "gathered again":
-        plan = gathered_again(planner, plan)
+        plan = regather_all(planner, plan)
         assert any("@backward" in key for key in plan.decisions["hubs"])
     assert plan.collectives
     assert collectives_of(*halves_of(program_of(planner, plan))) == planned_collectives(plan)
 
 
 def test_the_programs_run_the_collectives_of_a_plan_that_leaves_outputs_sharded() -> None:
-    planner = planner_of(captured("mlp"), {"x": 3}, Wishes(planned_outputs=True))
+    planner = planner_of(joint_graph("mlp"), {"x": 3}, Constraints(planned_outputs=True))
     plan = planner.plan()
     assert collectives_of(*halves_of(program_of(planner, plan))) == planned_collectives(plan)
 
 
 def test_the_programs_run_the_collectives_of_a_forward_pass() -> None:
-    planner = planner_of(captured("gpt", grad=False), {"x": 2})
+    planner = planner_of(joint_graph("gpt", grad=False), {"x": 2})
     plan = planner.plan()
     assert plan.collectives
     assert {record.phase for record in plan.collectives} == {"forward"}
@@ -53,8 +53,8 @@ def test_the_programs_run_the_collectives_of_a_forward_pass() -> None:
 
 def test_collectives_of_uneven_parameters_are_counted() -> None:
     """The bytes of a reduce-scatter that pads are those before padding."""
-    graph = captured("mlp")
-    planner = planner_of(graph, {"x": 5}, Wishes(forced=every_parameter(graph)))
+    graph = joint_graph("mlp")
+    planner = planner_of(graph, {"x": 5}, Constraints(forced=every_parameter(graph)))
     plan = planner.plan()
     ran, said = collectives_of(*halves_of(program_of(planner, plan))), planned_collectives(plan)
     for kind in ("all_gather", "all_reduce", "reduce_scatter"):
@@ -62,15 +62,15 @@ def test_collectives_of_uneven_parameters_are_counted() -> None:
 
 
 def test_every_collective_has_a_module_a_phase_and_a_price() -> None:
-    plan = plan_of(captured("gpt"), {"x": 4})
+    plan = plan_of(joint_graph("gpt"), {"x": 4})
     assert {record.phase for record in plan.collectives} == {"forward", "backward"}
     assert any(record.module.startswith("layers.0") for record in plan.collectives)
     assert all(record.seconds > 0 and record.bytes > 0 and record.count > 0 for record in plan.collectives)
 
 
 def test_gradients_are_reduced_behind_the_backward_compute() -> None:
-    planner = planner_of(captured("gpt"), {"x": 2})
+    planner = planner_of(joint_graph("gpt"), {"x": 2})
     account = account_of(planner, planner.plan())
     operators = len(account.rules.operators)
-    reductions = [leg for leg in account.legs if leg.phase == "backward" and leg.position < operators]
+    reductions = [leg for leg in account.reshards if leg.phase == "backward" and leg.position < operators]
     assert reductions

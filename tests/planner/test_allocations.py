@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 import autoshard
 from autoshard.planner.allocations import allocations
 from tests import models
-from tests.partition.meshes import per_rank, simulated
-from tests.planner.steps import captured, flow_of, plan_of, planner_of
+from tests.partition.meshes import per_rank, simulated_mesh
+from tests.planner.steps import flow_of, joint_graph, plan_of, planner_of
 from tests.training import fast_links
 
 
@@ -55,7 +55,7 @@ _WHOLE = {"*": Replicate()}
 )
 def test_what_ranks_allocate_is_what_the_plan_says(sizes: dict[str, int], options: dict[str, Any]) -> None:
     module, inputs = models.gpt(layers=1)
-    with simulated(**sizes) as mesh:
+    with simulated_mesh(**sizes) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **options)
         said = module.sharding_plan.memory
         assert said.peak >= said.parameters + said.optimizer
@@ -65,7 +65,7 @@ def test_what_ranks_allocate_is_what_the_plan_says(sizes: dict[str, int], option
 def test_the_plan_says_what_the_rank_with_the_largest_uneven_shard_allocates() -> None:
     module, inputs = models.mlp()
     hints = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
-    with simulated(x=5) as mesh:
+    with simulated_mesh(x=5) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, hints=hints)
         said = module.sharding_plan.memory
         ranks = _allocated(module, inputs, mesh)
@@ -85,19 +85,19 @@ def test_optimizer_state_is_of_trained_parameters_alone() -> None:
 
 
 def test_a_forward_pass_holds_no_gradients_and_no_optimizer_state() -> None:
-    memory = plan_of(captured("mlp", grad=False), {"x": 2}).memory
+    memory = plan_of(joint_graph("mlp", grad=False), {"x": 2}).memory
     assert memory.gradients == memory.optimizer == 0
     assert memory.peak >= memory.parameters > 0
 
 
 def test_memory_can_not_be_below_what_is_at_rest_nor_above_the_sum() -> None:
-    memory = plan_of(captured("gpt"), {"x": 2}).memory
+    memory = plan_of(joint_graph("gpt"), {"x": 2}).memory
     rest = memory.parameters + memory.optimizer + memory.buffers
     assert rest + memory.activations <= memory.peak <= rest + memory.activations + memory.gradients
 
 
 def test_activations_die_after_their_last_use() -> None:
-    planner = planner_of(captured("mlp"), {"x": 2})
+    planner = planner_of(joint_graph("mlp"), {"x": 2})
     end = len(planner.rules.operators) + 1
     flow = flow_of(planner, planner.plan())
     held = list(allocations(flow, planner.program(flow), planner.settings.optimizer))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.plan import Collective, ShardingPlan
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
 from autoshard.specs.spec import is_shard, shard_placement
 from benchmarks import architectures
 from benchmarks.architectures import Example
@@ -109,7 +109,7 @@ def planned(
     """The plan of an architecture on one axis; outputs may stay sharded, `memory_limit` is in GiB."""
     module, inputs = build(**options)
     limit = None if memory_limit is None else int(memory_limit * GIB)
-    wishes = Wishes(planned_outputs=True)
+    wishes = Constraints(planned_outputs=True)
     graph = capture(module, (), inputs)
     planner = planner_of(graph, {"x": devices}, wishes, Cluster.preset(cluster), memory_limit=limit)
     plan = planner.plan()

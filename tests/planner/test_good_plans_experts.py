@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.plan import Collective, ShardingPlan
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
 from benchmarks import architectures
 from benchmarks.architectures import Example
 from tests.planner.steps import planner_of
@@ -102,7 +102,7 @@ ROWS = {mixtral: (2, 4096), qwen3_moe: (8, 2048), deepseek_v3: (8, 2048), gpt_os
 @cache
 def planned(build: Callable[[], Example], **mesh: int) -> ShardingPlan:
     module, inputs = build()
-    wishes = Wishes(planned_outputs=True)
+    wishes = Constraints(planned_outputs=True)
     return planner_of(capture(module, (), inputs), mesh, wishes, Cluster.preset("h100")).plan()
 
 
@@ -136,7 +136,7 @@ def test_experts_on_one_axis_of_two() -> None:
     """With experts split over the first axis, rows are sent over it, and what is inside every expert is split too."""
     module, inputs = mixtral()
     names = [name for name, _ in module.named_parameters() if "experts." in name]
-    wishes = Wishes(planned_outputs=True, pinned=dict.fromkeys(names, (Shard(0), None)))
+    wishes = Constraints(planned_outputs=True, pinned=dict.fromkeys(names, (Shard(0), None)))
     graph = capture(module, (), inputs)
     # By the sum of seconds: to gather weights behind compute is as fast here, by a fifth of a percent.
     plan = planner_of(graph, {"outer": 2, "inner": 4}, wishes, Cluster.preset("h100"), effort="fast").plan()

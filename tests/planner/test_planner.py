@@ -19,22 +19,22 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError, HintError
 from autoshard.patterns.decisions import Decisions
 from autoshard.plan import ShardingPlan
-from autoshard.planner.budget import BudgetSearch
+from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.planner import METHODS, Planner, Settings
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec, shard_placement
 from tests import models
 from tests.planner.steps import (
     PLENTY,
-    Remembering,
-    captured,
-    described,
+    MemoizingPlanner,
     every_parameter,
-    gathered_again,
+    joint_graph,
     links,
     plan_of,
+    plan_of_decisions,
     planner_of,
+    regather_all,
 )
 from tests.training import fast_links
 
@@ -48,16 +48,18 @@ def _repeated(plan: ShardingPlan) -> str:
 
 
 def test_a_large_batch_on_a_slow_link_is_data_parallel() -> None:
-    graph = captured("gpt", batch=512)
+    graph = joint_graph("gpt", batch=512)
     links_ = links(bandwidth=1e9, latency=1e-6)
-    plan = plan_of(graph, {"x": 4}, Wishes(planned_outputs=True), links_, effort="fast")  # by the sum of seconds
+    plan = plan_of(graph, {"x": 4}, Constraints(planned_outputs=True), links_, effort="fast")  # by the sum of seconds
     assert all(placements == (Replicate(),) for placements in plan.placements.values())
     gradients = [record for record in plan.collectives if record.phase == "backward"]
     assert all(record.kind == "all_reduce" for record in gradients)
     assert sum(record.count for record in gradients) == len(every_parameter(graph))
     assert sum(record.bytes * record.count for record in gradients) == plan.memory.gradients
     assert sum(record.bytes * record.count for record in plan.collectives if record.phase == "forward") < 64
-    faster = plan_of(graph, {"x": 4}, Wishes(planned_outputs=True), links_)  # parameters may travel, samples do not
+    faster = plan_of(
+        graph, {"x": 4}, Constraints(planned_outputs=True), links_
+    )  # parameters may travel, samples do not
     assert faster.step_seconds <= plan.step_seconds
     assert all(record.kind in ("all_gather", "all_reduce", "reduce_scatter") for record in faster.collectives)
     moved = [record for record in faster.collectives if record.phase == "forward" and record.kind == "all_gather"]
@@ -65,7 +67,7 @@ def test_a_large_batch_on_a_slow_link_is_data_parallel() -> None:
 
 
 def test_a_single_sequence_on_a_fast_link_is_split_as_megatron_does() -> None:
-    plan = plan_of(captured("gpt", batch=1), {"x": 4}, None, links(bandwidth=1e12, latency=1e-9))
+    plan = plan_of(joint_graph("gpt", batch=1), {"x": 4}, None, links(bandwidth=1e12, latency=1e-9))
     for layer in ("layers.0", "layers.1"):
         for name, placement in {
             "attention.qkv.weight": shard_placement(0, 3),
@@ -107,13 +109,13 @@ def test_a_value_used_three_times_is_gathered_once() -> None:
 
 def test_forced_parameters_are_gathered_once_and_again_where_the_plan_says_so() -> None:
     """With a large batch, whole weights are what is wanted: ZeRO-2, or ZeRO-3."""
-    graph = captured("mlp", batch=1920)
+    graph = joint_graph("mlp", batch=1920)
     forced = frozenset({"up.weight", "down.weight"})
-    wishes = Wishes(forced=forced, planned_outputs=True)
+    wishes = Constraints(forced=forced, planned_outputs=True)
     planner = planner_of(graph, {"x": 4}, wishes, links(bandwidth=1e9, latency=1e-9))
     kept = planner.plan()
     # Only the second weight has a use in the backward half: inputs need no gradient.
-    for plan, gathers, again in ((kept, 0, set()), (gathered_again(planner, kept), 1, {"down.weight"})):
+    for plan, gathers, again in ((kept, 0, set()), (regather_all(planner, kept), 1, {"down.weight"})):
         assert all(plan.placements[name] != (Replicate(),) for name in forced)
         assert {name for name, how in plan.gathered.items() if how == "again"} == again
         _check_gathers(plan, gathers)
@@ -133,7 +135,7 @@ def _check_gathers(plan: ShardingPlan, backward: int) -> None:
 
 @pytest.mark.parametrize(("name", "mesh"), [("mlp", {"x": 4}), ("mlp", {"x": 2, "y": 3}), ("gpt", {"x": 3})])
 def test_the_integer_program_finds_what_elimination_finds(name: str, mesh: Mapping[str, int]) -> None:
-    graph = captured(name)
+    graph = joint_graph(name)
     auto, integer = plan_of(graph, mesh), plan_of(graph, mesh, method="ilp")
     assert integer.method == "ilp"
     assert integer.cost == pytest.approx(auto.cost, rel=1e-9)
@@ -144,15 +146,15 @@ def test_the_integer_program_finds_what_elimination_finds(name: str, mesh: Mappi
 
 @pytest.mark.parametrize("method", ["auto", "alternate", "ilp"])
 def test_no_plan_costs_less_than_its_bound(method: str) -> None:
-    plan = plan_of(captured("mlp"), {"x": 2, "y": 2}, method=method)
+    plan = plan_of(joint_graph("mlp"), {"x": 2, "y": 2}, method=method)
     assert 0 < plan.lower_bound <= plan.cost
-    assert plan.cost <= plan_of(captured("mlp"), {"x": 1, "y": 1}).cost
+    assert plan.cost <= plan_of(joint_graph("mlp"), {"x": 1, "y": 1}).cost
 
 
 def test_three_axes_are_solved_in_turn_above_a_bound() -> None:
-    plan = plan_of(captured("mlp"), {"x": 2, "y": 2, "z": 3})
+    plan = plan_of(joint_graph("mlp"), {"x": 2, "y": 2, "z": 3})
     assert 0 < plan.lower_bound <= plan.cost
-    assert plan.cost < plan_of(captured("mlp"), {"z": 3}).cost
+    assert plan.cost < plan_of(joint_graph("mlp"), {"z": 3}).cost
 
 
 @pytest.mark.parametrize("mesh", [{"x": 4}, {"x": 2, "y": 2}], ids=str)
@@ -163,7 +165,7 @@ def test_planning_twice_gives_one_plan(mesh: Mapping[str, int]) -> None:
 
 
 def test_axes_of_size_one_change_nothing_and_stay_replicated() -> None:
-    graph = captured("mlp")
+    graph = joint_graph("mlp")
     plain, padded = plan_of(graph, {"x": 4}), plan_of(graph, {"a": 1, "x": 4, "b": 1})
     assert padded.cost == plain.cost
     assert padded.memory == plain.memory
@@ -174,7 +176,7 @@ def test_axes_of_size_one_change_nothing_and_stay_replicated() -> None:
 
 
 def test_one_device_needs_no_collective() -> None:
-    plan = plan_of(captured("mlp"), {"x": 1})
+    plan = plan_of(joint_graph("mlp"), {"x": 1})
     assert plan.collectives == ()
     assert plan.step_seconds == pytest.approx(plan.cost)
 
@@ -183,7 +185,7 @@ def test_one_device_needs_no_collective() -> None:
 
 
 def test_a_smaller_limit_costs_more_time_and_is_kept() -> None:
-    graph = captured("gpt")
+    graph = joint_graph("gpt")
     free = plan_of(graph, {"x": 4})
     limits = [int(free.memory.peak * share) for share in (1.0, 0.9, 0.8)]
     plans = [plan_of(graph, {"x": 4}, memory_limit=limit) for limit in limits]
@@ -199,7 +201,7 @@ def test_a_smaller_limit_costs_more_time_and_is_kept() -> None:
 
 
 def test_the_integer_program_keeps_the_limit_and_is_no_slower_than_forcing() -> None:
-    graph = captured("mlp", batch=120)
+    graph = joint_graph("mlp", batch=120)
     free = plan_of(graph, {"x": 4}, cluster=links(1e9, 1e-7))
     limit = int(free.memory.peak * 0.96)
     forced = plan_of(graph, {"x": 4}, cluster=links(1e9, 1e-7), memory_limit=limit)
@@ -218,14 +220,14 @@ def _smallest(graph: JointGraph, mesh: Mapping[str, int], **settings: Any) -> in
 @pytest.mark.parametrize("mesh", [{"x": 4}, {"x": 2, "y": 2}], ids=len)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_error_names_a_limit_that_can_be_met(method: str, mesh: Mapping[str, int]) -> None:
-    graph = captured("mlp", batch=120)
+    graph = joint_graph("mlp", batch=120)
     least = _smallest(graph, mesh, method=method)
     assert least > 1000
     assert plan_of(graph, mesh, memory_limit=least, method=method).memory.peak <= least
 
 
 def test_forcing_parameters_to_be_sharded_alone_goes_less_far() -> None:
-    graph, mesh = captured("mlp", batch=120), {"x": 4}
+    graph, mesh = joint_graph("mlp", batch=120), {"x": 4}
     least = _smallest(graph, mesh, method="force")
     assert least > _smallest(graph, mesh, method="auto")
     plan = plan_of(graph, mesh, memory_limit=least, method="force")
@@ -236,7 +238,7 @@ def test_forcing_parameters_to_be_sharded_alone_goes_less_far() -> None:
 
 def _smallest_is_met(planner: Planner) -> int:
     """The smallest limit that the error about one that is too small names, which a second search keeps."""
-    cheapest = planner.solve(planner.wishes)
+    cheapest = planner.solve(planner.constraints)
     with pytest.raises(BudgetError, match="Raise memory_limit to") as caught:
         BudgetSearch(planner, 1000, cheapest, cheapest).run()
     least = caught.value.peak
@@ -248,16 +250,16 @@ def _smallest_is_met(planner: Planner) -> int:
 
 @pytest.mark.slow
 def test_the_smallest_limit_of_a_transformer_can_be_met_on_two_axes() -> None:
-    graph, mesh = captured("gpt", batch=96), MeshShape.of({"x": 2, "y": 2})
-    planner = Remembering(graph, mesh, Cluster.preset("h100"), Wishes(), Settings(time_limit=PLENTY))
-    sharded = planner.solve(Wishes(forced=frozenset(every_parameter(graph))))
+    graph, mesh = joint_graph("gpt", batch=96), MeshShape.of({"x": 2, "y": 2})
+    planner = MemoizingPlanner(graph, mesh, Cluster.preset("h100"), Constraints(), Settings(time_limit=PLENTY))
+    sharded = planner.solve(Constraints(forced=frozenset(every_parameter(graph))))
     assert _smallest_is_met(planner) < 0.6 * sharded.memory.peak  # activations are split too
 
 
 @pytest.mark.slow
 def test_the_smallest_limit_can_be_met_on_three_axes() -> None:
-    graph, mesh = captured("mlp", batch=120), MeshShape.of({"x": 2, "y": 2, "z": 2})
-    _smallest_is_met(Remembering(graph, mesh, fast_links(), Wishes(), Settings(time_limit=PLENTY)))
+    graph, mesh = joint_graph("mlp", batch=120), MeshShape.of({"x": 2, "y": 2, "z": 2})
+    _smallest_is_met(MemoizingPlanner(graph, mesh, fast_links(), Constraints(), Settings(time_limit=PLENTY)))
 
 
 def test_every_method_finds_the_best_plan_where_nothing_limits_it() -> None:
@@ -386,13 +388,13 @@ def test_an_operator_without_a_rule_is_replicated_with_one_warning() -> None:
 
 
 def test_the_plan_covers_every_name_of_a_tied_parameter() -> None:
-    plan = plan_of(captured("gpt", tied=True), {"x": 2})
+    plan = plan_of(joint_graph("gpt", tied=True), {"x": 2})
     assert plan.placements["head.weight"] == plan.placements["tokens.weight"]
     assert plan.shapes["head.weight"] == (models.VOCABULARY, models.HIDDEN)
 
 
 def test_a_plan_file_is_the_plan() -> None:
-    plan = plan_of(captured("mlp"), {"x": 2, "y": 2})
+    plan = plan_of(joint_graph("mlp"), {"x": 2, "y": 2})
     assert ShardingPlan.from_json(plan.to_json()) == plan
     assert plan.mesh == MeshShape.of({"x": 2, "y": 2})
     assert {Spec(placements).partial_axes for placements in plan.placements.values()} == {()}
@@ -400,20 +402,20 @@ def test_a_plan_file_is_the_plan() -> None:
 
 def test_gradients_that_are_added_up_over_several_steps_weigh_less() -> None:
     """Where the reduction of gradients is too dear for every step, one for many is worth it: data parallel."""
-    graph = captured("mlp", batch=64)
+    graph = joint_graph("mlp", batch=64)
     cluster = links(bandwidth=1e9, latency=1e-9)
     every, once = (planner_of(graph, {"x": 2}, cluster=cluster, gradient_steps=steps) for steps in (1, 64))
     plans = [every.plan(), once.plan()]
     assert [all(row[0].is_replicate() for row in plan.placements.values()) for plan in plans] == [False, True]
     assert plans[1].cost < plans[0].cost
     # At the price of every step, the other plan would cost more: the search has weighed, and not merely added up less.
-    assert described(every, Decisions.from_data(plans[1].decisions)).step_seconds > plans[0].step_seconds
-    assert described(once, Decisions.from_data(plans[0].decisions)).step_seconds > plans[1].step_seconds
+    assert plan_of_decisions(every, Decisions.from_data(plans[1].decisions)).step_seconds > plans[0].step_seconds
+    assert plan_of_decisions(once, Decisions.from_data(plans[0].decisions)).step_seconds > plans[1].step_seconds
 
 
 def test_gradients_that_are_added_up_are_held_as_they_are_made() -> None:
-    graph = captured("mlp", batch=64)
-    wishes = Wishes(forced=every_parameter(graph))
+    graph = joint_graph("mlp", batch=64)
+    wishes = Constraints(forced=every_parameter(graph))
     cluster = links(bandwidth=1e9, latency=1e-9)
     plain, kept, leaner = (
         plan_of(graph, {"x": 2}, wishes, cluster, gradient_steps=steps, reduced=reduced)

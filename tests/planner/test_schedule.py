@@ -15,23 +15,23 @@ import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.curve import Curve
 from autoshard.partition.split import split
-from autoshard.patterns.graph import Value
+from autoshard.patterns.graph_rules import Value
 from autoshard.plan import ShardingPlan
-from autoshard.planner.building import ProblemBuilder
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
+from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.schedule import timeline
 from autoshard.simulate.events import Operation, Timeline, replay
 from autoshard.simulate.program import KernelPrices, operations
 from tests.planner.steps import (
-    captured,
-    described,
     every_parameter,
     flow_of,
-    gathered_again,
+    joint_graph,
     links,
+    plan_of_decisions,
     planner_of,
     program_of,
+    regather_all,
 )
 from tests.random_plans import random_assignment
 
@@ -51,11 +51,11 @@ def timeline_of(planner: Planner, plan: ShardingPlan) -> Timeline:
 
 def drawn(planner: Planner, seed: int, forced: bool) -> ShardingPlan:
     """A random plan."""
-    wishes = Wishes(forced=every_parameter(planner.graph) if forced else frozenset())
+    wishes = Constraints(forced=every_parameter(planner.graph) if forced else frozenset())
     builder = ProblemBuilder(planner.rules, planner.tables, planner.resharder, wishes)
     axes = frozenset(range(planner.mesh.ndim))
     built = builder.build(axes, reuse="all" if forced else "none")
-    return described(planner, built.decode(random_assignment(built.problem, np.random.default_rng(seed))))
+    return plan_of_decisions(planner, built.decode(random_assignment(built.problem, np.random.default_rng(seed))))
 
 
 CASES = [
@@ -69,35 +69,43 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "mesh", "kind"), CASES)
 def test_the_predicted_step_is_the_replay_of_the_program(name: str, mesh: Mapping[str, int], kind: str) -> None:
-    planner = planner_of(captured(name), mesh, cluster=H100)
+    planner = planner_of(joint_graph(name), mesh, cluster=H100)
     plan = planner.plan() if kind == "found" else drawn(planner, 0, forced="forced" in kind)
     replayed = replay(program_operations(planner, plan))
     ours = timeline_of(planner, plan)
-    assert ours.disturbed(H100.contention) == pytest.approx(replayed.disturbed(H100.contention), rel=1e-9)
-    assert plan.step_seconds <= ours.disturbed(H100.contention) * (1 + 1e-9), "local programs run as many kernels"
+    assert ours.seconds_with_contention(H100.contention) == pytest.approx(
+        replayed.seconds_with_contention(H100.contention), rel=1e-9
+    )
+    assert plan.step_seconds <= ours.seconds_with_contention(H100.contention) * (1 + 1e-9), (
+        "local programs run as many kernels"
+    )
     assert ours.exposed == pytest.approx(replayed.exposed, rel=1e-9, abs=1e-12)
 
 
 def test_also_where_parameters_are_gathered_again() -> None:
-    graph = captured("hf_llama")
-    planner = planner_of(graph, {"x": 4}, Wishes(forced=every_parameter(graph)), cluster=H100)
-    plan = gathered_again(planner, planner.plan())
+    graph = joint_graph("hf_llama")
+    planner = planner_of(graph, {"x": 4}, Constraints(forced=every_parameter(graph)), cluster=H100)
+    plan = regather_all(planner, planner.plan())
     replayed = replay(program_operations(planner, plan))
     ours = timeline_of(planner, plan)
-    assert ours.disturbed(H100.contention) == pytest.approx(replayed.disturbed(H100.contention), rel=1e-9)
+    assert ours.seconds_with_contention(H100.contention) == pytest.approx(
+        replayed.seconds_with_contention(H100.contention), rel=1e-9
+    )
 
 
 def test_a_forward_pass_has_no_backward_half() -> None:
-    planner = planner_of(captured("gpt", grad=False), {"x": 2}, cluster=H100)
+    planner = planner_of(joint_graph("gpt", grad=False), {"x": 2}, cluster=H100)
     plan = planner.plan()
     replayed = replay(program_operations(planner, plan))
     ours = timeline_of(planner, plan)
-    assert ours.disturbed(H100.contention) == pytest.approx(replayed.disturbed(H100.contention), rel=1e-9)
+    assert ours.seconds_with_contention(H100.contention) == pytest.approx(
+        replayed.seconds_with_contention(H100.contention), rel=1e-9
+    )
 
 
 def test_a_step_takes_no_longer_than_its_operations_one_after_the_other() -> None:
-    cluster, graph = links(4e9, 1e-6), captured("gpt")
-    planner = planner_of(graph, {"x": 4}, Wishes(forced=every_parameter(graph)), cluster=cluster)
+    cluster, graph = links(4e9, 1e-6), joint_graph("gpt")
+    planner = planner_of(graph, {"x": 4}, Constraints(forced=every_parameter(graph)), cluster=cluster)
     plan = planner.plan()
     issued, replayed = (
         program_operations(planner, plan),
@@ -110,9 +118,9 @@ def test_a_step_takes_no_longer_than_its_operations_one_after_the_other() -> Non
 
 
 def test_the_optimizer_updates_what_a_device_holds() -> None:
-    graph = captured("mlp")
+    graph = joint_graph("mlp")
     parameters = [Value(source.node).meta for source in graph.inputs if source.kind == "parameter"]
-    whole, parts = planner_of(graph, {"x": 1}), planner_of(graph, {"x": 4}, Wishes(forced=every_parameter(graph)))
+    whole, parts = planner_of(graph, {"x": 1}), planner_of(graph, {"x": 4}, Constraints(forced=every_parameter(graph)))
     # Adam reads the gradient, and reads and writes the parameter, two tensors of its size, and a count.
     moved = sum(7 * meta.bytes + 2 * 4 for meta in parameters)
     update = whole.cost.compute(0.0, moved, torch.float32)
@@ -124,7 +132,7 @@ def test_the_optimizer_updates_what_a_device_holds() -> None:
 
 
 def test_a_pass_without_gradients_updates_nothing() -> None:
-    planner = planner_of(captured("gpt", grad=False), {"x": 2}, cluster=H100)
+    planner = planner_of(joint_graph("gpt", grad=False), {"x": 2}, cluster=H100)
     assert planner.plan().update_seconds == 0.0
 
 

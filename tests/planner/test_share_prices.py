@@ -9,11 +9,11 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from autoshard.capture.joint import capture
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
+from autoshard.planner.shape_program import ShapeProgram
 from autoshard.planner.share_prices import SharePrices
-from autoshard.planner.skeleton import Skeleton
 from autoshard.planning import batch_of
-from autoshard.simulate.kernels import STARTS
+from autoshard.simulate.kernels import COLLECTIVE_KINDS
 from autoshard.specs.shared_axis import SharedAxis
 from tests.planner.steps import flow_of, links, planner_of
 
@@ -36,17 +36,17 @@ def planner() -> Planner:
     graph = capture(Normalized(), (), {"x": torch.randn(4096, 64)}, dynamic={"x": {0: "batch"}})
     batch = batch_of(graph)
     assert batch is not None
-    return planner_of(graph, {"dp": 2}, Wishes(shared=SharedAxis(0, 2, batch)), links(1e12, 1e-9))
+    return planner_of(graph, {"dp": 2}, Constraints(shared=SharedAxis(0, 2, batch)), links(1e12, 1e-9))
 
 
-def kernels(program: Skeleton) -> list[fx.Node]:
+def kernels(program: ShapeProgram) -> list[fx.Node]:
     calls = [node for half in (program.forward, program.backward) for node in half.graph.nodes]
-    return [node for node in calls if node.op == "call_function" and node.target not in STARTS]
+    return [node for node in calls if node.op == "call_function" and node.target not in COLLECTIVE_KINDS]
 
 
 def test_what_computes_with_a_share_takes_as_many_times_as_long(planner: Planner) -> None:
     flow = flow_of(planner, planner.plan())
-    program, shared = planner.program(flow), planner.wishes.shared
+    program, shared = planner.program(flow), planner.constraints.shared
     equal, larger = (SharePrices(flow, planner.cluster, shared, share) for share in (1.0, 1.5))
     overhead = planner.cluster.device.kernel_overhead
     grown, kept = set(), set()
@@ -62,7 +62,7 @@ def test_what_computes_with_a_share_takes_as_many_times_as_long(planner: Planner
 
 def test_the_step_is_that_of_the_share(planner: Planner) -> None:
     flow = flow_of(planner, planner.plan())
-    program, shared = planner.program(flow), planner.wishes.shared
+    program, shared = planner.program(flow), planner.constraints.shared
 
     def seconds(share: float) -> float:
         return planner.replay(program, SharePrices(flow, planner.cluster, shared, share))[0]

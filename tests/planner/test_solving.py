@@ -17,14 +17,14 @@ import pytest
 
 from autoshard.plan import ShardingPlan
 from autoshard.planner import solving
-from autoshard.planner.found import Found
-from autoshard.planner.hidden import HiddenCollectives
+from autoshard.planner.candidate_plan import CandidatePlan
+from autoshard.planner.overlap_search import OverlapSearch
 from autoshard.planner.planner import Planner
-from autoshard.planner.progress import Progress
-from autoshard.planner.solving import Answer, Search, answered, better
-from autoshard.progress import described
+from autoshard.planner.search_progress import Progress
+from autoshard.planner.solving import SolveOptions, SolveResult, better_result, solve_problem
+from autoshard.progress import progress_text
 from autoshard.solver import Problem, Solution, solve
-from tests.planner.steps import captured, links, planner_of
+from tests.planner.steps import joint_graph, links, planner_of
 from tests.planner.test_tiling import built, stack_planner, tiling_of
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +35,8 @@ from autoshard.capture.joint import capture
 from tests.planner.steps import links, planner_of
 from tests.planner.test_tiling import Stack
 from autoshard.planner import solving
-from autoshard.planner.found import Found
-from autoshard.planner.hidden import HiddenCollectives
+from autoshard.planner.candidate_plan import Found
+from autoshard.planner.overlap_search import HiddenCollectives
 solving._LARGE = 0
 graph = capture(Stack(7), (torch.empty(32, 16),), {}, grad=True)
 plan = planner_of(graph, {"a": 2, "b": 4}, cluster=links(4e9, 1e-6)).plan()
@@ -56,7 +56,7 @@ def test_the_same_input_gives_the_same_plan_in_every_process() -> None:
 
 def test_places_follow_the_program() -> None:
     problem = built(8)
-    place = problem.places
+    place = problem.program_positions
     operators = [number for number, variable in enumerate(problem.variables) if variable.kind == "operator"]
     assert [place[number] for number in operators] == sorted(place[number] for number in operators)
     for edge in problem.problem.edges:
@@ -72,16 +72,16 @@ def test_a_search_may_leave_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> Non
         return solve(problem, gap=gap, **options)
 
     monkeypatch.setattr(solving, "solve", seen)
-    answered(built(8), tiling_of(8), Search("auto", math.inf))
+    solve_problem(built(8), tiling_of(8), SolveOptions("auto", math.inf))
     assert set(gaps) == {1e-3}
 
 
 def test_large_and_small_problems_are_answered_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = Search("auto", math.inf)
-    exact = answered(built(8), tiling_of(8), search)
+    search = SolveOptions("auto", math.inf)
+    exact = solve_problem(built(8), tiling_of(8), search)
     monkeypatch.setattr(solving, "_LARGE", 0)
     told: list[tuple[str, float, float]] = []
-    found = answered(built(8), tiling_of(8), dataclasses.replace(search, report=lambda *one: told.append(one)))
+    found = solve_problem(built(8), tiling_of(8), dataclasses.replace(search, report=lambda *one: told.append(one)))
     assert found.cost == pytest.approx(exact.cost, rel=solving.CLOSE)
     assert found.lower_bound <= exact.cost * (1 + 1e-9)
     assert told[0][0] == "messages"
@@ -89,20 +89,20 @@ def test_large_and_small_problems_are_answered_alike(monkeypatch: pytest.MonkeyP
 
 
 def test_the_better_of_two_answers_has_the_higher_bound_of_both() -> None:
-    first = Answer((0,), 2.0, 1.0, "one", "feasible")
-    second = Answer((1,), 3.0, 1.5, "other", "feasible", interrupted=True)
-    both = better(first, second)
+    first = SolveResult((0,), 2.0, 1.0, "one", "feasible")
+    second = SolveResult((1,), 3.0, 1.5, "other", "feasible", interrupted=True)
+    both = better_result(first, second)
     assert (both.assignment, both.cost, both.lower_bound, both.interrupted) == ((0,), 2.0, 1.5, True)
-    assert better(first, Answer((), math.inf, 2.5, "none", "unknown")).lower_bound == 2.0
+    assert better_result(first, SolveResult((), math.inf, 2.5, "none", "unknown")).lower_bound == 2.0
 
 
 def _planner() -> Planner:
-    return planner_of(captured("gpt", batch=8), {"x": 4}, cluster=links(4e9, 1e-6))
+    return planner_of(joint_graph("gpt", batch=8), {"x": 4}, cluster=links(4e9, 1e-6))
 
 
 def test_an_interrupted_search_hands_back_the_best_plan_met() -> None:
     planner = _planner()
-    plain = planner.solve(planner.wishes)
+    plain = planner.solve(planner.constraints)
     interrupted = _planner()
     solve = interrupted.solve_block
     calls = []
@@ -124,18 +124,18 @@ def test_an_interrupted_search_hands_back_the_best_plan_met() -> None:
 def test_ctrl_c_hands_back_the_best_plan_met(monkeypatch: pytest.MonkeyPatch) -> None:
     searching = threading.Event()
 
-    def long(search: HiddenCollectives) -> Found:
+    def long(search: OverlapSearch) -> CandidatePlan:
         searching.set()
         for _ in range(6000):  # a signal that another thread takes does not wake this one
             time.sleep(0.01)
-        return search.first.found
+        return search.first
 
     def press() -> None:
         searching.wait()
         os.kill(os.getpid(), signal.SIGINT)
 
     planner = _planner()
-    monkeypatch.setattr(HiddenCollectives, "run", long)
+    monkeypatch.setattr(OverlapSearch, "run", long)
     pressing = threading.Thread(target=press)
     pressing.start()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -145,7 +145,7 @@ def test_ctrl_c_hands_back_the_best_plan_met(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         pressing.join()
         signal.signal(signal.SIGINT, before)
-    assert plan.cost == _planner().solve(planner.wishes).cost
+    assert plan.cost == _planner().solve(planner.constraints).cost
 
 
 def test_an_interruption_before_there_is_a_plan_goes_on() -> None:
@@ -168,7 +168,7 @@ def test_interrupted_messages_keep_what_they_found(monkeypatch: pytest.MonkeyPat
         if len(reports) > 1:
             raise KeyboardInterrupt
 
-    found = answered(built(8), None, Search("auto", math.inf, report=stopping))
+    found = solve_problem(built(8), None, SolveOptions("auto", math.inf, report=stopping))
     assert found.interrupted
     assert found.cost == pytest.approx(built(8).problem.cost(found.assignment))
     assert found.lower_bound <= found.cost
@@ -185,11 +185,11 @@ def test_fast_effort_solves_one_problem_and_says_how_near_it_is() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_fast_effort_takes_segments_where_messages_leave_a_gap(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     problem, tiling = built(8), tiling_of(8) if tied else None
-    exact = answered(problem, tiling, Search("auto", math.inf))
+    exact = solve_problem(problem, tiling, SolveOptions("auto", math.inf))
     monkeypatch.setattr(solving, "_LARGE", 0)
     monkeypatch.setattr(solving, "ITERATIONS", 1)
-    monkeypatch.setattr(solving, "MENDING", 1)
-    fast = answered(problem, tiling, Search("auto", math.inf, fast=True))
+    monkeypatch.setattr(solving, "REPAIR_ITERATIONS", 1)
+    fast = solve_problem(problem, tiling, SolveOptions("auto", math.inf, fast=True))
     assert fast.method.startswith("segments")
     assert fast.cost == pytest.approx(exact.cost, rel=1e-3)
     assert fast.lower_bound <= exact.cost * (1 + 1e-9)
@@ -205,12 +205,12 @@ def test_interrupted_segments_keep_what_messages_found(monkeypatch: pytest.Monke
     monkeypatch.setattr(solving, "ENOUGH", -1.0)
     monkeypatch.setattr(solving, "_PROVED", -1.0)
     monkeypatch.setattr(solving, "solve_in_segments", stopped)
-    found = answered(built(8), tiling_of(8), Search("auto", math.inf))
+    found = solve_problem(built(8), tiling_of(8), SolveOptions("auto", math.inf))
     assert found.interrupted
     assert found.cost == pytest.approx(built(8).problem.cost(found.assignment))
 
 
 def test_a_report_reads_as_a_line() -> None:
-    text = described(Progress("messages", 0.1885, 0.1884, 3.12))
+    text = progress_text(Progress("messages", 0.1885, 0.1884, 3.12))
     assert text == "messages: 0.1885 s per step, at least 0.1884 (gap 0.05%), after 3.1 s"
-    assert described(Progress("search", math.inf, -math.inf, 0.0)) == "search: after 0.0 s"
+    assert progress_text(Progress("search", math.inf, -math.inf, 0.0)) == "search: after 0.0 s"

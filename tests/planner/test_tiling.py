@@ -12,11 +12,11 @@ from torch import nn
 
 from autoshard.capture.joint import capture
 from autoshard.planner.planner import Planner
-from autoshard.planner.problem import BuiltProblem
-from autoshard.planner.solving import CLOSE, Search, by_messages
+from autoshard.planner.planning_problem import BuiltProblem
+from autoshard.planner.solving import CLOSE, SolveOptions, solve_by_messages
 from autoshard.planner.tiling import Tiling, layers_of
 from autoshard.solver import solve
-from autoshard.solver.warm import Messages
+from autoshard.solver.trws import Messages
 from tests.planner.steps import links, planner_of
 
 
@@ -101,7 +101,7 @@ def test_the_tied_plan_is_certified_at_full_depth() -> None:
     whole = built(8)
     optimum = solve(whole.problem, time_limit=300)
     assert optimum.status == "optimal"
-    answer = by_messages(whole.problem, whole.places, tiling_of(8), Search("auto", math.inf))
+    answer = solve_by_messages(whole.problem, whole.program_positions, tiling_of(8), SolveOptions("auto", math.inf))
     assert answer.lower_bound <= optimum.cost * (1 + 1e-9)
     assert answer.cost >= optimum.cost * (1 - 1e-9)
     assert answer.gap <= CLOSE
@@ -110,7 +110,7 @@ def test_the_tied_plan_is_certified_at_full_depth() -> None:
 
 def test_messages_laid_along_all_layers_begin_near_their_bound() -> None:
     whole, tiling = built(8), tiling_of(8)
-    order = whole.places
+    order = whole.program_positions
     folded = Messages(tiling.fold(whole.problem), [order[leader] for leader in tiling.leaders])
     reached = folded.run(60).bound
     spread = Messages(whole.problem, order)

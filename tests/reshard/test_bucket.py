@@ -12,19 +12,19 @@ from torch.distributed.tensor import Replicate
 
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Link
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
 from autoshard.reshard.bucket import bucket_reductions
-from autoshard.reshard.overlap import schedule
+from autoshard.reshard.collective_schedule import schedule
 from tests import models
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 from tests.partition.programs import locals_of, run_halves, step_on
 from tests.planner.steps import (
     KINDS,
     bytes_of,
-    captured,
     collectives_of,
     every_parameter,
     halves_of,
+    joint_graph,
     links,
     planner_of,
     program_of,
@@ -39,8 +39,8 @@ _SLOW = links(bandwidth=1e9, latency=1e-9)
 def test_bucketed_reductions_give_the_same_numbers(forced: bool, limit: int) -> None:
     module, inputs = models.mlp(dtype=torch.float64, batch=1920)
     graph = capture(module, (), inputs)
-    wishes = Wishes(forced=every_parameter(graph) if forced else frozenset())
-    with simulated(x=2) as mesh:
+    wishes = Constraints(forced=every_parameter(graph) if forced else frozenset())
+    with simulated_mesh(x=2) as mesh:
         step = step_on(graph, mesh, wishes, _SLOW, effort="fast")
         tensors = locals_of(step, module, inputs, mesh)
         plain = halves_of(step)
@@ -62,9 +62,9 @@ def test_bucketed_reductions_give_the_same_numbers(forced: bool, limit: int) -> 
 def test_reductions_in_stages_over_two_axes_are_joined_and_give_the_same_numbers(limit: int) -> None:
     module, inputs = models.mlp(dtype=torch.float64, batch=1920)
     graph = capture(module, (), inputs)
-    wishes = Wishes(pinned=dict.fromkeys(every_parameter(graph), (Replicate(), Replicate())))
+    wishes = Constraints(pinned=dict.fromkeys(every_parameter(graph), (Replicate(), Replicate())))
     cluster = dataclasses.replace(_SLOW, devices_per_host=2, inside=Link(bandwidth=4e9, latency=1e-9))
-    with simulated(hosts=2, devices=2) as mesh:
+    with simulated_mesh(hosts=2, devices=2) as mesh:
         step = step_on(graph, mesh, wishes, cluster)
         tensors = locals_of(step, module, inputs, mesh)
         plain = halves_of(step)
@@ -108,7 +108,7 @@ def test_a_tiny_last_bucket_takes_from_the_one_before() -> None:
 
 def test_a_bucket_holds_what_the_limit_allows_and_all_bytes_are_reduced() -> None:
     limit = 40_000
-    planner = planner_of(captured("gpt", batch=512), {"x": 2}, cluster=_SLOW, effort="fast")
+    planner = planner_of(joint_graph("gpt", batch=512), {"x": 2}, cluster=_SLOW, effort="fast")
     _, backward = halves_of(program_of(planner, planner.plan()))
     total = sum(size * n for (kind, _, size), n in collectives_of(backward).items() if kind == "all_reduce")
     bucket_reductions(backward.graph, limit)

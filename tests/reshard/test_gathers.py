@@ -14,13 +14,13 @@ from torch.distributed.tensor import Shard
 from autoshard.capture.joint import capture
 from autoshard.partition.split import split
 from autoshard.patterns.local import collectives
-from autoshard.planner.problem import Wishes
-from autoshard.reshard.gathers import carry_layers, gather_ahead, join_gathers, waits_of
-from autoshard.reshard.overlap import schedule
+from autoshard.planner.planning_problem import Constraints
+from autoshard.reshard.collective_schedule import schedule
+from autoshard.reshard.gathers import gather_ahead, join_gathers, propagate_layers, waits_of
 from tests import models
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 from tests.partition.programs import locals_of, run_halves, step_on
-from tests.planner.steps import captured, every_parameter, flow_of, gathered_again, halves_of, planner_of, program_of
+from tests.planner.steps import every_parameter, flow_of, halves_of, joint_graph, planner_of, program_of, regather_all
 
 aten = torch.ops.aten
 WAIT = collectives.wait_tensor.default
@@ -208,7 +208,7 @@ def test_gathers_of_other_groups_and_dtypes_are_not_joined() -> None:
 
 def test_a_layer_is_told_through_casts_and_gathers_and_no_further() -> None:
     program = _layers({"a": [1]})
-    carry_layers(program.graph)
+    propagate_layers(program.graph)
     assert [node.name for node in program.graph.nodes if "layer" in node.meta] == ["pa0", "casta0", "starta0", "waita0"]
 
 
@@ -217,10 +217,10 @@ def test_joined_gathers_give_the_same_numbers(sizes: Mapping[str, int]) -> None:
     module, inputs = models.hf_llama(dtype=torch.float64)
     graph = capture(module, (), inputs)
     pinned = {name: (Shard(0),) * len(sizes) for name in every_parameter(graph)}
-    with simulated(**sizes) as mesh:
-        step = step_on(graph, mesh, Wishes(pinned=pinned))
+    with simulated_mesh(**sizes) as mesh:
+        step = step_on(graph, mesh, Constraints(pinned=pinned))
         tensors = locals_of(step, module, inputs, mesh)
-        carry_layers(step.graph_module.graph)
+        propagate_layers(step.graph_module.graph)
         halves = halves_of(step)
         before = run_halves(halves, step, tensors)
         count = sum(len(half.graph.find_nodes(op="call_function", target=GATHER)) for half in halves)
@@ -242,8 +242,8 @@ def test_all_gathers_of_parameters_but_the_first_run_behind_products(policy: boo
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if policy else None
     graph = capture(module, (), inputs, mp_policy=mixed)
     pinned = {name: (Shard(0),) for name in every_parameter(graph)}
-    planner = planner_of(graph, {"x": 2}, Wishes(pinned=pinned))
-    halves = split(program_of(planner, gathered_again(planner, planner.plan())), compile=False)
+    planner = planner_of(graph, {"x": 2}, Constraints(pinned=pinned))
+    halves = split(program_of(planner, regather_all(planner, planner.plan())), compile=False)
     for half in halves.graphs:
         order = {node: place for place, node in enumerate(half.nodes)}
         products = [order[node] for node in half.nodes if node.target in (aten.mm.default, aten.addmm.default)]
@@ -255,9 +255,9 @@ def test_all_gathers_of_parameters_but_the_first_run_behind_products(policy: boo
 
 
 def test_the_planned_program_joins_as_many_gathers_as_the_real_one() -> None:
-    graph = captured("hf_llama")
-    planner = planner_of(graph, {"x": 4}, Wishes(forced=every_parameter(graph)))
-    plan = gathered_again(planner, planner.plan())
+    graph = joint_graph("hf_llama")
+    planner = planner_of(graph, {"x": 4}, Constraints(forced=every_parameter(graph)))
+    plan = regather_all(planner, planner.plan())
     halves = split(program_of(planner, plan), compile=False)
     predicted = planner.program(flow_of(planner, plan))
     for half, ours in zip(halves.graphs, (predicted.forward.graph, predicted.backward.graph), strict=True):

@@ -19,7 +19,7 @@ from autoshard.specs import MeshShape, Spec
 from tests.reshard._torch import LocalTensor, LocalTensorMode
 from tests.reshard.prices import ring_price
 from tests.reshard.ranks import Ranks, ranks
-from tests.specs.strategies import blocked
+from tests.specs.strategies import blocked_shapes
 
 PLAIN = ("R", "P(sum)", "S(0)", "S(1)", "S(2)")
 STRIDED = ("S(0,f=2)", "S(1,f=4)", "S(2,f=3)")
@@ -79,7 +79,7 @@ def test_blocks_come_and_go(sizes: tuple[int, ...], shape: tuple[int, ...], text
 
 
 @settings(max_examples=25)
-@given(blocked(), st.data())
+@given(blocked_shapes(), st.data())
 def test_any_blocks_come_and_go(case: tuple[MeshShape, tuple[int, ...], Spec], data: st.DataObject) -> None:
     mesh, shape, spec = case
     assume(mesh.size <= 30)
@@ -87,7 +87,7 @@ def test_any_blocks_come_and_go(case: tuple[MeshShape, tuple[int, ...], Spec], d
     other = Spec.parse(plain)
     assume(state_of(shape, other, mesh) is not None)
     with ranks(**dict(zip(mesh.names, mesh.sizes, strict=True))) as world:
-        check(world, shape, [(spec, Spec.replicated(mesh.ndim)), (other, spec), (spec, other)])
+        check(world, shape, [(spec, Spec.all_replicated(mesh.ndim)), (other, spec), (spec, other)])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_every_dtype(dtype: torch.dtype, source: str, target: str) -> None:
 
 def test_scalars_are_reduced() -> None:
     with ranks(a=2, b=2) as world:
-        check(world, (), [(Spec.parse("P(sum) P(sum)"), Spec.replicated(2))])
+        check(world, (), [(Spec.parse("P(sum) P(sum)"), Spec.all_replicated(2))])
 
 
 def test_values_may_lie_in_any_order_in_memory() -> None:

@@ -19,7 +19,7 @@ from autoshard.specs.spec import is_shard, split_factor_of
 from tests.reshard._torch import redistribution
 from tests.reshard.prices import ring_price, wire_price
 from tests.reshard.ranks import ranks
-from tests.specs.strategies import placed, specs
+from tests.specs.strategies import placed_shapes, specs
 
 CUBE = MeshShape.of({"a": 2, "b": 2, "c": 2})
 GRID = MeshShape.of({"dp": 2, "tp": 2})
@@ -108,7 +108,7 @@ def test_no_path_leads_from_a_shard_to_a_partial_alone() -> None:
 
 def test_what_no_program_can_hold_has_no_price() -> None:
     resharder = Resharder(GRID, ring_price(GRID))
-    odd, whole = Spec.parse("S(0) S(0)"), Spec.replicated(2)
+    odd, whole = Spec.parse("S(0) S(0)"), Spec.all_replicated(2)
     assert np.isinf(resharder.seconds((7,), 4, [odd, whole], [whole])).tolist() == [[True], [False]]
     with pytest.raises(ValueError, match=r"can not lie as S\(0\) S\(0\)"):
         resharder.path((7,), 4, whole, odd)
@@ -134,12 +134,12 @@ def test_tables_are_remembered_and_read_only() -> None:
 
 
 @settings(max_examples=40)
-@given(placed())
+@given(placed_shapes())
 def test_steps_lead_from_source_to_target(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     assume(state_of(shape, spec, mesh) is not None)
     resharder = Resharder(mesh, ring_price(mesh))
-    whole = Spec.replicated(mesh.ndim)
+    whole = Spec.all_replicated(mesh.ndim)
     for source, target in ((spec, whole), (whole, spec)):
         path = resharder.path(shape, 8, source, target)
         ends = [path.source, *(step.target for step in path.steps)]

@@ -8,29 +8,29 @@ import pytest
 from hypothesis import assume, given
 
 from autoshard.reshard.states import (
-    Loop,
     Nest,
+    ShardLoop,
     State,
     closure,
-    nests_with,
+    extra_nests,
     plain_nests,
     spec_of_state,
     state_graph,
     state_of,
-    without,
+    without_axis,
 )
 from autoshard.specs import MeshShape, Spec, canonical, is_even
 from autoshard.specs.layout import local_indices
-from tests.specs.strategies import blocked, placed
+from tests.specs.strategies import blocked_shapes, placed_shapes
 
 MESH = MeshShape.of({"a": 2, "b": 4})
 
 
 def nest(*loops: tuple[int, ...]) -> Nest:
-    return tuple(Loop(*loop) for loop in loops)
+    return tuple(ShardLoop(*loop) for loop in loops)
 
 
-@given(placed())
+@given(placed_shapes())
 def test_state_and_spec_are_inverse(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     state = state_of(shape, spec, mesh)
@@ -39,7 +39,7 @@ def test_state_and_spec_are_inverse(case: tuple[MeshShape, tuple[int, ...], Spec
     assert spec_of_state(state, shape, mesh) is canonical(shape, spec, mesh)
 
 
-@given(blocked())
+@given(blocked_shapes())
 def test_blocks_are_states(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     state = state_of(shape, spec, mesh)
@@ -47,7 +47,7 @@ def test_blocks_are_states(case: tuple[MeshShape, tuple[int, ...], Spec]) -> Non
     assert spec_of_state(state, shape, mesh) is spec
 
 
-@given(placed())
+@given(placed_shapes())
 def test_every_even_spec_is_a_state(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     assume(is_even(shape, spec, mesh))
@@ -59,14 +59,14 @@ def test_reductions_whose_order_matters_are_no_state(text: str) -> None:
     assert state_of((8,), Spec.parse(text), MESH) is None
 
 
-@given(placed())
+@given(placed_shapes())
 def test_an_all_gather_puts_a_line_of_ranks_together(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     state = state_of(shape, spec, mesh)
     assume(state is not None and is_even(shape, spec, mesh))
     assert state is not None
     for axis in spec.shard_axes:
-        nests = tuple(without(nest, axis, mesh) for nest in state.nests)
+        nests = tuple(without_axis(nest, axis, mesh) for nest in state.nests)
         gathered = spec_of_state(State(nests, state.partial), shape, mesh)
         for coordinate, dim in itertools.product(mesh.coordinates(), range(len(shape))):
             line = [(*coordinate[:axis], place, *coordinate[axis + 1 :]) for place in range(mesh.sizes[axis])]
@@ -75,15 +75,15 @@ def test_an_all_gather_puts_a_line_of_ranks_together(case: tuple[MeshShape, tupl
 
 
 def test_an_all_gather_leaves_the_loops_below_where_they_are() -> None:
-    assert without(nest((0, 1), (1, 3)), 0, MESH) == nest((1, 6))
-    assert without(nest((0, 1), (1, 3)), 1, MESH) == nest((0, 1))
+    assert without_axis(nest((0, 1), (1, 3)), 0, MESH) == nest((1, 6))
+    assert without_axis(nest((0, 1), (1, 3)), 1, MESH) == nest((0, 1))
     assert closure([nest((0, 1), (1, 1))], MESH) == {(), nest((0, 1)), nest((1, 2)), nest((0, 1), (1, 1))}
 
 
 def test_an_all_gather_of_blocks_leaves_the_true_loop_above_others() -> None:
     """Six steps in blocks of two: below them, two steps before the gather and six after it."""
-    assert without(nest((1, 1, 1, 3), (0, 2)), 1, MESH) == nest((0, 6))
-    assert without(nest((0, 1), (1, 2, 1, 3)), 0, MESH) == nest((1, 4, 1, 3))
+    assert without_axis(nest((1, 1, 1, 3), (0, 2)), 1, MESH) == nest((0, 6))
+    assert without_axis(nest((0, 1), (1, 2, 1, 3)), 0, MESH) == nest((1, 4, 1, 3))
 
 
 def test_plain_nests_divide_the_dim() -> None:
@@ -95,12 +95,12 @@ def test_plain_nests_divide_the_dim() -> None:
 
 
 def test_nests_below_one_loop_come_together() -> None:
-    assert nests_with(nest((0, 4)), 24, MESH) == frozenset()
-    below_three = nests_with(nest((0, 3)), 24, MESH)
+    assert extra_nests(nest((0, 4)), 24, MESH) == frozenset()
+    below_three = extra_nests(nest((0, 3)), 24, MESH)
     assert {nest((1, 3)), nest((0, 3), (1, 3)), nest((0, 12))} < below_three
-    assert nests_with(nest((0, 12)), 24, MESH) == nests_with(nest((1, 3), (0, 3)), 24, MESH) == below_three
-    assert nests_with(nest((0, 1), (1, 3)), 24, MESH) == closure([nest((0, 1), (1, 3))], MESH)
-    assert nests_with(nest((1, 1, 2, 7)), 7, MESH) == {(), nest((1, 1, 2, 7))}
+    assert extra_nests(nest((0, 12)), 24, MESH) == extra_nests(nest((1, 3), (0, 3)), 24, MESH) == below_three
+    assert extra_nests(nest((0, 1), (1, 3)), 24, MESH) == closure([nest((0, 1), (1, 3))], MESH)
+    assert extra_nests(nest((1, 1, 2, 7)), 7, MESH) == {(), nest((1, 1, 2, 7))}
 
 
 def test_every_edge_is_one_collective_over_one_axis() -> None:
@@ -115,7 +115,7 @@ def test_every_edge_is_one_collective_over_one_axis() -> None:
         before, after = graph.states[source], graph.states[target]
         for state, other in itertools.product((before, after), range(MESH.ndim)):
             assert state.place(other) is None or state.partial[other] is None
-        gathered = [tuple(without(nest, int(axis), MESH) for nest in state.nests) for state in (before, after)]
+        gathered = [tuple(without_axis(nest, int(axis), MESH) for nest in state.nests) for state in (before, after)]
         assert gathered[0] == gathered[1]
 
 

@@ -12,16 +12,21 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.capture import attention, describe
+from autoshard.capture import attention_operator, describe
 from autoshard.partition import split
 from autoshard.partition.step import Ranks
 from autoshard.patterns.local import collectives
 from autoshard.pipelined.runtime import PipelineRuntime
 
-_reachable, _choose, _seed, _train = attention.reachable, attention.choose, Ranks.seed, PipelineRuntime.train
+_reachable, _choose, _seed, _train = (
+    attention_operator.drop_unreachable_keys,
+    attention_operator.choose_kernel,
+    Ranks.seed,
+    PipelineRuntime.train,
+)
 
 
-class Unreduced(TorchDispatchMode):
+class SkipReductions(TorchDispatchMode):
     """While active, reductions leave out what the other ranks have: a local program forgets them, or a gradient."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -43,17 +48,19 @@ def another_graph() -> Any:
 
 def no_causal_limit() -> Any:
     """Queries attend to keys behind them."""
-    return mock.patch.object(attention, "reachable", lambda call, start: _reachable(replace(call, causal=False), start))
+    return mock.patch.object(
+        attention_operator, "reachable", lambda call, start: _reachable(replace(call, causal=False), start)
+    )
 
 
 def another_group() -> Any:
     """Query heads attend to the key heads of another group."""
-    return mock.patch.object(attention, "choose", lambda call: _choose(replace(call, key=call.key.roll(1, 2))))
+    return mock.patch.object(attention_operator, "choose", lambda call: _choose(replace(call, key=call.key.roll(1, 2))))
 
 
 def no_mask() -> Any:
     """The mask is forgotten."""
-    return mock.patch.object(attention, "choose", lambda call: _choose(replace(call, mask=None)))
+    return mock.patch.object(attention_operator, "choose", lambda call: _choose(replace(call, mask=None)))
 
 
 def unequal_seeds() -> Any:
@@ -90,11 +97,11 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "attention, causal": no_causal_limit,
     "attention, grouped": another_group,
     "attention, masked": no_mask,
-    "attention, odd heads": Unreduced,
-    "norms": Unreduced,
-    "convolutions, batch norm": Unreduced,
-    "LSTM": Unreduced,
-    "mixture of experts": Unreduced,
+    "attention, odd heads": SkipReductions,
+    "norms": SkipReductions,
+    "convolutions, batch norm": SkipReductions,
+    "LSTM": SkipReductions,
+    "mixture of experts": SkipReductions,
     "dropout of replicas": unequal_seeds,
     "pipeline": lost_microbatch,
     "checkpoint": no_checkpoint,

@@ -22,7 +22,7 @@ def _call(op: Any, shapes: Sequence[tuple[int, ...]], needs: Sequence[bool], *re
         operand = graph.placeholder(f"x{place}")
         operand.meta["val"] = torch.empty(shape, device="meta")
         operands.append(operand)
-    return DryRun(cost_model()).call(graph.call_function(op, (*operands, *rest)), needs)
+    return DryRun(cost_model()).call_cost(graph.call_function(op, (*operands, *rest)), needs)
 
 
 def _product(rows: int, inner: int, columns: int) -> float:
@@ -78,5 +78,5 @@ def test_a_call_of_one_operand_twice_is_told_from_one_of_two() -> None:
     for operand in (x, y):
         operand.meta["val"] = torch.empty(4, device="meta")
     run = DryRun(cost_model())
-    assert run.call(graph.call_function(aten.mul.Tensor, (x, x)), (True,)).saved_operands == (0,)
-    assert run.call(graph.call_function(aten.mul.Tensor, (x, y)), (True, True)).saved_operands == (0, 1)
+    assert run.call_cost(graph.call_function(aten.mul.Tensor, (x, x)), (True,)).saved_operands == (0,)
+    assert run.call_cost(graph.call_function(aten.mul.Tensor, (x, y)), (True, True)).saved_operands == (0, 1)

@@ -13,7 +13,7 @@ from torch import fx
 from autoshard.cluster import Cluster, CostModel
 from autoshard.cluster.device import Device
 from autoshard.simulate.events import replay
-from autoshard.simulate.fusion import is_written, reads
+from autoshard.simulate.fusion import is_written, memory_operands
 from autoshard.simulate.program import KernelPrices, operations
 from autoshard.specs.axes import MeshShape
 
@@ -73,9 +73,9 @@ def test_chains_go_through_views_and_into_reductions() -> None:
     graph = traced(build)
     squared, viewed, summed = (node for node in graph.nodes if node.op == "call_function")
     assert not is_written(squared)
-    assert reads(summed) == []
+    assert memory_operands(summed) == []
     assert is_written(summed)
-    assert reads(viewed) is None
+    assert memory_operands(viewed) is None
 
 
 def test_a_result_that_is_handed_back_is_written() -> None:

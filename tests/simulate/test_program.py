@@ -13,16 +13,16 @@ from torch import fx
 from autoshard.cluster.cost import CostModel
 from autoshard.partition.split import split
 from autoshard.patterns.local import collectives
-from autoshard.planner.problem import Wishes
+from autoshard.planner.planning_problem import Constraints
 from autoshard.simulate.events import COMPUTE, replay
-from autoshard.simulate.program import KernelPrices, Sending, operations, sendings
+from autoshard.simulate.program import CollectiveCall, KernelPrices, collective_calls, operations
 from autoshard.specs.axes import MeshShape
-from tests.cluster.test_measured import measured_cluster
+from tests.cluster.test_measurements import measured_cluster
 from tests.planner.steps import (
-    captured,
     collectives_of,
     every_parameter,
     halves_of,
+    joint_graph,
     links,
     planner_of,
     program_of,
@@ -62,8 +62,8 @@ def test_a_program_by_hand() -> None:
     replayed = replay(issued)
     assert replayed.seconds == pytest.approx(102.4 + 153.6 + 0.25)
     assert (replayed.hidden, replayed.exposed) == pytest.approx((1.0, 0.0))
-    assert replayed.disturbed(0.9) == pytest.approx(replayed.seconds + 0.9)
-    assert sendings([hand_written()], ("y", "x")) == [Sending("all_gather", 256, 1)]
+    assert replayed.seconds_with_contention(0.9) == pytest.approx(replayed.seconds + 0.9)
+    assert collective_calls([hand_written()], ("y", "x")) == [CollectiveCall("all_gather", 256, 1)]
 
 
 def test_a_joined_gather_is_one_collective_of_all_its_bytes() -> None:
@@ -77,7 +77,7 @@ def test_a_joined_gather_is_one_collective_of_all_its_bytes() -> None:
     parts = [graph.call_function(operator.getitem, (joined, place)) for place in range(2)]
     graph.output(tuple(graph.call_function(collectives.wait_tensor.default, (part,)) for part in parts))
     cost = CostModel(measured_cluster(), MeshShape.of({"y": 2, "x": 2}))
-    assert sendings([graph], ("y", "x")) == [Sending("all_gather", 4 * (8 + 16), 1)]
+    assert collective_calls([graph], ("y", "x")) == [CollectiveCall("all_gather", 4 * (8 + 16), 1)]
     start, *waits = operations([graph], ("y", "x"), KernelPrices(cost))
     assert start.seconds == cost.collective("all_gather", 96, 1)
     assert [0 in wait.needs for wait in waits] == [True, True]
@@ -85,11 +85,11 @@ def test_a_joined_gather_is_one_collective_of_all_its_bytes() -> None:
 
 @pytest.mark.parametrize(("name", "mesh"), [("gpt", {"x": 2}), ("mlp", {"x": 2, "y": 2})])
 def test_every_collective_of_the_program_is_there_once(name: str, mesh: Mapping[str, int]) -> None:
-    graph = captured(name)
-    planner = planner_of(graph, mesh, Wishes(forced=every_parameter(graph)))
+    graph = joint_graph(name)
+    planner = planner_of(graph, mesh, Constraints(forced=every_parameter(graph)))
     halves = split(program_of(planner, planner.plan()), compile=False)
     issued = operations(halves.graphs, planner.mesh.names, planner.prices)
-    sent = sendings(halves.graphs, planner.mesh.names)
+    sent = collective_calls(halves.graphs, planner.mesh.names)
     assert sum(one.stream != COMPUTE for one in issued) == len(sent) > 0
     gathered = Counter[str]()  # those of a layer are joined
     for one in sent:
@@ -101,10 +101,10 @@ def test_every_collective_of_the_program_is_there_once(name: str, mesh: Mapping[
 
 
 def test_joined_reductions_have_their_bytes() -> None:
-    planner = planner_of(captured("gpt"), {"x": 2}, cluster=links(1e12, 0.0))
+    planner = planner_of(joint_graph("gpt"), {"x": 2}, cluster=links(1e12, 0.0))
     plan = planner.plan()
     halves = split(program_of(planner, plan), compile=False)
-    reduced = [one.bytes for one in sendings(halves.graphs, ("x",)) if one.kind == "all_reduce"]
+    reduced = [one.bytes for one in collective_calls(halves.graphs, ("x",)) if one.kind == "all_reduce"]
     planned = [one.bytes * one.count for one in plan.collectives if one.kind == "all_reduce"]
     assert sum(reduced) == sum(planned) > 0
     assert len(reduced) < sum(one.count for one in plan.collectives if one.kind == "all_reduce")

@@ -17,7 +17,7 @@ def brute_force(problem: Problem) -> float:
     return min((problem.cost(choice) for choice in every if problem.feasible(choice)), default=float("inf"))
 
 
-def layered(layers: int, *, per_layer: int = 110, strategies: int = 6, seed: int = 0) -> Problem:
+def layered_problem(layers: int, *, per_layer: int = 110, strategies: int = 6, seed: int = 0) -> Problem:
     """A long and thin problem of identical layers: chains with short cuts, two edges from layer to layer."""
     random = np.random.default_rng(seed)
     shape = (strategies, strategies)

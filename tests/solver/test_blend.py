@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.solver import Edge, Problem, SolverError, solve
 from autoshard.solver.blend import BlendedEdge, blend
-from autoshard.solver.warm import Messages
+from autoshard.solver.trws import Messages
 
 SIZES = (3, 4, 2, 3, 4)
 

@@ -11,7 +11,7 @@ from autoshard.solver.eliminate import eliminate
 from autoshard.solver.network import Network
 from autoshard.solver.reduce import reduce
 from autoshard.solver.tables import Tables
-from tests.solver.problems import layered, small_problems, two_axes
+from tests.solver.problems import layered_problem, small_problems, two_axes
 
 
 @given(problem=small_problems(memory=False))
@@ -33,7 +33,7 @@ def test_bounds_and_floors_are_true(problem: Problem) -> None:
 
 
 def test_the_bound_is_close_on_a_long_problem() -> None:
-    network = Network.of(layered(3), Tables())
+    network = Network.of(layered_problem(3), Tables())
     bound = lower_bound(reduce(network.copy()))
     best = eliminate(network).cost
     assert bound.value <= best <= bound.value * (1 + 1e-2)

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from autoshard.solver import Edge, Problem
 from autoshard.solver import eliminate as elimination
 from autoshard.solver.eliminate import WidthError, eliminate, run_order
+from autoshard.solver.elimination_order import conditioned_order, find_order, greedy_order, table_size, weighted_fill
 from autoshard.solver.network import Network
-from autoshard.solver.order import conditioned_order, find_order, greedy_order, table_size, weighted_fill
 from autoshard.solver.tables import Tables
-from tests.solver.problems import brute_force, layered, small_problems
+from tests.solver.problems import brute_force, layered_problem, small_problems
 
 
 @given(problem=small_problems(memory=False))
@@ -43,7 +43,7 @@ def side_by_side(problem: Problem, copies: int) -> Problem:
 
 
 def test_equal_components_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = clique(5, 4), layered(1, per_layer=12, strategies=4)
+    one, other = clique(5, 4), layered_problem(1, per_layer=12, strategies=4)
     both = Problem(
         one.costs * 2 + other.costs,
         (*side_by_side(one, 2).edges, *(Edge(edge.source + 10, edge.target + 10, edge.costs) for edge in other.edges)),
@@ -110,7 +110,7 @@ def test_a_wide_problem_is_refused_before_any_work() -> None:
 
 def test_the_order_of_a_long_problem_stays_narrow() -> None:
     for layers in (2, 20):
-        network = Network.of(layered(layers), Tables())
+        network = Network.of(layered_problem(layers), Tables())
         sizes = {node: len(vector) for node, vector in network.vectors.items()}
         order = find_order(sizes, network.edges, 1e9)
         assert len(order.steps) == layers * 110

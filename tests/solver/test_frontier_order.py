@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from autoshard.solver.frontier_order import Step, steps
+from autoshard.solver.frontier_order import EliminationStep, elimination_steps
 
 NODES = 9
 LINE = {node: [other for other in (node - 1, node + 1) if 0 <= other < NODES] for node in range(NODES)}
 
 
-def order(linear: bool) -> list[Step]:
-    return list(steps(dict.fromkeys(LINE, 4), LINE, linear, 100))
+def order(linear: bool) -> list[EliminationStep]:
+    return list(elimination_steps(dict.fromkeys(LINE, 4), LINE, linear, 100))
 
 
 def test_dynamic_programming_runs_along_a_line_from_one_end() -> None:
@@ -26,8 +26,8 @@ def test_a_node_that_every_layer_reads_is_settled_where_tables_would_be_too_larg
     """A ring of layers around an attention mask."""
     layers = {node: {(node - 1) % 8, (node + 1) % 8, 8} for node in range(8)}
     ring = {**layers, 8: set(range(8))}
-    plain = steps(dict.fromkeys(ring, 5), ring, True, 5**4)
+    plain = elimination_steps(dict.fromkeys(ring, 5), ring, True, 5**4)
     assert all(step.exact for step in plain)
-    narrow = steps(dict.fromkeys(ring, 5), ring, True, 5**2)
+    narrow = elimination_steps(dict.fromkeys(ring, 5), ring, True, 5**2)
     assert [step.node for step in narrow if not step.exact] == [8]
     assert sorted(step.node for step in narrow) == sorted(ring)

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from autoshard.solver.frontier_prices import Costs, Priced, buckets
+from autoshard.solver.frontier_prices import Costs, PricedProblem, buckets
 
 SIZES = {0: 2, 1: 3, 2: 2, 3: 3}
 ORDER = (2, 0, 3, 1)
@@ -37,7 +37,7 @@ def every(costs: list[Costs]) -> dict[tuple[int, ...], np.ndarray]:
 
 def test_optima_at_every_price() -> None:
     costs = ring()
-    priced = Priced(SIZES, Costs((), np.array(0.0), np.array(0.0)), buckets(ORDER, costs), WEIGHTS)
+    priced = PricedProblem(SIZES, Costs((), np.array(0.0), np.array(0.0)), buckets(ORDER, costs), WEIGHTS)
     all_costs = every(costs)
     assert (priced.best == np.min(list(all_costs.values()), axis=0)).all()
     optima = priced.optima()
@@ -49,9 +49,9 @@ def test_optima_at_every_price() -> None:
 def test_optima_given_the_strategies_of_every_bucket() -> None:
     costs = ring()
     tree = buckets(ORDER, costs)
-    priced = Priced(SIZES, Costs((), np.array(0.0), np.array(0.0)), tree, WEIGHTS)
+    priced = PricedProblem(SIZES, Costs((), np.array(0.0), np.array(0.0)), tree, WEIGHTS)
     all_costs = every(costs)
-    for bucket, (wholes, outside) in zip(reversed(tree), priced.wholes(), strict=True):
+    for bucket, (wholes, outside) in zip(reversed(tree), priced.conditional_optima(), strict=True):
         assert outside.shape == (*wholes.shape[:-2], len(WEIGHTS))
         for strategies in product(*(range(SIZES[node]) for node in bucket.scope)):
             given = dict(zip(bucket.scope, strategies, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.solver import Edge, Problem
-from autoshard.solver.frontier_reduce import useful
+from autoshard.solver.frontier_reduce import undominated_strategies
 
 LIFE = ((0, 1), (0, 1))
 
@@ -14,7 +14,9 @@ def kept(usage: list[float], table: np.ndarray, held: np.ndarray | None = None) 
     """What is left of two nodes, the first with costs 1, 2, 3 and these usages, joined by a table."""
     usages = (np.array(usage), np.array([1.0, 1.0]))
     problem = Problem((np.array([1.0, 2.0, 3.0]), np.array([4.0, 0.0])), (Edge(0, 1, table),), usages, LIFE)
-    return [strategies.tolist() for strategies in useful(problem, usages, None if held is None else [held])]
+    return [
+        strategies.tolist() for strategies in undominated_strategies(problem, usages, None if held is None else [held])
+    ]
 
 
 def test_a_strategy_that_is_worse_in_both_is_dropped() -> None:
@@ -40,10 +42,10 @@ def test_a_strategy_that_is_forbidden_with_every_neighbour_beats_none() -> None:
 def test_of_equal_strategies_the_first_stays() -> None:
     problem = Problem((np.array([1.0, 1.0]),), (), (np.array([2.0, 2.0]),), LIFE[:1])
     assert problem.usages is not None
-    assert [one.tolist() for one in useful(problem, problem.usages, None)] == [[0]]
+    assert [one.tolist() for one in undominated_strategies(problem, problem.usages, None)] == [[0]]
 
 
 def test_where_all_is_forbidden_one_is_left() -> None:
     problem = Problem((np.array([np.inf, np.inf]),), (), (np.array([2.0, 2.0]),), LIFE[:1])
     assert problem.usages is not None
-    assert [one.tolist() for one in useful(problem, problem.usages, None)] == [[0]]
+    assert [one.tolist() for one in undominated_strategies(problem, problem.usages, None)] == [[0]]

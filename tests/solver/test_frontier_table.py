@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.frontier_table import UNIT, Joiner, Table, unroll
+from autoshard.solver.frontier_table import UNIT, FrontierTable, Joiner, unroll
 
 HERE = np.zeros(1, dtype=np.int64)
 
 
-def curve(*points: tuple[float, float]) -> Table:
+def curve(*points: tuple[float, float]) -> FrontierTable:
     """A table of one cell with these points (memory, time)."""
     memory, time = np.array(points, dtype=float).T
-    return Table(np.array([0, len(points)]), memory, time)
+    return FrontierTable(np.array([0, len(points)]), memory, time)
 
 
-def points_of(table: Table) -> list[tuple[float, float]]:
+def points_of(table: FrontierTable) -> list[tuple[float, float]]:
     return list(zip(table.memory.tolist(), table.time.tolist(), strict=True))
 
 
@@ -26,7 +26,7 @@ def test_a_product_is_reduced() -> None:
 
 
 def test_a_union_over_strategies_remembers_which_one_it_took() -> None:
-    choices = Table.of(np.array([5.0, np.inf, 2.0]), np.array([1.0, 0.0, 3.0]))
+    choices = FrontierTable.of(np.array([5.0, np.inf, 2.0]), np.array([1.0, 0.0, 3.0]))
     joined = Joiner().join(choices, UNIT, np.arange(3), np.zeros(3, dtype=np.int64), 3, decided=0)
     assert points_of(joined) == [(1, 5), (3, 2)]
     assignments = np.zeros((2, 1), dtype=np.int64)
@@ -48,7 +48,7 @@ def test_a_long_join_is_cut_in_stretches_without_a_trace() -> None:
     counts = np.full(cells, points)
     memory = np.sort(random.random((cells, points)), 1).ravel()
     time = -np.sort(-random.random((cells, points)), 1).ravel()
-    table = Table(np.append(0, np.cumsum(counts)), memory, time)
+    table = FrontierTable(np.append(0, np.cumsum(counts)), memory, time)
     every = np.arange(cells)
     whole = Joiner().join(table, table, every, every)
     for cell in (0, cells // 2, cells - 1):

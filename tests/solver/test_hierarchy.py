@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from autoshard.solver import Edge, Problem, SolverError, solve
 from autoshard.solver.hierarchy import solve_in_segments
-from autoshard.solver.hierarchy.backbone import backbone, side_by_side
-from autoshard.solver.hierarchy.segments import stitched
-from tests.solver.problems import brute_force, layered, small_problems, two_axes
+from autoshard.solver.hierarchy.backbone import backbone, interleaved_order
+from autoshard.solver.hierarchy.segment_merge import merge_segments
+from tests.solver.problems import brute_force, layered_problem, small_problems, two_axes
 
 ALL = 10**6
 """More survivors than a small problem has assignments."""
@@ -64,19 +64,19 @@ def test_nothing_is_critical_where_nothing_costs() -> None:
 
 def test_both_halves_lie_side_by_side() -> None:
     problem = training_step(9)
-    place = np.argsort(side_by_side(problem, range(problem.size)))
+    place = np.argsort(interleaved_order(problem, range(problem.size)))
     assert max(edge.target - edge.source for edge in problem.edges) == 26
     assert max(abs(place[edge.source] - place[edge.target]) for edge in problem.edges) <= 6
 
 
 def test_what_does_not_turn_keeps_its_order() -> None:
     chain = graph([1.0] * 6, [(node, node + 1) for node in range(5)])
-    assert list(side_by_side(chain, range(6))) == list(range(6))
+    assert list(interleaved_order(chain, range(6))) == list(range(6))
 
 
 def test_an_order_holds_every_node_once() -> None:
-    problem = layered(2, per_layer=30)
-    assert sorted(side_by_side(problem, range(problem.size))) == list(range(problem.size))
+    problem = layered_problem(2, per_layer=30)
+    assert sorted(interleaved_order(problem, range(problem.size))) == list(range(problem.size))
 
 
 @settings(max_examples=30, deadline=None)
@@ -99,9 +99,9 @@ def test_stitching_returns_what_it_may(problem: Problem, width: int, pivots: lis
     )
     problem = replace(problem, edges=turned)
     expected = [np.zeros(edge.costs.shape[0]) for edge in turned]
-    found = stitched(problem, expected, set(pivots), width)
+    found = merge_segments(problem, expected, set(pivots), width)
     assert not found or np.isfinite(problem.cost(found))
-    everything = stitched(problem, expected, set(pivots), ALL)
+    everything = merge_segments(problem, expected, set(pivots), ALL)
     assert (problem.cost(everything) if everything else np.inf) == pytest.approx(brute_force(problem))
 
 

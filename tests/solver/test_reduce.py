@@ -9,7 +9,7 @@ from autoshard.solver import Edge, Problem
 from autoshard.solver.network import Network
 from autoshard.solver.reduce import fold, reduce
 from autoshard.solver.tables import Tables
-from tests.solver.problems import brute_force, layered, small_problems
+from tests.solver.problems import brute_force, layered_problem, small_problems
 
 
 def optimum(network: Network) -> float:
@@ -71,19 +71,19 @@ def test_separable_edges_are_dropped() -> None:
 
 
 def test_the_network_given_is_left_alone() -> None:
-    network = Network.of(layered(1), Tables())
+    network = Network.of(layered_problem(1), Tables())
     before = {node: (id(vector), len(network.edges[node])) for node, vector in network.vectors.items()}
     reduce(network.copy())
     assert before == {node: (id(vector), len(network.edges[node])) for node, vector in network.vectors.items()}
 
 
 def test_restricting_equals_keeping_node_by_node() -> None:
-    network = Network.of(layered(1, per_layer=12), Tables())
+    network = Network.of(layered_problem(1, per_layer=12), Tables())
     rows = {node: np.array([1, 3]) for node in range(0, 12, 2)}
     kept = network.copy()
     for node, positions in rows.items():
         kept.keep(node, positions)
-    assert np.isclose(optimum(reduce(kept)), optimum(reduce(network.restricted(rows))))
+    assert np.isclose(optimum(reduce(kept)), optimum(reduce(network.restrict(rows))))
 
 
 def test_equal_tables_are_worked_on_once() -> None:
@@ -101,4 +101,4 @@ def test_a_node_that_lost_every_strategy_makes_the_network_infeasible() -> None:
     problem = Problem(costs=(np.zeros(2), np.zeros(2)), edges=(Edge(0, 1, np.eye(2)),))
     nothing = np.array([], dtype=np.intp)
     for rows in ({0: nothing}, {0: nothing, 1: nothing}):
-        assert not reduce(Network.of(problem, Tables()).restricted(rows)).feasible
+        assert not reduce(Network.of(problem, Tables()).restrict(rows)).feasible

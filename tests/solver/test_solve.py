@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem, SolverError, solve
 from autoshard.solver.__main__ import main
-from tests.solver.problems import brute_force, layered, small_problems, two_axes, with_memory
+from tests.solver.problems import brute_force, layered_problem, small_problems, two_axes, with_memory
 from tests.solver.test_exchange import EXAMPLE
 
 
@@ -76,7 +76,9 @@ def tree(nodes: int, strategies: int) -> Problem:
     return Problem(tuple(random.random((nodes, strategies))), tuple(edges))
 
 
-@pytest.mark.parametrize("problem", [ladder(20, 4), tree(60, 5), layered(1, per_layer=60), two_axes(15, labels=3)])
+@pytest.mark.parametrize(
+    "problem", [ladder(20, 4), tree(60, 5), layered_problem(1, per_layer=60), two_axes(15, labels=3)]
+)
 def test_elimination_and_the_integer_program_agree(problem: Problem) -> None:
     exact, integer = solve(problem, method="eliminate"), solve(problem, method="ilp")
     assert exact.status == integer.status == "optimal"
@@ -93,7 +95,7 @@ def test_alternation_comes_near_the_integer_program_on_two_axes() -> None:
 
 
 def test_repeated_layers_are_solved_exactly() -> None:
-    problem = layered(28)
+    problem = layered_problem(28)
     assert problem.size > 3000
     solution = solve(problem, method="eliminate")
     assert solution.status == "optimal"
@@ -119,7 +121,7 @@ def test_a_time_limit_shortens_the_search_and_not_the_correctness() -> None:
 def test_large_problems_without_mesh_axes_are_solved_by_every_method(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = layered(1, per_layer=60)
+    problem = layered_problem(1, per_layer=60)
     expected = solve(problem, method="eliminate")
     monkeypatch.setattr(sys.modules["autoshard.solver.solve"], "_LARGE", 10)
     solution = solve(problem, method=method, time_limit=20.0)
@@ -162,12 +164,12 @@ def test_forbidden_everywhere_is_infeasible(method: str) -> None:
 
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(SolverError, match='method "magic" does not exist; choose one of auto'):
-        solve(layered(1), method="magic")
+        solve(layered_problem(1), method="magic")
 
 
 def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        solve(layered(1), verbose=True)
+        solve(layered_problem(1), verbose=True)
     assert "elimination: cost" in caplog.text
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from autoshard.specs import MeshShape, Segment, Spec, spec_of
-from autoshard.specs.layout import merged
+from autoshard.specs.layout import merge_loops
 from autoshard.specs.spec import shard_placement
 
 REDUCTIONS = ("sum", "avg", "product", "max", "min")
@@ -41,14 +41,14 @@ def specs(draw: st.DrawFn, axes: int, ndim: int, factors: tuple[int, ...] = (1, 
 
 
 @st.composite
-def placed(draw: st.DrawFn, ndim: int = 2) -> tuple[MeshShape, tuple[int, ...], Spec]:
+def placed_shapes(draw: st.DrawFn, ndim: int = 2) -> tuple[MeshShape, tuple[int, ...], Spec]:
     """A mesh, a shape, and any spec on them, even or not."""
     mesh = draw(meshes())
     return mesh, draw(shapes(ndim)), draw(specs(mesh.ndim, ndim))
 
 
 @st.composite
-def blocked(draw: st.DrawFn) -> tuple[MeshShape, tuple[int, ...], Spec]:
+def blocked_shapes(draw: st.DrawFn) -> tuple[MeshShape, tuple[int, ...], Spec]:
     """A mesh, a shape, and a spec whose first dim holds a loop that an axis does not divide, others above and below."""
     mesh = draw(meshes(most_size=5))
     uneven, *others = draw(st.permutations(range(mesh.ndim)))
@@ -62,6 +62,6 @@ def blocked(draw: st.DrawFn) -> tuple[MeshShape, tuple[int, ...], Spec]:
             place += [Segment(mesh.sizes[axis], axis), Segment(draw(st.integers(1, 2)))]
     common = math.gcd(block, steps)
     share = (block // common, steps // common) if block * size > steps else (0, 0)
-    layout = (merged([*loops, Segment(size, uneven, *share), Segment(block), *below]), (Segment(3),))
+    layout = (merge_loops([*loops, Segment(size, uneven, *share), Segment(block), *below]), (Segment(3),))
     true = math.prod(loop.size for loop in (*loops, *below)) * steps
     return mesh, (true, 3), spec_of(layout, {}, mesh)

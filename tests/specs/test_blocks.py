@@ -13,7 +13,7 @@ from hypothesis import given
 from autoshard.specs import BlockShard, MeshShape, Spec, canonical, is_even, local_shape, shard, true_local_shape
 from autoshard.specs.layout import PADDING, local_indices, padded_indices, padded_segments_of, spec_of
 from autoshard.specs.tensors import unshard
-from tests.specs.strategies import blocked
+from tests.specs.strategies import blocked_shapes
 
 MESH = MeshShape.of({"dp": 2, "tp": 4})
 
@@ -75,7 +75,7 @@ def test_text_and_pickle() -> None:
     assert repr(spec[1]) == "BlockShard(dim=1, block=4, split_factor=3)"
 
 
-@given(blocked())
+@given(blocked_shapes())
 def test_specs_and_loops_are_inverse(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     assert canonical(shape, spec, mesh) is spec
@@ -83,7 +83,7 @@ def test_specs_and_loops_are_inverse(case: tuple[MeshShape, tuple[int, ...], Spe
     assert not (spec.has_blocks and is_even(shape, spec, mesh))
 
 
-@given(blocked())
+@given(blocked_shapes())
 def test_blocks_divide_the_tensor(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     ranks = [local_indices(shape, spec, mesh, coordinate) for coordinate in mesh.coordinates()]
@@ -93,7 +93,7 @@ def test_blocks_divide_the_tensor(case: tuple[MeshShape, tuple[int, ...], Spec])
     assert set(elements) == set(itertools.product(*map(range, shape)))
 
 
-@given(blocked())
+@given(blocked_shapes())
 def test_shards_go_and_come(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autoshard.specs import MeshShape, Spec, canonical, is_even, local_shape, segments_of, spec_of, true_local_shape
-from autoshard.specs.layout import Layout, Segment, local_indices, merged
-from tests.specs.strategies import placed
+from autoshard.specs.layout import Layout, Segment, local_indices, merge_loops
+from tests.specs.strategies import placed_shapes
 
 MESH = MeshShape.of({"dp": 2, "tp": 4})
 
@@ -37,7 +37,7 @@ def test_loops_of_a_dim(text: str, loops: str | None) -> None:
         assert " ".join(map(str, segments_of((96,), Spec.parse(text), MESH)[0])) == loops
 
 
-@given(placed())
+@given(placed_shapes())
 def test_segments_and_spec_are_inverse(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     assume(is_even(shape, spec, mesh))
@@ -55,7 +55,7 @@ def layouts(draw: st.DrawFn) -> tuple[MeshShape, Layout]:
     for axis in draw(st.permutations(range(3))):
         dim = dims[draw(st.integers(0, 1))]
         dim += [Segment(draw(st.integers(1, 3))), Segment(mesh.sizes[axis], axis)]
-    return mesh, tuple(merged([*dim, Segment(draw(st.integers(1, 3)))]) for dim in dims)
+    return mesh, tuple(merge_loops([*dim, Segment(draw(st.integers(1, 3)))]) for dim in dims)
 
 
 @given(layouts())
@@ -65,7 +65,7 @@ def test_every_nest_has_a_spec(case: tuple[MeshShape, Layout]) -> None:
     assert segments_of(shape, spec_of(layout, {}, mesh), mesh) == layout
 
 
-@given(placed())
+@given(placed_shapes())
 def test_shards_divide_the_tensor(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     held = [local_indices(shape, spec, mesh, coordinate) for coordinate in mesh.coordinates()]
@@ -75,7 +75,7 @@ def test_shards_divide_the_tensor(case: tuple[MeshShape, tuple[int, ...], Spec])
     assert set(elements) == set(itertools.product(*map(range, shape)))
 
 
-@given(placed())
+@given(placed_shapes())
 def test_even_shards_have_the_programs_shape(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     assume(is_even(shape, spec, mesh))

@@ -29,7 +29,7 @@ def test_text() -> None:
     assert spec.shard_axes == (0, 3)
     assert spec.partial_axes == (2,)
     assert not spec.is_replicated
-    assert Spec.replicated(2).is_replicated
+    assert Spec.all_replicated(2).is_replicated
 
 
 def test_a_strided_shard_of_factor_one_is_a_shard() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autoshard.specs import MeshShape, Spec, is_even, local_shape, shard, true_local_shape, unshard
 from tests.reshard._torch import LocalTensor, LocalTensorMode
 from tests.reshard.ranks import ranks
-from tests.specs.strategies import placed
+from tests.specs.strategies import placed_shapes
 
 MESH = MeshShape.of({"a": 2, "b": 3})
 
@@ -22,7 +22,7 @@ def whole_tensor(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape) % 7 - 8
 
 
-@given(placed())
+@given(placed_shapes())
 def test_unshard_is_the_inverse_of_shard(case: tuple[MeshShape, tuple[int, ...], Spec]) -> None:
     mesh, shape, spec = case
     whole = whole_tensor(shape)
@@ -52,7 +52,7 @@ def test_a_part_has_memory_of_its_own() -> None:
     whole = whole_tensor((4, 4))
     part = shard(whole, Spec.parse("S(0) R"), MESH, (0, 0))
     assert part.untyped_storage().nbytes() == part.nbytes
-    assert shard(whole, Spec.replicated(2), MESH, (0, 0)) is whole
+    assert shard(whole, Spec.all_replicated(2), MESH, (0, 0)) is whole
 
 
 def test_meta_tensors_are_sharded_without_memory() -> None:

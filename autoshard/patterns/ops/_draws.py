@@ -34,7 +34,7 @@ _library.define(f"key({_STEP}) -> Tensor")
 _library.define(f"binomial(Tensor count, Tensor probability, {_STEP}) -> Tensor")
 
 
-def _mixed(value: int) -> int:
+def _splitmix64(value: int) -> int:
     """A 64-bit hash that spreads neighbouring numbers (the finalizer of SplitMix64)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -57,7 +57,7 @@ def generator(seed: Tensor, stream: int, shard: Tensor | None, device: torch.dev
 def _key(seed: Tensor, stream: int, shard: Tensor | None) -> int:
     """A 64-bit number of one shard of one random operator in one step."""
     index = 0 if shard is None else int(shard) + 1
-    return _mixed(_mixed(_mixed(int(seed) & _MASK) ^ stream) ^ index)
+    return _splitmix64(_splitmix64(_splitmix64(int(seed) & _MASK) ^ stream) ^ index)
 
 
 def _generator(key: int, device: torch.device) -> torch.Generator:
@@ -120,10 +120,12 @@ def _integers(
     width = high - low
     for offset, block in _blocks(values):
         if width > 1 << 53:  # more than a float64 tells apart: 31 bits and 32 bits
-            drawn = _below(block, key, offset, 1 << 31) << 32 | _below(block, _mixed(key), offset, 1 << 32)
+            drawn = _integers_below(block, key, offset, 1 << 31) << 32 | _integers_below(
+                block, _splitmix64(key), offset, 1 << 32
+            )
             drawn = drawn if width >= 1 << 63 else drawn.remainder_(width)
         else:
-            drawn = _below(block, key, offset, width)
+            drawn = _integers_below(block, key, offset, width)
         block.copy_(drawn.add_(low))
     return values
 
@@ -156,7 +158,7 @@ def _fractions(block: Tensor, key: int, offset: int, dtype: torch.dtype) -> Tens
     return philox_uniform_(torch.empty(block.shape, dtype=dtype, device=block.device), key, offset, 0.0, 1.0)
 
 
-def _below(block: Tensor, key: int, offset: int, width: int) -> Tensor:
+def _integers_below(block: Tensor, key: int, offset: int, width: int) -> Tensor:
     """Integers from 0 to `width` - 1, at most 2**53 of them, as many as a block has."""
     return _fractions(block, key, offset, torch.float64).mul_(width).to(torch.int64)
 
@@ -186,7 +188,7 @@ def _fake_like(parameter: Tensor, *_: object) -> Tensor:
     return torch.empty_like(parameter)
 
 
-def _fake_of_two(
+def _fake_two_parameters(
     size: Sequence[int],
     first: float,
     second: float,
@@ -200,7 +202,7 @@ def _fake_of_two(
     return torch.empty(size, dtype=dtype, device=device)
 
 
-def _fake_of_one(
+def _fake_one_parameter(
     size: Sequence[int],
     first: float,
     seed: Tensor,
@@ -218,10 +220,10 @@ def _implement(name: str, draw: Callable[..., Tensor], fake: Callable[..., Tenso
     torch.library.register_fake(f"autoshard::{name}", fake, lib=_library)
 
 
-_implement("uniform", _uniform, _fake_of_two)
-_implement("normal", _normal, _fake_of_two)
-_implement("integers", _integers, _fake_of_two)
-_implement("bernoulli", _bernoulli, _fake_of_one)
+_implement("uniform", _uniform, _fake_two_parameters)
+_implement("normal", _normal, _fake_two_parameters)
+_implement("integers", _integers, _fake_two_parameters)
+_implement("bernoulli", _bernoulli, _fake_one_parameter)
 _implement("poisson", _poisson, _fake_like)
 _implement("gamma", _gamma, _fake_like)
 _implement("dirichlet", _dirichlet, _fake_like)

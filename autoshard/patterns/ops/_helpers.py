@@ -51,7 +51,7 @@ def named_values(call: LocalCall) -> dict[str, Any]:
     return dict(zip(operand_names(call.call), call.operands, strict=True))
 
 
-def numbered(prefix: str, count: int) -> list[str]:
+def factor_names(prefix: str, count: int) -> list[str]:
     """Names of several factors: `n0`, `n1`, ..."""
     return [f"{prefix}{index}" for index in range(count)]
 
@@ -66,17 +66,17 @@ def split_axes(call: LocalCall, names: Iterable[str]) -> tuple[int, ...]:
     return tuple(sorted({axis for name in names for axis in call.axes(name)}))
 
 
-def reduced(call: LocalCall, value: Any, names: Iterable[str], reduction: str = "sum") -> Any:
+def all_reduce_over(call: LocalCall, value: Any, names: Iterable[str], reduction: str = "sum") -> Any:
     """`value` reduced over the axes that shard any of the factors `names`."""
     for name in names:
         value = call.all_reduce(value, name, reduction)
     return value
 
 
-def reduced_together(call: LocalCall, values: Sequence[Any], names: Iterable[str]) -> list[Any]:
+def all_reduce_stacked(call: LocalCall, values: Sequence[Any], names: Iterable[str]) -> list[Any]:
     """Sums of several values of one shape over the axes that shard the factors `names`: one collective per axis."""
     emit = call.emit
-    stacked = reduced(call, emit.call(aten.stack.default, list(values)), names)
+    stacked = all_reduce_over(call, emit.call(aten.stack.default, list(values)), names)
     return [emit.call(aten.select.int, stacked, 0, index) for index in range(len(values))]
 
 

@@ -30,7 +30,7 @@ def positions(call: LocalCall, name: str, stretch: int, device: torch.device | N
     return call.emit.call(aten.add.Tensor, counted, stretch_start(call, name, stretch))
 
 
-def own_ends(call: LocalCall, ends: Any, groups: int) -> tuple[Any, Any]:
+def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, Any]:
     """Where this rank's part of the factor `g`, groups that lie behind each other, starts and where each of them ends.
 
     Groups that are padding are empty, and stand behind the last.
@@ -52,14 +52,14 @@ def own_ends(call: LocalCall, ends: Any, groups: int) -> tuple[Any, Any]:
     return start, emit.call(aten.sub.Tensor, last, start)
 
 
-def along(call: LocalCall, value: Any, dim: int, ndim: int) -> Any:
+def reshape_along(call: LocalCall, value: Any, dim: int, ndim: int) -> Any:
     """A vector as a tensor of `ndim` dims that lies along `dim`; all other dims have size one."""
     shape = [1] * ndim
     shape[dim] = call.emit.shape(value)[0]
     return call.emit.call(aten.reshape.default, value, shape)
 
 
-def gathered(call: LocalCall, value: Any, name: str) -> Any:
+def all_gather_stacked(call: LocalCall, value: Any, name: str) -> Any:
     """The values of all ranks that hold stretches of the factor `name`, in its order: `[share, *shape of value]`."""
     emit = call.emit
     value = emit.call(aten.unsqueeze.default, value, 0)
@@ -71,7 +71,7 @@ def gathered(call: LocalCall, value: Any, name: str) -> Any:
     return value
 
 
-def within_stretch(call: LocalCall, index: Any, name: str, stretch: int, outside_at: int = 0) -> tuple[Any, Any]:
+def localize_index(call: LocalCall, index: Any, name: str, stretch: int, outside_at: int = 0) -> tuple[Any, Any]:
     """An index into the factor `name` as it counts in this rank's stretch, and where it points outside of that.
 
     Args:

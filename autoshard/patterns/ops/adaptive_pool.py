@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import bind_named, numbered, shape_of
+from autoshard.patterns.ops._helpers import bind_named, factor_names, shape_of
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
@@ -30,13 +30,13 @@ for _kind, _large, _small in _IMAGES:
     rule(f"aten.max_unpool{_kind}.default", f"... {_small}, ... {_small} -> ... {_large}")
 
 
-def _images(call: OpCall) -> tuple[str, str, dict[str, int]]:
+def _image_dims(call: OpCall) -> tuple[str, str, dict[str, int]]:
     """Dims of the operand and of the pooled image, and sizes of names; e are the positions of a window."""
     whole = shape_of(call, "self")
     pooled = call.arg("grad_output") if "backward" in call.op.name() else call.results[0]
     assert isinstance(pooled, TensorMeta)
     spatial = 3 if "3d" in call.op.name() else 2
-    large = numbered("b", len(whole) - spatial)
+    large = factor_names("b", len(whole) - spatial)
     small, sizes = list(large), dict[str, int]()
     for dim in range(len(whole) - spatial, len(whole)):
         windows = pooled.shape[dim]
@@ -53,7 +53,7 @@ def _images(call: OpCall) -> tuple[str, str, dict[str, int]]:
 @rule_maker("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")
 def adaptive_mean_pool(call: OpCall) -> Rule:
     """Means of windows."""
-    large, small, sizes = _images(call)
+    large, small, sizes = _image_dims(call)
     return bind_named(
         call, {"self": large}, [small], linear=[{"self"}], sizes=sizes, local=_adaptive_mean_pool, uneven=True
     )
@@ -66,5 +66,5 @@ def _adaptive_mean_pool(call: LocalCall) -> Any:
 @rule_maker("aten._adaptive_avg_pool2d_backward.default", "aten._adaptive_avg_pool3d_backward.default")
 def adaptive_mean_pool_backward(call: OpCall) -> Rule:
     """The gradient of the operand, of which only the shape is looked at."""
-    large, small, sizes = _images(call)
+    large, small, sizes = _image_dims(call)
     return bind_named(call, {"grad_output": small, "self": large}, [large], linear=[{"grad_output"}], sizes=sizes)

@@ -18,10 +18,10 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._draws import draws
 from autoshard.patterns.ops._helpers import aten, bind_named, operand_names, shape_of
-from autoshard.patterns.ops.random import split_index, step_of
+from autoshard.patterns.ops.random import draw_arguments, shard_index
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.units.attention import attention_variants
+from autoshard.patterns.units.attention_variants import attention_variants
 
 _QUERY, _KEY, _VALUE, _RESULT = "b (h r) s d!", "b h t! d!", "b h t! e!", "b (h r) s e!"
 _MASK = ("b", "(h r)", "s", "t!")
@@ -38,12 +38,12 @@ _NAMES = ("b", "h", "r", "s")
 )
 def attention(call: OpCall) -> Rule | None:
     """Forward: result, logarithm of the sum of exponentials, and what a kernel keeps for its backward."""
-    if not _supported(call):
+    if not _is_supported(call):
         return None
-    items = _items(call)
-    results = [_RESULT, _statistics(call, call.results[1].shape if call.results[1] else ())]
-    results += [_kept(f"x{index}", meta.shape if meta else ()) for index, meta in enumerate(call.results[2:])]
-    return _bound(call, items, results)
+    items = _operand_dims(call)
+    results = [_RESULT, _statistics_dims(call, call.results[1].shape if call.results[1] else ())]
+    results += [_opaque_dims(f"x{index}", meta.shape if meta else ()) for index, meta in enumerate(call.results[2:])]
+    return _attention_rule(call, items, results)
 
 
 @rule_maker(
@@ -56,49 +56,49 @@ def attention(call: OpCall) -> Rule | None:
 )
 def attention_backward(call: OpCall) -> Rule | None:
     """Gradients of queries, keys, values and, where asked for, the mask; linear in the incoming gradient."""
-    if not _supported(call):
+    if not _is_supported(call):
         return None
-    items = _items(call)
+    items = _operand_dims(call)
     results = [_QUERY, _KEY, _VALUE]
     if len(call.results) == 4:
-        results.append(_mask_gradient(call, items))
-    return _bound(call, items, results, linear=[{"grad_out", "grad_out_"}])
+        results.append(_mask_gradient_dims(call, items))
+    return _attention_rule(call, items, results, linear=[{"grad_out", "grad_out_"}])
 
 
-def _mask_gradient(call: OpCall, items: dict[str, str]) -> str:
+def _mask_gradient_dims(call: OpCall, items: dict[str, str]) -> str:
     """Dims of the gradient of the mask; the operator of captured graphs gives no elements where none is asked for."""
-    if not _is_own(call):
+    if not _is_captured_operator(call):
         return items.get("attn_bias", "")
     return items["attn_mask"] if call.arg("mask_gradient") else "none!"
 
 
-def _is_own(call: OpCall) -> bool:
+def _is_captured_operator(call: OpCall) -> bool:
     """Whether the call is of the operator of captured graphs."""
     return call.op.namespace == "autoshard"
 
 
-def _supported(call: OpCall) -> bool:
+def _is_supported(call: OpCall) -> bool:
     """Kernels that are called by name, not with dropout: what one drew is kept as one state for all samples and heads,
     which no shard can tell its part of. The operator of captured graphs is given a seed.
     """
-    if _is_own(call):
+    if _is_captured_operator(call):
         return True
     heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
     grouped = heads == groups or ("efficient" not in call.op.name() and heads % groups == 0)
     return call.arg("dropout_p") == 0 and grouped
 
 
-def _items(call: OpCall) -> dict[str, str]:
+def _operand_dims(call: OpCall) -> dict[str, str]:
     """Dims of all operands by argument name."""
     items = {"query": _QUERY, "key": _KEY, "value": _VALUE}
     items |= dict.fromkeys(("grad_out", "grad_out_", "out"), _RESULT)
     for name, meta in _tensor_arguments(call):
         if name in ("attn_mask", "attn_bias"):
-            items[name] = _mask(call, meta)
+            items[name] = _mask_dims(call, meta)
         elif name == "logsumexp":
-            items[name] = _statistics(call, meta)
+            items[name] = _statistics_dims(call, meta)
         elif name not in items:
-            items[name] = _kept(f"y{len(items)}", meta)
+            items[name] = _opaque_dims(f"y{len(items)}", meta)
     return items
 
 
@@ -107,18 +107,18 @@ def _tensor_arguments(call: OpCall) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, value.shape) for name, value in found if hasattr(value, "shape")]
 
 
-def _kept(prefix: str, shape: Sequence[int]) -> str:
+def _opaque_dims(prefix: str, shape: Sequence[int]) -> str:
     """Dims that mean nothing here: random state, lengths of packed sequences."""
     return " ".join(f"{prefix}_{dim}!" for dim in range(len(shape)))
 
 
-def _mask(call: OpCall, shape: Sequence[int]) -> str:
+def _mask_dims(call: OpCall, shape: Sequence[int]) -> str:
     """Dims of a mask, which is broadcast to batch, heads, queries and keys."""
     names = _MASK[len(_MASK) - len(shape) :]
     return " ".join("1" if size == 1 else name for name, size in zip(names, shape, strict=True))
 
 
-def _statistics(call: OpCall, shape: Sequence[int]) -> str:
+def _statistics_dims(call: OpCall, shape: Sequence[int]) -> str:
     """Dims of one number per query: `[b, h, s]`, with a further dim in cuDNN.
 
     The memory-efficient kernel pads the queries' dim, so that its queries can not be sharded.
@@ -127,7 +127,7 @@ def _statistics(call: OpCall, shape: Sequence[int]) -> str:
     return " ".join(["b", "(h r)", queries, "1"][: len(shape)])
 
 
-def _bound(call: OpCall, items: dict[str, str], results: list[str], **options: Any) -> Rule:
+def _attention_rule(call: OpCall, items: dict[str, str], results: list[str], **options: Any) -> Rule:
     kept = [None if index >= 4 or "backward" not in call.op.name() else "sum" for index in range(len(results))]
     if results[-1] == "none!":
         kept[-1] = None
@@ -135,7 +135,7 @@ def _bound(call: OpCall, items: dict[str, str], results: list[str], **options: A
     causal = bool(call.arg("is_causal"))
     options |= {
         "reduce": dict.fromkeys(_NAMES, kept),
-        "whole": ("s",) if "efficient" in call.op.name() or (causal and not _is_own(call)) else (),
+        "whole": ("s",) if "efficient" in call.op.name() or (causal and not _is_captured_operator(call)) else (),
         "contiguous": ("s",) if causal else (),
         "uneven": True,
     }
@@ -147,7 +147,7 @@ def _bound(call: OpCall, items: dict[str, str], results: list[str], **options: A
 @rule_maker("autoshard.attention_seed")
 def attention_seed(call: OpCall) -> Rule:
     """A number, the same on every rank."""
-    return bind("->", call, local=lambda local: local.emit.call(draws.key.default, *step_of(local)))
+    return bind("->", call, local=lambda local: local.emit.call(draws.key.default, *draw_arguments(local)))
 
 
 def _attention(call: LocalCall) -> Any:
@@ -159,7 +159,7 @@ def _attention(call: LocalCall) -> Any:
     if call.arg("is_causal") and call.axes("s"):
         part = call.linear_index(call.axes("s"), host=True)
         changed["start"] = call.emit.call(aten.mul.Tensor, part, call.size("s"))
-    if _is_own(call.call) and call.arg("dropout_p"):
+    if _is_captured_operator(call.call) and call.arg("dropout_p"):
         seed = call.operands[operand_names(call.call).index("seed")]
-        changed["seed"] = call.emit.call(draws.key.default, seed, 0, split_index(call))
+        changed["seed"] = call.emit.call(draws.key.default, seed, 0, shard_index(call))
     return call.run(**changed)

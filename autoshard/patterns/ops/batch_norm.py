@@ -12,12 +12,12 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
+    all_reduce_stacked,
     aten,
     bind_named,
     cast,
+    factor_names,
     named_values,
-    numbered,
-    reduced_together,
     result_dtype,
     shape_of,
     split_axes,
@@ -35,7 +35,7 @@ _ALWAYS_TRAINING = (
 _NEVER_TRAINING = ("aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update")
 
 
-def _training(call: OpCall) -> bool:
+def _is_training(call: OpCall) -> bool:
     """Whether the call takes its statistics from the batch."""
     name = call.op.name()
     if name.startswith(_NEVER_TRAINING):
@@ -45,10 +45,10 @@ def _training(call: OpCall) -> bool:
 
 def _reduced_dims(call: OpCall) -> list[str]:
     """Names of the dims over which statistics are taken: all but the channels."""
-    return ["n", *numbered("s", len(call.operands[0].shape) - 2)]
+    return ["n", *factor_names("s", len(call.operands[0].shape) - 2)]
 
 
-def _image(call: OpCall) -> str:
+def _image_dims(call: OpCall) -> str:
     batch, *spatial = _reduced_dims(call)
     return " ".join([batch, "c", *spatial])
 
@@ -67,13 +67,13 @@ def batch_norm(call: OpCall) -> Rule:
     later = ["c" if meta is None or meta.shape == (channels,) else f"z{i}!" for i, meta in enumerate(call.results)]
     return bind_named(
         call,
-        {"input": _image(call), **dict.fromkeys(_CHANNELS, "c")},
-        [_image(call), *later[1:]],
+        {"input": _image_dims(call), **dict.fromkeys(_CHANNELS, "c")},
+        [_image_dims(call), *later[1:]],
         reduce={**dict.fromkeys(names), "c": None},
-        exchange=dict.fromkeys(names, moments_exchange(channels, call.operands[0].dtype) if _training(call) else 0),
-        local=_batch_norm if _training(call) else None,
+        exchange=dict.fromkeys(names, moments_exchange(channels, call.operands[0].dtype) if _is_training(call) else 0),
+        local=_batch_norm if _is_training(call) else None,
         uneven=True,
-        fill={"c": None} | dict.fromkeys(names, 0.0 if _training(call) else None),
+        fill={"c": None} | dict.fromkeys(names, 0.0 if _is_training(call) else None),
     )
 
 
@@ -97,7 +97,7 @@ def _batch_norm(call: LocalCall) -> Any:
     if len(call.call.results) == 6:
         results.append(_empty_reserve(call))
     if "running_mean" in values:
-        results += _running(call, mean, variance)
+        results += _update_running_statistics(call, mean, variance)
     return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate(results))
 
 
@@ -108,7 +108,7 @@ def _empty_reserve(call: LocalCall) -> Any:
     )
 
 
-def _running(call: LocalCall, mean: Any, variance: Any) -> list[Any]:
+def _update_running_statistics(call: LocalCall, mean: Any, variance: Any) -> list[Any]:
     """The running statistics moved towards those of the batch; the variance kept is the unbiased one."""
     shape = shape_of(call.call, "input")
     count = math.prod(shape) // shape[1]
@@ -133,10 +133,10 @@ def batch_norm_backward(call: OpCall) -> Rule:
     sums = 2 * call.operands[0].shape[1] * accumulation_dtype(call.operands[0].dtype).itemsize
     return bind_named(
         call,
-        {"grad_out": _image(call), "input": _image(call), "reserve": "r!"}
+        {"grad_out": _image_dims(call), "input": _image_dims(call), "reserve": "r!"}
         | dict.fromkeys(_CHANNELS, "c")
         | dict.fromkeys(_SAVED, "c" if training else "z!"),  # in inference nothing was saved
-        [_image(call), "c", "c"],
+        [_image_dims(call), "c", "c"],
         linear=[{"grad_out"}],
         reduce=dict.fromkeys(names) if training else None,
         exchange=dict.fromkeys(names, sums if training else 0),
@@ -166,7 +166,7 @@ def _batch_norm_backward(call: LocalCall) -> Any:
         emit.call(aten.sum.dim_IntList, value, dims)
         for value in (emit.call(aten.mul.Tensor, gradient, normal), gradient)
     ]
-    sums = reduced_together(call, sums, names)
+    sums = all_reduce_stacked(call, sums, names)
     results = [_input_gradient(call, gradient, normal, scale, sums), *sums]
     return tuple(
         cast(call, value, result_dtype(call, index)) if asked else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops.matmul import first_only
+from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -16,11 +16,11 @@ def _conv_tbc(call: OpCall) -> Rule:
     """Input channels are contracted; the bias counts once."""
     text = "t! b i, k! i o, o -> time! b o"
     fill = {"i": 0.0}
-    return bind(text, call, linear="0+2, 1+2", local=_with_one_bias, uneven=("b", "o"), fill=fill)
+    return bind(text, call, linear="0+2, 1+2", local=_local_conv_tbc, uneven=("b", "o"), fill=fill)
 
 
-def _with_one_bias(call: LocalCall) -> Any:
-    return call.run(operands=first_only(call, 2, ["i"]))
+def _local_conv_tbc(call: LocalCall) -> Any:
+    return call.run(operands=keep_on_first_rank(call, 2, ["i"]))
 
 
 @rule_maker("aten.conv_tbc_backward")

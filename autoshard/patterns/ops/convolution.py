@@ -11,31 +11,42 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, bind_named, named_values, shape_of
-from autoshard.patterns.ops.halo import Halo, Positions, extended, folded, gathered_borders, positions, setting, sharded
+from autoshard.patterns.ops.halo import (
+    Halo,
+    WindowDim,
+    extend_by_halo,
+    fold_halo,
+    halo_exchanges,
+    sharded_halos,
+    window_dim,
+    window_setting,
+)
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Exchange, OpCall, Rule, TensorMeta
 
 
-def _dims(call: OpCall) -> list[Positions]:
+def _dims(call: OpCall) -> list[WindowDim]:
     """The dims of positions; the larger image is the operand, or the result of a transposed convolution."""
-    images = shape_of(call, "input"), _result(call).shape
+    images = shape_of(call, "input"), _result_meta(call).shape
     small, large = images if call.arg("transposed") else reversed(images)
     dims = []
     for place, kernel in enumerate(shape_of(call, "weight")[2:]):
-        stride, padding, dilation = (setting(call.arg(name), place) for name in ("stride", "padding", "dilation"))
+        stride, padding, dilation = (
+            window_setting(call.arg(name), place) for name in ("stride", "padding", "dilation")
+        )
         dim = 2 + place
-        dims.append(positions(place, dim, small[dim], large[dim], stride, padding, dilation * (kernel - 1)))
+        dims.append(window_dim(place, dim, small[dim], large[dim], stride, padding, dilation * (kernel - 1)))
     return dims
 
 
-def _result(call: OpCall) -> TensorMeta:
+def _result_meta(call: OpCall) -> TensorMeta:
     """The result of the convolution; in the backward, its gradient."""
     result = call.arg("grad_output") if "backward" in call.op.name() else call.results[0]
     assert isinstance(result, TensorMeta)
     return result
 
 
-def _items(call: OpCall) -> dict[str, str]:
+def _operand_dims(call: OpCall) -> dict[str, str]:
     """Dims of input, weight, bias and result; g are the groups, i and o the channels of one group."""
     dims = _dims(call)
     small, large = (" ".join(getattr(each, name) for each in dims) for name in ("small", "large"))
@@ -60,16 +71,16 @@ def _sizes(call: OpCall) -> dict[str, int]:
 
 
 def _exchange(call: OpCall, tensors: int) -> dict[str, list[Exchange]]:
-    large = _result(call) if call.arg("transposed") else call.arg("input")
-    return gathered_borders(_dims(call), large, tensors)
+    large = _result_meta(call) if call.arg("transposed") else call.arg("input")
+    return halo_exchanges(_dims(call), large, tensors)
 
 
-def _without_padding(call: LocalCall, halos: list[Halo]) -> dict[str, Any]:
+def _padding_arguments(call: LocalCall, halos: list[Halo]) -> dict[str, Any]:
     """Settings in which the sharded dims are padded by their halos alone."""
     spatial = len(shape_of(call.call, "weight")) - 2
     bare = {halo.dim - 2 for halo in halos}
     return {
-        name: [0 if place in bare else setting(call.arg(name), place) for place in range(spatial)]
+        name: [0 if place in bare else window_setting(call.arg(name), place) for place in range(spatial)]
         for name in ("padding", "output_padding")
     }
 
@@ -77,7 +88,7 @@ def _without_padding(call: LocalCall, halos: list[Halo]) -> dict[str, Any]:
 @rule_maker("aten.convolution")
 def convolution(call: OpCall) -> Rule:
     """Forward: input channels are contracted."""
-    items = _items(call)
+    items = _operand_dims(call)
     return bind_named(
         call,
         items,
@@ -92,28 +103,28 @@ def convolution(call: OpCall) -> Rule:
 
 
 def _convolution(call: LocalCall) -> Any:
-    emit, values, halos = call.emit, named_values(call), sharded(call, _dims(call.call))
-    changed = {"groups": call.size("g"), **_without_padding(call, halos)}
+    emit, values, halos = call.emit, named_values(call), sharded_halos(call, _dims(call.call))
+    changed = {"groups": call.size("g"), **_padding_arguments(call, halos)}
     position = call.position("i")
     if "bias" in values and position is not None:
         # Every rank of a contracted factor adds the bias: only the first may have one.
         values["bias"] = emit.call(aten.mul.Tensor, values["bias"], emit.call(aten.eq.Scalar, position, 0))
     if not call.arg("transposed"):
         for halo in halos:
-            values["input"] = extended(call, values["input"], halo)
+            values["input"] = extend_by_halo(call, values["input"], halo)
         return call.run(operands=list(values.values()), **changed)
     if not halos or "bias" not in values:
-        return _given_back(call, call.run(operands=list(values.values()), **changed), halos)
+        return _fold_halos(call, call.run(operands=list(values.values()), **changed), halos)
     # Rows that go to a neighbour are added to rows that have the bias already.
     zeros = emit.call(aten.zeros_like.default, values["bias"])
     result = call.run(operands=[values["input"], values["weight"], zeros], **changed)
     bias = emit.call(aten.view.default, values["bias"], [-1, *[1] * (len(emit.shape(result)) - 2)])
-    return emit.call(aten.add.Tensor, _given_back(call, result, halos), bias)
+    return emit.call(aten.add.Tensor, _fold_halos(call, result, halos), bias)
 
 
-def _given_back(call: LocalCall, value: Any, halos: list[Halo]) -> Any:
+def _fold_halos(call: LocalCall, value: Any, halos: list[Halo]) -> Any:
     for halo in halos:
-        value = folded(call, value, halo)
+        value = fold_halo(call, value, halo)
     return value
 
 
@@ -124,7 +135,7 @@ def convolution_backward(call: OpCall) -> Rule:
     The input's is partial over output channels, the weight's and the bias's over batch and positions. Ranks that hold
     different input channels all see the whole incoming gradient, so the bias's gradient is whole on each.
     """
-    items = _items(call)
+    items = _operand_dims(call)
     wanted = tuple(call.arg("output_mask"))
     linear = [{"grad_output"}]
     if wanted == (False, True, False):
@@ -146,8 +157,8 @@ def convolution_backward(call: OpCall) -> Rule:
 
 
 def _convolution_backward(call: LocalCall) -> Any:
-    values, halos = named_values(call), sharded(call, _dims(call.call))
-    changed = {"groups": call.size("g"), **_without_padding(call, halos)}
+    values, halos = named_values(call), sharded_halos(call, _dims(call.call))
+    changed = {"groups": call.size("g"), **_padding_arguments(call, halos)}
     channels = call.arg("bias_sizes")
     if channels is not None:
         changed["bias_sizes"] = [call.operand_shape(0)[1]]
@@ -157,12 +168,12 @@ def _convolution_backward(call: LocalCall) -> Any:
     large = "grad_output" if transposed else "input"
     gradient = values["grad_output"]
     for halo in halos:
-        values[large] = extended(call, values[large], halo)
+        values[large] = extend_by_halo(call, values[large], halo)
     # The bias is summed apart: the rows of a halo are the neighbours' to sum.
     mask = [wanted[0], wanted[1], wanted[2] and not transposed]
     grad_input, grad_weight, grad_bias = call.run(operands=list(values.values()), output_mask=mask, **changed)
     if wanted[0] and not transposed:
-        grad_input = _given_back(call, grad_input, list(reversed(halos)))
+        grad_input = _fold_halos(call, grad_input, list(reversed(halos)))
     if wanted[2] and transposed:
         dims = [dim for dim in range(len(call.emit.shape(gradient))) if dim != 1]
         grad_bias = call.emit.call(aten.sum.dim_IntList, gradient, dims)

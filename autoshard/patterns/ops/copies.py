@@ -39,14 +39,14 @@ _VIEWS = (
 )
 
 
-def _copied(view: Any) -> Callable[[OpCall], Rule | None]:
+def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
     """The rule of a view, whose local program then copies."""
 
     def maker(call: OpCall) -> Rule | None:
         rule = rule_for(replace(call, op=view))
-        return None if rule is None else copying(rule)
+        return None if rule is None else add_copies(rule)
 
-    def copying(rule: Rule) -> Rule:
+    def add_copies(rule: Rule) -> Rule:
         def local(program: LocalCall) -> Any:
             viewing = copy.copy(program)
             viewing.call = replace(program.call, op=view)
@@ -55,7 +55,7 @@ def _copied(view: Any) -> Callable[[OpCall], Rule | None]:
             copies = [program.emit.call(aten.clone.default, each) for each in (results if several else [results])]
             return tuple(copies) if several else copies[0]
 
-        return replace(rule, local=local, free=False, variants=tuple(map(copying, rule.variants)))
+        return replace(rule, local=local, free=False, variants=tuple(map(add_copies, rule.variants)))
 
     return maker
 
@@ -63,5 +63,5 @@ def _copied(view: Any) -> Callable[[OpCall], Rule | None]:
 for _view in _VIEWS:
     _name, _, _overload = _view.partition(".")
     rule_maker(f"aten.{_name}_copy.{_overload or 'default'}")(
-        _copied(getattr(getattr(aten, _name), _overload or "default"))
+        _copy_rule_maker(getattr(getattr(aten, _name), _overload or "default"))
     )

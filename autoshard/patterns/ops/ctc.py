@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from autoshard.capture import ctc as ctc  # it defines the operators
 from autoshard.patterns.ops._helpers import bind_named, shape_of
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule

@@ -33,7 +33,7 @@ def cut_rule(
     sizes: dict[str, int] = {CUT: inner}
     whole: list[str] = []
 
-    def named(place: str, meta: TensorMeta) -> list[list[str]]:
+    def name_dims(place: str, meta: TensorMeta) -> list[list[str]]:
         dims = [[f"d{index}"] for index in range(len(meta.shape))]
         outer = f"{place}_parts"
         dims[dim] = [outer, CUT]
@@ -44,12 +44,14 @@ def cut_rule(
             whole.append(CUT)  # nothing is left that could be sharded
         return dims
 
-    operands = [named(f"operand{position}", meta) for position, meta in enumerate(call.operands)]
-    results = [None if meta is None else named(f"result{position}", meta) for position, meta in enumerate(call.results)]
+    operands = [name_dims(f"operand{position}", meta) for position, meta in enumerate(call.operands)]
+    results = [
+        None if meta is None else name_dims(f"result{position}", meta) for position, meta in enumerate(call.results)
+    ]
     return build(sizes, operands, results, whole=whole, linear=linear, local=local, free=free, uneven=True)
 
 
-def common_part(*boundaries: int) -> int:
+def common_inner_size(*boundaries: int) -> int:
     """The inner factor that cuts at these boundaries leave alone; 1 where everything is empty."""
     return reduce(common_divisor, boundaries, 0) or 1
 
@@ -74,27 +76,27 @@ def _slice_rule(call: OpCall, whole: TensorMeta, linear: Sequence[set[int]], fre
     start, end = _bounds(call, size)
     step = call.arg("step")
     if step == 1:
-        return cut_rule(call, dim, common_part(size, start, end), linear=linear, local=_local_slice, free=free)
+        return cut_rule(call, dim, common_inner_size(size, start, end), linear=linear, local=_local_slice, free=free)
     if start < step and size % step == 0 and end - start > size - step:
-        return _every(call, whole, dim, step, linear=linear, free=free)
-    return cut_rule(call, dim, 1, linear=linear, free=free, local=_sized)
+        return _strided_slice_rule(call, whole, dim, step, linear=linear, free=free)
+    return cut_rule(call, dim, 1, linear=linear, free=free, local=_run_with_local_sizes)
 
 
-def _every(call: OpCall, whole: TensorMeta, dim: int, step: int, **options: Any) -> Rule:
+def _strided_slice_rule(call: OpCall, whole: TensorMeta, dim: int, step: int, **options: Any) -> Rule:
     """One element of every `step`: the dim is (groups, step) in the whole tensor and (groups) in the slice."""
     sizes = {f"d{index}": size for index, size in enumerate(whole.shape)}
     sizes |= {CUT: sizes.pop(f"d{dim}") // step, "step": step}
     dims = [[CUT, "step"] if index == dim else [f"d{index}"] for index in range(len(whole.shape))]
     sliced = [[CUT] if index == dim else names for index, names in enumerate(dims)]
 
-    def named(meta: TensorMeta | None) -> list[list[str]]:
+    def dims_of(meta: TensorMeta | None) -> list[list[str]]:
         return dims if meta is not None and meta.shape == whole.shape else sliced
 
-    operands, results = [named(meta) for meta in call.operands], [named(meta) for meta in call.results]
-    return build(sizes, operands, results, whole=["step"], local=_local_every, uneven=True, **options)
+    operands, results = [dims_of(meta) for meta in call.operands], [dims_of(meta) for meta in call.results]
+    return build(sizes, operands, results, whole=["step"], local=_local_strided_slice, uneven=True, **options)
 
 
-def _local_every(call: LocalCall) -> Any:
+def _local_strided_slice(call: LocalCall) -> Any:
     """The same slice of the local dim, to its end."""
     backward = call.call.op._schema.name == "aten::slice_backward"
     shape = call.result_shape() if backward else call.operand_shape(0)
@@ -105,7 +107,7 @@ def _local_every(call: LocalCall) -> Any:
     return call.run(start=start, end=shape[dim], **({"input_sizes": list(shape)} if backward else {}))
 
 
-def _sized(call: LocalCall) -> Any:
+def _run_with_local_sizes(call: LocalCall) -> Any:
     """The operator with its sizes made local, if it takes any."""
     names = [argument.name for argument in call.call.op._schema.arguments]
     return call.run(input_sizes=list(call.result_shape())) if "input_sizes" in names else call.run()
@@ -121,7 +123,7 @@ def _local_slice(call: LocalCall) -> Any:
     return call.run(start=_local_place(call, start), end=_local_place(call, end), **sizes)
 
 
-def put_back(call: LocalCall) -> Any:
+def slice_backward_by_padding(call: LocalCall) -> Any:
     """`aten.slice_backward` by padding what was a slice of a dim with zeros, whatever the sizes of the other dims."""
     (value,), emit, step = call.operands, call.emit, call.arg("step")
     (whole,) = call.call.results
@@ -130,16 +132,16 @@ def put_back(call: LocalCall) -> Any:
     size, taken = call.result_shape()[dim], call.operand_shape(0)[dim]
     start, _ = _bounds(call.call, whole.shape[dim])
 
-    def padded(tensor: Any, dims_behind: int, before: int, behind: int) -> Any:
+    def pad_dim(tensor: Any, dims_behind: int, before: int, behind: int) -> Any:
         return emit.call(torch.ops.aten.constant_pad_nd.default, tensor, [0, 0] * dims_behind + [before, behind])
 
     if step == 1:
         start = _local_place(call, start)
     else:  # every element is the first of a step
         value = emit.call(torch.ops.aten.unsqueeze.default, value, dim + 1)
-        value = padded(value, ndim - 1 - dim, 0, step - 1)
+        value = pad_dim(value, ndim - 1 - dim, 0, step - 1)
         value = emit.call(torch.ops.aten.flatten.using_ints, value, dim, dim + 1)
-    return padded(value, ndim - 1 - dim, start, size - start - taken * step)
+    return pad_dim(value, ndim - 1 - dim, start, size - start - taken * step)
 
 
 def _local_place(call: LocalCall, place: int) -> int:
@@ -174,7 +176,7 @@ def _narrow(call: OpCall) -> Rule:
     def local(program: LocalCall) -> Any:
         return program.run(start=_local_place(program, start), length=_local_place(program, length))
 
-    return cut_rule(call, dim, common_part(size, start, length), linear=[{0}], local=local, free=True)
+    return cut_rule(call, dim, common_inner_size(size, start, length), linear=[{0}], local=local, free=True)
 
 
 @rule_maker("aten.split", "aten.split_with_sizes", "aten.unsafe_split", "aten.unsafe_split_with_sizes", "aten.chunk")
@@ -183,7 +185,7 @@ def _split(call: OpCall) -> Rule:
     (operand,) = call.operands
     dim = _dim(call, len(operand.shape))
     pieces = [meta.shape[dim] for meta in call.results if meta is not None]
-    inner = common_part(operand.shape[dim], *itertools.accumulate(pieces))
+    inner = common_inner_size(operand.shape[dim], *itertools.accumulate(pieces))
 
     def local(program: LocalCall) -> Any:
         sizes = [_local_place(program, piece) for piece in pieces]
@@ -198,5 +200,5 @@ def _cat(call: OpCall) -> Rule | None:
     if any(len(operand.shape) != ndim for operand in call.operands):
         return None  # an empty tensor of one dim may be among the others, for historical reasons
     dim = _dim(call, ndim)
-    inner = common_part(*(operand.shape[dim] for operand in call.operands))
+    inner = common_inner_size(*(operand.shape[dim] for operand in call.operands))
     return cut_rule(call, dim, inner, linear=[set(range(len(call.operands)))])

@@ -15,7 +15,7 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._draws import draws
 from autoshard.patterns.ops._helpers import aten, cast, result_dtype
-from autoshard.patterns.ops.random import draw, drawn_from, drawn_like, step_of
+from autoshard.patterns.ops.random import draw, draw_arguments, draw_program, register_draw
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -45,37 +45,37 @@ def _log_normal(call: LocalCall) -> Any:
     return call.emit.call(aten.exp.default, normal)
 
 
-drawn_like(_cauchy, "aten.cauchy.default")
-drawn_like(_geometric, "aten.geometric.default")
-drawn_like(_log_normal, "aten.log_normal.default")
-drawn_like(drawn_from(draws.integers.default, 0, "to"), "aten.random.to")
+register_draw(_cauchy, "aten.cauchy.default")
+register_draw(_geometric, "aten.geometric.default")
+register_draw(_log_normal, "aten.log_normal.default")
+register_draw(draw_program(draws.integers.default, 0, "to"), "aten.random.to")
 
 
-def _from_to(call: LocalCall) -> Any:
+def _random_from(call: LocalCall) -> Any:
     low, high = call.arg("from"), call.arg("to")
-    return draw(call, draws.integers.default, low, _largest(result_dtype(call)) if high is None else high)
+    return draw(call, draws.integers.default, low, _random_limit(result_dtype(call)) if high is None else high)
 
 
-def _any_number(call: LocalCall) -> Any:
-    return draw(call, draws.integers.default, 0, _largest(result_dtype(call)))
+def _random_default(call: LocalCall) -> Any:
+    return draw(call, draws.integers.default, 0, _random_limit(result_dtype(call)))
 
 
-def _largest(dtype: torch.dtype) -> int:
+def _random_limit(dtype: torch.dtype) -> int:
     """The end of the numbers that `Tensor.random_` draws: all that a dtype holds without gaps."""
     if dtype.is_floating_point:
         return round(2 / torch.finfo(dtype).eps) + 1
     return 2 if dtype is torch.bool else min(torch.iinfo(dtype).max + 1, 2**63 - 1)
 
 
-drawn_like(_from_to, "aten.random.from")
-drawn_like(_any_number, "aten.random.default")
+register_draw(_random_from, "aten.random.from")
+register_draw(_random_default, "aten.random.default")
 
 
 def _register(kernel: Any, text: str, *names: str) -> None:
     """Register operators that draw with tensors as parameters, by a kernel that takes these and the step."""
 
     def program(call: LocalCall) -> Any:
-        return call.emit.call(kernel, *call.operands, *step_of(call))
+        return call.emit.call(kernel, *call.operands, *draw_arguments(call))
 
     # Ones are parameters of any of these; kernels that try until a number is accepted must not get what is none.
     rule(names, text, local=program, fill={"...": 1.0})

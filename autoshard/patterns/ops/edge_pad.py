@@ -9,7 +9,7 @@ from autoshard.patterns.rule import OpCall, Rule
 _NAMES = [f"aten.{kind}_pad{spatial}d" for kind in ("reflection", "replication") for spatial in (1, 2, 3)]
 
 
-def _images(call: OpCall) -> tuple[str, str]:
+def _image_dims(call: OpCall) -> tuple[str, str]:
     """Dims of the operand and of the padded image."""
     rank, padding = len(shape_of(call, "self")), call.arg("padding")
     source, padded = [], []
@@ -24,12 +24,12 @@ def _images(call: OpCall) -> tuple[str, str]:
 @rule_maker(*(f"{name}.default" for name in _NAMES))
 def edge_pad(call: OpCall) -> Rule:
     """Forward."""
-    source, padded = _images(call)
+    source, padded = _image_dims(call)
     return bind_named(call, {"self": source}, [padded], linear=[{"self"}])
 
 
 @rule_maker(*(f"{name}_backward.default" for name in _NAMES))
 def edge_pad_backward(call: OpCall) -> Rule:
     """The gradient of the operand, of which only the shape is looked at."""
-    source, padded = _images(call)
+    source, padded = _image_dims(call)
     return bind_named(call, {"grad_output": padded, "self": source}, [source], linear=[{"grad_output"}])

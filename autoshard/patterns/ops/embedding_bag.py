@@ -8,45 +8,45 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.capture.bags import MEAN
+from autoshard.capture.fixed_size_bags import MEAN
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, bind_named, named_values
-from autoshard.patterns.ops._positions import within_stretch
+from autoshard.patterns.ops._positions import localize_index
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
-_ITEMS = {"table": "v^ d", "indices": "b k!", "weights": "b k!", "grad": "b d"}
+_OPERAND_DIMS = {"table": "v^ d", "indices": "b k!", "weights": "b k!", "grad": "b d"}
 
 
 @rule_maker("autoshard::bags")
 def bags(call: OpCall) -> Rule:
     """Sums or means of the rows of every bag; linear in the table."""
     # Rows of other ranks are read with a weight of zero, from the first of this rank's, which may be padding.
-    return bind_named(call, _ITEMS, ["b d"], linear=[{"table"}], local=_bags, uneven=("b", "d"), fill={"v": 0.0})
+    return bind_named(call, _OPERAND_DIMS, ["b d"], linear=[{"table"}], local=_bags, uneven=("b", "d"), fill={"v": 0.0})
 
 
 def _bags(call: LocalCall) -> Any:
     if not call.axes("v"):
         return call.run()
     emit, values = call.emit, named_values(call)
-    indices, weights = _own(call, call.operand_shape(0)[0])
+    indices, weights = _local_indices_and_weights(call, call.operand_shape(0)[0])
     result = call.run(operands=[values["table"], indices, weights], weights=weights, mode=0, padding=-1)
     if call.arg("mode") != MEAN:
         return result
     return emit.call(aten.div.Tensor, result, _counts(call))
 
 
-def _own(call: LocalCall, stretch: int) -> tuple[Any, Any]:
+def _local_indices_and_weights(call: LocalCall, stretch: int) -> tuple[Any, Any]:
     values = named_values(call)
-    indices, outside = own_rows(call, stretch, call.arg("padding"))
+    indices, outside = localize_bag_indices(call, stretch, call.arg("padding"))
     dense = values["table"] if "table" in values else values["grad"]
     return indices, masked_weights(call, dense, values.get("weights"), outside)
 
 
-def own_rows(call: LocalCall, stretch: int, padding: int) -> tuple[Any, Any]:
+def localize_bag_indices(call: LocalCall, stretch: int, padding: int) -> tuple[Any, Any]:
     """The operand `indices` as it counts in this rank's stretch of `v`, and which are of other ranks or padding."""
     emit, indices = call.emit, named_values(call)["indices"]
-    place, outside = within_stretch(call, indices, "v", stretch)
+    place, outside = localize_index(call, indices, "v", stretch)
     if padding >= 0:
         outside = emit.call(aten.logical_or.default, outside, emit.call(aten.eq.Scalar, indices, padding))
     return place, outside
@@ -69,7 +69,7 @@ def _counts(call: LocalCall) -> Any:
 @rule_maker("autoshard::bags_backward")
 def bags_backward(call: OpCall) -> Rule:
     """The gradient of the table: partial over bags, sharded over the vocabulary without communication."""
-    return bind_named(call, _ITEMS, ["v^ d"], linear=[{"grad"}], local=_bags_backward, uneven=True)
+    return bind_named(call, _OPERAND_DIMS, ["v^ d"], linear=[{"grad"}], local=_bags_backward, uneven=True)
 
 
 def _bags_backward(call: LocalCall) -> Any:
@@ -77,7 +77,7 @@ def _bags_backward(call: LocalCall) -> Any:
     if not call.axes("v"):
         return call.run()
     values = named_values(call)
-    indices, weights = _own(call, rows)
+    indices, weights = _local_indices_and_weights(call, rows)
     gradient = values["grad"]
     if call.arg("mode") == MEAN:
         gradient = call.emit.call(aten.div.Tensor, gradient, _counts(call))
@@ -89,7 +89,7 @@ def bags_weights_backward(call: OpCall) -> Rule:
     """The gradient of the rows' weights: a product over the embedding dim."""
     linear = [{"grad"}, {"table"}]
     return bind_named(
-        call, _ITEMS, ["b k!"], linear=linear, local=_bags_weights_backward, uneven=("b", "d"), fill={"v": None}
+        call, _OPERAND_DIMS, ["b k!"], linear=linear, local=_bags_weights_backward, uneven=("b", "d"), fill={"v": None}
     )
 
 
@@ -97,6 +97,6 @@ def _bags_weights_backward(call: LocalCall) -> Any:
     if not call.axes("v"):
         return call.run()
     values = named_values(call)
-    values["indices"], outside = own_rows(call, call.emit.shape(values["table"])[0], call.arg("padding"))
+    values["indices"], outside = localize_bag_indices(call, call.emit.shape(values["table"])[0], call.arg("padding"))
     result = call.run(operands=list(values.values()), padding=-1)
     return call.emit.call(aten.masked_fill.Scalar, result, outside, 0.0)

@@ -15,8 +15,8 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, cast, reduced
-from autoshard.patterns.ops._positions import along, positions, stretch_start
+from autoshard.patterns.ops._helpers import all_reduce_over, aten, cast
+from autoshard.patterns.ops._positions import positions, reshape_along, stretch_start
 from autoshard.patterns.ops.reduction import reduced_dims, reduction_rule, sharded_dims
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -47,15 +47,15 @@ def _local_extreme(call: LocalCall) -> Any:
     largest = "max" in call.call.op._schema.name
     op = aten.max.dim if largest else aten.min.dim
     best, place = emit.call(op, value, dims[0] if len(dims) == 1 else 0)
-    place = _global_place(call, place, dims)
-    best, place = _agreed(call, best, place, names, "max" if largest else "min")
+    place = _global_index(call, place, dims)
+    best, place = _global_extreme(call, best, place, names, "max" if largest else "min")
     place = emit.call(aten.reshape.default, place, list(call.result_shape(-1)))
     if len(call.call.results) == 1:
         return place
     return emit.call(aten.reshape.default, cast(call, best, dtype), list(call.result_shape())), place
 
 
-def _global_place(call: LocalCall, place: Any, dims: Sequence[int]) -> Any:
+def _global_index(call: LocalCall, place: Any, dims: Sequence[int]) -> Any:
     """A row-major index into the local dims `dims` as one into the whole dims."""
     emit, whole, local = call.emit, call.call.operands[0].shape, call.operand_shape(0)
     total, stride = None, 1
@@ -70,17 +70,17 @@ def _global_place(call: LocalCall, place: Any, dims: Sequence[int]) -> Any:
     return total
 
 
-def _agreed(call: LocalCall, best: Any, place: Any, names: Sequence[str], kind: str) -> tuple[Any, Any]:
+def _global_extreme(call: LocalCall, best: Any, place: Any, names: Sequence[str], kind: str) -> tuple[Any, Any]:
     """The extreme value of all ranks, and the first place that holds it."""
     emit = call.emit
     last = math.prod(call.call.operands[0].shape)
-    top = reduced(call, best, names, kind)
+    top = all_reduce_over(call, best, names, kind)
     behind = emit.call(aten.add.Scalar, place, last)  # behind all places of nan, and in front of no offer
     offer = emit.call(aten.where.ScalarOther, emit.call(aten.eq.Tensor, best, top), behind, 2 * last)
     number = call.emit.dtype(best).is_floating_point
     if number:
         offer = emit.call(aten.where.self, emit.call(aten.isnan.default, best), place, offer)
-    winner = reduced(call, offer, names, "min")
+    winner = all_reduce_over(call, offer, names, "min")
     if number:
         top = emit.call(aten.masked_fill.Scalar, top, emit.call(aten.lt.Scalar, winner, last), math.nan)
     return top, emit.call(aten.remainder.Scalar, winner, last)
@@ -99,10 +99,12 @@ def _selected_backward(call: OpCall) -> Rule:
     if not call.arg("keepdim"):
         source = source[:dim] + source[dim + 1 :]
     name = [f"d{dim}"]
-    return build(sizes, [source, source], [target], contiguous=name, linear=[{0}], local=_selected_local, uneven=True)
+    return build(
+        sizes, [source, source], [target], contiguous=name, linear=[{0}], local=_local_selected_backward, uneven=True
+    )
 
 
-def _selected_local(call: LocalCall) -> Any:
+def _local_selected_backward(call: LocalCall) -> Any:
     emit, shape = call.emit, list(call.result_shape())
     dim = call.arg("dim") % len(shape) if shape else 0
     if not call.axes(f"d{dim}"):
@@ -111,5 +113,5 @@ def _selected_local(call: LocalCall) -> Any:
     if not call.arg("keepdim"):
         gradient, index = (emit.call(aten.unsqueeze.default, value, dim) for value in (gradient, index))
     own = positions(call, f"d{dim}", shape[dim], emit.device(gradient))
-    selected = emit.call(aten.eq.Tensor, index, along(call, own, dim, len(shape)))
+    selected = emit.call(aten.eq.Tensor, index, reshape_along(call, own, dim, len(shape)))
     return emit.call(aten.where.ScalarOther, selected, gradient, 0)

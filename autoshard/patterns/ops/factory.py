@@ -14,12 +14,12 @@ import torch
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, cast, result_dtype
-from autoshard.patterns.ops._positions import along, positions
+from autoshard.patterns.ops._positions import positions, reshape_along
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 
 
-def _made(call: OpCall, local: LocalProgram, **options: Any) -> Rule:
+def _factory_rule(call: OpCall, local: LocalProgram, **options: Any) -> Rule:
     """A result without operands, with one factor per dim."""
     (result,) = call.results
     assert result is not None
@@ -29,19 +29,19 @@ def _made(call: OpCall, local: LocalProgram, **options: Any) -> Rule:
 
 
 @rule_maker("aten.zeros", "aten.ones", "aten.full", "aten.empty.memory_format", "aten.scalar_tensor")
-def _filled(call: OpCall) -> Rule:
-    return _made(call, lambda program: program.run(size=list(program.result_shape())))
+def _full(call: OpCall) -> Rule:
+    return _factory_rule(call, lambda program: program.run(size=list(program.result_shape())))
 
 
 @rule_maker("prims.full", "prims.scalar_tensor")
-def _filled_shape(call: OpCall) -> Rule:
-    return _made(call, lambda program: program.run(shape=list(program.result_shape())))
+def _prims_full(call: OpCall) -> Rule:
+    return _factory_rule(call, lambda program: program.run(shape=list(program.result_shape())))
 
 
 @rule_maker("aten.empty_strided", "aten.empty_permuted", "prims.empty_strided", "prims.empty_permuted")
 def _empty(call: OpCall) -> Rule:
     """How the whole tensor lies in memory says nothing of a shard, which is as any other."""
-    return _made(call, _local_empty)
+    return _factory_rule(call, _local_empty)
 
 
 def _local_empty(call: LocalCall) -> Any:
@@ -59,10 +59,10 @@ def _new(call: OpCall) -> Rule:
     (operand,), (result,) = call.operands, call.results
     assert result is not None
     alike = {dim for dim, size in enumerate(operand.shape[: len(result.shape)]) if result.shape[dim] == size}
-    return _apart(call, alike, [_apart(call, set(), ())] if alike else ())
+    return _new_rule(call, alike, [_new_rule(call, set(), ())] if alike else ())
 
 
-def _apart(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
+def _new_rule(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
     """Operand and result share the dims `alike`; what else the operand is split by, the result does not have."""
     (operand,), (result,) = call.operands, call.results
     assert result is not None
@@ -94,7 +94,7 @@ def _local_new(call: LocalCall) -> Any:
 
 @rule_maker("aten.arange", "prims.iota")
 def _arange(call: OpCall) -> Rule:
-    return _made(call, _local_arange, contiguous=True)
+    return _factory_rule(call, _local_arange, contiguous=True)
 
 
 @rule_maker("aten.linspace")
@@ -103,7 +103,11 @@ def _linspace(call: OpCall) -> Rule | None:
     if call.operands or call.results[0] is None:
         return None
     split = call.results[0].dtype.is_floating_point
-    return _made(call, _local_linspace, contiguous=True) if split else _made(call, LocalCall.run, whole=True)
+    return (
+        _factory_rule(call, _local_linspace, contiguous=True)
+        if split
+        else _factory_rule(call, LocalCall.run, whole=True)
+    )
 
 
 def _local_arange(call: LocalCall) -> Any:
@@ -138,14 +142,14 @@ def _local_linspace(call: LocalCall) -> Any:
 
 @rule_maker("aten.eye")
 def _eye(call: OpCall) -> Rule:
-    return _made(call, _local_eye, contiguous=True)
+    return _factory_rule(call, _local_eye, contiguous=True)
 
 
 def _local_eye(call: LocalCall) -> Any:
     if not call.axes("d0") and not call.axes("d1"):
         return call.run()
     shape, device = call.result_shape(), call.emit.home
-    rows, columns = (along(call, positions(call, f"d{dim}", shape[dim], device), dim, 2) for dim in (0, 1))
+    rows, columns = (reshape_along(call, positions(call, f"d{dim}", shape[dim], device), dim, 2) for dim in (0, 1))
     return cast(call, call.emit.call(aten.eq.Tensor, rows, columns), result_dtype(call))
 
 
@@ -162,4 +166,4 @@ def _local_eye(call: LocalCall) -> Any:
 )
 def _constant(call: OpCall) -> Rule | None:
     """Small tables that nothing depends on: made whole; slicing a constant costs nothing."""
-    return None if call.operands else _made(call, LocalCall.run, whole=True)
+    return None if call.operands else _factory_rule(call, LocalCall.run, whole=True)

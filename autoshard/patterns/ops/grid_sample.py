@@ -14,7 +14,7 @@ from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 
-def _items(call: OpCall) -> dict[str, str]:
+def _operand_dims(call: OpCall) -> dict[str, str]:
     """Dims of image, grid and result; x are the dims of the grid's points."""
     spatial = len(shape_of(call, "grid")) - 2
     points = " ".join(f"x{place}" for place in range(spatial))
@@ -36,7 +36,7 @@ def _fill(items: dict[str, str]) -> dict[str, float]:
 )
 def grid_sample(call: OpCall) -> Rule:
     """Forward; linear in the image."""
-    items = _items(call)
+    items = _operand_dims(call)
     image = "self" if "cudnn" in call.op.name() else "input"
     return bind_named(call, items, [items["grad_output"]], linear=[{image}], fill=_fill(items))
 
@@ -48,7 +48,7 @@ def grid_sample(call: OpCall) -> Rule:
 )
 def grid_sample_backward(call: OpCall) -> Rule:
     """Gradients of image and grid; linear in the incoming one."""
-    items = _items(call)
+    items = _operand_dims(call)
     return bind_named(call, items, [items["input"], items["grid"]], linear=[{"grad_output"}], fill=_fill(items))
 
 

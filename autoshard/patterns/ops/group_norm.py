@@ -14,12 +14,12 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
+    all_reduce_stacked,
     aten,
     bind_named,
     cast,
+    factor_names,
     named_values,
-    numbered,
-    reduced_together,
     result_dtype,
     shape_of,
     split_axes,
@@ -31,10 +31,10 @@ from autoshard.patterns.rule import OpCall, Rule
 
 def _reduced_dims(call: OpCall) -> list[str]:
     """Names of the dims over which statistics are taken: the channels of a group and the positions."""
-    return ["k", *numbered("s", len(shape_of(call, "input")) - 2)]
+    return ["k", *factor_names("s", len(shape_of(call, "input")) - 2)]
 
 
-def _image(call: OpCall) -> str:
+def _image_dims(call: OpCall) -> str:
     return " ".join(["n (g k)", *_reduced_dims(call)[1:]])
 
 
@@ -48,8 +48,8 @@ def group_norm(call: OpCall) -> Rule:
     names, means = _reduced_dims(call), call.arg("N") * call.arg("group")
     return bind_named(
         call,
-        {"input": _image(call), "weight": "(g k)", "bias": "(g k)"},
-        [_image(call), "n g", "n g"],
+        {"input": _image_dims(call), "weight": "(g k)", "bias": "(g k)"},
+        [_image_dims(call), "n g", "n g"],
         sizes=_sizes(call),
         reduce=dict.fromkeys(names),
         exchange=dict.fromkeys(names, moments_exchange(means, call.operands[0].dtype)),
@@ -64,7 +64,7 @@ def _group_norm(call: LocalCall) -> Any:
     if not split_axes(call, names):
         return _run(call)
     emit, values = call.emit, named_values(call)
-    x = _grouped(call, values["input"])
+    x = _reshape_to_groups(call, values["input"])
     moments = joined_moments(call, x, ["", "", " ".join(names)])
     mean, variance = (emit.call(aten.squeeze.dim, value, 2) for value in moments)
     scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, variance, call.arg("eps")))
@@ -83,7 +83,7 @@ def _run(call: LocalCall, operands: Sequence[Any] | None = None) -> Any:
     return call.run(None, operands, N=call.size("n"), C=call.arg("C") // call.arg("group") * groups, group=groups)
 
 
-def _grouped(call: LocalCall, value: Any) -> Any:
+def _reshape_to_groups(call: LocalCall, value: Any) -> Any:
     """An image as `[n, g, channels of the group and positions]`, in the dtype that sums are taken in."""
     emit = call.emit
     groups = call.size("g")
@@ -105,7 +105,7 @@ def _per_channel(call: LocalCall, value: Any) -> Any:
 @rule_maker("aten.native_group_norm_backward")
 def group_norm_backward(call: OpCall) -> Rule:
     """Gradients of input, weight and bias, linear in the incoming one."""
-    image = _image(call)
+    image = _image_dims(call)
     itemsize = accumulation_dtype(call.operands[0].dtype).itemsize
     return bind_named(
         call,
@@ -128,9 +128,11 @@ def _group_norm_backward(call: LocalCall) -> Any:
         return _run(call, [*images, *call.operands[2:]])
     emit, values = call.emit, named_values(call)
     local = list(emit.shape(values["input"]))
-    mean, scale = (_column(call, cast(call, values[name], _wide(call))) for name in ("mean", "rstd"))
-    normal = emit.call(aten.mul.Tensor, emit.call(aten.sub.Tensor, _grouped(call, values["input"]), mean), scale)
-    gradient = cast(call, values["grad_out"], _wide(call))
+    mean, scale = (_column(call, cast(call, values[name], _accumulation_dtype(call))) for name in ("mean", "rstd"))
+    normal = emit.call(
+        aten.mul.Tensor, emit.call(aten.sub.Tensor, _reshape_to_groups(call, values["input"]), mean), scale
+    )
+    gradient = cast(call, values["grad_out"], _accumulation_dtype(call))
     along = emit.call(aten.mul.Tensor, gradient, emit.call(aten.view.default, normal, local))
     mask = call.arg("output_mask")
     whole = _input_gradient(call, gradient, normal, scale) if mask[0] else None
@@ -142,7 +144,7 @@ def _group_norm_backward(call: LocalCall) -> Any:
     )
 
 
-def _wide(call: LocalCall) -> Any:
+def _accumulation_dtype(call: LocalCall) -> Any:
     return accumulation_dtype(call.call.operands[0].dtype)
 
 
@@ -151,7 +153,7 @@ def _input_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any) -> 
     emit, values = call.emit, named_values(call)
     if "weight" in values:
         gradient = emit.call(aten.mul.Tensor, gradient, _per_channel(call, values["weight"]))
-    gradient = _grouped(call, gradient)
+    gradient = _reshape_to_groups(call, gradient)
     sums = _group_means(call, [gradient, emit.call(aten.mul.Tensor, gradient, normal)])
     gradient = emit.call(aten.sub.Tensor, gradient, sums[0])
     gradient = emit.call(aten.sub.Tensor, gradient, emit.call(aten.mul.Tensor, normal, sums[1]))
@@ -164,5 +166,5 @@ def _group_means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
     emit = call.emit
     count = math.prod(shape_of(call.call, "input")[1:]) // call.arg("group")
     sums = [emit.call(aten.sum.dim_IntList, value, [2], True) for value in values]
-    sums = reduced_together(call, sums, _reduced_dims(call.call))
+    sums = all_reduce_stacked(call, sums, _reduced_dims(call.call))
     return [emit.call(aten.div.Scalar, value, count) for value in sums]

@@ -15,15 +15,15 @@ from torch import Tensor
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten
-from autoshard.patterns.ops._positions import along, own_ends, stretch_start
-from autoshard.patterns.ops.matmul import in_units
+from autoshard.patterns.ops._positions import local_group_bounds, reshape_along, stretch_start
+from autoshard.patterns.ops.matmul import divide_into_units
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 _ALIGNED_BYTES = 16
 """Rows must begin at multiples of so many bytes, which a shard of a row must keep to."""
 
-GROUPED = {(2, 3): "i", (2, 2): "k", (3, 2): "j"}
+GROUPED_DIM = {(2, 3): "i", (2, 2): "k", (3, 2): "j"}
 """Which dim of a product `i k, k j -> i j` the groups lie along, by the number of dims of its operands.
 
 Two operands of three dims are a batch of matrices.
@@ -37,7 +37,7 @@ _library.define(
 _programs = torch.ops.autoshard
 
 
-def _of_any(
+def _grouped_mm_or_zeros(
     left: Tensor, right: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """`aten._grouped_mm`, also for a rank to which no rows were sent, where torch's kernel refuses."""
@@ -48,8 +48,8 @@ def _of_any(
     return left.new_zeros((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype)
 
 
-_library.impl("grouped_mm_of_any", _of_any, "CompositeExplicitAutograd")
-torch.library.register_fake("autoshard::grouped_mm_of_any", _of_any, lib=_library)
+_library.impl("grouped_mm_of_any", _grouped_mm_or_zeros, "CompositeExplicitAutograd")
+torch.library.register_fake("autoshard::grouped_mm_of_any", _grouped_mm_or_zeros, lib=_library)
 
 
 @rule_maker("aten._grouped_mm")
@@ -59,14 +59,14 @@ def _grouped_mm(call: OpCall) -> Rule | None:
         return None
     left, right = call.operands[:2]
     ndims = len(left.shape), len(right.shape)
-    grouped = GROUPED.get(ndims)
+    grouped = GROUPED_DIM.get(ndims)
     sizes = (
         {"g": left.shape[0]} if grouped is None else {"g": call.operands[2].shape[0], "ends": call.operands[2].shape[0]}
     )
     dims: dict[str, list[str]] = {}
     for name, size in (("i", left.shape[-2]), ("k", left.shape[-1]), ("j", right.shape[-1])):
         lanes = 1 if name == grouped else _ALIGNED_BYTES // left.dtype.itemsize
-        sizes[name], sizes[f"{name}_lane"] = in_units(size, lanes)
+        sizes[name], sizes[f"{name}_lane"] = divide_into_units(size, lanes)
         dims[name] = [name, f"{name}_lane"]
 
     def matrix(ndim: int, *names: str) -> list[list[str]]:
@@ -88,7 +88,7 @@ def _grouped_mm(call: OpCall) -> Rule | None:
 
 def _local_grouped_mm(call: LocalCall) -> Any:
     left, right, ends = call.operands
-    grouped = GROUPED[len(call.call.operands[0].shape), len(call.call.operands[1].shape)]
+    grouped = GROUPED_DIM[len(call.call.operands[0].shape), len(call.call.operands[1].shape)]
     length = call.operand_shape(1)[-1] if grouped == "j" else call.operand_shape(0)[0 if grouped == "i" else 1]
     if call.axes(grouped):
         ends = call.emit.call(aten.sub.Tensor, ends, stretch_start(call, grouped, length))
@@ -96,19 +96,19 @@ def _local_grouped_mm(call: LocalCall) -> Any:
         ends = call.emit.call(aten._to_copy.default, ends, dtype=torch.int32)
     start = None
     if call.axes("g"):
-        start, ends = own_ends(call, ends, call.size("g"))
+        start, ends = local_group_bounds(call, ends, call.size("g"))
     if grouped in "ik":
-        left = _laid_out(call, left, 0 if grouped == "i" else 1, start)
+        left = _align_groups(call, left, 0 if grouped == "i" else 1, start)
     if grouped in "kj":
-        right = _laid_out(call, right, 0 if grouped == "k" else 1, start)
+        right = _align_groups(call, right, 0 if grouped == "k" else 1, start)
     op = _programs.grouped_mm_of_any.default if call.axes("group") else None
     product = call.run(op, operands=[left, right, ends])
     if start is None or grouped == "k":
         return product
     dim = 0 if grouped == "i" else 1
-    computed = along(call, _before_last_end(call, length, ends), dim, 2)
+    computed = reshape_along(call, _before_last_end(call, length, ends), dim, 2)
     product = call.emit.call(aten.where.ScalarOther, computed, product, 0)
-    return _laid_out(call, product, dim, call.emit.call(aten.neg.default, start))
+    return _align_groups(call, product, dim, call.emit.call(aten.neg.default, start))
 
 
 def _before_last_end(call: LocalCall, length: int, ends: Any) -> Any:
@@ -117,7 +117,7 @@ def _before_last_end(call: LocalCall, length: int, ends: Any) -> Any:
     return call.emit.call(aten.lt.Tensor, counted, call.emit.call(aten.slice.Tensor, ends, 0, -1))
 
 
-def _laid_out(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
+def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
     """A matrix whose dim `dim`, which the groups lie along, is the outer one in memory, so that groups are aligned.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten
-from autoshard.patterns.ops._positions import gathered
+from autoshard.patterns.ops._positions import all_gather_stacked
 from autoshard.patterns.rule import Exchange, TensorMeta
 
 
@@ -40,7 +40,7 @@ class Halo:
 
 
 @dataclass(frozen=True, slots=True)
-class Positions:
+class WindowDim:
     """A dim of positions over which a window slides.
 
     Attributes:
@@ -57,7 +57,7 @@ class Positions:
     halo: Halo | None
 
 
-def positions(place: int, dim: int, small: int, large: int, stride: int, before: int, reach: int) -> Positions:
+def window_dim(place: int, dim: int, small: int, large: int, stride: int, before: int, reach: int) -> WindowDim:
     """How a dim of positions is sharded: into stretches no shorter than the halo.
 
     The larger image must have exactly `stride` positions for each of the smaller one, so that a stretch of the one
@@ -75,26 +75,26 @@ def positions(place: int, dim: int, small: int, large: int, stride: int, before:
     after = reach - before - stride + 1
     least = next((part for part in range(1, small + 1) if small % part == 0 and part * stride >= max(before, after)), 0)
     if large != small * stride or least in (0, small):
-        return Positions(f"q{place}!", f"p{place}!", {}, None)
+        return WindowDim(f"q{place}!", f"p{place}!", {}, None)
     sizes = {f"x{place}": small // least, f"m{place}": least, f"e{place}": stride}
     rows = f"x{place}^ m{place}!"
-    return Positions(f"({rows})", f"({rows} e{place}!)", sizes, Halo(f"x{place}", dim, before, after))
+    return WindowDim(f"({rows})", f"({rows} e{place}!)", sizes, Halo(f"x{place}", dim, before, after))
 
 
-def sharded(call: LocalCall, dims: Iterable[Positions]) -> list[Halo]:
+def sharded_halos(call: LocalCall, dims: Iterable[WindowDim]) -> list[Halo]:
     """The halos of those dims that are sharded here."""
     halos = (each.halo for each in dims)
     return [halo for halo in halos if halo is not None and call.axes(halo.name)]
 
 
-def setting(values: Sequence[int] | int, place: int) -> int:
+def window_setting(values: Sequence[int] | int, place: int) -> int:
     """A setting of a window for one dim of positions; one number may stand for all dims."""
     if isinstance(values, int):
         return values
     return values[place] if len(values) > 1 else values[0]
 
 
-def gathered_borders(dims: Iterable[Positions], large: TensorMeta, tensors: int = 1) -> dict[str, list[Exchange]]:
+def halo_exchanges(dims: Iterable[WindowDim], large: TensorMeta, tensors: int = 1) -> dict[str, list[Exchange]]:
     """What exchanging the halos costs: the borders of every stretch, for so many tensors as large as `large`."""
     halos = [each.halo for each in dims if each.halo is not None]
     return {
@@ -102,43 +102,43 @@ def gathered_borders(dims: Iterable[Positions], large: TensorMeta, tensors: int 
     }
 
 
-def extended(call: LocalCall, value: Any, halo: Halo, fill: float = 0.0) -> Any:
+def extend_by_halo(call: LocalCall, value: Any, halo: Halo, fill: float = 0.0) -> Any:
     """`value` with its neighbours' rows around it; `fill` in place of them at the two ends."""
     emit, rows = call.emit, call.emit.shape(value)[halo.dim]
     if halo.after < 0:
         value = emit.call(aten.slice.Tensor, value, halo.dim, 0, rows + halo.after)
     after = max(halo.after, 0)
-    borders = [_last(call, value, halo.dim, halo.before), _first(call, value, halo.dim, after)]
-    borders = _of_neighbours(call, borders, halo, fill)
-    return _joined(call, [borders[0], value, borders[1]], halo.dim)
+    borders = [_last_rows(call, value, halo.dim, halo.before), _first_rows(call, value, halo.dim, after)]
+    borders = _neighbour_borders(call, borders, halo, fill)
+    return _concatenate(call, [borders[0], value, borders[1]], halo.dim)
 
 
-def folded(call: LocalCall, value: Any, halo: Halo) -> Any:
+def fold_halo(call: LocalCall, value: Any, halo: Halo) -> Any:
     """The adjoint of `extended`: rows computed for the neighbours go to them and are added to theirs."""
     emit, dim = call.emit, halo.dim
     after = max(halo.after, 0)
     rows = emit.shape(value)[dim] - halo.before - after
     own = emit.call(aten.slice.Tensor, value, dim, halo.before, halo.before + rows)
-    lent = [_last(call, value, dim, after), _first(call, value, dim, halo.before)]
-    back = _of_neighbours(call, lent, halo, 0.0)
+    lent = [_last_rows(call, value, dim, after), _first_rows(call, value, dim, halo.before)]
+    back = _neighbour_borders(call, lent, halo, 0.0)
     if halo.after < 0:
-        own, rows = _joined(call, [own, _zeros(call, own, dim, -halo.after)], dim), rows - halo.after
+        own, rows = _concatenate(call, [own, _zeros(call, own, dim, -halo.after)], dim), rows - halo.after
     for part, place in ((back[0], slice(0, after)), (back[1], slice(rows - halo.before, rows))):
         if part is not None:
-            own = _added(call, own, part, dim, place)
+            own = _add_rows_at(call, own, part, dim, place)
     return own
 
 
-def _first(call: LocalCall, value: Any, dim: int, count: int) -> Any:
+def _first_rows(call: LocalCall, value: Any, dim: int, count: int) -> Any:
     return call.emit.call(aten.slice.Tensor, value, dim, 0, count) if count else None
 
 
-def _last(call: LocalCall, value: Any, dim: int, count: int) -> Any:
+def _last_rows(call: LocalCall, value: Any, dim: int, count: int) -> Any:
     rows = call.emit.shape(value)[dim]
     return call.emit.call(aten.slice.Tensor, value, dim, rows - count, rows) if count else None
 
 
-def _joined(call: LocalCall, parts: list[Any], dim: int) -> Any:
+def _concatenate(call: LocalCall, parts: list[Any], dim: int) -> Any:
     present = [part for part in parts if part is not None]
     return present[0] if len(present) == 1 else call.emit.call(aten.cat.default, present, dim)
 
@@ -149,26 +149,26 @@ def _zeros(call: LocalCall, like: Any, dim: int, rows: int) -> Any:
     return call.emit.call(aten.new_zeros.default, like, shape)
 
 
-def _added(call: LocalCall, value: Any, part: Any, dim: int, place: slice) -> Any:
+def _add_rows_at(call: LocalCall, value: Any, part: Any, dim: int, place: slice) -> Any:
     """`value` with `part` added to its rows at `place`."""
     rows = call.emit.shape(value)[dim]
     around = [place.start, rows - place.stop]
     zeros = [_zeros(call, value, dim, count) if count else None for count in around]
-    return call.emit.call(aten.add.Tensor, value, _joined(call, [zeros[0], part, zeros[1]], dim))
+    return call.emit.call(aten.add.Tensor, value, _concatenate(call, [zeros[0], part, zeros[1]], dim))
 
 
-def _of_neighbours(call: LocalCall, borders: list[Any], halo: Halo, fill: float) -> list[Any]:
+def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: float) -> list[Any]:
     """The first border of the rank before and the second of the rank after; `fill` where there is no such rank."""
     if all(border is None for border in borders):
         return borders
-    ranks = gathered(call, _joined(call, borders, halo.dim), halo.name)
+    ranks = all_gather_stacked(call, _concatenate(call, borders, halo.dim), halo.name)
     rows = [0 if border is None else call.emit.shape(border)[halo.dim] for border in borders]
-    before = _border_of(call, ranks, halo, -1, slice(0, rows[0]), fill) if rows[0] else None
-    after = _border_of(call, ranks, halo, 1, slice(rows[0], sum(rows)), fill) if rows[1] else None
+    before = _neighbour_rows(call, ranks, halo, -1, slice(0, rows[0]), fill) if rows[0] else None
+    after = _neighbour_rows(call, ranks, halo, 1, slice(rows[0], sum(rows)), fill) if rows[1] else None
     return [before, after]
 
 
-def _border_of(call: LocalCall, ranks: Any, halo: Halo, step: int, place: slice, fill: float) -> Any:
+def _neighbour_rows(call: LocalCall, ranks: Any, halo: Halo, step: int, place: slice, fill: float) -> Any:
     """Rows at `place` of what the rank `step` further on has in `ranks`; `fill` where there is no such rank."""
     emit, last = call.emit, call.share(halo.name) - 1
     neighbour = emit.call(aten.add.Scalar, call.position(halo.name), step)

@@ -16,7 +16,7 @@ import torch
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten
-from autoshard.patterns.ops._positions import along, positions, within_stretch
+from autoshard.patterns.ops._positions import localize_index, positions, reshape_along
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
@@ -31,7 +31,7 @@ def with_index(source: list[list[str]], dim: int) -> list[list[str]]:
     return [["index"] if position == dim else names for position, names in enumerate(source)]
 
 
-def whole_if_truth(call: OpCall, names: Sequence[str]) -> list[str]:
+def whole_if_bool(call: OpCall, names: Sequence[str]) -> list[str]:
     """Dims that must be whole because what is looked up are truth values, which do not add up."""
     return list(names) if call.operands[0].dtype is torch.bool else []
 
@@ -49,7 +49,7 @@ def _index_select(call: OpCall) -> Rule:
         sizes,
         [source, [["index"]] * len(index.shape)],
         [with_index(source, dim)],
-        whole=whole_if_truth(call, [name]),
+        whole=whole_if_bool(call, [name]),
         contiguous=[name],
         linear=[{0}],
         local=_local_index_select,
@@ -65,17 +65,17 @@ def _local_index_select(call: LocalCall) -> Any:
     if not call.axes(f"d{dim}"):
         return call.run()
     emit = call.emit
-    place, outside = within_stretch(call, index, f"d{dim}", shape[dim])
+    place, outside = localize_index(call, index, f"d{dim}", shape[dim])
     rows = call.run(operands=[table, place])
     if call.call.operands[1].shape:
-        outside = along(call, outside, dim, len(shape))
+        outside = reshape_along(call, outside, dim, len(shape))
     return emit.call(aten.masked_fill.Scalar, rows, outside, 0)
 
 
-Sides = tuple[dict[str, int], list[str], list[list[list[str]]]]
+AlignedDims = tuple[dict[str, int], list[str], list[list[list[str]]]]
 
 
-def side_by_side(tensors: Sequence[TensorMeta], dim: int) -> Sides:
+def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> AlignedDims:
     """Sizes, whole names and dims of tensors that run side by side in all dims but `dim`, where the first is indexed.
 
     A dim that the index does not cover entirely stays whole, under a name of its own for every tensor. The indexed
@@ -106,12 +106,12 @@ def _gather(call: OpCall) -> Rule | None:
     operand, index = call.operands
     if not operand.shape or len(operand.shape) != len(index.shape):
         return None
-    sizes, whole, dims = side_by_side(call.operands, call.arg("dim") % len(operand.shape))
+    sizes, whole, dims = aligned_dims(call.operands, call.arg("dim") % len(operand.shape))
     return build(
         sizes,
         dims,
         [dims[1]],
-        whole=[*whole, *whole_if_truth(call, ["indexed"])],
+        whole=[*whole, *whole_if_bool(call, ["indexed"])],
         contiguous=["indexed"],
         linear=[{0}],
         local=_local_gather,
@@ -125,11 +125,11 @@ def _local_gather(call: LocalCall) -> Any:
         return call.run()
     table, index = call.operands
     shape = call.operand_shape(0)
-    place, outside = within_stretch(call, index, "indexed", shape[call.arg("dim") % len(shape)])
+    place, outside = localize_index(call, index, "indexed", shape[call.arg("dim") % len(shape)])
     return call.emit.call(aten.masked_fill.Scalar, call.run(operands=[table, place]), outside, 0)
 
 
-class Advanced:
+class AdvancedIndexing:
     """The dims of advanced indexing: `operand[indices]`, where None stands for a dim that is not indexed.
 
     Attributes:
@@ -157,8 +157,8 @@ class Advanced:
         neighbours = self.indexed == list(range(first, last + 1))
         before = self.source[:first] if neighbours else []
         after = [names for dim, names in enumerate(self.source) if dim not in self.indexed and names not in before]
-        self.behind = len(after)
-        self.taken = [*before, *([name] for name in self.index_names), *after]
+        self.trailing_count = len(after)
+        self.picked_dims = [*before, *([name] for name in self.index_names), *after]
 
     def broadcast(self, meta: TensorMeta, names: list[list[str]]) -> list[list[str]]:
         """Dims of a tensor that is broadcast to the dims `names`."""
@@ -170,16 +170,18 @@ class Advanced:
         return [self.broadcast(meta, [[name] for name in self.index_names]) for meta in self.tensors]
 
 
-def advanced(call: OpCall) -> Advanced | None:
+def advanced_indexing(call: OpCall) -> AdvancedIndexing | None:
     """The dims of a call with advanced indices; None where a mask is among them, or nothing is indexed."""
     indices = call.arg("indices")
     tensors = [index for index in indices if index is not None]
     if not tensors or any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
         return None  # masks: the size of the result depends on their values
-    return Advanced(call.operands[0], indices)
+    return AdvancedIndexing(call.operands[0], indices)
 
 
-def split_indices(call: LocalCall, dims: Advanced, spare: bool = False, first: int = 1) -> tuple[list[Any], Any]:
+def localize_indices(
+    call: LocalCall, dims: AdvancedIndexing, spare: bool = False, first: int = 1
+) -> tuple[list[Any], Any]:
     """The indices of advanced indexing as they count in the local operand, and where they point outside of it.
 
     Args:
@@ -197,15 +199,15 @@ def split_indices(call: LocalCall, dims: Advanced, spare: bool = False, first: i
     for which, dim in enumerate(dims.indexed):
         if not call.axes(f"d{dim}"):
             continue
-        index = counted_from_start(call, indices[which], whole[dim])
-        indices[which], beyond = within_stretch(call, index, f"d{dim}", local[dim], local[dim] if spare else 0)
+        index = non_negative_index(call, indices[which], whole[dim])
+        indices[which], beyond = localize_index(call, index, f"d{dim}", local[dim], local[dim] if spare else 0)
         outside = beyond if outside is None else emit.call(aten.logical_or.default, outside, beyond)
     if outside is not None:
-        outside = emit.call(aten.reshape.default, outside, [*emit.shape(outside), *[1] * dims.behind])
+        outside = emit.call(aten.reshape.default, outside, [*emit.shape(outside), *[1] * dims.trailing_count])
     return indices, outside
 
 
-def counted_from_start(call: LocalCall, index: Any, size: int) -> Any:
+def non_negative_index(call: LocalCall, index: Any, size: int) -> Any:
     """An index into a dim of `size` without negative numbers, which count from the end."""
     emit = call.emit
     behind = emit.call(aten.add.Scalar, index, size)
@@ -214,12 +216,12 @@ def counted_from_start(call: LocalCall, index: Any, size: int) -> Any:
 
 @rule_maker("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def _index(call: OpCall) -> Rule | None:
-    dims = advanced(call)
+    dims = advanced_indexing(call)
     if dims is None:
         return None
 
     def local(program: LocalCall) -> Any:
-        indices, outside = split_indices(program, dims)
+        indices, outside = localize_indices(program, dims)
         if outside is None:
             return program.run()
         picked = program.run(operands=[program.operands[0], *indices])
@@ -228,8 +230,8 @@ def _index(call: OpCall) -> Rule | None:
     return build(
         dims.sizes,
         [dims.source, *dims.indices()],
-        [dims.taken],
-        whole=whole_if_truth(call, dims.names),
+        [dims.picked_dims],
+        whole=whole_if_bool(call, dims.names),
         contiguous=dims.names,
         linear=[{0}],
         local=local,
@@ -247,7 +249,7 @@ def _take(call: OpCall) -> Rule:
         sizes,
         [source, target],
         [target],
-        whole=[*whole, *whole_if_truth(call, ["d0"])],
+        whole=[*whole, *whole_if_bool(call, ["d0"])],
         contiguous=["d0"],
         linear=[{0}],
         local=_local_take,
@@ -263,16 +265,16 @@ def flat_dims(operand: TensorMeta, index: TensorMeta) -> tuple[dict[str, int], A
     return own | numbered, [[name] for name in own], [[name] for name in numbered], list(own)[1:]
 
 
-def flat_places(call: LocalCall, outside_at: int) -> tuple[Any, Any]:
+def localize_flat_index(call: LocalCall, outside_at: int) -> tuple[Any, Any]:
     """Row-major positions as they count in the local operand, and where they lie outside of it."""
-    index = counted_from_start(call, call.operands[1], math.prod(call.call.operands[0].shape))
-    return within_stretch(call, index, "d0", math.prod(call.operand_shape(0)), outside_at)
+    index = non_negative_index(call, call.operands[1], math.prod(call.call.operands[0].shape))
+    return localize_index(call, index, "d0", math.prod(call.operand_shape(0)), outside_at)
 
 
 def _local_take(call: LocalCall) -> Any:
     if not call.axes("d0"):
         return call.run()
-    place, outside = flat_places(call, 0)
+    place, outside = localize_flat_index(call, 0)
     return call.emit.call(aten.masked_fill.Scalar, call.run(operands=[call.operands[0], place]), outside, 0)
 
 

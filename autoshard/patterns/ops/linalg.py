@@ -47,7 +47,7 @@ def _matrices(call: OpCall) -> Rule:
     sizes = {f"b{dim}": size for dim, size in enumerate(batch)}
     whole: list[str] = []
 
-    def named(place: str, meta: TensorMeta | None) -> list[list[str]] | None:
+    def name_dims(place: str, meta: TensorMeta | None) -> list[list[str]] | None:
         if meta is None:
             return None
         shared = len(batch) if meta.shape[: len(batch)] == batch else 0
@@ -56,15 +56,15 @@ def _matrices(call: OpCall) -> Rule:
         whole.extend(rest)
         return [[f"b{dim}"] for dim in range(shared)] + [[name] for name in rest]
 
-    operands = [named(f"operand{position}", meta) or [] for position, meta in enumerate(call.operands)]
-    results = [named(f"result{position}", meta) for position, meta in enumerate(call.results)]
+    operands = [name_dims(f"operand{position}", meta) or [] for position, meta in enumerate(call.operands)]
+    results = [name_dims(f"result{position}", meta) for position, meta in enumerate(call.results)]
     lacking = tuple(None for _ in results)  # what lacks the batch is empty
     reductions = {f"b{dim}": lacking for dim in range(len(batch))}
     linear = [{2}] if call.op._schema.name == "aten::ormqr" else []
     return build(sizes, operands, results, whole=whole, reductions=reductions, linear=linear, uneven=False)
 
 
-def _solved(
+def _solve_rule(
     call: OpCall, others: dict[str, str], side: str, results: Sequence[str] = (), *, left: bool = True
 ) -> Rule | None:
     """A system of equations: every column of its right-hand side for itself, or every row where it stands left.
@@ -94,37 +94,37 @@ def _solve(call: OpCall) -> Rule | None:
     if side == matrix[:-1]:  # one vector for every matrix
         return bind("... n! m!, ... m! -> ... m!, ... n! m!, ... m!, ...", call, uneven=False)
     factors = ["... n! m!", "... n!", "..."]
-    return _solved(call, {"A": "... n! m!"}, "B", factors, left=call.arg("left"))
+    return _solve_rule(call, {"A": "... n! m!"}, "B", factors, left=call.arg("left"))
 
 
 @rule_maker("aten.linalg_solve_triangular")
 def _solve_triangular(call: OpCall) -> Rule | None:
-    return _solved(call, {"self": "... n! m!"}, "B", left=call.arg("left"))
+    return _solve_rule(call, {"self": "... n! m!"}, "B", left=call.arg("left"))
 
 
 @rule_maker("aten.triangular_solve")
 def _triangular_solve(call: OpCall) -> Rule | None:
-    return _solved(call, {"A": "... n! m!"}, "self", ["... n! m!"])
+    return _solve_rule(call, {"A": "... n! m!"}, "self", ["... n! m!"])
 
 
 @rule_maker("aten.cholesky_solve")
 def _cholesky_solve(call: OpCall) -> Rule | None:
-    return _solved(call, {"input2": "... n! m!"}, "self")
+    return _solve_rule(call, {"input2": "... n! m!"}, "self")
 
 
 @rule_maker("aten._cholesky_solve_helper")
 def _cholesky_solve_helper(call: OpCall) -> Rule | None:
-    return _solved(call, {"A": "... n! m!"}, "self")
+    return _solve_rule(call, {"A": "... n! m!"}, "self")
 
 
 @rule_maker("aten.linalg_lu_solve")
 def _lu_solve(call: OpCall) -> Rule | None:
-    return _solved(call, {"LU": "... n! m!", "pivots": "... n!"}, "B", left=call.arg("left"))
+    return _solve_rule(call, {"LU": "... n! m!", "pivots": "... n!"}, "B", left=call.arg("left"))
 
 
 @rule_maker("aten.linalg_ldl_solve")
 def _ldl_solve(call: OpCall) -> Rule | None:
-    return _solved(call, {"LD": "... n! m!", "pivots": "... n!"}, "B")
+    return _solve_rule(call, {"LD": "... n! m!", "pivots": "... n!"}, "B")
 
 
 @rule_maker("aten.linalg_cross")

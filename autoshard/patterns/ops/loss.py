@@ -9,17 +9,17 @@ import math
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, bind_named, named_values, reduced, shape_of, split_axes
+from autoshard.patterns.ops._helpers import all_reduce_over, aten, bind_named, named_values, shape_of, split_axes
 from autoshard.patterns.ops.embedding import local_positions
 from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # what ATen's `reduction` arguments mean
-_IGNORED = -100  # a class that does not exist
+_IGNORED_TARGET = -100  # a class that does not exist
 
 
-def _likelihood_items(call: OpCall) -> dict[str, str]:
+def _likelihood_dims(call: OpCall) -> dict[str, str]:
     """Dims of the scores, the targets and the class weights; c are the classes."""
     rank = len(shape_of(call, "self"))
     samples = {1: [], 2: ["n"], 4: ["n", "h", "w"]}[rank]
@@ -37,7 +37,7 @@ def _likelihood_items(call: OpCall) -> dict[str, str]:
 @rule_maker("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 def nll_loss(call: OpCall) -> Rule:
     """Loss and total weight: a rank's loss is its part of the sum; the total weight is reduced inside."""
-    items = _likelihood_items(call)
+    items = _likelihood_dims(call)
     samples = items["target"].split()
     return bind_named(
         call,
@@ -51,29 +51,29 @@ def nll_loss(call: OpCall) -> Rule:
 
 
 def _nll_loss(call: LocalCall) -> Any:
-    names = ["c", *_likelihood_items(call.call)["target"].split()]
+    names = ["c", *_likelihood_dims(call.call)["target"].split()]
     if not split_axes(call, names):
         return call.run()
     if call.arg("reduction") == _NONE and len(names) > 1:  # of one sample alone, torch gives the total weight always
-        return _run_on_stretch(call)
-    call.operands = tuple(_without_padded_samples(call).values())
-    loss, weight = _run_on_stretch(call, reduction=_SUM)
-    weight = reduced(call, weight, names)
+        return _run_on_local_classes(call)
+    call.operands = tuple(_ignore_padded_samples(call).values())
+    loss, weight = _run_on_local_classes(call, reduction=_SUM)
+    weight = all_reduce_over(call, weight, names)
     if call.arg("reduction") == _MEAN:
         loss = call.emit.call(aten.div.Tensor, loss, weight)
     return loss, weight
 
 
-def _without_padded_samples(call: LocalCall) -> dict[str, Any]:
+def _ignore_padded_samples(call: LocalCall) -> dict[str, Any]:
     """The operands by argument name, samples that are padding having the target that is ignored."""
     values = named_values(call)
-    samples = _likelihood_items(call.call)["target"].split()
+    samples = _likelihood_dims(call.call)["target"].split()
     place = list(values).index("target")
     values["target"] = without_padding(call, place, values["target"], samples, call.arg("ignore_index"))
     return values
 
 
-def _run_on_stretch(call: LocalCall, **changed: Any) -> Any:
+def _run_on_local_classes(call: LocalCall, **changed: Any) -> Any:
     """The operator on this rank's stretch of the classes: targets outside it become ignored ones."""
     if not call.axes("c"):
         return call.run(**changed)
@@ -83,15 +83,15 @@ def _run_on_stretch(call: LocalCall, **changed: Any) -> Any:
     ignored = emit.call(aten.eq.Scalar, values["target"], call.arg("ignore_index"))
     target, outside = local_positions(call, values["target"], "c", classes)
     outside = emit.call(aten.logical_or.default, outside, ignored)
-    values["target"] = emit.call(aten.masked_fill.Scalar, target, outside, _IGNORED)
-    return call.run(operands=list(values.values()), ignore_index=_IGNORED, **changed)
+    values["target"] = emit.call(aten.masked_fill.Scalar, target, outside, _IGNORED_TARGET)
+    return call.run(operands=list(values.values()), ignore_index=_IGNORED_TARGET, **changed)
 
 
 @rule_maker("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 def nll_loss_backward(call: OpCall) -> Rule:
     """Gradient of the scores; the total weight that it gets is already that of all samples."""
-    items = _likelihood_items(call)
-    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_run_on_stretch, uneven=True)
+    items = _likelihood_dims(call)
+    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_run_on_local_classes, uneven=True)
 
 
 _ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
@@ -126,14 +126,14 @@ def loss_of_logits(call: OpCall) -> Rule:
     return bind_named(call, items, [""], local=_reduced_loss_of_logits, fill={"...": 0.0})
 
 
-_CERTAIN = -1e4
+_ZERO_PROBABILITY_LOGIT = -1e4
 """A logit whose probability is zero in every dtype: against a target of zero it costs nothing, exactly."""
 
 
 def _reduced_loss_of_logits(call: LocalCall) -> Any:
     values = named_values(call)
     names = [factor.name for factor in call.rule.factors]
-    values["self"] = without_padding(call, list(values).index("self"), values["self"], names, _CERTAIN)
+    values["self"] = without_padding(call, list(values).index("self"), values["self"], names, _ZERO_PROBABILITY_LOGIT)
     call.operands = tuple(values.values())
     return _reduced_loss(call)
 

@@ -13,7 +13,7 @@ from autoshard.patterns.rule import OpCall, Rule
 _NONE, _MEAN, _SUM = 0, 1, 2  # what ATen's `reduction` arguments mean
 
 
-def _items(call: OpCall) -> dict[str, str]:
+def _operand_dims(call: OpCall) -> dict[str, str]:
     """Dims of the operands by argument name; a single sample has no dim of its own."""
     samples = "n" if len(shape_of(call, "self")) == 2 else ""
     scores = f"{samples} c!"
@@ -27,19 +27,19 @@ def _items(call: OpCall) -> dict[str, str]:
 @rule_maker("aten.multi_margin_loss.default", "aten.multilabel_margin_loss_forward.default")
 def margin_loss(call: OpCall) -> Rule:
     """The loss and, for several labels, which classes are among them."""
-    items = _items(call)
+    items = _operand_dims(call)
     results = [items["loss"], items["is_target"]][: len(call.results)]
-    return bind_named(call, items, results, local=_averaged, fill={"n": None})
+    return bind_named(call, items, results, local=_local_margin_loss, fill={"n": None})
 
 
 @rule_maker("aten.multi_margin_loss_backward.default", "aten.multilabel_margin_loss_backward.default")
 def margin_loss_backward(call: OpCall) -> Rule:
     """The gradient of the scores, linear in the incoming one."""
-    items = _items(call)
-    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_averaged, fill={"n": 0.0})
+    items = _operand_dims(call)
+    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_local_margin_loss, fill={"n": 0.0})
 
 
-def _averaged(call: LocalCall) -> Any:
+def _local_margin_loss(call: LocalCall) -> Any:
     """A mean over samples is the sum over a rank's samples divided by the number of all."""
     reduction = call.arg("reduction")
     if reduction == _NONE or not call.axes("n"):

@@ -10,19 +10,19 @@ from typing import Any
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten
-from autoshard.patterns.ops.indexing import Advanced, advanced, split_indices, whole_if_truth
-from autoshard.patterns.ops.matmul import first_only
+from autoshard.patterns.ops.indexing import AdvancedIndexing, advanced_indexing, localize_indices, whole_if_bool
+from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 
-def _dims(call: OpCall) -> Advanced | None:
+def _dims(call: OpCall) -> AdvancedIndexing | None:
     """The dims of the call; None where an index is a mask itself, or the mask has more dims than what is picked."""
-    dims = advanced(call)
-    return dims if dims is not None and len(call.operands[1].shape) <= len(dims.taken) else None
+    dims = advanced_indexing(call)
+    return dims if dims is not None and len(call.operands[1].shape) <= len(dims.picked_dims) else None
 
 
-def _own(call: LocalCall, dims: Advanced) -> list[Any]:
+def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any]:
     """Mask and indices as they count in the local operand; elsewhere is masked.
 
     The operators take an index out of range as the end that is next.
@@ -32,7 +32,7 @@ def _own(call: LocalCall, dims: Advanced) -> list[Any]:
         size = call.call.operands[0].shape[dim]
         values[place] = call.emit.call(aten.clamp.default, values[place], -size, size - 1)
     call.operands = tuple(values)
-    indices, outside = split_indices(call, dims, first=2)
+    indices, outside = localize_indices(call, dims, first=2)
     mask = call.operands[1]
     if outside is not None:
         inside = call.emit.call(aten.logical_not.default, outside)
@@ -48,12 +48,12 @@ def _masked_index(call: OpCall) -> Rule | None:
         return None
     return build(
         dims.sizes,
-        [dims.source, dims.broadcast(call.operands[1], dims.taken), *dims.indices()],
-        [dims.taken],
-        whole=whole_if_truth(call, dims.names) if call.arg("fill") == 0 else dims.names,
+        [dims.source, dims.broadcast(call.operands[1], dims.picked_dims), *dims.indices()],
+        [dims.picked_dims],
+        whole=whole_if_bool(call, dims.names) if call.arg("fill") == 0 else dims.names,
         contiguous=dims.names,
         linear=[{0}] if call.arg("fill") == 0 else [],
-        local=lambda program: program.run(operands=[program.operands[0], *_own(program, dims)]),
+        local=lambda program: program.run(operands=[program.operands[0], *_local_mask_and_indices(program, dims)]),
     )
 
 
@@ -61,17 +61,17 @@ def _masked_index(call: OpCall) -> Rule | None:
 def _masked_index_put(call: OpCall) -> Rule | None:
     dims = _dims(call)
     values = call.operands[-1]
-    if dims is None or len(values.shape) > len(dims.taken):
+    if dims is None or len(values.shape) > len(dims.picked_dims):
         return None
 
     def local(program: LocalCall) -> Any:
-        target, *_, added = first_only(program, 0, dims.index_names)
-        return program.run(operands=[target, *_own(program, dims), added])
+        target, *_, added = keep_on_first_rank(program, 0, dims.index_names)
+        return program.run(operands=[target, *_local_mask_and_indices(program, dims), added])
 
-    mask = dims.broadcast(call.operands[1], dims.taken)
+    mask = dims.broadcast(call.operands[1], dims.picked_dims)
     return build(
         dims.sizes,
-        [dims.source, mask, *dims.indices(), dims.broadcast(values, dims.taken)],
+        [dims.source, mask, *dims.indices(), dims.broadcast(values, dims.picked_dims)],
         [dims.source],
         contiguous=dims.names,
         linear=[{0, len(call.operands) - 1}],

@@ -18,7 +18,7 @@ rule(["aten.dot", "aten.vdot"], "k, k -> ", linear="0, 1")
 rule(["aten.outer", "aten.ger"], "i, j -> i j", linear="0, 1")
 
 
-def first_only(call: LocalCall, operand: int, names: Sequence[str]) -> list[Any]:
+def keep_on_first_rank(call: LocalCall, operand: int, names: Sequence[str]) -> list[Any]:
     """The local operands, with one that is added to the result kept by one rank and zero on the others.
 
     Where the factors `names` are sharded, the ranks' results are added up, and what each of them adds must count once.
@@ -31,42 +31,42 @@ def first_only(call: LocalCall, operand: int, names: Sequence[str]) -> list[Any]
     return values
 
 
-def _contracting(*names: str) -> Any:
+def _addmm_program(*names: str) -> Any:
     """Local program of a product with an added first operand."""
-    return lambda call: call.run(operands=first_only(call, 0, names))
+    return lambda call: call.run(operands=keep_on_first_rank(call, 0, names))
 
 
-def _added(call: OpCall, product: str, result: str, *contracted: str) -> Rule:
+def _addmm_rule(call: OpCall, product: str, result: str, *contracted: str) -> Rule:
     """`result + product`: jointly linear in the added tensor and either of the others; `added` is broadcast."""
     added = result.split()[len(result.split()) - len(call.operands[0].shape) :]
     text = f"{' '.join(added)}, {product} -> {result}"
     padded: dict[str, Any] = {"uneven": True, "fill": dict.fromkeys(contracted, 0.0)}
-    return bind(text, call, linear="0+1, 0+2", local=_contracting(*contracted), **padded)
+    return bind(text, call, linear="0+1, 0+2", local=_addmm_program(*contracted), **padded)
 
 
 @rule_maker("aten.addmm")
 def _addmm(call: OpCall) -> Rule:
-    return _added(call, "i k, k j", "i j", "k")
+    return _addmm_rule(call, "i k, k j", "i j", "k")
 
 
 @rule_maker("aten.baddbmm")
 def _baddbmm(call: OpCall) -> Rule:
-    return _added(call, "b i k, b k j", "b i j", "k")
+    return _addmm_rule(call, "b i k, b k j", "b i j", "k")
 
 
 @rule_maker("aten.addbmm")
 def _addbmm(call: OpCall) -> Rule:
-    return _added(call, "b i k, b k j", "i j", "b", "k")
+    return _addmm_rule(call, "b i k, b k j", "i j", "b", "k")
 
 
 @rule_maker("aten.addmv")
 def _addmv(call: OpCall) -> Rule:
-    return _added(call, "i k, k", "i", "k")
+    return _addmm_rule(call, "i k, k", "i", "k")
 
 
 @rule_maker("aten.addr")
 def _addr(call: OpCall) -> Rule:
-    return _added(call, "i, j", "i j")
+    return _addmm_rule(call, "i, j", "i j")
 
 
 @rule_maker("aten.linear")
@@ -77,7 +77,7 @@ def _linear(call: OpCall) -> Rule:
 
 
 def _linear_local(call: LocalCall) -> Any:
-    return call.run(operands=first_only(call, 2, ["k"]))
+    return call.run(operands=keep_on_first_rank(call, 2, ["k"]))
 
 
 @rule_maker("aten.matmul")
@@ -91,7 +91,7 @@ def _matmul(call: OpCall) -> Rule:
     return bind(f"{first}, {second} -> {dots}{rows}{columns}", call, linear="0, 1")
 
 
-def in_units(size: int, unit: int) -> tuple[int, int]:
+def divide_into_units(size: int, unit: int) -> tuple[int, int]:
     """A size as a number of units; as one unit if `unit` does not divide it. Kernels ask for aligned rows."""
     return (size // unit, unit) if size % unit == 0 else (1, size)
 
@@ -101,7 +101,7 @@ def unit_sizes(call: OpCall, unit: int) -> dict[str, int]:
     contracted, columns = call.operands[1].shape
     sizes = {}
     for name, size in (("k", contracted), ("j", columns)):
-        sizes[name], sizes[f"{name}_lane"] = in_units(size, unit)
+        sizes[name], sizes[f"{name}_lane"] = divide_into_units(size, unit)
     return sizes
 
 

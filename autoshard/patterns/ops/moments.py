@@ -47,15 +47,15 @@ def joined_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[
         share the factors.
     """
     factors = {index for dim in layout for name in dim.split() for index in call.rule.indices(name)}
-    moments = _own_moments(call, value, layout)
+    moments = _shard_moments(call, value, layout)
     for axis, choice in enumerate(call.choices):
         if choice in factors:
-            moments = _joined(call, moments, axis)
+            moments = _combine_moments(call, moments, axis)
     origin, offset, variance = moments
     return call.emit.call(aten.add.Tensor, origin, offset), variance
 
 
-def _own_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[Any, Any, Any]:
+def _shard_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[Any, Any, Any]:
     """Moments of a rank's part: an origin, how far the mean lies from it, and the biased variance.
 
     The origin is the first element, so that neither the mean nor its distance to those of other ranks is rounded as
@@ -71,7 +71,7 @@ def _own_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[An
     if not is_padded(call, names):
         variance, mean = emit.call(aten.var_mean.correction, value, dims, correction=0, keepdim=True)
         return origin, mean, variance
-    count = emit.call(aten.clamp_min.default, _own_count(call, origin, names), 1)
+    count = emit.call(aten.clamp_min.default, _shard_count(call, origin, names), 1)
 
     def average(value: Any) -> Any:
         value = without_padded_steps(call, value, layout)
@@ -82,7 +82,7 @@ def _own_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[An
     return origin, mean, average(emit.call(aten.mul.Tensor, deviation, deviation))
 
 
-def _own_count(call: LocalCall, like: Any, names: Sequence[str]) -> Any:
+def _shard_count(call: LocalCall, like: Any, names: Sequence[str]) -> Any:
     """How many elements a rank has along some factors, padding left out: `[1]`, in the dtype of `like`."""
     emit, count = call.emit, None
     for name in names:
@@ -92,7 +92,7 @@ def _own_count(call: LocalCall, like: Any, names: Sequence[str]) -> Any:
     return count
 
 
-def _joined(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) -> tuple[Any, Any, Any]:
+def _combine_moments(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) -> tuple[Any, Any, Any]:
     """Moments of what the ranks of an axis have together, from those of each rank's part.
 
     The origin is the first rank's, which has something wherever any rank has.
@@ -102,7 +102,7 @@ def _joined(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) -> tuple[
     pending = emit.call(collectives.all_gather_into_tensor.default, own, size, emit.group(axis))
     gathered = emit.call(collectives.wait_tensor.default, pending)
     origins, offsets, variances = (emit.call(aten.select.int, gathered, 1, index) for index in range(3))
-    weights = _weights(call, offsets, axis)
+    weights = _rank_weights(call, offsets, axis)
 
     def average(values: Any) -> Any:
         if weights is None:
@@ -117,7 +117,7 @@ def _joined(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) -> tuple[
     return origin, offset, average(emit.call(aten.add.Tensor, variances, squares))
 
 
-def _weights(call: LocalCall, like: Any, axis: int) -> Any:
+def _rank_weights(call: LocalCall, like: Any, axis: int) -> Any:
     """What every rank of an axis has of all elements, as a factor of a value `[ranks, ...]`; None where it is the same.
 
     It differs where the axis pads its factor, or shares it: what other axes do with a rank's part, they do with those

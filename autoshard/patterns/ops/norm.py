@@ -13,12 +13,12 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
+    all_reduce_stacked,
     aten,
     bind_named,
     cast,
+    factor_names,
     named_values,
-    numbered,
-    reduced_together,
     result_dtype,
     shape_of,
     split_axes,
@@ -28,16 +28,16 @@ from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Exchange, OpCall, Rule
 
 
-def _normalized(call: OpCall) -> list[str]:
+def _normalized_dims(call: OpCall) -> list[str]:
     """Names of the normalised dims."""
-    return numbered("n", len(call.arg("normalized_shape")))
+    return factor_names("n", len(call.arg("normalized_shape")))
 
 
 def _last_dims(call: OpCall) -> list[int]:
     return list(range(-len(call.arg("normalized_shape")), 0))
 
 
-def _rows(call: OpCall) -> int:
+def _row_count(call: OpCall) -> int:
     """How many there are of what is normalised."""
     shape = shape_of(call, "input")
     return math.prod(shape[: len(shape) - len(call.arg("normalized_shape"))])
@@ -47,14 +47,14 @@ def _forward_exchange(call: OpCall) -> int | list[Exchange]:
     """Moments are joined; mean squares are summed."""
     dtype = call.operands[0].dtype
     if call.op.namespace == "autoshard":
-        return _rows(call) * accumulation_dtype(dtype).itemsize
-    return moments_exchange(_rows(call), dtype)
+        return _row_count(call) * accumulation_dtype(dtype).itemsize
+    return moments_exchange(_row_count(call), dtype)
 
 
 @rule_maker("aten.native_layer_norm", "autoshard.rms_norm")
 def normalization(call: OpCall) -> Rule:
     """Layer norm `(result, mean, reciprocal deviation)` or root-mean-square norm `(result, reciprocal root)`."""
-    names = _normalized(call)
+    names = _normalized_dims(call)
     inner, ones = " ".join(names), " ".join("1" for _ in names)
     statistics = len(call.results) - 1
     return bind_named(
@@ -70,7 +70,7 @@ def normalization(call: OpCall) -> Rule:
 
 
 def _layer_norm(call: LocalCall) -> Any:
-    names = _normalized(call.call)
+    names = _normalized_dims(call.call)
     if not split_axes(call, names):
         return call.run()
     emit, values = call.emit, named_values(call)
@@ -94,7 +94,7 @@ def _affine(call: LocalCall, value: Any) -> Any:
 
 
 def _rms_norm(call: LocalCall) -> Any:
-    names = _normalized(call.call)
+    names = _normalized_dims(call.call)
     if not split_axes(call, names):
         return call.run()
     emit, values = call.emit, named_values(call)
@@ -115,14 +115,14 @@ def _means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
     emit, dims = call.emit, _last_dims(call.call)
     count = math.prod(call.arg("normalized_shape"))
     sums = [emit.call(aten.sum.dim_IntList, value, dims, True) for value in values]
-    sums = reduced_together(call, sums, _normalized(call.call))
+    sums = all_reduce_stacked(call, sums, _normalized_dims(call.call))
     return [emit.call(aten.div.Scalar, value, count) for value in sums]
 
 
 @rule_maker("aten.native_layer_norm_backward", "autoshard.rms_norm_backward")
 def normalization_backward(call: OpCall) -> Rule:
     """Gradients of the input, the weight and, for layer norm, the bias; linear in the incoming gradient."""
-    names = _normalized(call)
+    names = _normalized_dims(call)
     inner, ones = " ".join(names), " ".join("1" for _ in names)
     statistics, whole = f"... {ones}", f"... {inner}"
     sums = 1 if call.op.namespace == "autoshard" else 2
@@ -131,23 +131,23 @@ def normalization_backward(call: OpCall) -> Rule:
     return bind_named(
         call,
         {"grad_out": whole, "input": whole, "mean": statistics, "rstd": statistics, "weight": inner, "bias": inner},
-        [_dims_of(call, index, dims) for index, dims in enumerate(results)],
+        [_gradient_dims(call, index, dims) for index, dims in enumerate(results)],
         linear=[{"grad_out"}],
-        exchange=dict.fromkeys(names, sums * _rows(call) * itemsize),
+        exchange=dict.fromkeys(names, sums * _row_count(call) * itemsize),
         local=_normalization_backward,
         uneven=True,
         fill=dict.fromkeys(names, 0.0),
     )
 
 
-def _dims_of(call: OpCall, result: int, dims: str) -> str:
+def _gradient_dims(call: OpCall, result: int, dims: str) -> str:
     """Dims of a gradient; the operator of root-mean-square norms gives no elements where none is asked for."""
     absent = call.op.namespace == "autoshard" and not call.arg("output_mask")[result]
     return f"none{result}!" if absent else dims
 
 
 def _normalization_backward(call: LocalCall) -> Any:
-    if not split_axes(call, _normalized(call.call)):
+    if not split_axes(call, _normalized_dims(call.call)):
         return call.run()
     emit, values = call.emit, named_values(call)
     dtype = accumulation_dtype(emit.dtype(values["input"]))
@@ -161,10 +161,10 @@ def _normalization_backward(call: LocalCall) -> Any:
     results += [
         _batch_sum(call, value) if asked else None for asked, value in zip(mask[1:], (along, gradient), strict=False)
     ]
-    return tuple(_of_result(call, index, value) for index, value in enumerate(results))
+    return tuple(_cast_to_result(call, index, value) for index, value in enumerate(results))
 
 
-def _of_result(call: LocalCall, index: int, value: Any) -> Any:
+def _cast_to_result(call: LocalCall, index: int, value: Any) -> Any:
     """A gradient in the element type of its result; where none is asked for, what stands for it."""
     if value is not None:
         return cast(call, value, result_dtype(call, index))

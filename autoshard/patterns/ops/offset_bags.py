@@ -12,12 +12,12 @@ import torch
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, bind_named, cast, named_values, shape_of
-from autoshard.patterns.ops.embedding_bag import masked_weights, own_rows
+from autoshard.patterns.ops.embedding_bag import localize_bag_indices, masked_weights
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 _SUM, _MEAN, _MAX = 0, 1, 2  # what ATen's `mode` arguments mean
-_ITEMS = {
+_OPERAND_DIMS = {
     "weight": "v^ d",
     "indices": "i!",
     "per_sample_weights": "i!",
@@ -40,7 +40,7 @@ def bags(call: OpCall) -> Rule:
     maxima = _maxima(call.results[3].shape)
     return bind_named(
         call,
-        _ITEMS,
+        _OPERAND_DIMS,
         ["b! d", "x!", "y!", maxima],
         reduce={"d": None, "v": ("sum", None, None, None)},
         whole=("v",) if call.arg("mode") == _MAX else (),
@@ -56,7 +56,7 @@ def _bags(call: LocalCall) -> Any:
     emit, values = call.emit, named_values(call)
     table, offsets = values["weight"], values["offsets"]
     last, padding = call.arg("include_last_offset"), call.arg("padding_idx")
-    place, outside = own_rows(call, call.operand_shape(0)[0], padding)
+    place, outside = localize_bag_indices(call, call.operand_shape(0)[0], padding)
     weights = masked_weights(call, table, values.get("per_sample_weights"), outside)
     sums = emit.call(call.call.op, table, place, offsets, False, _SUM, False, weights, last, -1)[0]
     # What tells bags apart does not depend on the table: one of two rows, for padding and for all else, does as well.
@@ -80,7 +80,7 @@ def bags_backward(call: OpCall) -> Rule | None:
     if "dense" not in call.op.name() and call.arg("sparse"):
         return None
     counted = call.arg("scale_grad_by_freq")  # the frequency of a word is that among all indices
-    items = _ITEMS | {"maximum_indices": _maxima(shape_of(call, "maximum_indices"))}
+    items = _OPERAND_DIMS | {"maximum_indices": _maxima(shape_of(call, "maximum_indices"))}
     whole = ("v",) if counted or call.arg("mode") == _MAX else ()
     return bind_named(call, items, ["v^ d"], linear=[{"grad"}], whole=whole, local=_bags_backward, uneven=True)
 
@@ -97,7 +97,7 @@ def _bags_backward(call: LocalCall) -> Any:
         gradient = emit.call(aten.div.Tensor, gradient, _column(call, counts))
     if "per_sample_weights" in values:
         gradient = emit.call(aten.mul.Tensor, gradient, _column(call, values["per_sample_weights"]))
-    place, outside = own_rows(call, rows, call.arg("padding_idx"))
+    place, outside = localize_bag_indices(call, rows, call.arg("padding_idx"))
     place = emit.call(aten.masked_fill.Scalar, place, outside, -1)  # which the operator skips
     return emit.call(aten.embedding_dense_backward.default, gradient, place, rows, -1, False)
 
@@ -118,7 +118,7 @@ def bags_weights_backward(call: OpCall) -> Rule:
     """The gradient of the rows' weights: a product over the embedding dim."""
     linear = [{"grad"}, {"weight"}]
     return bind_named(
-        call, _ITEMS, ["i!"], linear=linear, local=_bags_weights_backward, uneven=("d",), fill={"v": None}
+        call, _OPERAND_DIMS, ["i!"], linear=linear, local=_bags_weights_backward, uneven=("d",), fill={"v": None}
     )
 
 
@@ -126,6 +126,8 @@ def _bags_weights_backward(call: LocalCall) -> Any:
     if not call.axes("v"):
         return call.run()
     values = named_values(call)
-    values["indices"], outside = own_rows(call, call.emit.shape(values["weight"])[0], call.arg("padding_idx"))
+    values["indices"], outside = localize_bag_indices(
+        call, call.emit.shape(values["weight"])[0], call.arg("padding_idx")
+    )
     result = call.run(operands=list(values.values()), padding_idx=-1)
     return call.emit.call(aten.masked_fill.Scalar, result, outside, 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops.cut import common_part
+from autoshard.patterns.ops.cut import common_inner_size
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -29,7 +29,7 @@ def _pad(call: OpCall) -> Rule:
     source, target, whole = [], [], []
     for dim, size in enumerate(operand.shape):
         before, after = _padding(pad, ndim, dim)
-        inner = common_part(size, before, after)
+        inner = common_inner_size(size, before, after)
         sizes |= {f"d{dim}": inner, f"operand_parts{dim}": size // inner}
         sizes[f"result_parts{dim}"] = result.shape[dim] // inner
         if before or after:

@@ -11,34 +11,43 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, bind_named, named_values, numbered, shape_of
-from autoshard.patterns.ops.halo import Halo, Positions, extended, folded, gathered_borders, positions, setting, sharded
+from autoshard.patterns.ops._helpers import aten, bind_named, factor_names, named_values, shape_of
+from autoshard.patterns.ops.halo import (
+    Halo,
+    WindowDim,
+    extend_by_halo,
+    fold_halo,
+    halo_exchanges,
+    sharded_halos,
+    window_dim,
+    window_setting,
+)
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
 
-def _spatial(call: OpCall) -> int:
+def _spatial_rank(call: OpCall) -> int:
     return 3 if "3d" in call.op.name() else 2
 
 
-def _dims(call: OpCall) -> list[Positions]:
+def _dims(call: OpCall) -> list[WindowDim]:
     """The dims of positions, last in the operand."""
-    shape, spatial = shape_of(call, "self"), _spatial(call)
+    shape, spatial = shape_of(call, "self"), _spatial_rank(call)
     pooled = call.arg("grad_output") if "backward" in call.op.name() else call.results[0]
     assert isinstance(pooled, TensorMeta)
     dims = []
     for place in range(spatial):
         dim = len(shape) - spatial + place
-        kernel = setting(call.arg("kernel_size"), place)
-        stride = setting(call.arg("stride") or call.arg("kernel_size"), place)
-        padding = setting(call.arg("padding"), place)
-        small = pooled.shape[dim] if _in_order(call, padding) else 0
-        reach = (kernel - 1) * (setting(call.arg("dilation"), place) if "max" in call.op.name() else 1)
-        dims.append(positions(place, dim, small, shape[dim], stride, padding, reach))
+        kernel = window_setting(call.arg("kernel_size"), place)
+        stride = window_setting(call.arg("stride") or call.arg("kernel_size"), place)
+        padding = window_setting(call.arg("padding"), place)
+        small = pooled.shape[dim] if _has_uniform_windows(call, padding) else 0
+        reach = (kernel - 1) * (window_setting(call.arg("dilation"), place) if "max" in call.op.name() else 1)
+        dims.append(window_dim(place, dim, small, shape[dim], stride, padding, reach))
     return dims
 
 
-def _in_order(call: OpCall, padding: int) -> bool:
+def _has_uniform_windows(call: OpCall, padding: int) -> bool:
     """Whether windows at the ends are like all others, their padding being zeros (infinitely small for a maximum)."""
     if call.arg("ceil_mode"):
         return False
@@ -47,23 +56,23 @@ def _in_order(call: OpCall, padding: int) -> bool:
     return padding == 0 or bool(call.arg("count_include_pad")) or call.arg("divisor_override") is not None
 
 
-def _images(call: OpCall) -> tuple[str, str, dict[str, int]]:
+def _image_dims(call: OpCall) -> tuple[str, str, dict[str, int]]:
     """Dims of the operand and of the pooled image, and the sizes of the names in them."""
-    dims, lead = _dims(call), _lead(call)
+    dims, lead = _dims(call), _leading_dims(call)
     sizes = {name: size for dim in dims for name, size in dim.sizes.items()}
     return " ".join([*lead, *(dim.large for dim in dims)]), " ".join([*lead, *(dim.small for dim in dims)]), sizes
 
 
-def _lead(call: OpCall) -> list[str]:
+def _leading_dims(call: OpCall) -> list[str]:
     """Names of the dims before the positions: batch and channels."""
-    return numbered("b", len(shape_of(call, "self")) - _spatial(call))
+    return factor_names("b", len(shape_of(call, "self")) - _spatial_rank(call))
 
 
 @rule_maker("aten.avg_pool2d.default", "aten.avg_pool3d.default")
 def mean_pool(call: OpCall) -> Rule:
     """Means of windows."""
-    large, small, sizes = _images(call)
-    exchange = gathered_borders(_dims(call), call.operands[0])
+    large, small, sizes = _image_dims(call)
+    exchange = halo_exchanges(_dims(call), call.operands[0])
     return bind_named(
         call,
         {"self": large},
@@ -72,52 +81,52 @@ def mean_pool(call: OpCall) -> Rule:
         sizes=sizes,
         exchange=exchange,
         local=_mean_pool,
-        uneven=_lead(call),
+        uneven=_leading_dims(call),
     )
 
 
-def _bare(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
+def _window_padding(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
     """The padding of the windows, none where a halo takes its place."""
-    spatial = _spatial(call.call)
+    spatial = _spatial_rank(call.call)
     first = len(shape_of(call.call, "self")) - spatial
     bare = {halo.dim - first for halo in halos}
-    return [0 if place in bare else setting(call.arg("padding"), place) for place in range(spatial)]
+    return [0 if place in bare else window_setting(call.arg("padding"), place) for place in range(spatial)]
 
 
 def _mean_pool(call: LocalCall) -> Any:
-    halos, value = sharded(call, _dims(call.call)), call.operands[0]
+    halos, value = sharded_halos(call, _dims(call.call)), call.operands[0]
     for halo in halos:
-        value = extended(call, value, halo)
-    return call.run(operands=[value], padding=_bare(call, halos))
+        value = extend_by_halo(call, value, halo)
+    return call.run(operands=[value], padding=_window_padding(call, halos))
 
 
 @rule_maker("aten.avg_pool2d_backward.default", "aten.avg_pool3d_backward.default")
 def mean_pool_backward(call: OpCall) -> Rule:
     """The gradient of the operand, of which only the shape is looked at."""
-    large, small, sizes = _images(call)
+    large, small, sizes = _image_dims(call)
     return bind_named(
         call,
         {"grad_output": small, "self": large},
         [large],
         linear=[{"grad_output"}],
         sizes=sizes,
-        exchange=gathered_borders(_dims(call), call.operands[1]),
+        exchange=halo_exchanges(_dims(call), call.operands[1]),
         local=_pool_backward,
-        uneven=_lead(call),
+        uneven=_leading_dims(call),
     )
 
 
 def _pool_backward(call: LocalCall) -> Any:
     """The gradient of the operand with its halos, which goes back to the neighbours."""
-    halos, values = sharded(call, _dims(call.call)), named_values(call)
+    halos, values = sharded_halos(call, _dims(call.call)), named_values(call)
     if not halos:
         return call.run()
     values["self"] = call.emit.call(aten.new_zeros.default, values["self"], _extended_shape(call, halos))
     if "indices" in values:
-        values["indices"] = _recoded(call, values["indices"], halos, inwards=True)
-    gradient = call.run(operands=list(values.values()), padding=_bare(call, halos))
+        values["indices"] = _translate_indices(call, values["indices"], halos, inwards=True)
+    gradient = call.run(operands=list(values.values()), padding=_window_padding(call, halos))
     for halo in halos:
-        gradient = folded(call, gradient, halo)
+        gradient = fold_halo(call, gradient, halo)
     return gradient
 
 
@@ -131,29 +140,35 @@ def _extended_shape(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
 @rule_maker("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default")
 def max_pool(call: OpCall) -> Rule:
     """The largest numbers of windows, and where in the whole image each stands."""
-    large, small, sizes = _images(call)
-    exchange = gathered_borders(_dims(call), call.operands[0])
+    large, small, sizes = _image_dims(call)
+    exchange = halo_exchanges(_dims(call), call.operands[0])
     return bind_named(
-        call, {"self": large}, [small, small], sizes=sizes, exchange=exchange, local=_max_pool, uneven=_lead(call)
+        call,
+        {"self": large},
+        [small, small],
+        sizes=sizes,
+        exchange=exchange,
+        local=_max_pool,
+        uneven=_leading_dims(call),
     )
 
 
 def _max_pool(call: LocalCall) -> Any:
-    halos, value = sharded(call, _dims(call.call)), call.operands[0]
+    halos, value = sharded_halos(call, _dims(call.call)), call.operands[0]
     if not halos:
         return call.run()
     for halo in halos:
-        value = extended(call, value, halo, -math.inf)
-    result, indices = call.run(operands=[value], padding=_bare(call, halos))
-    return result, _recoded(call, indices, halos, inwards=False)
+        value = extend_by_halo(call, value, halo, -math.inf)
+    result, indices = call.run(operands=[value], padding=_window_padding(call, halos))
+    return result, _translate_indices(call, indices, halos, inwards=False)
 
 
-def _recoded(call: LocalCall, indices: Any, halos: Sequence[Halo], *, inwards: bool) -> Any:
+def _translate_indices(call: LocalCall, indices: Any, halos: Sequence[Halo], *, inwards: bool) -> Any:
     """Places in the whole image from places in this rank's stretch and its halos, or the other way round (`inwards`).
 
     A place is the row-major number of a position among all of an image.
     """
-    emit, spatial = call.emit, _spatial(call.call)
+    emit, spatial = call.emit, _spatial_rank(call.call)
     names = list(named_values(call))
     whole = shape_of(call.call, "self")
     local, extent = call.operand_shape(names.index("self")), _extended_shape(call, halos)
@@ -178,14 +193,14 @@ def _recoded(call: LocalCall, indices: Any, halos: Sequence[Halo], *, inwards: b
 @rule_maker("aten.max_pool2d_with_indices_backward.default", "aten.max_pool3d_with_indices_backward.default")
 def max_pool_backward(call: OpCall) -> Rule:
     """The gradient of the operand, of which only the shape is looked at."""
-    large, small, sizes = _images(call)
+    large, small, sizes = _image_dims(call)
     return bind_named(
         call,
         {"grad_output": small, "self": large, "indices": small},
         [large],
         linear=[{"grad_output"}],
         sizes=sizes,
-        exchange=gathered_borders(_dims(call), call.operands[1]),
+        exchange=halo_exchanges(_dims(call), call.operands[1]),
         local=_pool_backward,
-        uneven=_lead(call),
+        uneven=_leading_dims(call),
     )

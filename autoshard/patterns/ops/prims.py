@@ -6,7 +6,7 @@ from autoshard.patterns.build import build
 from autoshard.patterns.ops.pointwise import Sets, pointwise_rule
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.views import view_rule
+from autoshard.patterns.view_factors import view_rule
 
 _POINTWISE = """
     abs acos acosh asin asinh atan atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j0 bessel_j1 bitwise_and
@@ -61,7 +61,7 @@ def _broadcast(call: OpCall) -> Rule:
 
 
 @rule_maker("prims.rev")
-def _reversed(call: OpCall) -> Rule:
+def _rev(call: OpCall) -> Rule:
     """Dims stay where they are; those that are turned round must be whole."""
     (operand,) = call.operands
     sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}

@@ -14,7 +14,7 @@ import torch
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._draws import draws
-from autoshard.patterns.ops._helpers import accumulation_dtype, aten, cast, numbered, result_dtype
+from autoshard.patterns.ops._helpers import accumulation_dtype, aten, cast, factor_names, result_dtype
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
@@ -41,21 +41,21 @@ def draw(
         op,
         list(call.result_shape() if size is None else size),
         *parameters,
-        *step_of(call),
+        *draw_arguments(call),
         dtype=result_dtype(call) if dtype is None else dtype,
         device=device,
     )
 
 
-def step_of(call: LocalCall) -> tuple[Any, int, Any]:
+def draw_arguments(call: LocalCall) -> tuple[Any, int, Any]:
     """What every drawing operator takes: the step's seed, a number of its own, and which shard is drawn.
 
     Seed and shard are on the CPU: generators are seeded by the host.
     """
-    return call.emit.seed(), call.emit.stream(), split_index(call)
+    return call.emit.seed(), call.emit.stream(), shard_index(call)
 
 
-def split_index(call: LocalCall) -> Any:
+def shard_index(call: LocalCall) -> Any:
     """Which shard of a call this rank has, on the CPU: ranks with the same one have the same number."""
     return call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0], host=True)
 
@@ -79,25 +79,25 @@ def _native_dropout(call: LocalCall) -> Any:
 rule("aten.native_dropout_backward", "..., ... -> ...", linear="0")
 
 
-def _fresh(call: OpCall, local: LocalProgram) -> Rule:
+def _operandless_rule(call: OpCall, local: LocalProgram) -> Rule:
     """The rule of an operator without tensor operands: the dims of its result are its only loops."""
     meta = call.results[0]
     assert meta is not None
-    return bind(f"-> {' '.join(numbered('d', len(meta.shape)))}", call, local=local, uneven=True)
+    return bind(f"-> {' '.join(factor_names('d', len(meta.shape)))}", call, local=local, uneven=True)
 
 
-def drawn_like(program: LocalProgram, *names: str) -> None:
+def register_draw(program: LocalProgram, *names: str) -> None:
     """Register operators whose operands and result are broadcast together, or that have a result alone."""
 
     def make(call: OpCall) -> Rule:
         if not call.operands:
-            return _fresh(call, program)
+            return _operandless_rule(call, program)
         return bind(f"{', '.join('...' for _ in call.operands)} -> ...", call, local=program, uneven=True)
 
     rule_maker(*names)(make)
 
 
-def drawn_from(op: Any, *arguments: str | float) -> Callable[[LocalCall], Any]:
+def draw_program(op: Any, *arguments: str | float) -> Callable[[LocalCall], Any]:
     """A program that draws with parameters that are numbers, or the call's arguments of these names."""
 
     def program(call: LocalCall) -> Any:
@@ -106,26 +106,28 @@ def drawn_from(op: Any, *arguments: str | float) -> Callable[[LocalCall], Any]:
     return program
 
 
-drawn_like(
-    drawn_from(draws.uniform.default, 0.0, 1.0),
+register_draw(
+    draw_program(draws.uniform.default, 0.0, 1.0),
     *("aten.rand.default", "aten.rand.generator", "aten.rand_like.default", "aten.rand_like.generator"),
 )
-drawn_like(
-    drawn_from(draws.normal.default, 0.0, 1.0),
+register_draw(
+    draw_program(draws.normal.default, 0.0, 1.0),
     *("aten.randn.default", "aten.randn.generator", "aten.randn_like.default", "aten.randn_like.generator"),
 )
-drawn_like(
-    drawn_from(draws.integers.default, 0, "high"),
+register_draw(
+    draw_program(draws.integers.default, 0, "high"),
     *("aten.randint.default", "aten.randint.generator", "aten.randint_like.default", "aten.randint_like.generator"),
 )
-drawn_like(
-    drawn_from(draws.integers.default, "low", "high"),
+register_draw(
+    draw_program(draws.integers.default, "low", "high"),
     *("aten.randint.low", "aten.randint.low_generator", "aten.randint_like.low_dtype"),
     "aten.randint_like.low_generator_dtype",
 )
-drawn_like(drawn_from(draws.uniform.default, "from", "to"), "aten.uniform.default")
-drawn_like(drawn_from(draws.normal.default, "mean", "std"), "aten.normal_functional.default", "aten.normal.float_float")
-drawn_like(drawn_from(draws.bernoulli.default, "p"), "aten.bernoulli.p")
+register_draw(draw_program(draws.uniform.default, "from", "to"), "aten.uniform.default")
+register_draw(
+    draw_program(draws.normal.default, "mean", "std"), "aten.normal_functional.default", "aten.normal.float_float"
+)
+register_draw(draw_program(draws.bernoulli.default, "p"), "aten.bernoulli.p")
 
 
 def _exponential_noise(call: LocalCall, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Any:
@@ -138,7 +140,7 @@ def _exponential(call: LocalCall) -> Any:
     return call.emit.call(aten.mul.Scalar, _exponential_noise(call), -1.0 / call.arg("lambd"))
 
 
-drawn_like(_exponential, "aten.exponential.default")
+register_draw(_exponential, "aten.exponential.default")
 
 
 def _bernoulli(call: LocalCall) -> Any:
@@ -148,7 +150,7 @@ def _bernoulli(call: LocalCall) -> Any:
     return cast(call, call.emit.call(aten.lt.Tensor, uniform, probabilities), result_dtype(call))
 
 
-drawn_like(_bernoulli, "aten.bernoulli.default", "aten.bernoulli.Tensor")
+register_draw(_bernoulli, "aten.bernoulli.default", "aten.bernoulli.Tensor")
 
 
 def _normal(call: LocalCall) -> Any:
@@ -164,7 +166,7 @@ def _normal(call: LocalCall) -> Any:
     return emit.call(aten.add.Scalar, value, mean)
 
 
-drawn_like(_normal, "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor")
+register_draw(_normal, "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor")
 
 
 @rule_maker("aten.randperm")

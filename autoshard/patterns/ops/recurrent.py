@@ -14,9 +14,9 @@ from autoshard.capture import recurrence as recurrence  # it defines the operato
 from autoshard.patterns.ops._helpers import bind_named, operand_names
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.units.hidden_units import exchanges, on_shared_units
+from autoshard.patterns.units.hidden_units import exchanges, run_shared_units
 
-_PROJECTING = {
+_PROJECTION_DIMS = {
     "gates": "t! b g!",
     "active": "t! b g!",
     "cells": "t! b h!",
@@ -30,7 +30,7 @@ _PROJECTING = {
 }
 """Dims by the names of the operators' arguments; p are the units of the output, h those of the cell."""
 
-_ITEMS = {
+_OPERAND_DIMS = {
     **dict.fromkeys(("gates", "active"), "t! b (g! h^)"),
     **dict.fromkeys(("cells", "grad_cells", "candidates", "output", "grad_output"), "t! b h^"),
     **dict.fromkeys(("h", "c"), "b h^"),
@@ -56,21 +56,21 @@ def recurrent(call: OpCall) -> Rule:
     backward = name.endswith("backward")
     linear = [{"grad_output", "grad_cells"}] if backward else []
     if "projection" in operand_names(call):
-        results = [_PROJECTING[result] for result in _RESULTS[name]]
-        return _step_by_step(bind_named(call, _PROJECTING, results, linear=linear))
+        results = [_PROJECTION_DIMS[result] for result in _RESULTS[name]]
+        return _mark_sequential(bind_named(call, _PROJECTION_DIMS, results, linear=linear))
     rule = bind_named(
         call,
-        _ITEMS,
-        [_ITEMS[result] for result in _RESULTS[name]],
+        _OPERAND_DIMS,
+        [_OPERAND_DIMS[result] for result in _RESULTS[name]],
         linear=linear,
         exchange={"h": exchanges(call)},
-        local=on_shared_units,
+        local=run_shared_units,
         uneven=True,
         fill={"h": 0.0} if backward else None,  # the gates of padding are summed over
     )
-    return _step_by_step(rule)
+    return _mark_sequential(rule)
 
 
-def _step_by_step(rule: Rule) -> Rule:
+def _mark_sequential(rule: Rule) -> Rule:
     """Every time step reads the weight again, which it waits for when there are few samples."""
     return replace(rule, factors=tuple(replace(factor, sequential=factor.name == "t") for factor in rule.factors))

@@ -6,13 +6,12 @@ backward: a strided shard of such a dim is all gates of some units, on which the
 
 from __future__ import annotations
 
-from autoshard.capture import recurrent_cells as recurrent_cells  # it defines the operators
 from autoshard.patterns.ops._helpers import bind_named
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 _UNITS, _GATES, _BIAS, _KEPT = "b h", "b (g! h)", "(g! h)", "b (w! h)"
-_ITEMS = {
+_OPERAND_DIMS = {
     **dict.fromkeys(("input_gates", "hidden_gates"), _GATES),
     **dict.fromkeys(("input_bias", "hidden_bias"), _BIAS),
     **dict.fromkeys(("hx", "cx", "cy", "grad_hy", "grad_cy"), _UNITS),
@@ -40,7 +39,7 @@ def cell(call: OpCall) -> Rule:
     backward = "backward" in name
     return bind_named(
         call,
-        _ITEMS,
+        _OPERAND_DIMS,
         _RESULTS[name],
         linear=[{"grad_hy", "grad_cy"}] if backward else (),
         sizes={"g": gates, "w": kept},

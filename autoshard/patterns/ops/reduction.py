@@ -10,7 +10,7 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, cast, reduced, result_dtype
+from autoshard.patterns.ops._helpers import all_reduce_over, aten, cast, result_dtype
 from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
@@ -128,23 +128,23 @@ def _local_aminmax(call: LocalCall) -> Any:
 
 
 @rule_maker("aten.any", "aten.all", "aten._is_any_true", "aten._is_all_true")
-def _truth(call: OpCall) -> Rule:
+def _any_all(call: OpCall) -> Rule:
     """Truth values are no numbers that a partial result could be made of: they are agreed upon at once."""
     assert call.results[0] is not None
     fill = 0.0 if "any" in call.op._schema.name else 1.0
-    return reduction_rule(call, kinds=(None,), local=_local_truth, exchange=call.results[0].bytes, fill=fill)
+    return reduction_rule(call, kinds=(None,), local=_local_any_all, exchange=call.results[0].bytes, fill=fill)
 
 
-def _local_truth(call: LocalCall) -> Any:
+def _local_any_all(call: LocalCall) -> Any:
     value, names = call.run(), sharded_dims(call)
     if not names:
         return value
     kind = "max" if "any" in call.call.op._schema.name else "min"
-    return cast(call, reduced(call, cast(call, value, torch.uint8), names, kind), result_dtype(call))
+    return cast(call, all_reduce_over(call, cast(call, value, torch.uint8), names, kind), result_dtype(call))
 
 
 @rule_maker("aten.median", "aten.nanmedian", "aten.mode", "aten.kthvalue")
-def _ranked(call: OpCall) -> Rule:
+def _order_statistic(call: OpCall) -> Rule:
     """Elements picked by their rank among all of a dim, which must be whole."""
     return reduction_rule(call, split=False)
 
@@ -168,11 +168,11 @@ def _local_logsumexp(call: LocalCall) -> Any:
     if not names:
         return call.run()
     emit, value = call.emit, cast(call, call.operands[0], result_dtype(call))  # differences of integers may overflow
-    top = reduced(call, emit.call(aten.amax.default, value, dims, True), names, "max")
+    top = all_reduce_over(call, emit.call(aten.amax.default, value, dims, True), names, "max")
     # An infinite maximum is its own logarithm of the sum; subtracting it would give nan.
     infinite = emit.call(aten.eq.Scalar, emit.call(aten.abs.default, top), math.inf)
     top = emit.call(aten.masked_fill.Scalar, top, infinite, 0)
     total = emit.call(aten.exp.default, emit.call(aten.sub.Tensor, value, top))
-    total = reduced(call, emit.call(aten.sum.dim_IntList, total, dims, True), names)
+    total = all_reduce_over(call, emit.call(aten.sum.dim_IntList, total, dims, True), names)
     whole = emit.call(aten.add.Tensor, emit.call(aten.log.default, total), top)
     return cast(call, emit.call(aten.reshape.default, whole, list(call.result_shape())), result_dtype(call))

@@ -6,8 +6,8 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._positions import within_stretch
-from autoshard.patterns.ops.scattering import with_spare, without_spare
+from autoshard.patterns.ops._positions import localize_index
+from autoshard.patterns.ops.scattering import append_spare, drop_spare
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -32,5 +32,5 @@ def _local_embedding_renorm(call: LocalCall) -> Any:
         return call.run()
     table, indices = call.operands
     stretch = call.operand_shape(0)[0]
-    own, _ = within_stretch(call, indices, "v", stretch, stretch)
-    return without_spare(call, call.run(operands=[with_spare(call, table, [0]), own]), [0])
+    own, _ = localize_index(call, indices, "v", stretch, stretch)
+    return drop_spare(call, call.run(operands=[append_spare(call, table, [0]), own]), [0])

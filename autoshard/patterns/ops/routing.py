@@ -1,4 +1,4 @@
-"""Rows that are sent to groups and come back, as tokens to the experts of a mixture (`capture/routing.py`).
+"""Rows that are sent to groups and come back, as tokens to the experts of a mixture (`capture/routing_operators.py`).
 
 Every operator here has two ways to be split beside its other dims. By `source`, a rank routes its own tokens among all
 groups, and sends nothing. By `group`, a rank holds a stretch of the groups besides: the ranks send each other the rows
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.routing import routing as routing  # defines the operators
+from autoshard.capture.routing_operators import routing as routing  # defines the operators
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall, collectives
 from autoshard.patterns.registry import rule_maker
-from autoshard.patterns.routed_exchange import programs
+from autoshard.patterns.routed_exchange import exchange_ops
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def _local_group(call: LocalCall) -> Any:
     each = [groups // ranks] * ranks
     received = emit.call(collectives.all_to_all_single.default, sent, each, each, emit.group(axis))
     received = emit.call(collectives.wait_tensor.default, received)
-    places, ends = emit.call(programs.arrivals.default, received, ranks, call.result_shape(1)[0])
+    places, ends = emit.call(exchange_ops.arrivals.default, received, ranks, call.result_shape(1)[0])
     return order, places, emit.call(aten.stack.default, [sent, received]), ends
 
 
@@ -96,7 +96,7 @@ def _local_dispatch(call: LocalCall) -> Any:
     values, order, places, splits = call.operands
     emit = call.emit
     tokens = emit.call(aten.floor_divide.default, order, call.size("repeats"))
-    arrived = _exchanged(call, emit.call(aten.index_select.default, values, 0, tokens), splits, back=False)
+    arrived = _exchange_rows(call, emit.call(aten.index_select.default, values, 0, tokens), splits, back=False)
     return emit.call(aten.index_select.default, arrived, 0, places)
 
 
@@ -133,23 +133,23 @@ def _local_combine(call: LocalCall) -> Any:
         return call.run()
     rows, order, places, splits = call.operands
     arrived = call.emit.call(aten.index_copy.default, rows, 0, places, rows)  # a permutation writes every row
-    returned = _exchanged(call, arrived, splits, back=True)
+    returned = _exchange_rows(call, arrived, splits, back=True)
     return call.emit.call(aten.index_copy.default, returned, 0, order, returned)
 
 
 @rule_maker("autoshard::spread")
 def _spread(call: OpCall) -> Rule:
     """`(table [groups, ...], places, ends) -> rows [S, ...]`: a rank needs the entries of its own groups alone."""
-    return _by_group(call, call.operands[0], rows=call.results[0], routed=[1, 2, 3])
+    return _group_table_rule(call, call.operands[0], rows=call.results[0], routed=[1, 2, 3])
 
 
 @rule_maker("autoshard::collect")
 def _collect(call: OpCall) -> Rule:
     """`(rows [S, ...], places, ends) -> [groups, ...]`: each rank adds up the rows that it holds."""
-    return _by_group(call, call.results[0], rows=call.operands[0], routed=[0, 1, 2])
+    return _group_table_rule(call, call.results[0], rows=call.operands[0], routed=[0, 1, 2])
 
 
-def _by_group(call: OpCall, table: TensorMeta | None, rows: TensorMeta | None, routed: list[int]) -> Rule:
+def _group_table_rule(call: OpCall, table: TensorMeta | None, rows: TensorMeta | None, routed: list[int]) -> Rule:
     """Rows and a table with an entry for every group, of which one is made of the other."""
     assert table is not None
     assert rows is not None
@@ -169,6 +169,6 @@ def _by_group(call: OpCall, table: TensorMeta | None, rows: TensorMeta | None, r
     )
 
 
-def _exchanged(call: LocalCall, rows: Any, splits: Any, back: bool) -> Any:
+def _exchange_rows(call: LocalCall, rows: Any, splits: Any, back: bool) -> Any:
     (axis,), emit = call.axes("group"), call.emit
-    return emit.call(programs.exchange.default, rows, splits, emit.mesh.sizes[axis], back, emit.group(axis))
+    return emit.call(exchange_ops.exchange.default, rows, splits, emit.mesh.sizes[axis], back, emit.group(axis))

@@ -12,8 +12,8 @@ from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.ops._positions import stretch_start
-from autoshard.patterns.ops.grouped_mm import GROUPED
-from autoshard.patterns.ops.matmul import in_units
+from autoshard.patterns.ops.grouped_mm import GROUPED_DIM
+from autoshard.patterns.ops.matmul import divide_into_units
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -27,13 +27,13 @@ def scaled_grouped_mm(call: OpCall) -> Rule | None:
     if call.arg("bias") is not None or call.arg("scale_result") is not None:
         return None
     left, right, scale_a, _, *ends = call.operands
-    grouped = GROUPED.get((len(left.shape), len(right.shape)))
+    grouped = GROUPED_DIM.get((len(left.shape), len(right.shape)))
     rows, columns = left.shape[-2], right.shape[-1]
     groups = ends[0].shape[0] if ends else left.shape[0]
     if scale_a.shape not in ((rows,), (groups, rows), (groups * rows,)):
         return None  # scales of blocks
     sizes = {"g": groups, "i": rows, "k": left.shape[-1]}
-    sizes["j"], sizes["j_lane"] = in_units(columns, _UNIT)
+    sizes["j"], sizes["j_lane"] = divide_into_units(columns, _UNIT)
     matrices = [["i"], ["k"]], [["k"], ["j", "j_lane"]]
     scales: list[list[list[str]]] = [[["i"]], [["j", "j_lane"]]]
     for place, meta in enumerate((left, right)):
@@ -57,7 +57,7 @@ def _local(call: LocalCall) -> Any:
     """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
     emit = call.emit
     left, right, *rest = call.operands
-    grouped = GROUPED.get((len(emit.shape(left)), len(emit.shape(right))))
+    grouped = GROUPED_DIM.get((len(emit.shape(left)), len(emit.shape(right))))
     if grouped is not None and call.axes(grouped):
         length = emit.shape(left)[0] if grouped == "i" else emit.shape(right)[1]
         ends = emit.call(aten.sub.Tensor, rest[-1], stretch_start(call, grouped, length))

@@ -11,7 +11,7 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import aten
-from autoshard.patterns.ops.matmul import first_only, unit_sizes
+from autoshard.patterns.ops.matmul import keep_on_first_rank, unit_sizes
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
@@ -46,11 +46,11 @@ def _product(call: OpCall, scale_a: TensorMeta, scale_b: TensorMeta, rounded: bo
     single = math.prod(scale_a.shape) == math.prod(scale_b.shape) == 1
     if not single and (scale_a.shape, scale_b.shape) != ((result.shape[0], 1), (1, result.shape[1])):
         return None
-    rows, columns = ("i 1", "1 (j j_lane!)") if not single else (_ones(scale_a), _ones(scale_b))
+    rows, columns = ("i 1", "1 (j j_lane!)") if not single else (_scalar_dims(scale_a), _scalar_dims(scale_b))
     operands = ["i (k k_lane!)", "(k k_lane!) (j j_lane!)", rows, columns]
     if call.arg("bias") is not None:
         operands.append("(j j_lane!)")
-    operands += [_ones(meta) for meta in call.operands[len(operands) :]]
+    operands += [_scalar_dims(meta) for meta in call.operands[len(operands) :]]
     return bind(
         f"{', '.join(operands)} -> i (j j_lane!)",
         call,
@@ -60,7 +60,7 @@ def _product(call: OpCall, scale_a: TensorMeta, scale_b: TensorMeta, rounded: bo
     )
 
 
-def _ones(meta: TensorMeta) -> str:
+def _scalar_dims(meta: TensorMeta) -> str:
     """The dims of a tensor that holds one number."""
     return " ".join("1" * len(meta.shape))
 
@@ -68,7 +68,7 @@ def _ones(meta: TensorMeta) -> str:
 def _local(call: LocalCall) -> Any:
     """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
     emit = call.emit
-    values = first_only(call, 4, ["k"]) if call.arg("bias") is not None else list(call.operands)
+    values = keep_on_first_rank(call, 4, ["k"]) if call.arg("bias") is not None else list(call.operands)
     values[0] = emit.call(aten.contiguous.default, values[0])
     columns = emit.call(aten.contiguous.default, emit.call(aten.t.default, values[1]))
     values[1] = emit.call(aten.t.default, columns)

@@ -14,7 +14,7 @@ from typing import Any
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten, cast, result_dtype
-from autoshard.patterns.ops._positions import gathered
+from autoshard.patterns.ops._positions import all_gather_stacked
 from autoshard.patterns.ops.sorting import kept_dims_rule
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -82,7 +82,7 @@ def _local_scan(call: LocalCall) -> Any:
     if not shape or not call.axes(name):
         return scanned
     scan = _SCANS[call.call.op._schema.name]
-    totals = gathered(call, emit.call(aten.select.int, scanned, dim, -1), name)
+    totals = all_gather_stacked(call, emit.call(aten.select.int, scanned, dim, -1), name)
     ranks = emit.call(aten.arange.default, call.share(name), device=emit.device(scanned))
     ranks = emit.call(aten.reshape.default, ranks, [-1] + [1] * (len(shape) - 1))
     before = emit.call(aten.lt.Tensor, ranks, call.position(name))

@@ -14,30 +14,30 @@ from typing import Any
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten
-from autoshard.patterns.ops._positions import along, within_stretch
+from autoshard.patterns.ops._positions import localize_index, reshape_along
 from autoshard.patterns.ops.indexing import (
-    advanced,
+    advanced_indexing,
+    aligned_dims,
     flat_dims,
-    flat_places,
+    localize_flat_index,
+    localize_indices,
     named_dims,
-    side_by_side,
-    split_indices,
     with_index,
 )
-from autoshard.patterns.ops.matmul import first_only
+from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
 
-def with_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
+def append_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
     """The value with one more row behind the end of every dim in `dims`."""
     ndim = len(call.emit.shape(value))
     pad = [int(position % 2 == 1 and ndim - 1 - position // 2 in dims) for position in range(2 * ndim)]
     return call.emit.call(aten.constant_pad_nd.default, value, pad)
 
 
-def without_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
+def drop_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
     """The value without the last row of every dim in `dims`."""
     shape = call.emit.shape(value)
     for dim in dims:
@@ -64,7 +64,7 @@ def _row_rule(call: OpCall, *, adds: bool, linear: Sequence[set[int]] = ()) -> R
         whole=[] if adds else ["index"],
         contiguous=[f"d{dim}"],
         linear=linear,
-        local=_added_rows if adds else _written_rows,
+        local=_add_rows if adds else _write_rows,
         uneven=True,
         fill={"index": 0.0} if adds else {},
     )
@@ -91,26 +91,26 @@ def _index_reduce(call: OpCall) -> Rule | None:
     return _row_rule(call, adds=False)
 
 
-def _added_rows(call: LocalCall) -> Any:
-    values = first_only(call, 0, ["index"])
+def _add_rows(call: LocalCall) -> Any:
+    values = keep_on_first_rank(call, 0, ["index"])
     shape = call.operand_shape(0)
     dim = call.arg("dim") % len(shape)
     if call.axes(f"d{dim}"):
-        values[1], outside = within_stretch(call, values[1], f"d{dim}", shape[dim])
-        outside = along(call, outside, dim, len(shape))
+        values[1], outside = localize_index(call, values[1], f"d{dim}", shape[dim])
+        outside = reshape_along(call, outside, dim, len(shape))
         values[2] = call.emit.call(aten.masked_fill.Scalar, values[2], outside, 0)
     return call.run(operands=values)
 
 
-def _written_rows(call: LocalCall) -> Any:
+def _write_rows(call: LocalCall) -> Any:
     shape = call.operand_shape(0)
     dim = call.arg("dim") % len(shape)
     if not call.axes(f"d{dim}"):
         return call.run()
     target, index, *rest = call.operands
-    place, _ = within_stretch(call, index, f"d{dim}", shape[dim], shape[dim])
-    written = call.run(operands=[with_spare(call, target, [dim]), place, *rest])
-    return without_spare(call, written, [dim])
+    place, _ = localize_index(call, index, f"d{dim}", shape[dim], shape[dim])
+    written = call.run(operands=[append_spare(call, target, [dim]), place, *rest])
+    return drop_spare(call, written, [dim])
 
 
 # An index for every element --------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def _element_rule(
     operand = call.operands[0]
     if not operand.shape or any(len(meta.shape) != len(operand.shape) for meta in call.operands):
         return None
-    sizes, whole, dims = side_by_side(call.operands, call.arg("dim") % len(operand.shape))
+    sizes, whole, dims = aligned_dims(call.operands, call.arg("dim") % len(operand.shape))
     return build(
         sizes,
         dims,
@@ -144,14 +144,14 @@ def _element_rule(
 
 @rule_maker("aten.scatter_add")
 def _scatter_add(call: OpCall) -> Rule | None:
-    return _element_rule(call, _added_elements, kind="sum", linear=[{0, 2}])
+    return _element_rule(call, _add_elements, kind="sum", linear=[{0, 2}])
 
 
 @rule_maker("aten.scatter.src", "aten.scatter.value")
 def _scatter(call: OpCall) -> Rule | None:
     by_zero = len(call.operands) == 2 and call.arg("value") == 0
     linear = [{0, 2}] if len(call.operands) == 3 else [{0}] if by_zero else []
-    return _element_rule(call, _written_elements, linear=linear)
+    return _element_rule(call, _write_elements, linear=linear)
 
 
 _KINDS = {"sum": "sum", "add": "sum", "amax": "max", "amin": "min"}
@@ -164,17 +164,17 @@ def _scatter_reduce(call: OpCall) -> Rule | None:
     two = call.op._schema.name == "aten::scatter_reduce"
     kind = _KINDS.get(call.arg("reduce")) if not two or call.arg("include_self") else None
     if kind == "sum" and len(call.operands) == 3:
-        return _element_rule(call, _added_elements, kind=kind, linear=[{0, 2}])
-    return _element_rule(call, _written_elements, kind=kind if kind != "sum" else None)
+        return _element_rule(call, _add_elements, kind=kind, linear=[{0, 2}])
+    return _element_rule(call, _write_elements, kind=kind if kind != "sum" else None)
 
 
-def _added_elements(call: LocalCall) -> Any:
-    values = first_only(call, 0, ["index"])
+def _add_elements(call: LocalCall) -> Any:
+    values = keep_on_first_rank(call, 0, ["index"])
     values[2] = without_padding(call, 2, values[2], ["index"], 0.0)
     if call.axes("indexed"):
         shape = call.operand_shape(0)
         whole_source = call.emit.shape(values[2]) != call.emit.shape(values[1])
-        values[1], outside = within_stretch(call, values[1], "indexed", shape[call.arg("dim") % len(shape)])
+        values[1], outside = localize_index(call, values[1], "indexed", shape[call.arg("dim") % len(shape)])
         if whole_source:  # the index covers a part of the source, from the start of every dim
             for dim, size in enumerate(call.emit.shape(values[1])):
                 values[2] = call.emit.call(aten.slice.Tensor, values[2], dim, 0, size)
@@ -182,7 +182,7 @@ def _added_elements(call: LocalCall) -> Any:
     return call.run(operands=values)
 
 
-def _written_elements(call: LocalCall) -> Any:
+def _write_elements(call: LocalCall) -> Any:
     target, index, *rest = call.operands
     if rest and call.axes("index"):  # extremes, to which what is as far off as can be adds nothing
         least = math.inf if call.arg("reduce") == "amin" else -math.inf
@@ -191,9 +191,9 @@ def _written_elements(call: LocalCall) -> Any:
         return call.run(operands=[target, index, *rest])
     shape = call.operand_shape(0)
     dim = call.arg("dim") % len(shape)
-    place, _ = within_stretch(call, index, "indexed", shape[dim], shape[dim])
-    written = call.run(operands=[with_spare(call, target, [dim]), place, *rest])
-    return without_spare(call, written, [dim])
+    place, _ = localize_index(call, index, "indexed", shape[dim], shape[dim])
+    written = call.run(operands=[append_spare(call, target, [dim]), place, *rest])
+    return drop_spare(call, written, [dim])
 
 
 # Advanced indices ------------------------------------------------------------------------------------------------
@@ -202,27 +202,27 @@ def _written_elements(call: LocalCall) -> Any:
 @rule_maker("aten.index_put", "aten._unsafe_index_put")
 def _index_put(call: OpCall) -> Rule | None:
     """Where values are added up, the dims of the index are contracted; where they overwrite, these stay whole."""
-    dims = advanced(call)
+    dims = advanced_indexing(call)
     if dims is None:
         return None
     values = call.operands[-1]
-    if len(values.shape) > len(dims.taken):
+    if len(values.shape) > len(dims.picked_dims):
         return None
     accumulate = call.arg("accumulate")
-    added_dims = dims.broadcast(values, dims.taken)
+    added_dims = dims.broadcast(values, dims.picked_dims)
 
-    def added(program: LocalCall) -> Any:
-        indices, outside = split_indices(program, dims)
-        target, *_, added = first_only(program, 0, dims.index_names)
+    def local_accumulate(program: LocalCall) -> Any:
+        indices, outside = localize_indices(program, dims)
+        target, *_, added = keep_on_first_rank(program, 0, dims.index_names)
         if outside is not None:
             added = program.emit.call(aten.masked_fill.Scalar, added, outside, 0)
         return program.run(operands=[target, *indices, added])
 
-    def written(program: LocalCall) -> Any:
+    def local_overwrite(program: LocalCall) -> Any:
         split = [dim for dim in dims.indexed if program.axes(f"d{dim}")]
-        indices, _ = split_indices(program, dims, spare=True)
-        target = with_spare(program, program.operands[0], split) if split else program.operands[0]
-        return without_spare(program, program.run(operands=[target, *indices, program.operands[-1]]), split)
+        indices, _ = localize_indices(program, dims, spare=True)
+        target = append_spare(program, program.operands[0], split) if split else program.operands[0]
+        return drop_spare(program, program.run(operands=[target, *indices, program.operands[-1]]), split)
 
     return build(
         dims.sizes,
@@ -231,7 +231,7 @@ def _index_put(call: OpCall) -> Rule | None:
         whole=[] if accumulate else dims.index_names,
         contiguous=dims.names,
         linear=[{0, len(call.operands) - 1}],
-        local=added if accumulate else written,
+        local=local_accumulate if accumulate else local_overwrite,
         uneven=True,
         # Padding of the indices points at what is there; what is added there must be padding too, and so be zero.
         fill=dict.fromkeys(_names_in(added_dims, dims.index_names), 0.0) if accumulate else {},
@@ -265,11 +265,11 @@ def _put(call: OpCall) -> Rule | None:
 
 def _local_put(call: LocalCall) -> Any:
     contracted = [f"index{dim}" for dim in range(len(call.call.operands[1].shape))]
-    target, index, source = first_only(call, 0, contracted)
+    target, index, source = keep_on_first_rank(call, 0, contracted)
     if not call.axes("d0"):
         return call.run(operands=[target, index, source])
     emit, shape = call.emit, call.operand_shape(0)
-    place, _ = flat_places(call, math.prod(shape))
-    flat = with_spare(call, emit.call(aten.reshape.default, target, [-1]), [0])
-    written = without_spare(call, call.run(operands=[flat, place, source]), [0])
+    place, _ = localize_flat_index(call, math.prod(shape))
+    flat = append_spare(call, emit.call(aten.reshape.default, target, [-1]), [0])
+    written = drop_spare(call, call.run(operands=[flat, place, source]), [0])
     return emit.call(aten.reshape.default, written, list(shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.patterns.ops._helpers import bind_named, numbered
+from autoshard.patterns.ops._helpers import bind_named, factor_names
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -15,8 +15,8 @@ def _segments(call: OpCall) -> Rule | None:
         return None
     data = call.arg("data")
     axis = call.arg("axis") % len(data.shape)
-    before = " ".join(numbered("b", axis))
-    after = " ".join(numbered("d", len(data.shape) - axis - 1))
+    before = " ".join(factor_names("b", axis))
+    after = " ".join(factor_names("d", len(data.shape) - axis - 1))
     elements, reduced = f"{before} n! {after}", f"{before} s! {after}"
     sums = call.arg("reduce") in ("sum", "mean") and call.arg("initial") is None
     return bind_named(
@@ -30,5 +30,5 @@ def _segments(call: OpCall) -> Rule | None:
         },
         [elements if backward else reduced],
         linear=[{"grad"}] if backward else [{"data"}] if sums else [],
-        uneven=numbered("d", len(data.shape) - axis - 1),  # lengths in padding would have to add up
+        uneven=factor_names("d", len(data.shape) - axis - 1),  # lengths in padding would have to add up
     )

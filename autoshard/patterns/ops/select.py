@@ -47,7 +47,7 @@ def _select(call: OpCall) -> Rule:
     return _dim_rule(call, [0], False, [{0}], split=adds_up, local=_local_select, free=True)
 
 
-def _owned(call: LocalCall, shape: Sequence[int], whole: Sequence[int]) -> tuple[int, Any]:
+def _locate_element(call: LocalCall, shape: Sequence[int], whole: Sequence[int]) -> tuple[int, Any]:
     """The element's index in the local dim of the rank that holds it, and whether this rank does; None if all do."""
     dim = call.arg("dim") % len(shape)
     index = call.arg("index") % whole[dim]
@@ -58,7 +58,7 @@ def _owned(call: LocalCall, shape: Sequence[int], whole: Sequence[int]) -> tuple
 
 
 def _local_select(call: LocalCall) -> Any:
-    place, owned = _owned(call, call.operand_shape(0), call.call.operands[0].shape)
+    place, owned = _locate_element(call, call.operand_shape(0), call.call.operands[0].shape)
     taken = call.run(index=place)
     return taken if owned is None else call.emit.call(aten.where.ScalarOther, owned, taken, 0)
 
@@ -71,7 +71,7 @@ def _select_backward(call: OpCall) -> Rule:
 def _local_select_backward(call: LocalCall) -> Any:
     shape = call.result_shape()
     assert call.call.results[0] is not None
-    place, owned = _owned(call, shape, call.call.results[0].shape)
+    place, owned = _locate_element(call, shape, call.call.results[0].shape)
     gradient = call.run(index=place, input_sizes=list(shape))
     return gradient if owned is None else call.emit.call(aten.where.ScalarOther, owned, gradient, 0)
 
@@ -82,7 +82,7 @@ def _select_scatter(call: OpCall) -> Rule:
 
 
 def _local_select_scatter(call: LocalCall) -> Any:
-    place, owned = _owned(call, call.operand_shape(0), call.call.operands[0].shape)
+    place, owned = _locate_element(call, call.operand_shape(0), call.call.operands[0].shape)
     written = call.run(index=place)
     return written if owned is None else call.emit.call(aten.where.self, owned, written, call.operands[0])
 

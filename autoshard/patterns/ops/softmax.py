@@ -15,7 +15,7 @@ from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 
 
-def _items(call: OpCall, whole: str = "") -> str:
+def _operand_dims(call: OpCall, whole: str = "") -> str:
     """Dims of the tensor, the one of the softmax called `d`."""
     rank = len(call.operands[0].shape)
     names = [f"b{dim}" for dim in range(rank)]
@@ -34,21 +34,21 @@ def _row_bytes(call: OpCall) -> int:
 @rule_maker("aten._softmax", "aten._log_softmax")
 def softmax(call: OpCall) -> Rule:
     """Forward."""
-    return _forward(call, _softmax if call.op is aten._softmax.default else _log_softmax)
+    return _softmax_rule(call, _softmax if call.op is aten._softmax.default else _log_softmax)
 
 
-def _forward(call: OpCall, local: LocalProgram) -> Rule:
-    items, exchange, fill = _items(call), {"d": 2 * _row_bytes(call)}, {"d": -math.inf}
+def _softmax_rule(call: OpCall, local: LocalProgram) -> Rule:
+    items, exchange, fill = _operand_dims(call), {"d": 2 * _row_bytes(call)}, {"d": -math.inf}
     return bind_named(call, {"self": items}, [items], exchange=exchange, local=local, uneven=True, fill=fill)
 
 
 @rule_maker("aten._safe_softmax")
 def safe_softmax(call: OpCall) -> Rule:
     """Softmax that gives zeros for rows that are masked out."""
-    return _forward(call, _safe_softmax)
+    return _softmax_rule(call, _safe_softmax)
 
 
-def _wide(call: LocalCall) -> Any:
+def _cast_operand(call: LocalCall) -> Any:
     return cast(call, call.operands[0], accumulation_dtype(call.call.operands[0].dtype))
 
 
@@ -57,7 +57,7 @@ def _maximum(call: LocalCall, value: Any) -> Any:
     return call.all_reduce(call.emit.call(aten.amax.default, value, [call.arg("dim")], True), "d", "max")
 
 
-def _parts(call: LocalCall, value: Any, maximum: Any) -> tuple[Any, Any]:
+def _exponentials(call: LocalCall, value: Any, maximum: Any) -> tuple[Any, Any]:
     """Exponentials of `value - maximum`, and their sum over the row."""
     emit = call.emit
     parts = emit.call(aten.exp.default, emit.call(aten.sub.Tensor, value, maximum))
@@ -67,17 +67,17 @@ def _parts(call: LocalCall, value: Any, maximum: Any) -> tuple[Any, Any]:
 def _softmax(call: LocalCall) -> Any:
     if not call.axes("d"):
         return call.run()
-    value = _wide(call)
-    parts, total = _parts(call, value, _maximum(call, value))
+    value = _cast_operand(call)
+    parts, total = _exponentials(call, value, _maximum(call, value))
     return cast(call, call.emit.call(aten.div.Tensor, parts, total), result_dtype(call))
 
 
 def _safe_softmax(call: LocalCall) -> Any:
     if not call.axes("d"):
         return call.run()
-    emit, value = call.emit, _wide(call)
+    emit, value = call.emit, _cast_operand(call)
     maximum = _maximum(call, value)
-    parts, total = _parts(call, value, maximum)
+    parts, total = _exponentials(call, value, maximum)
     result = emit.call(aten.div.Tensor, parts, total)
     masked = emit.call(aten.eq.Scalar, maximum, -math.inf)
     return cast(call, emit.call(aten.masked_fill.Scalar, result, masked, 0.0), result_dtype(call))
@@ -91,7 +91,7 @@ def _log_softmax(call: LocalCall) -> Any:
     """
     if not call.axes("d"):
         return call.run()
-    emit, dim, value = call.emit, call.arg("dim"), _wide(call)
+    emit, dim, value = call.emit, call.arg("dim"), _cast_operand(call)
     maximum, place = emit.call(aten.max.dim, value, dim, True)
     own = emit.call(aten.gather.default, emit.call(aten._log_softmax.default, value, dim, False), dim, place)
     nothing = emit.call(aten.eq.Scalar, maximum, -math.inf)  # of the row lies in this stretch: its sum is zero
@@ -105,7 +105,7 @@ def _log_softmax(call: LocalCall) -> Any:
 @rule_maker("aten._softmax_backward_data", "aten._log_softmax_backward_data")
 def softmax_backward(call: OpCall) -> Rule:
     """Gradient of the operand; linear in the incoming gradient."""
-    items = _items(call)
+    items = _operand_dims(call)
     local = _softmax_backward if call.op is aten._softmax_backward_data.default else _log_softmax_backward
     return bind_named(
         call,
@@ -123,7 +123,7 @@ def _row_sum(call: LocalCall, value: Any) -> Any:
     return call.all_reduce(call.emit.call(aten.sum.dim_IntList, value, [call.arg("dim")], True), "d")
 
 
-def _wide_operands(call: LocalCall) -> tuple[Any, Any]:
+def _cast_operands(call: LocalCall) -> tuple[Any, Any]:
     gradient, output = call.operands
     dtype = accumulation_dtype(call.call.operands[0].dtype)
     return cast(call, gradient, dtype), cast(call, output, dtype)
@@ -133,7 +133,7 @@ def _softmax_backward(call: LocalCall) -> Any:
     """`output · (gradient - sum(gradient · output))`."""
     if not call.axes("d"):
         return call.run()
-    emit, (gradient, output) = call.emit, _wide_operands(call)
+    emit, (gradient, output) = call.emit, _cast_operands(call)
     parts = emit.call(aten.mul.Tensor, gradient, output)
     result = emit.call(aten.addcmul.default, parts, output, _row_sum(call, parts), value=-1)
     return cast(call, result, result_dtype(call))
@@ -143,7 +143,7 @@ def _log_softmax_backward(call: LocalCall) -> Any:
     """`gradient - exp(output) · sum(gradient)`."""
     if not call.axes("d"):
         return call.run()
-    emit, (gradient, output) = call.emit, _wide_operands(call)
+    emit, (gradient, output) = call.emit, _cast_operands(call)
     parts = emit.call(aten.exp.default, output)
     result = emit.call(aten.addcmul.default, gradient, parts, _row_sum(call, gradient), value=-1)
     return cast(call, result, result_dtype(call))

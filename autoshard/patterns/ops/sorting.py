@@ -10,8 +10,8 @@ import torch
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import aten, cast, reduced
-from autoshard.patterns.ops._positions import gathered, stretch_start
+from autoshard.patterns.ops._helpers import all_reduce_over, aten, cast
+from autoshard.patterns.ops._positions import all_gather_stacked, stretch_start
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -68,12 +68,12 @@ def _local_topk(call: LocalCall) -> Any:
     emit = call.emit
     values, places = call.run(k=min(call.arg("k"), shape[dim]))
     places = emit.call(aten.add.Tensor, places, stretch_start(call, name, shape[dim]))
-    values, places = (_joined(call, gathered(call, value, name), dim) for value in (values, places))
+    values, places = (_merge_rank_dim(call, all_gather_stacked(call, value, name), dim) for value in (values, places))
     values, chosen = call.run(operands=[values])
     return values, emit.call(aten.gather.default, places, dim, chosen)
 
 
-def _joined(call: LocalCall, stacked: Any, dim: int) -> Any:
+def _merge_rank_dim(call: LocalCall, stacked: Any, dim: int) -> Any:
     """`[ranks, ..., n, ...]` with the ranks' parts of the dim `dim` behind each other: `[..., ranks * n, ...]`."""
     shape = list(call.emit.shape(stacked))
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
@@ -89,7 +89,7 @@ rule("aten.bucketize.Scalar", "sorted -> ")
 
 
 @rule_maker("aten.searchsorted.Tensor", "aten.searchsorted.Scalar")
-def _searchsorted(call: OpCall) -> Rule:
+def _search_sorted(call: OpCall) -> Rule:
     """Rows that are sorted, one for all values or one for each row of them; with a sorter a row must be whole."""
     single = len(call.operands[0].shape) == 1
     rows = "sorted" if single else "... sorted"
@@ -127,7 +127,7 @@ def _local_isin(call: LocalCall) -> Any:
     if not names:
         return held
     kind = "min" if call.arg("invert") else "max"
-    return cast(call, reduced(call, cast(call, held, torch.uint8), names, kind), torch.bool)
+    return cast(call, all_reduce_over(call, cast(call, held, torch.uint8), names, kind), torch.bool)
 
 
 @rule_maker("aten.histc")

@@ -11,7 +11,7 @@ from typing import Any
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten
-from autoshard.patterns.ops._positions import along, positions
+from autoshard.patterns.ops._positions import positions, reshape_along
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -40,7 +40,8 @@ def _columns_less_rows(call: LocalCall, row: int, column: int, shape: tuple[int,
     """For every element of the local matrix, its column less its row in the whole one."""
     device = call.emit.device(call.operands[0])
     rows, columns = (
-        along(call, positions(call, f"d{dim}", shape[dim], device), place, 2) for place, dim in enumerate((row, column))
+        reshape_along(call, positions(call, f"d{dim}", shape[dim], device), place, 2)
+        for place, dim in enumerate((row, column))
     )
     return call.emit.call(aten.sub.Tensor, columns, rows)
 

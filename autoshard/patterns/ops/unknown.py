@@ -21,7 +21,9 @@ def whole_rule(call: OpCall) -> Rule:
 
     draws = torch.Tag.nondeterministic_seeded in call.op.tags
     operands = tuple(((),) * len(meta.shape) for meta in call.operands)
-    return Rule((), operands, tuple(whole(meta) for meta in call.results), local=_drawn_by_the_first if draws else None)
+    return Rule(
+        (), operands, tuple(whole(meta) for meta in call.results), local=_keep_first_rank_results if draws else None
+    )
 
 
 def batch_rule(call: OpCall) -> str:
@@ -54,15 +56,15 @@ def batch_advice(name: str, rule: str) -> str:
     )
 
 
-def _drawn_by_the_first(call: LocalCall) -> Any:
+def _keep_first_rank_results(call: LocalCall) -> Any:
     """Run the operator on every rank, and keep the first rank's results: the others' generators are not like its."""
     results = call.run()
     if not isinstance(results, tuple):
-        return _of_the_first(call, results)
-    return tuple(None if result is None else _of_the_first(call, result) for result in results)
+        return _broadcast_from_first(call, results)
+    return tuple(None if result is None else _broadcast_from_first(call, result) for result in results)
 
 
-def _of_the_first(call: LocalCall, value: Any) -> Any:
+def _broadcast_from_first(call: LocalCall, value: Any) -> Any:
     """The value that the rank at coordinate zero of every axis has: a sum in which the others hold zero."""
     emit = call.emit
     dtype = emit.dtype(value)

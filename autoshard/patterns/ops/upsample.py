@@ -24,44 +24,44 @@ def _names(prefix: str, spatial: int) -> str:
 
 
 @rule_maker(*(f"aten.{name}.default" for name in _SMOOTH), *(f"aten.{name}.vec" for name in (*_SMOOTH, *_NEAREST)))
-def smooth(call: OpCall) -> Rule:
+def upsample_smooth(call: OpCall) -> Rule:
     """Interpolated images, a position of the result between several of the operand; or sizes given by scales alone."""
     spatial = len(call.operands[0].shape) - 2
     return bind(f"n c {_names('p', spatial)} -> n c {_names('q', spatial)}", call, linear="0")
 
 
 @rule_maker(*(f"aten.{name}_backward.default" for name in _SMOOTH))
-def smooth_backward(call: OpCall) -> Rule:
+def upsample_smooth_backward(call: OpCall) -> Rule:
     """Its gradient: the operator is told the size of the local image."""
     spatial = len(call.operands[0].shape) - 2
     text = f"n c {_names('q', spatial)} -> n c {_names('p', spatial)}"
-    return bind(text, call, linear="0", local=_resampled_back, uneven=True)
+    return bind(text, call, linear="0", local=_local_upsample_backward, uneven=True)
 
 
-def _resampled_back(call: LocalCall) -> Any:
+def _local_upsample_backward(call: LocalCall) -> Any:
     return call.run(output_size=list(call.operand_shape(0)[2:]), input_size=list(call.result_shape()))
 
 
 @rule_maker(*(f"aten.{name}.default" for name in _NEAREST))
-def nearest(call: OpCall) -> Rule:
+def upsample_nearest(call: OpCall) -> Rule:
     """Copies of positions, or a choice of them."""
-    source, result, sizes = _images(call, call.operands[0].shape, call.arg("output_size"))
-    return bind(f"n c {source} -> n c {result}", call, linear="0", sizes=sizes, local=_resampled, uneven=True)
+    source, result, sizes = _image_dims(call, call.operands[0].shape, call.arg("output_size"))
+    return bind(f"n c {source} -> n c {result}", call, linear="0", sizes=sizes, local=_local_upsample, uneven=True)
 
 
-def _resampled(call: LocalCall) -> Any:
+def _local_upsample(call: LocalCall) -> Any:
     return call.run(output_size=list(call.result_shape()[2:]))
 
 
 @rule_maker(*(f"aten.{name}_backward.default" for name in _NEAREST))
-def nearest_backward(call: OpCall) -> Rule:
+def upsample_nearest_backward(call: OpCall) -> Rule:
     """Its gradient: the operator is told the size of the local image."""
-    source, result, sizes = _images(call, call.arg("input_size"), call.arg("output_size"))
+    source, result, sizes = _image_dims(call, call.arg("input_size"), call.arg("output_size"))
     text = f"n c {result} -> n c {source}"
-    return bind(text, call, linear="0", sizes=sizes, local=_resampled_back, uneven=True)
+    return bind(text, call, linear="0", sizes=sizes, local=_local_upsample_backward, uneven=True)
 
 
-def _images(call: OpCall, shape: tuple[int, ...], resampled: tuple[int, ...]) -> tuple[str, str, dict[str, int]]:
+def _image_dims(call: OpCall, shape: tuple[int, ...], resampled: tuple[int, ...]) -> tuple[str, str, dict[str, int]]:
     """Dims of positions of the operand and of the result, and the sizes of names; e are the copies."""
     source, result = [], []
     sizes: dict[str, int] = {}

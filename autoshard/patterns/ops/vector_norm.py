@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import accumulation_dtype, aten, cast, reduced, result_dtype
+from autoshard.patterns.ops._helpers import accumulation_dtype, all_reduce_over, aten, cast, result_dtype
 from autoshard.patterns.ops.reduction import reduction_rule, sharded_dims
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -39,7 +39,7 @@ def _neutral(order: float) -> float:
 
 
 def _local_norm(call: LocalCall) -> Any:
-    return _merged(call, sharded_dims(call))
+    return _combine_norms(call, sharded_dims(call))
 
 
 @rule_maker("aten.dist")
@@ -53,15 +53,15 @@ def _dist(call: OpCall) -> Rule:
 
 
 def _local_dist(call: LocalCall) -> Any:
-    return _merged(call, [factor.name for factor in call.rule.factors])
+    return _combine_norms(call, [factor.name for factor in call.rule.factors])
 
 
-def _merged(call: LocalCall, names: Iterable[str]) -> Any:
+def _combine_norms(call: LocalCall, names: Iterable[str]) -> Any:
     """The norm of all from the norms of the shards, which are summed up as powers."""
     names = [name for name in names if call.axes(name)]
     if not names:
         return call.run()
     emit, order = call.emit, _order(call.call)
     norm = cast(call, call.run(), accumulation_dtype(result_dtype(call)))
-    total = reduced(call, emit.call(aten.pow.Tensor_Scalar, norm, order), names)
+    total = all_reduce_over(call, emit.call(aten.pow.Tensor_Scalar, norm, order), names)
     return cast(call, emit.call(aten.pow.Tensor_Scalar, total, 1 / order), result_dtype(call))

@@ -11,7 +11,7 @@ from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
-from autoshard.patterns.views import view_rule
+from autoshard.patterns.view_factors import view_rule
 
 rule_maker(
     "aten.view.default",
@@ -78,7 +78,7 @@ def _permute(call: OpCall) -> Rule:
     return build(sizes, [[[name] for name in names]], [target], linear=[{0}], free=True)
 
 
-def _grown(call: OpCall, grown_by: str, keeps: bool) -> Rule:
+def _expansion_rule(call: OpCall, grown_by: str, keeps: bool) -> Rule:
     """A result whose dims are (new, old), aligned to the right: `new` is a factor that only the result has."""
     (operand,), (result,) = call.operands, call.results
     assert result is not None
@@ -106,23 +106,25 @@ def _grown(call: OpCall, grown_by: str, keeps: bool) -> Rule:
 @rule_maker("aten.expand")
 def _expand(call: OpCall) -> Rule:
     """Dims of size one repeated: the repetition is a factor that only the result has (as in grouped queries)."""
-    return _grown(call, "size", keeps=True)
+    return _expansion_rule(call, "size", keeps=True)
 
 
 @rule_maker("aten.repeat")
 def _repeat(call: OpCall) -> Rule | None:
     (operand,), (result,) = call.operands, call.results
     assert result is not None
-    return _grown(call, "repeats", keeps=False) if math.prod(operand.shape) and math.prod(result.shape) else None
+    return (
+        _expansion_rule(call, "repeats", keeps=False) if math.prod(operand.shape) and math.prod(result.shape) else None
+    )
 
 
 @rule_maker("aten.roll", "aten.flip")
-def _moved(call: OpCall) -> Rule:
-    return _in_place_dims(call, call.arg("dims") or tuple(range(len(call.operands[0].shape))))
+def _roll_flip(call: OpCall) -> Rule:
+    return _same_dims_rule(call, call.arg("dims") or tuple(range(len(call.operands[0].shape))))
 
 
 @rule_maker("aten.rot90")
-def _rotated(call: OpCall) -> Rule:
+def _rot90(call: OpCall) -> Rule:
     """A quarter turn in the plane of two dims, which must be whole; the result has them swapped after an odd number."""
     (operand,) = call.operands
     names = [f"d{index}" for index in range(len(operand.shape))]
@@ -139,7 +141,7 @@ def _rotated(call: OpCall) -> Rule:
     )
 
 
-def _in_place_dims(call: OpCall, dims: tuple[int, ...]) -> Rule:
+def _same_dims_rule(call: OpCall, dims: tuple[int, ...]) -> Rule:
     """Dims stay where they are; those in `dims` must be whole. Linear."""
     shape = call.operands[0].shape
     names = [f"d{index}" for index in range(len(shape))]

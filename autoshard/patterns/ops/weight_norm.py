@@ -10,12 +10,12 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
+    all_reduce_over,
     aten,
     bind_named,
     cast,
+    factor_names,
     named_values,
-    numbered,
-    reduced,
     result_dtype,
     shape_of,
     split_axes,
@@ -27,7 +27,7 @@ from autoshard.patterns.rule import OpCall, Rule
 def _names(call: OpCall, tensor: str) -> tuple[str, str, list[str]]:
     """Dims of the weight, dims of its lengths, and the names of the dims that are summed over."""
     rank = len(shape_of(call, tensor))
-    names = numbered("d", rank)
+    names = factor_names("d", rank)
     kept = call.arg("dim") % rank
     lengths = ["o" if dim == kept else "1" for dim in range(rank)]
     return (
@@ -59,7 +59,7 @@ def _row_sum(call: LocalCall, tensor: str, value: Any) -> Any:
     _, _, summed = _names(call.call, tensor)
     rank = len(summed) + 1
     dims = [dim for dim in range(rank) if dim != call.arg("dim") % rank]
-    return reduced(call, call.emit.call(aten.sum.dim_IntList, value, dims, True), summed)
+    return all_reduce_over(call, call.emit.call(aten.sum.dim_IntList, value, dims, True), summed)
 
 
 def _weight_norm(call: LocalCall) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._positions import own_ends, stretch_start
+from autoshard.patterns.ops._positions import local_group_bounds, stretch_start
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -41,9 +41,9 @@ def _product(call: LocalCall) -> Any:
     ends = _ends_in_stretch(call, ends)
     if not call.axes("g"):
         return call.run(operands=[rows, weights, ends])
-    start, ends = own_ends(call, ends, call.operand_shape(1)[0])
-    product = call.run(operands=[_turned(call, rows, start), weights, ends])
-    return _turned(call, product, call.emit.call(aten.neg.default, start))
+    start, ends = local_group_bounds(call, ends, call.operand_shape(1)[0])
+    product = call.run(operands=[_rotate_rows(call, rows, start), weights, ends])
+    return _rotate_rows(call, product, call.emit.call(aten.neg.default, start))
 
 
 def _product_backward(call: LocalCall) -> Any:
@@ -51,10 +51,10 @@ def _product_backward(call: LocalCall) -> Any:
     ends = _ends_in_stretch(call, ends)
     if not call.axes("g"):
         return call.run(operands=[rows, weights, ends, gradient])
-    start, ends = own_ends(call, ends, call.operand_shape(1)[0])
-    turned = [_turned(call, value, start) for value in (rows, gradient)]
+    start, ends = local_group_bounds(call, ends, call.operand_shape(1)[0])
+    turned = [_rotate_rows(call, value, start) for value in (rows, gradient)]
     to_rows, to_weights = call.run(operands=[turned[0], weights, ends, turned[1]])
-    return _turned(call, to_rows, call.emit.call(aten.neg.default, start)), to_weights
+    return _rotate_rows(call, to_rows, call.emit.call(aten.neg.default, start)), to_weights
 
 
 def _ends_in_stretch(call: LocalCall, ends: Any) -> Any:
@@ -67,7 +67,7 @@ def _ends_in_stretch(call: LocalCall, ends: Any) -> Any:
     return call.emit.call(aten._to_copy.default, clamped, dtype=call.emit.dtype(ends))
 
 
-def _turned(call: LocalCall, rows: Any, start: Any) -> Any:
+def _rotate_rows(call: LocalCall, rows: Any, start: Any) -> Any:
     """The rows with the one at `start` moved to the front, and those before it behind the last."""
     emit = call.emit
     length = emit.shape(rows)[0]

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from autoshard.capture.recurrence import OPERATORS, steps
 from autoshard.patterns._torch import OpOverload, collectives
-from autoshard.patterns.exchanging import Collective, define
+from autoshard.patterns.exchanging import CollectiveRunner, define
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import shape_of
 from autoshard.patterns.rule import Exchange, OpCall
@@ -39,9 +39,9 @@ class SharedUnits:
     groups: Sequence[str]
     ranks: Sequence[int]
     units: Sequence[int]
-    collective: Collective
+    collective: CollectiveRunner
 
-    def gathered(self, state: Tensor) -> Tensor:
+    def all_gather(self, state: Tensor) -> Tensor:
         """See `time_loops.HiddenUnits`."""
         rows = state.t()  # collectives stack and scatter the first dim
         for group, ranks, units in zip(self.groups, self.ranks, self.units, strict=True):
@@ -49,7 +49,7 @@ class SharedUnits:
             rows = self.collective(op, rows.contiguous(), ranks, group)[:units]
         return rows.t()
 
-    def summed(self, gradient: Tensor) -> Tensor:
+    def reduce_scatter(self, gradient: Tensor) -> Tensor:
         """See `time_loops.HiddenUnits`."""
         rows = gradient.t()
         for group, ranks, units in reversed(list(zip(self.groups, self.ranks, self.units, strict=True))):
@@ -67,24 +67,24 @@ def exchanges(call: OpCall) -> list[Exchange]:
     return [("reduce_scatter" if call.op._schema.name.endswith("backward") else "all_gather", state, times)]
 
 
-def on_shared_units(call: LocalCall) -> Any:
+def run_shared_units(call: LocalCall) -> Any:
     """The local program: the operator itself where no axis shares its hidden units `h`."""
     axes = call.axes("h")[::-1]
     if not axes:
         return call.run()
     (factor,) = call.rule.indices("h")
     return call.run(
-        _SHARED[call.call.op],
+        _SHARED_OPS[call.call.op],
         groups=[call.emit.group(axis) for axis in axes],
         ranks=[call.mesh.sizes[axis] for axis in axes],
         units=[local_size(call.rule, call.choices, call.mesh, factor, axis) for axis in axes],
     )
 
 
-def _shared(name: str, loop: Callable[..., Any], shapes: Callable[..., Any]) -> OpOverload:
+def _define_shared_op(name: str, loop: Callable[..., Any], shapes: Callable[..., Any]) -> OpOverload:
     """The operator `name` with groups of ranks as further arguments."""
 
-    def program(*args: Any, collective: Collective, **shared: Any) -> Any:
+    def program(*args: Any, collective: CollectiveRunner, **shared: Any) -> Any:
         return loop(*args, units=SharedUnits(**shared, collective=collective))
 
     text = str(getattr(steps, name).default._schema).replace(name, f"{name}_shared").partition("::")[2]
@@ -92,4 +92,4 @@ def _shared(name: str, loop: Callable[..., Any], shapes: Callable[..., Any]) -> 
     return define(schema, program, lambda *args, **shared: shapes(*args))
 
 
-_SHARED = {getattr(steps, name).default: _shared(name, *pair) for name, pair in OPERATORS.items()}
+_SHARED_OPS = {getattr(steps, name).default: _define_shared_op(name, *pair) for name, pair in OPERATORS.items()}

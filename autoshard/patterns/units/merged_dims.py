@@ -34,18 +34,18 @@ def with_merged_dims(rule: Rule, call: OpCall, mesh: MeshShape) -> Rule:
     (operand,) = call.operands
     if not (operand.dtype.is_floating_point or operand.dtype.is_complex):
         return rule
-    blocked = [dim for dim in range(len(operand.shape)) if _blocked(rule, dim, mesh)]
-    return replace(rule, variants=tuple(_merged(rule, dim) for dim in blocked)) if blocked else rule
+    blocked = [dim for dim in range(len(operand.shape)) if _needs_merge(rule, dim, mesh)]
+    return replace(rule, variants=tuple(_merged_variant(rule, dim) for dim in blocked)) if blocked else rule
 
 
-def _blocked(rule: Rule, dim: int, mesh: MeshShape) -> bool:
+def _needs_merge(rule: Rule, dim: int, mesh: MeshShape) -> bool:
     """Whether the largest axis that divides the dim divides none of its factors."""
     sizes = [rule.factors[factor].size for factor in rule.operands[0][dim]]
     axes = [size for size in mesh.sizes if size > 1 and math.prod(sizes) % size == 0]
     return len(sizes) > 1 and bool(axes) and all(size % max(axes) for size in sizes)
 
 
-def _merged(rule: Rule, dim: int) -> Rule:
+def _merged_variant(rule: Rule, dim: int) -> Rule:
     """The variant that shards one dim of the operand as a single factor, which the result lacks."""
     parts = rule.operands[0][dim]
     factors = tuple(replace(each, shardable=False) if at in parts else each for at, each in enumerate(rule.factors))
@@ -55,12 +55,12 @@ def _merged(rule: Rule, dim: int) -> Rule:
         rule,
         factors=(*factors, whole),
         operands=(dims,),
-        local=lambda call: _stretch_among_zeros(call, dim),
+        local=lambda call: _scatter_into_zeros(call, dim),
         free=False,
     )
 
 
-def _stretch_among_zeros(call: LocalCall, dim: int) -> Any:
+def _scatter_into_zeros(call: LocalCall, dim: int) -> Any:
     emit, (value,) = call.emit, call.operands
     shape = list(emit.shape(value))
     length = shape[dim]

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from autoshard.capture.routing import routing
+from autoshard.capture.routing_operators import routing
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops.cut import put_back
+from autoshard.patterns.ops.cut import slice_backward_by_padding
 from autoshard.patterns.rule import Dims, Factor, LocalProgram, OpCall, Rule
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ Place = tuple[fx.Node, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Routed:
+class _RoutedTensor:
     """A tensor on the way of a route.
 
     Attributes:
@@ -84,19 +84,19 @@ def with_routed_rows(
         operands: the tensors that every operator takes.
         outputs: the tensors that leave the graph.
     """
-    ways = _Ways()
+    ways = _RouteTracker()
     for node, call in calls.items():
         taken = {position: ways.routed[place] for position, place in enumerate(operands[node]) if place in ways.routed}
         if call.op == routing.group.default:
             ways.begin(node, call, taken)
         elif taken:
             ways.follow(node, call, rules[node], taken)
-    ways.closed |= {ways.routed[place].route for place in outputs if place in ways.routed}
-    return dict(rules) | ways.changed(rules)
+    ways.unsplittable |= {ways.routed[place].route for place in outputs if place in ways.routed}
+    return dict(rules) | ways.changed_rules(rules)
 
 
 @dataclass(slots=True)
-class _Ways:
+class _RouteTracker:
     """The routes of a graph, followed from operator to operator.
 
     Attributes:
@@ -107,73 +107,75 @@ class _Ways:
         closed: routes that can not be split.
     """
 
-    routed: dict[Place, _Routed] = field(default_factory=dict)
+    routed: dict[Place, _RoutedTensor] = field(default_factory=dict)
     groups: dict[fx.Node, int] = field(default_factory=dict)
     ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
     variants: dict[fx.Node, tuple[fx.Node, Rule]] = field(default_factory=dict)
-    closed: set[fx.Node] = field(default_factory=set)
-    _made: dict[tuple[object, ...], Rule | None] = field(default_factory=dict)  # equal calls share one variant
+    unsplittable: set[fx.Node] = field(default_factory=set)
+    _variant_cache: dict[tuple[object, ...], Rule | None] = field(default_factory=dict)  # equal calls share one variant
 
-    def begin(self, node: fx.Node, call: OpCall, taken: Mapping[int, _Routed]) -> None:
+    def begin(self, node: fx.Node, call: OpCall, taken: Mapping[int, _RoutedTensor]) -> None:
         """A route begins; if by the rows of another, neither can be split."""
-        self.closed |= {node} if taken else set()
-        self.closed |= {each.route for each in taken.values()}
+        self.unsplittable |= {node} if taken else set()
+        self.unsplittable |= {each.route for each in taken.values()}
         self.ends[node], self.groups[node] = node, call.arg("groups")
         for index, kind in enumerate(_RESULTS_OF_GROUP):
-            self.routed[node, index] = _Routed(node, kind)  # type: ignore[arg-type]
+            self.routed[node, index] = _RoutedTensor(node, kind)  # type: ignore[arg-type]
 
-    def follow(self, node: fx.Node, call: OpCall, rule: Rule, taken: Mapping[int, _Routed]) -> None:
+    def follow(self, node: fx.Node, call: OpCall, rule: Rule, taken: Mapping[int, _RoutedTensor]) -> None:
         """An operator takes routed tensors; if it does not know how, the route can not be split."""
         route, *others = {each.route for each in taken.values()}
         kinds = [taken[position].kind if position in taken else "" for position in range(len(call.operands))]
         if others:
-            self.closed |= {route, *others}
+            self.unsplittable |= {route, *others}
         if call.op in _KINDS_OF:
             *expected, made = _KINDS_OF[call.op]
             self.ends[node] = route
             if kinds != expected or any(each.dim for each in taken.values()):
-                self.closed.add(route)
+                self.unsplittable.add(route)
             if made:
-                self.routed[node, 0] = _Routed(route, "rows")
+                self.routed[node, 0] = _RoutedTensor(route, "rows")
         elif not others:
-            self._pass(node, call, rule, route, taken)
+            self._follow_row_operator(node, call, rule, route, taken)
 
-    def _pass(self, node: fx.Node, call: OpCall, rule: Rule, route: fx.Node, taken: Mapping[int, _Routed]) -> None:
+    def _follow_row_operator(
+        self, node: fx.Node, call: OpCall, rule: Rule, route: fx.Node, taken: Mapping[int, _RoutedTensor]
+    ) -> None:
         dims = {position: each.dim for position, each in taken.items() if each.kind == "rows"}
         ends = frozenset(position for position, each in taken.items() if each.kind == "ends")
         if not dims or len(dims) + len(ends) < len(taken):
-            self.closed.add(route)
+            self.unsplittable.add(route)
             return
         key = (id(rule), id(call), tuple(dims.items()), ends, self.groups[route])
-        if key not in self._made:
-            self._made[key] = routed_variant(rule, call, dims, ends, self.groups[route])
-        variant = self._made[key]
+        if key not in self._variant_cache:
+            self._variant_cache[key] = routed_variant(rule, call, dims, ends, self.groups[route])
+        variant = self._variant_cache[key]
         if variant is None:
-            self.closed.add(route)
+            self.unsplittable.add(route)
             return
         self.variants[node] = route, variant
         for index, named in enumerate(variant.results):
             along = [dim for dim, factors in enumerate(named or ()) if factors == variant.indices("source")]
             if along:
-                self.routed[node, index] = _Routed(route, "rows", along[0])
+                self.routed[node, index] = _RoutedTensor(route, "rows", along[0])
 
-    def changed(self, rules: Mapping[fx.Node, Rule]) -> dict[fx.Node, Rule]:
+    def changed_rules(self, rules: Mapping[fx.Node, Rule]) -> dict[fx.Node, Rule]:
         """The rules that are others now; equal ones stay one object."""
         extended: dict[tuple[int, int], Rule] = {}
         shut: dict[int, Rule] = {}
         changed = {}
         for node, (route, variant) in self.variants.items():
             rule = rules[node]
-            if route not in self.closed:
+            if route not in self.unsplittable:
                 both = replace(rule, variants=(*rule.variants, variant))
                 changed[node] = extended.setdefault((id(rule), id(variant)), both)
         for node, route in self.ends.items():
-            if route in self.closed:
-                changed[node] = shut.setdefault(id(rules[node]), _closed(rules[node]))
+            if route in self.unsplittable:
+                changed[node] = shut.setdefault(id(rules[node]), _unsplit_rule(rules[node]))
         return changed
 
 
-def _closed(rule: Rule) -> Rule:
+def _unsplit_rule(rule: Rule) -> Rule:
     """The rule of an operator that routes, whose rows stay whole."""
     factors = (replace(each, shardable=each.shardable and not each.routed) for each in rule.factors)
     return replace(rule, factors=tuple(factors))
@@ -196,7 +198,7 @@ def routed_variant(
     if bool(ends) != (name in _GROUPED):
         return None
     grouped = rule.indices("g")[0] if ends and rule.indices("g") else len(rule.factors)
-    known, local = _program(rule, call, name)
+    known, local = _rows_program(rule, call, name)
     if not known:
         return None
     factors = [*rule.factors] if grouped < len(rule.factors) else [*rule.factors, Factor("group", groups)]
@@ -234,18 +236,18 @@ def _has(named: Dims | None, factor: int) -> bool:
     return any(factor in each for each in named or ())
 
 
-def _program(rule: Rule, call: OpCall, name: str) -> tuple[bool, LocalProgram | None]:
+def _rows_program(rule: Rule, call: OpCall, name: str) -> tuple[bool, LocalProgram | None]:
     """Whether it is known how the operator runs on any number of rows, and the program that does."""
     if rule.local is None or name in _GROUPED or name in _CUTS:
         return True, rule.local
     if call.op in _RESHAPES:
-        return True, _reshaped
+        return True, _reshape_rows
     if call.op is aten.slice_backward.default:
-        return True, put_back
-    return call.op in _EXPANDS, _expanded
+        return True, slice_backward_by_padding
+    return call.op in _EXPANDS, _expand_rows
 
 
-def _open_shape(call: LocalCall) -> list[int]:
+def _shape_with_any_rows(call: LocalCall) -> list[int]:
     """The local shape of the result, with as many rows as there are."""
     (result,) = call.rule.results
     rows = call.rule.indices("source")
@@ -253,9 +255,9 @@ def _open_shape(call: LocalCall) -> list[int]:
     return [-1 if factors == rows else size for factors, size in zip(result, call.result_shape(), strict=True)]
 
 
-def _reshaped(call: LocalCall) -> Any:
-    return call.emit.call(aten.reshape.default, call.operands[0], _open_shape(call))
+def _reshape_rows(call: LocalCall) -> Any:
+    return call.emit.call(aten.reshape.default, call.operands[0], _shape_with_any_rows(call))
 
 
-def _expanded(call: LocalCall) -> Any:
-    return call.run(size=_open_shape(call))
+def _expand_rows(call: LocalCall) -> Any:
+    return call.run(size=_shape_with_any_rows(call))

@@ -27,7 +27,7 @@ import torch
 
 from autoshard.patterns.local import LocalCall, collectives
 from autoshard.patterns.ops._helpers import bind_named, cast, operand_names, result_dtype, shape_of
-from autoshard.patterns.ring import route, shift
+from autoshard.patterns.ring import shift, shift_axes
 from autoshard.patterns.rule import Exchange, OpCall, Rule
 
 aten = torch.ops.aten
@@ -62,8 +62,8 @@ def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequen
     options |= {"whole": (), "contiguous": ("n",), "uneven": False}
     return bind_named(
         call,
-        {name: _renamed(text) for name, text in operands.items()},
-        [_renamed(text) for text in results],
+        {name: _rename_dims(text) for name, text in operands.items()},
+        [_rename_dims(text) for text in results],
         reduce=reduce | {"n": reduce["b"]},
         exchange={"n": _exchanges(call)},
         local=_backward if backward else _forward,
@@ -71,17 +71,17 @@ def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequen
     )
 
 
-_PASSED = ("key", "value")
+_RING_OPERANDS = ("key", "value")
 
 
-def _renamed(text: str) -> str:
+def _rename_dims(text: str) -> str:
     return " ".join(_SEQUENCE.get(word, word) for word in text.split())
 
 
 def _exchanges(call: OpCall) -> list[Exchange]:
     """Keys and values as one tensor; in the backward half, also their gradients, as precise as they are added up."""
     names = operand_names(call)
-    passed = [meta for name, meta in zip(names, call.operands, strict=True) if name in _PASSED]
+    passed = [meta for name, meta in zip(names, call.operands, strict=True) if name in _RING_OPERANDS]
     exchanges: list[Exchange] = [("ring", sum(meta.bytes for meta in passed))]
     if "grad_out" in names:
         itemsize = call.operands[names.index("logsumexp")].dtype.itemsize
@@ -90,7 +90,7 @@ def _exchanges(call: OpCall) -> list[Exchange]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _RingStep:
     """One step of the ring.
 
     Attributes:
@@ -104,27 +104,27 @@ class _Turn:
     moved: Mapping[int, int]
 
 
-def _turns(call: LocalCall) -> Iterator[_Turn]:
+def _ring_steps(call: LocalCall) -> Iterator[_RingStep]:
     """All steps of the ring. What is held at the next step is handed on before this one is worked on."""
     names, axes = operand_names(call.call), call.axes("n")
-    places = [names.index(name) for name in _PASSED]
+    places = [names.index(name) for name in _RING_OPERANDS]
     own = [call.operands[place] for place in places]
     widths = [call.operand_shape(place)[-1] for place in places]
     moved = dict.fromkeys(axes, 0)
-    turn = _Turn(call.operands, None, dict(moved))
+    turn = _RingStep(call.operands, None, dict(moved))
     packed = call.emit.call(aten.cat.default, own, -1)
-    for place in route([call.mesh.sizes[axis] for axis in axes]):
+    for place in shift_axes([call.mesh.sizes[axis] for axis in axes]):
         axis = axes[place]
-        packed = _handed_on(call, packed, axis, 1)
+        packed = _shift_along(call, packed, axis, 1)
         yield turn
         moved[axis] += 1
         held = dict(zip(places, call.emit.call(aten.split_with_sizes.default, packed, widths, -1), strict=True))
         operands = [held.get(place, value) for place, value in enumerate(call.operands)]
-        turn = _Turn(operands, axis, dict(moved))
+        turn = _RingStep(operands, axis, dict(moved))
     yield turn
 
 
-def _handed_on(call: LocalCall, value: Any, axis: int, steps: int) -> Any:
+def _shift_along(call: LocalCall, value: Any, axis: int, steps: int) -> Any:
     """What the rank `steps` before this one on an axis has, round the end; `value` is contiguous."""
     emit = call.emit
     return emit.call(collectives.wait_tensor.default, emit.call(shift, value, steps, emit.group(axis)))
@@ -134,15 +134,15 @@ def _forward(call: LocalCall) -> Any:
     emit, causal = call.emit, bool(call.arg("is_causal"))
     merged: tuple[Any, Any] | None = None
     rest: Sequence[Any] = ()
-    for turn in _turns(call):
+    for turn in _ring_steps(call):
         result, logarithm, *others = _attend(call, turn.operands, causal=causal and turn.axis is None)
-        result = _accumulated(call, result, logarithm)
+        result = _to_accumulation_dtype(call, result, logarithm)
         if merged is None:
             merged, rest = (result, logarithm), others
             continue
         if causal:
-            logarithm = emit.call(aten.where.ScalarOther, _behind(call, turn), logarithm, -math.inf)
-        merged = _merged(call, *merged, result, logarithm)
+            logarithm = emit.call(aten.where.ScalarOther, _queries_after_keys(call, turn), logarithm, -math.inf)
+        merged = _merge_attention(call, *merged, result, logarithm)
     assert merged is not None
     return (cast(call, merged[0], result_dtype(call)), merged[1], *rest)
 
@@ -155,23 +155,23 @@ def _backward(call: LocalCall) -> Any:
     passed: Any = None  # gradients of keys and values, which follow them
     rest: Sequence[Any] = ()  # what stands for the gradient of a mask
     moved: Mapping[int, int] = {}
-    for turn in _turns(call):
+    for turn in _ring_steps(call):
         moved = turn.moved
         if turn.axis is not None:
-            passed = _handed_on(call, passed, turn.axis, 1)
+            passed = _shift_along(call, passed, turn.axis, 1)
         *terms, rest = _gradients(_attend(call, turn.operands, causal=causal and turn.axis is None))
-        own, *others = (_accumulated(call, each, statistics) for each in terms)
+        own, *others = (_to_accumulation_dtype(call, each, statistics) for each in terms)
         packed = emit.call(aten.cat.default, others, -1)
         if turn.axis is None:
             query, passed = own, packed
             continue
         if causal:
-            behind = _behind(call, turn)
+            behind = _queries_after_keys(call, turn)
             own, packed = (emit.call(aten.where.ScalarOther, behind, each, 0) for each in (own, packed))
         query, passed = emit.call(aten.add.Tensor, query, own), emit.call(aten.add.Tensor, passed, packed)
     for axis, steps in moved.items():
         home = -steps % call.mesh.sizes[axis]
-        passed = _handed_on(call, passed, axis, home) if home else passed
+        passed = _shift_along(call, passed, axis, home) if home else passed
     widths = [call.result_shape(index)[-1] for index in (1, 2)]
     gradients = (query, *emit.call(aten.split_with_sizes.default, passed, widths, -1))
     return (*(cast(call, each, result_dtype(call, index)) for index, each in enumerate(gradients)), *rest)
@@ -191,7 +191,7 @@ def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
     return call.run(operands=operands, is_causal=causal, **lengths)
 
 
-def _behind(call: LocalCall, turn: _Turn) -> Any:
+def _queries_after_keys(call: LocalCall, turn: _RingStep) -> Any:
     """Whether this rank's queries come after the keys that it holds: a 0-d truth value."""
     emit, stretch = call.emit, None
     for axis, steps in turn.moved.items():
@@ -203,12 +203,12 @@ def _behind(call: LocalCall, turn: _Turn) -> Any:
     return emit.call(aten.gt.Tensor, call.position("n"), stretch)
 
 
-def _accumulated(call: LocalCall, value: Any, statistics: Any) -> Any:
+def _to_accumulation_dtype(call: LocalCall, value: Any, statistics: Any) -> Any:
     """`value` in the precision in which kernels keep their logarithms."""
     return cast(call, value, call.emit.dtype(statistics))
 
 
-def _merged(call: LocalCall, first: Any, first_log: Any, second: Any, second_log: Any) -> tuple[Any, Any]:
+def _merge_attention(call: LocalCall, first: Any, first_log: Any, second: Any, second_log: Any) -> tuple[Any, Any]:
     """Attention to two sets of keys, from attention to each: weighted by their sums of exponentials."""
     emit = call.emit
     log = emit.call(aten.logaddexp.default, first_log, second_log)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.solver.flat.jit import inner
+from autoshard.solver.flat.numba_jit import jit_inner
 
 OFFSET, WORK = 0, 1
 """Places in `Arena.numbers`: cost decided so far; steps done so far, in table entries looked at."""
@@ -18,16 +18,18 @@ out."""
 FIRST_EDGE, WAITING_EDGES, FIRST_NODE, WAITING_NODES = range(8, 12)
 """Places in `Arena.counts`: where the rings of waiting edges and nodes begin, and how many wait."""
 
-NODE = np.dtype(
+ARENA_NODE = np.dtype(
     [
         *((name, np.int64) for name in ("size", "offset", "head", "degree", "first_item", "waiting")),
         *((name, np.bool_) for name in ("gone", "stale", "queued")),
     ],
     align=True,
 )
-HALF = np.dtype([(name, np.int64) for name in ("end", "after", "before")], align=True)
-EDGE = np.dtype([("start", np.int64), ("waiting", np.int64), ("dropped", np.bool_), ("queued", np.bool_)], align=True)
-ITEM = np.dtype([(name, np.int64) for name in ("low", "high", "start", "following")], align=True)
+ARENA_HALF = np.dtype([(name, np.int64) for name in ("end", "after", "before")], align=True)
+ARENA_EDGE = np.dtype(
+    [("start", np.int64), ("waiting", np.int64), ("dropped", np.bool_), ("queued", np.bool_)], align=True
+)
+ARENA_ITEM = np.dtype([(name, np.int64) for name in ("low", "high", "start", "following")], align=True)
 """Records rather than an array per field: what numba compiles grows with the number of arrays that a loop is given."""
 
 
@@ -70,7 +72,7 @@ class Arena(NamedTuple):
     counts: Any
 
 
-@inner
+@jit_inner
 def push_edge(arena, edge):  # type: ignore[no-untyped-def]
     """Notes an edge to be looked at."""
     if not arena.edges[edge].queued and not arena.edges[edge].dropped:
@@ -80,7 +82,7 @@ def push_edge(arena, edge):  # type: ignore[no-untyped-def]
         arena.counts[WAITING_EDGES] += 1
 
 
-@inner
+@jit_inner
 def push_node(arena, node):  # type: ignore[no-untyped-def]
     """Notes a node to be looked at."""
     if not arena.nodes[node].queued and not arena.nodes[node].gone:
@@ -90,7 +92,7 @@ def push_node(arena, node):  # type: ignore[no-untyped-def]
         arena.counts[WAITING_NODES] += 1
 
 
-@inner
+@jit_inner
 def pop_edge(arena):  # type: ignore[no-untyped-def]
     """The next edge to look at, -1 if none."""
     if arena.counts[WAITING_EDGES] == 0:
@@ -102,7 +104,7 @@ def pop_edge(arena):  # type: ignore[no-untyped-def]
     return edge
 
 
-@inner
+@jit_inner
 def pop_node(arena):  # type: ignore[no-untyped-def]
     """The next node to look at, -1 if none."""
     if arena.counts[WAITING_NODES] == 0:
@@ -114,7 +116,7 @@ def pop_node(arena):  # type: ignore[no-untyped-def]
     return node
 
 
-@inner
+@jit_inner
 def link(arena, half):  # type: ignore[no-untyped-def]
     """Puts a half-edge first in the list of its node."""
     node = arena.halves[half].end
@@ -127,7 +129,7 @@ def link(arena, half):  # type: ignore[no-untyped-def]
     arena.nodes[node].degree += 1
 
 
-@inner
+@jit_inner
 def unlink(arena, half):  # type: ignore[no-untyped-def]
     """Takes a half-edge out of the list of its node."""
     node = arena.halves[half].end
@@ -141,7 +143,7 @@ def unlink(arena, half):  # type: ignore[no-untyped-def]
     arena.nodes[node].degree -= 1
 
 
-@inner
+@jit_inner
 def drop_edge(arena, edge):  # type: ignore[no-untyped-def]
     """Takes an edge out; its table stays where it is."""
     unlink(arena, 2 * edge)
@@ -149,7 +151,7 @@ def drop_edge(arena, edge):  # type: ignore[no-untyped-def]
     arena.edges[edge].dropped = True
 
 
-@inner
+@jit_inner
 def find_edge(arena, one, other):  # type: ignore[no-untyped-def]
     """The half-edge at `one` of the edge that joins two nodes, -1 if none does."""
     near, far = (one, other) if arena.nodes[one].degree <= arena.nodes[other].degree else (other, one)
@@ -162,7 +164,7 @@ def find_edge(arena, one, other):  # type: ignore[no-untyped-def]
     return -1
 
 
-@inner
+@jit_inner
 def new_edge(arena, one, other):  # type: ignore[no-untyped-def]
     """A new edge with a table of zeros, `one` at its rows; the caller has seen to it that there is room."""
     edge = arena.counts[EDGES]
@@ -180,7 +182,7 @@ def new_edge(arena, one, other):  # type: ignore[no-untyped-def]
     return edge
 
 
-@inner
+@jit_inner
 def strides(arena, half):  # type: ignore[no-untyped-def]
     """Where the table of a half-edge starts, and the steps from strategy to strategy of its node and of the other."""
     edge = half >> 1

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.solver.moments import Moments
+from autoshard.solver.memory_moments import Moments
 from autoshard.solver.problem import Array, IntArray, Problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stage:
+class PresolveStage:
     """One presolve: how a choice for what was left becomes a choice for what there was.
 
     Attributes:
@@ -95,7 +95,7 @@ class Core:
     limit: float
     moment: IntArray
     constant: float = 0.0
-    stages: tuple[Stage, ...] = field(default=())
+    stages: tuple[PresolveStage, ...] = field(default=())
     feasible: bool = True
     work: int = 0
 

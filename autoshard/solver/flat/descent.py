@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.flat.chance import chance
 from autoshard.solver.flat.core import Core
-from autoshard.solver.flat.messages import loads_of, price_strategies
-from autoshard.solver.flat.neighbours import condition, search
-from autoshard.solver.flat.view import View
+from autoshard.solver.flat.core_arrays import CoreArrays
+from autoshard.solver.flat.flat_trws import loads_of, price_strategies
+from autoshard.solver.flat.neighbours import conditional_costs, search_forests
+from autoshard.solver.flat.random_numbers import random_state
 from autoshard.solver.problem import Array, IntArray
 
 _FORESTS = 400
@@ -34,15 +34,15 @@ class Descent:
         seed: of the random numbers.
     """
 
-    def __init__(self, core: Core, view: View, scale: float, seed: int) -> None:
+    def __init__(self, core: Core, view: CoreArrays, scale: float, seed: int) -> None:
         self.core = core
         self.view = view._replace(table=np.minimum(view.table, _FORBIDDEN * max(abs(scale), 1e-300)))
         self.work = 0
         self.best: IntArray | None = None
         self.cost = float("inf")
-        self._chance = chance(seed)
-        self._given = np.zeros(len(core.cost))
-        self._priced = np.zeros(len(core.cost))
+        self._random_state = random_state(seed)
+        self._conditional_costs = np.zeros(len(core.cost))
+        self._memory_costs = np.zeros(len(core.cost))
         self._loads = np.zeros(len(core.base))
         self._state = np.array([1.0, 0.0])
         self._prices = np.zeros(len(core.base))
@@ -52,54 +52,54 @@ class Descent:
         """Starts again from a choice, with prices on memory; what is known to be best stays known."""
         self.places = places.copy()
         self._prices = prices
-        level = float(prices.max(initial=0.0)) or self._unit()
+        level = float(prices.max(initial=0.0)) or self._initial_price()
         self._weights = np.full(len(prices), level)
         self._state[0] = 1.0
-        price_strategies(self.view, prices, self._priced)
+        price_strategies(self.view, prices, self._memory_costs)
         loads_of(self.view, self.places, self._loads)
-        self._keep()
+        self._keep_if_best()
 
-    def _unit(self) -> float:
+    def _initial_price(self) -> float:
         """A price to begin with where none is known: all costs over all bytes of the limit."""
         spread = float(np.abs(self.core.cost).max(initial=0.0)) or 1.0
         return spread / max(abs(self.core.limit), 1.0) if np.isfinite(self.core.limit) else 0.0
 
     @property
-    def settled(self) -> bool:
+    def is_within_limit(self) -> bool:
         """Whether the choice, as it stands, keeps the limit."""
         return bool((self._loads <= self.view.room).all())
 
     def run(self, temperature: float = 0.0, forests: int = _FORESTS) -> bool:
         """Solves some neighbourhoods; True if the best choice became better."""
-        condition(self.view, self.places, self._given)
+        conditional_costs(self.view, self.places, self._conditional_costs)
         loads_of(self.view, self.places, self._loads)
         before = self._state[1]
-        over = search(
+        over = search_forests(
             self.view,
             self.places,
             self._loads,
-            self._priced,
+            self._memory_costs,
             self._weights,
-            self._given,
+            self._conditional_costs,
             forests,
             _LARGEST,
-            self._chance,
+            self._random_state,
             self._state,
             temperature,
         )
         self.work += int(self._state[1] - before) + 2 * self.core.cells // 10 + len(self.core.base)
         if over > 0.0:
-            self._weigh()
-        return self._keep()
+            self._raise_weights()
+        return self._keep_if_best()
 
-    def _weigh(self) -> None:
+    def _raise_weights(self) -> None:
         """Moments that pass the limit weigh more, from now on in the prices too."""
         above = self._loads > self.view.room
         self._weights[above] *= _HEAVIER
-        price_strategies(self.view, self._prices + np.where(above, self._weights, 0.0), self._priced)
+        price_strategies(self.view, self._prices + np.where(above, self._weights, 0.0), self._memory_costs)
         self._state[0] = 1.0
 
-    def _keep(self) -> bool:
+    def _keep_if_best(self) -> bool:
         if not (self._loads <= self.view.room).all():
             return False
         cost = self.core.value(self.places)

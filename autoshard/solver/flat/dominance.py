@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.solver.flat.arena import FAILED, FULL, WORK, pop_edge, pop_node, push_edge, push_node, strides
-from autoshard.solver.flat.jit import compiled, inner
-from autoshard.solver.flat.rules import strategies_lost, tidy_edge, tidy_node
+from autoshard.solver.flat.numba_jit import jit, jit_inner
+from autoshard.solver.flat.rules import queue_after_loss, tidy_edge, tidy_node
 
-_DEAREST = 30_000_000
+_MAX_WORK = 30_000_000
 """Table entries that the search of one node for dominated strategies may look at."""
 
-_PAIRED = 4
+_PAIR_DEGREE = 4
 """Neighbours up to which a node is searched for dominated pairs."""
 
 _WIDEST = 160
 """Strategies up to which memory is compared: the work is quadratic."""
 
 
-@inner
+@jit_inner
 def uses_no_more(arena, node, alive):  # type: ignore[no-untyped-def]
     """[s, t]: whether strategy alive[t] of a node uses no more memory than alive[s] at any moment."""
     count = len(alive)
@@ -61,7 +61,7 @@ def uses_no_more(arena, node, alive):  # type: ignore[no-untyped-def]
     return less
 
 
-@inner
+@jit_inner
 def alive_strategies(arena, node):  # type: ignore[no-untyped-def]
     """The strategies that a node still has, ascending."""
     own, size = arena.nodes[node].offset, arena.nodes[node].size
@@ -74,8 +74,8 @@ def alive_strategies(arena, node):  # type: ignore[no-untyped-def]
     return alive[:count]
 
 
-@inner
-def loses(arena, half, s, t, most):  # type: ignore[no-untyped-def]
+@jit_inner
+def largest_increase(arena, half, s, t, most):  # type: ignore[no-untyped-def]
     """The most that choosing t instead of s adds on an edge, over the choices of the other end; stops above `most`."""
     other = arena.halves[half ^ 1].end
     begin, row, column = strides(arena, half)
@@ -91,7 +91,7 @@ def loses(arena, half, s, t, most):  # type: ignore[no-untyped-def]
     return worst
 
 
-@inner
+@jit_inner
 def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
     """Drops strategies that another one beats (Goldstein's criterion, memory included). Returns how many."""
     alive = alive_strategies(arena, node)
@@ -103,7 +103,7 @@ def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
     while half >= 0:
         around += arena.nodes[arena.halves[half ^ 1].end].size
         half = arena.halves[half].after
-    if around * count * count > 8 * _DEAREST:
+    if around * count * count > 8 * _MAX_WORK:
         return 0
     less = uses_no_more(arena, node, alive)
     own = arena.nodes[node].offset
@@ -119,22 +119,22 @@ def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
             half = arena.nodes[node].head
             while half >= 0 and total <= 0.0:
                 arena.numbers[WORK] += arena.nodes[arena.halves[half ^ 1].end].size
-                total += max(loses(arena, half, s, t, -total), 0.0)
+                total += max(largest_increase(arena, half, s, t, -total), 0.0)
                 half = arena.halves[half].after
             if total <= 0.0:
                 arena.cost[own + s] = np.inf
                 lost += 1
                 break
     if lost:
-        strategies_lost(arena, node)
+        queue_after_loss(arena, node)
     return lost
 
 
-@inner
+@jit_inner
 def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
     """Forbids pairs of a node's strategy with a neighbour's where, given the neighbour's, another strategy of the
     node is better: where one is best for each strategy of the neighbour, the node can be merged into it."""
-    if arena.nodes[node].degree == 0 or arena.nodes[node].degree > _PAIRED:
+    if arena.nodes[node].degree == 0 or arena.nodes[node].degree > _PAIR_DEGREE:
         return 0
     alive = alive_strategies(arena, node)
     count = len(alive)
@@ -152,7 +152,7 @@ def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
         for s in range(count):
             for t in range(count):
                 if less[s, t] and s != t:
-                    added[place, s, t] = loses(arena, halves[place], alive[s], alive[t], np.inf)
+                    added[place, s, t] = largest_increase(arena, halves[place], alive[s], alive[t], np.inf)
         arena.numbers[WORK] += count * count * arena.nodes[arena.halves[halves[place] ^ 1].end].size
     own = arena.nodes[node].offset
     forbidden = 0
@@ -186,8 +186,8 @@ def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
     return forbidden
 
 
-@compiled
-def settle(arena, upper, nodes, pairs, work):  # type: ignore[no-untyped-def]
+@jit
+def process_queues(arena, upper, nodes, pairs, work):  # type: ignore[no-untyped-def]
     """Looks at queued edges and nodes until none is left, one has no strategy left, or room runs out.
 
     Of the first `nodes` nodes, each in turn is searched for dominated strategies (and pairs of them, if asked to) as

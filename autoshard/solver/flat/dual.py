@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.solver.flat.core import Core
-from autoshard.solver.flat.messages import loads_of, price_strategies, round_in_order, sweep
-from autoshard.solver.flat.view import View
+from autoshard.solver.flat.core_arrays import CoreArrays
+from autoshard.solver.flat.flat_trws import loads_of, pass_messages, price_strategies, round_in_order
 from autoshard.solver.problem import Array, IntArray
 
 _SETTLING = 5
@@ -19,7 +19,7 @@ _SETTLING = 5
 _FRACTION = 0.05
 """The first step, as a share of the one that would close the gap if the bound were linear in the prices."""
 
-_UNKNOWN = 0.05
+_UNKNOWN_GAP = 0.05
 """What the gap is taken for where no choice is known, relative to the bound."""
 
 _GROWTH, _SHRINKING = 1.1, 0.66
@@ -53,7 +53,7 @@ class Dual:
     """
 
     core: Core
-    view: View
+    view: CoreArrays
     prices: Array = field(init=False)
     value: float = float("-inf")
     best_prices: Array = field(init=False)
@@ -67,12 +67,12 @@ class Dual:
         self._messages = np.zeros(int(core.size[core.ends].sum()))
         self._widest = int(core.size.max(initial=1))
         self._beliefs = np.zeros(len(core.cost))
-        self._priced = np.zeros(len(core.cost))
+        self._memory_costs = np.zeros(len(core.cost))
         self._average = np.zeros(len(core.base))
         self._failures = 0
         self._fraction = _FRACTION
         self._passes = 0
-        self._chosen = np.full(len(core.cost), -1)
+        self._last_pass = np.full(len(core.cost), -1)
 
     def ascend(self, rounds: int, *, move: bool = True, deadline: float = float("inf")) -> None:
         """Passes there and back; with `move`, prices follow what a rounded choice uses.
@@ -89,25 +89,25 @@ class Dual:
                 return
             known = self.value
             improved = self._pass() > known
-            places = self.rounded()
+            places = self.round_choice()
             self._passes += 1
-            self._chosen[core.offset[:-1] + places] = self._passes
+            self._last_pass[core.offset[:-1] + places] = self._passes
             loads_of(view, places, loads)
             if (loads <= view.room).all():
                 cost = core.value(places)
                 if cost < self.upper:
                     self.upper, self.best = cost, places
             if move and len(loads):
-                self._move(loads - view.room, improved)
+                self._move_prices(loads - view.room, improved)
 
     def _pass(self) -> float:
         """One pass there and back at the prices as they stand; returns the bound."""
         core, view = self.core, self.view
-        price_strategies(view, self.prices, self._priced)
-        unary = core.cost + self._priced
-        sweep(view, unary, self._messages, False, self._widest, self._beliefs)
+        price_strategies(view, self.prices, self._memory_costs)
+        unary = core.cost + self._memory_costs
+        pass_messages(view, unary, self._messages, False, self._widest, self._beliefs)
         self._forward = np.minimum.reduceat(self._beliefs, core.offset[:-1])
-        total = sweep(view, unary, self._messages, True, self._widest, self._beliefs)
+        total = pass_messages(view, unary, self._messages, True, self._widest, self._beliefs)
         value = total + core.constant - float(self.prices @ view.room)
         value -= 1e-11 * (abs(value) + abs(total))  # sums of many floats
         if value > self.value:
@@ -144,17 +144,17 @@ class Dual:
         # Sums of many floats: what rounding may have added is taken off.
         return floors - 1e-11 * np.abs(floors)
 
-    def rounded(self) -> IntArray:
+    def round_choice(self) -> IntArray:
         """A choice rounded from the messages as they stand; it may pass the limit."""
         places = np.zeros(self.core.nodes, dtype=np.int64)
-        round_in_order(self.view, self.core.cost + self._priced, self._messages, self._widest, places)
+        round_in_order(self.view, self.core.cost + self._memory_costs, self._messages, self._widest, places)
         return places
 
-    def recent(self, passes: int) -> npt.NDArray[np.bool_]:
+    def recently_chosen(self, passes: int) -> npt.NDArray[np.bool_]:
         """Per strategy, whether a choice rounded in one of the last passes used it."""
-        return self._chosen > max(self._passes - passes, 0)
+        return self._last_pass > max(self._passes - passes, 0)
 
-    def _move(self, excess: Array, improved: bool) -> None:
+    def _move_prices(self, excess: Array, improved: bool) -> None:
         """New prices, from the best ones: up at the fullest moment of each stretch that passes the limit, down where
         there is room.
 
@@ -178,6 +178,6 @@ class Dual:
             fullest = stretch[self._average[stretch].argmax()]
             if self._average[fullest] > 0.0 or self.best_prices[fullest] > 0.0:
                 change[fullest] = self._average[fullest]
-        gap = self.upper - self.value if np.isfinite(self.upper) else _UNKNOWN * abs(self.value)
+        gap = self.upper - self.value if np.isfinite(self.upper) else _UNKNOWN_GAP * abs(self.value)
         step = self._fraction * max(gap, 1e-6 * abs(self.value)) / max(float(change @ change), 1e-300)
         self.prices = np.maximum(self.best_prices + step * change, 0.0)

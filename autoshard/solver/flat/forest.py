@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.flat.chance import pick
-from autoshard.solver.flat.jit import inner
+from autoshard.solver.flat.numba_jit import jit_inner
+from autoshard.solver.flat.random_numbers import pick
 
 MEMBER = np.dtype([(name, np.int64) for name in ("node", "link", "to_hub", "start", "picked", "trial")], align=True)
 """Of a member: its node, the half-edge at it that leads to its parent (-1: a root) and the one that leads to the hub
@@ -15,8 +15,8 @@ MARK = np.dtype([("position", np.int64), ("touched", np.int64), ("inside", np.bo
 """Of a node: its place among the members, how many of its neighbours are members, and whether it is one."""
 
 
-@inner
-def grow(view, state, root, hub, target, members, marks, border):  # type: ignore[no-untyped-def]
+@jit_inner
+def grow_forest(view, state, root, hub, target, members, marks, border):  # type: ignore[no-untyped-def]
     """A random forest, the parent of each member before it.
 
     Args:
@@ -72,7 +72,7 @@ def grow(view, state, root, hub, target, members, marks, border):  # type: ignor
     return size
 
 
-@inner
+@jit_inner
 def solve_forest(view, members, size, marks, sums, best, least):  # type: ignore[no-untyped-def]
     """The cheapest choices on a forest, written as `trial`; returns their cost.
 

@@ -9,7 +9,7 @@ from time import monotonic
 import numpy as np
 
 from autoshard.solver.flat.core import Core
-from autoshard.solver.linear import Program, minimise
+from autoshard.solver.linear import LinearProgram, minimise
 from autoshard.solver.problem import Array, IntArray
 
 _MAGNITUDE = 1e5
@@ -23,7 +23,7 @@ _ROWS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Integer:
+class CoreSolution:
     """A choice (None if none was found), a bound, and whether it closes the question."""
 
     places: IntArray | None
@@ -52,7 +52,7 @@ class CoreProgram:
         finite = core.table[np.isfinite(core.table)]
         spread += float(np.abs(finite).mean()) * len(core.ends) if len(finite) else 0.0
         self.scale = _MAGNITUDE / spread if spread else 1.0
-        self.program = Program()
+        self.program = LinearProgram()
         self.nodes = self.program.add_variables(self.scale * core.cost, integer=True)
         for node in range(core.nodes):
             names = range(int(core.offset[node]), int(core.offset[node + 1]))
@@ -91,18 +91,18 @@ class CoreProgram:
             self.program.add_row(names, held[names] / unit, -np.inf, room)
         return bool(fresh)
 
-    def solve(self, *, time_limit: float, seed: int, nodes: int | None = None) -> Integer:
+    def solve(self, *, time_limit: float, seed: int, nodes: int | None = None) -> CoreSolution:
         """Solves the program with the rows that it has: the bound is true, the choice may pass the limit elsewhere."""
         hint = None if self.start is None else self._values(self.start)
         answer = minimise(self.program, time_limit=time_limit, seed=seed, hint=hint, node_limit=nodes)
         if answer.infeasible:
-            return Integer(None, float("inf"), True)
+            return CoreSolution(None, float("inf"), True)
         bound = answer.bound / self.scale + self.core.constant if np.isfinite(answer.bound) else float("-inf")
         if answer.values is None:
-            return Integer(None, bound, False)
+            return CoreSolution(None, bound, False)
         offset = self.core.offset
         places = [int(answer.values[low:high].argmax()) for low, high in pairwise(offset)]
-        return Integer(np.array(places, dtype=np.int64), bound, answer.optimal)
+        return CoreSolution(np.array(places, dtype=np.int64), bound, answer.optimal)
 
     def _values(self, places: IntArray) -> Array:
         values = np.zeros(len(self.program.costs))
@@ -121,7 +121,7 @@ def solve_core(
     deadline: float = float("inf"),
     seed: int = 0,
     nodes: int | None = None,
-) -> Integer:
+) -> CoreSolution:
     """Solves the program of a core, adding rows of memory until the answer keeps the limit.
 
     Args:
@@ -142,16 +142,16 @@ def solve_core(
         answer = program.solve(time_limit=min(deadline - monotonic(), 1e6), seed=seed, nodes=nodes)
         bound = max(bound, answer.bound)
         if answer.places is None:
-            return Integer(None, bound, answer.proved)
-        passed = _violated(core, answer.places)
+            return CoreSolution(None, bound, answer.proved)
+        passed = _violated_moments(core, answer.places)
         if not len(passed):
-            return Integer(answer.places, bound, answer.proved)
+            return CoreSolution(answer.places, bound, answer.proved)
         if not program.add(passed) or not answer.proved or monotonic() > deadline:
             # The backend keeps rows within a tolerance; the limit itself is exact.
-            return Integer(None, bound, False)
+            return CoreSolution(None, bound, False)
 
 
-def _violated(core: Core, places: IntArray) -> IntArray:
+def _violated_moments(core: Core, places: IntArray) -> IntArray:
     """The moments at which a choice passes the limit most, one of each stretch of time."""
     excess = core.loads(places) - core.slack
     stretches = np.array_split(np.arange(len(excess)), min(_ROWS, len(excess))) if len(excess) else []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.solver.flat.chance import draw, pick
-from autoshard.solver.flat.forest import MARK, MEMBER, grow, solve_forest
-from autoshard.solver.flat.jit import compiled, inner
+from autoshard.solver.flat.forest import MARK, MEMBER, grow_forest, solve_forest
+from autoshard.solver.flat.numba_jit import jit, jit_inner
+from autoshard.solver.flat.random_numbers import draw, pick
 
 _TRIES = 6
 """Multiples of the prices under which one forest is solved, at most."""
@@ -15,8 +15,8 @@ _BLOCK = 64
 """Moments that are looked at together where nothing begins or ends in them."""
 
 
-@compiled
-def condition(view, places, given):  # type: ignore[no-untyped-def]
+@jit
+def conditional_costs(view, places, given):  # type: ignore[no-untyped-def]
     """Writes per strategy its cost beside the choices of all neighbours."""
     for node in range(len(view.nodes) - 1):
         own, size = view.nodes[node].offset, view.nodes[node].size
@@ -29,8 +29,8 @@ def condition(view, places, given):  # type: ignore[no-untyped-def]
                 given[own + s] += view.table[row + s]
 
 
-@inner
-def move(view, node, choice, places, given):  # type: ignore[no-untyped-def]
+@jit_inner
+def move_node(view, node, choice, places, given):  # type: ignore[no-untyped-def]
     """Changes the choice of one node, and what its neighbours' strategies cost beside it."""
     for place in range(view.nodes[node].around, view.nodes[node + 1].around):
         half = view.around[place]
@@ -41,8 +41,8 @@ def move(view, node, choice, places, given):  # type: ignore[no-untyped-def]
     places[node] = choice
 
 
-@inner
-def free(view, places, given, members, size, marks, hub, plain, hub_costs):  # type: ignore[no-untyped-def]
+@jit_inner
+def free_costs(view, places, given, members, size, marks, hub, plain, hub_costs):  # type: ignore[no-untyped-def]
     """Costs of the members' strategies, and of the hub's, without the edges among them; returns what they cost now."""
     total, before = 0, 0.0
     for member in range(size):
@@ -89,7 +89,7 @@ def free(view, places, given, members, size, marks, hub, plain, hub_costs):  # t
     return total, before
 
 
-@inner
+@jit_inner
 def change_loads(view, members, size, places, change, events):  # type: ignore[no-untyped-def]
     """Adds to a difference array what the new choices use more, and notes in which blocks of moments; returns the
     moments [first, last) concerned."""
@@ -110,8 +110,8 @@ def change_loads(view, members, size, places, change, events):  # type: ignore[n
     return first, last
 
 
-@inner
-def passes(view, loads, fullest, change, events, first, last):  # type: ignore[no-untyped-def]
+@jit_inner
+def exceeds_limit(view, loads, fullest, change, events, first, last):  # type: ignore[no-untyped-def]
     """Whether a change of the loads, at [first, last), passes the limit at some moment; and the work that this was."""
     running, work = 0.0, 0
     for block in range(first // _BLOCK, (last - 1) // _BLOCK + 1):
@@ -127,8 +127,8 @@ def passes(view, loads, fullest, change, events, first, last):  # type: ignore[n
     return False, work
 
 
-@inner
-def load_more(view, loads, fullest, change, first, last):  # type: ignore[no-untyped-def]
+@jit_inner
+def add_loads(view, loads, fullest, change, first, last):  # type: ignore[no-untyped-def]
     """Adds a change to the loads; `fullest` is by how much each block's fullest moment passes the limit."""
     running = 0.0
     for moment in range(first, last):
@@ -140,8 +140,8 @@ def load_more(view, loads, fullest, change, first, last):  # type: ignore[no-unt
             fullest[block] = max(fullest[block], loads[moment] - view.room[moment])
 
 
-@compiled
-def search(  # type: ignore[no-untyped-def]
+@jit
+def search_forests(  # type: ignore[no-untyped-def]
     view, places, loads, priced, penalty, given, steps, largest, seed, state, temperature
 ):
     """Solves random forests, half of them together with a hub, all else held; takes what is better.
@@ -186,8 +186,8 @@ def search(  # type: ignore[no-untyped-def]
         if len(view.around) and draw(seed) < 0.5:
             # By its degree: the other end of any half-edge.
             hub = view.around[pick(seed, len(view.around))].other
-        size = grow(view, seed, pick(seed, nodes), hub, target, members, marks, border)
-        total, before = free(view, places, given, members, size, marks, hub, plain, hub_costs)
+        size = grow_forest(view, seed, pick(seed, nodes), hub, target, members, marks, border)
+        total, before = free_costs(view, places, given, members, size, marks, hub, plain, hub_costs)
         for member in range(size):
             marks[members[member].node].inside = False
         both = size
@@ -259,13 +259,13 @@ def search(  # type: ignore[no-untyped-def]
                     if taken:
                         over = max(over + excess, 0.0)
                 else:
-                    passed, work = passes(view, loads, fullest, change, events, first, last)
+                    passed, work = exceeds_limit(view, loads, fullest, change, events, first, last)
                     state[1] += work
                     fits = not passed
                     taken = fits
                 if first < last:
                     if taken:
-                        load_more(view, loads, fullest, change, first, last)
+                        add_loads(view, loads, fullest, change, first, last)
                     for member in range(both):
                         node = members[member].node
                         if members[member].picked != places[node]:
@@ -279,7 +279,7 @@ def search(  # type: ignore[no-untyped-def]
                 for member in range(both):
                     node = members[member].node
                     if members[member].picked != places[node]:
-                        move(view, node, members[member].picked, places, given)
+                        move_node(view, node, members[member].picked, places, given)
                 if not unpriced:
                     state[0] = min(max(state[0] * 0.98 + scale * 0.02, 0.05), 4.0)
                 break

@@ -10,26 +10,26 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.solver.flat.arena import (
+    ARENA_EDGE,
+    ARENA_HALF,
+    ARENA_ITEM,
+    ARENA_NODE,
     CELLS,
-    EDGE,
     EDGES,
     FAILED,
     FIRST_EDGE,
     FULL,
-    HALF,
-    ITEM,
     MAPPED,
-    NODE,
     OFFSET,
     REMOVED,
     USED,
     WORK,
     Arena,
 )
-from autoshard.solver.flat.core import Core, Stage, starts
-from autoshard.solver.flat.dominance import settle
-from autoshard.solver.flat.rules import begin
-from autoshard.solver.flat.thin import thinned, without_too_large
+from autoshard.solver.flat.core import Core, PresolveStage, starts
+from autoshard.solver.flat.dominance import process_queues
+from autoshard.solver.flat.rules import link_arena
+from autoshard.solver.flat.thin import forbid_oversized, thin_memory
 
 _PASSES = 6
 """Passes over all nodes for dominated strategies."""
@@ -55,20 +55,20 @@ def presolve(core: Core, *, upper: float = float("inf"), work: float = 5e9, dead
     Source: Goldstein's criterion for dead ends, R. F. Goldstein, "Efficient rotamer elimination applied to protein
     side-chains and related spin glasses", 1994; on pairs, I. Lasters and J. Desmet, 1993.
     """
-    core = without_too_large(thinned(core))
+    core = forbid_oversized(thin_memory(core))
     while core.feasible:
-        core = thinned(_searched(core, upper, work, deadline))
-        fitting = without_too_large(core)
+        core = thin_memory(_apply_rules(core, upper, work, deadline))
+        fitting = forbid_oversized(core)
         if fitting is core:
             break
         core = fitting
     return core
 
 
-def _searched(core: Core, upper: float, work: float, deadline: float) -> Core:
+def _apply_rules(core: Core, upper: float, work: float, deadline: float) -> Core:
     """Every exact step on the nodes and edges of a core."""
-    arena = _arena(core)
-    arena = _run(arena, lambda room: settle(room, upper, 0, False, work))
+    arena = _build_arena(core)
+    arena = _run_with_room(arena, lambda room: process_queues(room, upper, 0, False, work))
     alive = np.isfinite(arena.cost).sum()
     for attempt in range(_PASSES):
         if arena.counts[FAILED] or arena.numbers[WORK] > work or monotonic() > deadline:
@@ -76,24 +76,24 @@ def _searched(core: Core, upper: float, work: float, deadline: float) -> Core:
         dropped = [0]
 
         def search(room: Arena, dropped: list[int] = dropped, pairs: bool = attempt > 0) -> None:
-            dropped[0] += settle(room, upper, core.nodes, pairs, work)
+            dropped[0] += process_queues(room, upper, core.nodes, pairs, work)
 
-        arena = _run(arena, search)
+        arena = _run_with_room(arena, search)
         if attempt and dropped[0] < _WORTH * alive:
             break
-    return _compacted(arena, core)
+    return _compact(arena, core)
 
 
-def _arena(core: Core) -> Arena:
+def _build_arena(core: Core) -> Arena:
     count, cells = len(core.ends), 2 * core.cells + 4096
     arena = Arena(
-        nodes=np.zeros(core.nodes, dtype=NODE),
-        halves=np.zeros(2 * (2 * count + 16), dtype=HALF),
-        edges=np.zeros(2 * count + 16, dtype=EDGE),
-        items=np.zeros(len(core.low), dtype=ITEM),
+        nodes=np.zeros(core.nodes, dtype=ARENA_NODE),
+        halves=np.zeros(2 * (2 * count + 16), dtype=ARENA_HALF),
+        edges=np.zeros(2 * count + 16, dtype=ARENA_EDGE),
+        items=np.zeros(len(core.low), dtype=ARENA_ITEM),
         cost=core.cost.copy(),
-        table=_longer(core.table, cells),
-        usage=_longer(core.usage, 2 * len(core.usage) + 4096),
+        table=_lengthen(core.table, cells),
+        usage=_lengthen(core.usage, 2 * len(core.usage) + 4096),
         base=np.zeros(len(core.base) + 1),
         removed=np.zeros((core.nodes, 4), dtype=np.int64),
         choice=np.zeros(4 * len(core.cost) + 4096, dtype=np.int64),
@@ -108,11 +108,11 @@ def _arena(core: Core) -> Arena:
     edges["start"][:count] = core.start[:-1]
     items["low"], items["high"], items["start"] = core.low, core.high, core.usage_start
     arena.counts[EDGES], arena.counts[CELLS], arena.counts[USED] = count, core.cells, len(core.usage)
-    begin(arena, np.ascontiguousarray(core.item_node))
+    link_arena(arena, np.ascontiguousarray(core.item_node))
     return arena
 
 
-def _longer(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+def _lengthen(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
     result = np.zeros(max(length, len(array)), dtype=array.dtype)
     result[: len(array)] = array
     return result
@@ -121,25 +121,25 @@ def _longer(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
 _GROWING = {"table": CELLS, "usage": USED, "choice": MAPPED}
 
 
-def _run(arena: Arena, step: Callable[[Arena], object]) -> Arena:
+def _run_with_room(arena: Arena, step: Callable[[Arena], object]) -> Arena:
     """Runs a step again with more room as long as it lacks room."""
     while True:
         arena.counts[FULL] = 0
         step(arena)
         if not arena.counts[FULL]:
             return arena
-        grown = {name: _longer(getattr(arena, name), 2 * len(getattr(arena, name))) for name in _GROWING}
+        grown = {name: _lengthen(getattr(arena, name), 2 * len(getattr(arena, name))) for name in _GROWING}
         edges = len(arena.edges)
         if arena.counts[EDGES] * 2 > edges:
             # The ring of waiting edges begins at 0 again: it would not be one where it wrapped round.
             arena.edges["waiting"] = np.roll(arena.edges["waiting"], -int(arena.counts[FIRST_EDGE]))
             arena.counts[FIRST_EDGE] = 0
-            grown["edges"] = _longer(arena.edges, 2 * edges)
-            grown["halves"] = _longer(arena.halves, 4 * edges)
+            grown["edges"] = _lengthen(arena.edges, 2 * edges)
+            grown["halves"] = _lengthen(arena.halves, 4 * edges)
         arena = arena._replace(**grown)
 
 
-def _compacted(arena: Arena, core: Core) -> Core:
+def _compact(arena: Arena, core: Core) -> Core:
     """What is left, without gaps, and a stage that leads back."""
     gone = arena.nodes["gone"]
     kept = np.flatnonzero(~gone)
@@ -155,7 +155,7 @@ def _compacted(arena: Arena, core: Core) -> Core:
     ends = arena.halves["end"][: 2 * count].reshape(-1, 2)[edges]
     offset = starts(size)
     removed = int(arena.counts[REMOVED])
-    stage = Stage(
+    stage = PresolveStage(
         core.nodes,
         kept,
         offset,

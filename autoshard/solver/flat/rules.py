@@ -23,7 +23,7 @@ from autoshard.solver.flat.arena import (
     push_node,
     strides,
 )
-from autoshard.solver.flat.jit import compiled, inner
+from autoshard.solver.flat.numba_jit import jit, jit_inner
 
 _NEGLIGIBLE = 1e-14
 """What rounding leaves of a zero, relative to what was subtracted."""
@@ -35,8 +35,8 @@ _NONE, _ZERO, _ONE = np.int64(-1), np.int64(0), np.int64(1)
 """Arguments that are written out would each have a loop compiled once more."""
 
 
-@inner
-def strategies_lost(arena, node):  # type: ignore[no-untyped-def]
+@jit_inner
+def queue_after_loss(arena, node):  # type: ignore[no-untyped-def]
     """Everything that may follow from a node's having fewer strategies is to be looked at."""
     half = arena.nodes[node].head
     while half >= 0:
@@ -46,7 +46,7 @@ def strategies_lost(arena, node):  # type: ignore[no-untyped-def]
     push_node(arena, node)
 
 
-@inner
+@jit_inner
 def tidy_side(arena, half):  # type: ignore[no-untyped-def]
     """Moves row minima (rows: the strategies of the half-edge's node) into the node; unsupported strategies go."""
     node, other = arena.halves[half].end, arena.halves[half ^ 1].end
@@ -73,13 +73,13 @@ def tidy_side(arena, half):  # type: ignore[no-untyped-def]
                 arena.table[place + t * column] = 0.0 if abs(value) <= scale else value
     arena.numbers[WORK] += arena.nodes[node].size * arena.nodes[other].size
     if lost:
-        strategies_lost(arena, node)
+        queue_after_loss(arena, node)
     elif moved:
         push_node(arena, node)
 
 
-@inner
-def forbid_dear(arena, edge, upper):  # type: ignore[no-untyped-def]
+@jit_inner
+def forbid_expensive(arena, edge, upper):  # type: ignore[no-untyped-def]
     """Forbids pairs that alone bring the cost to `upper`: nodes and tables are otherwise at least zero."""
     one, other = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
     begin, row, column = strides(arena, 2 * edge)
@@ -91,11 +91,11 @@ def forbid_dear(arena, edge, upper):  # type: ignore[no-untyped-def]
                 arena.table[begin + s * row + t * column] = np.inf
 
 
-@inner
+@jit_inner
 def tidy_edge(arena, edge, upper):  # type: ignore[no-untyped-def]
     """Normalises an edge; drops it if nothing is left; merges an end that the other end determines."""
     if upper < np.inf:
-        forbid_dear(arena, edge, upper)
+        forbid_expensive(arena, edge, upper)
     tidy_side(arena, 2 * edge)
     tidy_side(arena, 2 * edge + 1)
     one, other = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
@@ -128,12 +128,12 @@ def tidy_edge(arena, edge, upper):  # type: ignore[no-untyped-def]
     # Where each determines the other, the one with fewer edges goes.
     if by_row and by_column and arena.nodes[one].degree < arena.nodes[other].degree:
         by_row = False
-    if not (by_row and merge(arena, 2 * edge)) and by_column:
-        merge(arena, 2 * edge + 1)
+    if not (by_row and merge_nodes(arena, 2 * edge)) and by_column:
+        merge_nodes(arena, 2 * edge + 1)
 
 
-@inner
-def merge(arena, half):  # type: ignore[no-untyped-def]
+@jit_inner
+def merge_nodes(arena, half):  # type: ignore[no-untyped-def]
     """Merges the far node of a half-edge into the near one, which determines it. False if that costs too much."""
     keep, leave = arena.halves[half].end, arena.halves[half ^ 1].end
     wide, narrow = arena.nodes[keep].size, arena.nodes[leave].size
@@ -154,7 +154,7 @@ def merge(arena, half):  # type: ignore[no-untyped-def]
         item = arena.items[item].following
     if not has_room(arena, arena.nodes[leave].degree, cells, items, items * wide, wide):
         return False
-    chosen = remember(arena, leave, keep, _NONE, wide)
+    chosen = record_removal(arena, leave, keep, _NONE, wide)
     begin, row, column = strides(arena, half)
     own, far = arena.nodes[keep].offset, arena.nodes[leave].offset
     for s in range(wide):
@@ -174,7 +174,7 @@ def merge(arena, half):  # type: ignore[no-untyped-def]
     return True
 
 
-@inner
+@jit_inner
 def move_edge(arena, half, keep, chosen):  # type: ignore[no-untyped-def]
     """An edge of a merged node becomes, or is added to, one of the node that determines it."""
     third = arena.halves[half ^ 1].end
@@ -193,7 +193,7 @@ def move_edge(arena, half, keep, chosen):  # type: ignore[no-untyped-def]
     push_edge(arena, into >> 1)
 
 
-@inner
+@jit_inner
 def move_items(arena, leave, keep, chosen):  # type: ignore[no-untyped-def]
     """What a merged node uses, as a function of the strategy of the node that determines it."""
     item = arena.nodes[leave].first_item
@@ -211,7 +211,7 @@ def move_items(arena, leave, keep, chosen):  # type: ignore[no-untyped-def]
     arena.nodes[keep].stale = True
 
 
-@inner
+@jit_inner
 def has_room(arena, edges, cells, items, used, mapped):  # type: ignore[no-untyped-def]
     """Whether the arrays have room for so much more; if not, that is noted, and the step is to be tried again."""
     counts = arena.counts
@@ -227,8 +227,8 @@ def has_room(arena, edges, cells, items, used, mapped):  # type: ignore[no-untyp
     return enough
 
 
-@inner
-def remember(arena, node, first, second, entries):  # type: ignore[no-untyped-def]
+@jit_inner
+def record_removal(arena, node, first, second, entries):  # type: ignore[no-untyped-def]
     """Notes that a node is removed; returns where its choices are to be written."""
     row = arena.counts[REMOVED]
     arena.counts[REMOVED] += 1
@@ -242,8 +242,8 @@ def remember(arena, node, first, second, entries):  # type: ignore[no-untyped-de
     return begin
 
 
-@inner
-def settle_items(arena, node):  # type: ignore[no-untyped-def]
+@jit_inner
+def fold_constant_items(arena, node):  # type: ignore[no-untyped-def]
     """Usages count from their least; what does not depend on the choice is used whatever is chosen."""
     arena.nodes[node].stale = False
     own, size = arena.nodes[node].offset, arena.nodes[node].size
@@ -271,7 +271,7 @@ def settle_items(arena, node):  # type: ignore[no-untyped-def]
         item = following
 
 
-@inner
+@jit_inner
 def tidy_node(arena, node, upper):  # type: ignore[no-untyped-def]
     """Moves the least cost into the offset; fixes, merges or eliminates a node where that is exact."""
     own, size = arena.nodes[node].offset, arena.nodes[node].size
@@ -294,23 +294,23 @@ def tidy_node(arena, node, upper):  # type: ignore[no-untyped-def]
                 arena.cost[own + s] = np.inf
                 lost = True
     if lost:
-        strategies_lost(arena, node)
+        queue_after_loss(arena, node)
         return
     if arena.nodes[node].stale:
-        settle_items(arena, node)
+        fold_constant_items(arena, node)
     if allowed == 1:
-        fix(arena, node, _ZERO + last)
+        fix_node(arena, node, _ZERO + last)
     elif arena.nodes[node].first_item < 0 and arena.nodes[node].degree <= 2:
-        eliminate(arena, node)
+        eliminate_node(arena, node)
 
 
-@inner
-def fix(arena, node, choice):  # type: ignore[no-untyped-def]
+@jit_inner
+def fix_node(arena, node, choice):  # type: ignore[no-untyped-def]
     """Takes out a node of one strategy: its row of each edge is a cost of the neighbour."""
     if not has_room(arena, _ZERO, _ZERO, _ZERO, _ZERO, _ONE):
         push_node(arena, node)
         return
-    arena.choice[remember(arena, node, _NONE, _NONE, _ONE)] = choice
+    arena.choice[record_removal(arena, node, _NONE, _NONE, _ONE)] = choice
     while arena.nodes[node].head >= 0:
         half = arena.nodes[node].head
         other = arena.halves[half ^ 1].end
@@ -323,17 +323,17 @@ def fix(arena, node, choice):  # type: ignore[no-untyped-def]
             lost |= before < np.inf and arena.cost[arena.nodes[other].offset + t] == np.inf
         push_node(arena, other)
         if lost:
-            strategies_lost(arena, other)
+            queue_after_loss(arena, other)
     arena.nodes[node].gone = True
 
 
-@inner
-def eliminate(arena, node):  # type: ignore[no-untyped-def]
+@jit_inner
+def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
     """Takes out a node of degree two or less that uses no memory: its best strategy follows from its neighbours'."""
     own, size = arena.nodes[node].offset, arena.nodes[node].size
     if arena.nodes[node].degree == 0:
         if has_room(arena, _ZERO, _ZERO, _ZERO, _ZERO, _ONE):
-            arena.choice[remember(arena, node, _NONE, _NONE, _ONE)] = np.argmin(arena.cost[own : own + size])
+            arena.choice[record_removal(arena, node, _NONE, _NONE, _ONE)] = np.argmin(arena.cost[own : own + size])
             arena.nodes[node].gone = True
         else:
             push_node(arena, node)
@@ -347,7 +347,7 @@ def eliminate(arena, node):  # type: ignore[no-untyped-def]
     if not has_room(arena, _ONE, entries, _ZERO, _ZERO, entries):
         push_node(arena, node)
         return
-    chosen = remember(arena, node, left, right, entries)
+    chosen = record_removal(arena, node, left, right, entries)
     begin, row, column = strides(arena, first)
     other_begin, other_row, other_column = strides(arena, second) if second >= 0 else (0, 0, 0)
     drop_edge(arena, first >> 1)
@@ -378,12 +378,12 @@ def eliminate(arena, node):  # type: ignore[no-untyped-def]
         push_edge(arena, into >> 1)
         push_node(arena, right)
     else:
-        strategies_lost(arena, left)
+        queue_after_loss(arena, left)
     push_node(arena, left)
 
 
-@compiled
-def begin(arena, item_nodes):  # type: ignore[no-untyped-def]
+@jit
+def link_arena(arena, item_nodes):  # type: ignore[no-untyped-def]
     """Links the edges and items of a fresh arena, parallel edges added up, and queues everything."""
     for edge in range(arena.counts[EDGES]):
         one, other = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end

@@ -13,7 +13,7 @@ from autoshard.solver.problem import Array, IntArray
 Mask = npt.NDArray[np.bool_]
 
 
-def thinned(core: Core) -> Core:
+def thin_memory(core: Core) -> Core:
     """The core without moments that cannot bind or that another one implies, and without items that no moment sees."""
     count = len(core.base)
     if not core.feasible:
@@ -28,8 +28,8 @@ def thinned(core: Core) -> Core:
             usage=core.usage[:0],
         )
     lengths = core.size[core.item_node]
-    least = _reduced(np.minimum, core, lengths)
-    most = _reduced(np.maximum, core, lengths)
+    least = _reduce_usages(np.minimum, core, lengths)
+    most = _reduce_usages(np.maximum, core, lengths)
     base = core.base + _spread(core, least, count)
     usage = core.usage - np.repeat(least, lengths)
     feasible = core.feasible and bool((base <= core.slack).all())
@@ -46,14 +46,14 @@ def thinned(core: Core) -> Core:
     np.minimum.at(first, group[chosen], np.flatnonzero(chosen))
     keep = np.zeros(count, dtype=bool)
     keep[first[first < count]] = True
-    keep = _maximal(core, keep, moving, base)
+    keep = _maximal_moments(core, keep, moving, base)
     place = np.concatenate([[0], np.cumsum(keep)])
     low, high = place[core.low], place[core.high]
     rows = np.flatnonzero(moving & (low < high))
     return _with_items(replace(core, moment=core.moment[keep]), rows, low, high, usage, base[keep], feasible)
 
 
-def without_too_large(core: Core) -> Core:
+def forbid_oversized(core: Core) -> Core:
     """The core with infinite costs for strategies that pass the limit by themselves; itself if there are none."""
     if not core.feasible or not len(core.low):
         return core
@@ -72,7 +72,7 @@ def without_too_large(core: Core) -> Core:
     return replace(core, cost=cost)
 
 
-def _maximal(core: Core, keep: Mask, moving: Mask, base: Array) -> Mask:
+def _maximal_moments(core: Core, keep: Mask, moving: Mask, base: Array) -> Mask:
     """Moments whose items are not all held, beside others, at a neighbouring moment with at least as large a base."""
     while True:
         kept = np.flatnonzero(keep)
@@ -126,7 +126,7 @@ def _with_items(
     )
 
 
-def _reduced(pick: np.ufunc, core: Core, lengths: IntArray) -> Array:
+def _reduce_usages(pick: np.ufunc, core: Core, lengths: IntArray) -> Array:
     if not len(lengths):
         return np.zeros(0)
     assert (core.usage_start == starts(lengths)[:-1]).all()

@@ -38,7 +38,7 @@ def backbone(problem: Problem, order: Sequence[float]) -> Backbone:
 
     Source: Rhino 4.3.1.
     """
-    rank, ends = _ranked(problem, order)
+    rank, ends = _ranks_and_edges(problem, order)
     earliest = np.zeros(problem.size, dtype=np.int64)
     for earlier, later in ends[np.argsort(rank[ends[:, 0]], kind="stable")]:
         earliest[later] = max(earliest[later], earliest[earlier] + 1)
@@ -47,11 +47,11 @@ def backbone(problem: Problem, order: Sequence[float]) -> Backbone:
         left[earlier] = max(left[earlier], left[later] + 1)
     length = int((earliest + left).max(initial=0))
     nodes = [int(node) for node in np.argsort(rank) if earliest[node] + left[node] == length]
-    heavy = _heavy(problem)
+    heavy = _heavy_nodes(problem)
     return Backbone(tuple(nodes), tuple(node for node in nodes if heavy[node]))
 
 
-def _heavy(problem: Problem) -> np.ndarray:
+def _heavy_nodes(problem: Problem) -> np.ndarray:
     work = np.array([vector.min() for vector in problem.costs])
     work = np.where(np.isfinite(work) & (work > 0), work, 0.0)
     heaviest = np.argsort(-work, kind="stable")
@@ -61,7 +61,7 @@ def _heavy(problem: Problem) -> np.ndarray:
     return heavy & (work > 0)
 
 
-def side_by_side(problem: Problem, order: Sequence[float]) -> IntArray:
+def interleaved_order(problem: Problem, order: Sequence[float]) -> IntArray:
     """All nodes in a sequence in which what a backward half does stands by what it undoes.
 
     A training step runs its layers forward, and then backward; what a layer keeps for its backward half joins places
@@ -76,8 +76,8 @@ def side_by_side(problem: Problem, order: Sequence[float]) -> IntArray:
     Returns:
         The nodes, first to last.
     """
-    rank, ends = _ranked(problem, order)
-    turn = _turn(rank[ends], problem.size)
+    rank, ends = _ranks_and_edges(problem, order)
+    turn = _turning_point(rank[ends], problem.size)
     place = rank.astype(np.float64)
     before: list[list[int]] = [[] for _ in range(problem.size)]
     for earlier, later in ends:
@@ -92,7 +92,7 @@ def side_by_side(problem: Problem, order: Sequence[float]) -> IntArray:
     return np.lexsort((rank, place))
 
 
-def _turn(ranks: IntArray, size: int) -> int:
+def _turning_point(ranks: IntArray, size: int) -> int:
     """Nodes before the last of the places that most edges cross."""
     change = np.zeros(size + 1, dtype=np.int64)
     np.add.at(change, ranks[:, 0] + 1, 1)
@@ -100,7 +100,7 @@ def _turn(ranks: IntArray, size: int) -> int:
     return size - int(np.cumsum(change)[::-1].argmax())
 
 
-def _ranked(problem: Problem, order: Sequence[float]) -> tuple[IntArray, IntArray]:
+def _ranks_and_edges(problem: Problem, order: Sequence[float]) -> tuple[IntArray, IntArray]:
     """Per node its place in the order, and all edges as (earlier, later) nodes."""
     rank = np.empty(problem.size, dtype=np.int64)
     rank[np.argsort(np.asarray(order, dtype=np.float64), kind="stable")] = np.arange(problem.size)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autoshard.capture.attention import operators
+from autoshard.capture.attention_operator import operators
 
 FORWARD = operators.attention.default
 BACKWARD = operators.attention_backward.default

@@ -43,13 +43,13 @@ def _scores(query: Tensor, key: Tensor, aligned: int | None, bias: Tensor | None
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def _repeated(value: Tensor, heads: int) -> Tensor:
+def _repeat_heads(value: Tensor, heads: int) -> Tensor:
     return value.repeat_interleave(heads // value.shape[1], 1)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     """The result of one sample `[s, h, e]`, and logarithms of sums of exponentials `[h, s]`."""
-    key, value = (_repeated(one, query.shape[1]) for one in (key, value))
+    key, value = (_repeat_heads(one, query.shape[1]) for one in (key, value))
     scores = _scores(query, key, *how)
     return torch.einsum("hst,the->she", scores.softmax(-1), value), scores.logsumexp(-1)
 
@@ -60,7 +60,7 @@ def _differentiate(
     """Gradients of one sample's queries, keys, values and scores, from the logarithms that are given."""
     heads, groups = query.shape[1], key.shape[1]
     scale = query.shape[-1] ** -0.5 if how[2] is None else how[2]
-    keys, values = _repeated(key, heads), _repeated(value, heads)
+    keys, values = _repeat_heads(key, heads), _repeat_heads(value, heads)
     weights = (_scores(query, keys, *how) - logarithm[..., None]).exp()
     inner = torch.einsum("she,she->hs", gradient, result)[..., None]
     scores = weights * (torch.einsum("she,the->hst", gradient, values) - inner)
@@ -139,21 +139,21 @@ def flash_backward(
         return _differentiate(*sample, _from_last(*sample[1:3], is_causal), None, scale)[:3]
 
     if query.dim() == 4:
-        return _stacked(map(one, grad_out, query, key, value, out, logsumexp))
+        return _stack_results(map(one, grad_out, query, key, value, out, logsumexp))
     cuts = zip(_bounds(cum_seq_q, query), _bounds(cum_seq_k, key), strict=True)
     made = (one(grad_out[q], query[q], key[k], value[k], out[q], logsumexp[:, q]) for q, k in cuts)
     return tuple(map(torch.cat, zip(*made, strict=True)))
 
 
-def _stacked(made: Any) -> tuple[Tensor, ...]:
+def _stack_results(made: Any) -> tuple[Tensor, ...]:
     return tuple(map(torch.stack, zip(*made, strict=True)))
 
 
-def _aligned(query: Tensor, key: Tensor, kind: int) -> int | None:
+def _causal_diagonal(query: Tensor, key: Tensor, kind: int) -> int | None:
     return {0: None, 1: 0, 2: key.shape[0] - query.shape[0]}[kind]
 
 
-def _padded(rows: Sequence[Tensor], longest: int) -> Tensor:
+def _pad_rows(rows: Sequence[Tensor], longest: int) -> Tensor:
     """Rows of logarithms `[h, s]` of all samples as the kernel keeps them."""
     length = math.ceil(longest / 32) * 32
     return torch.stack([torch.nn.functional.pad(row, (0, length - row.shape[1]), value=torch.inf) for row in rows])
@@ -180,7 +180,7 @@ def efficient(
     assert compute_log_sumexp
 
     def one(q: Tensor, k: Tensor, v: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _attend(q, k, v, _aligned(q, k, custom_mask_type), b, scale)
+        return _attend(q, k, v, _causal_diagonal(q, k, custom_mask_type), b, scale)
 
     if cu_seqlens_q is None:
         biases = [None] * len(query) if bias is None else bias.expand(len(query), -1, -1, -1)
@@ -192,7 +192,7 @@ def efficient(
         cuts = zip(_bounds(cu_seqlens_q, query[0]), _bounds(cu_seqlens_k, key[0]), strict=True)
         results, rows = zip(*(one(query[0, q], key[0, k], value[0, k], None) for q, k in cuts), strict=True)
         whole, longest = torch.cat(results)[None], max_seqlen_q
-    return whole, _padded(rows, longest), _state(), _state(), longest, key.shape[1]
+    return whole, _pad_rows(rows, longest), _state(), _state(), longest, key.shape[1]
 
 
 def efficient_backward(
@@ -217,11 +217,11 @@ def efficient_backward(
     **_: Any,
 ) -> tuple[Tensor | None, ...]:
     def one(g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, row: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:
-        return _differentiate(g, q, k, v, o, row[:, : q.shape[0]], _aligned(q, k, custom_mask_type), b, scale)
+        return _differentiate(g, q, k, v, o, row[:, : q.shape[0]], _causal_diagonal(q, k, custom_mask_type), b, scale)
 
     if cu_seqlens_q is None:
         biases = [None] * len(query) if bias is None else bias.expand(len(query), -1, -1, -1)
-        *made, scores = _stacked(map(one, grad_out_, query, key, value, out, logsumexp, biases))
+        *made, scores = _stack_results(map(one, grad_out_, query, key, value, out, logsumexp, biases))
         return *made, None if bias is None else scores.sum_to_size(bias.shape)
     cuts = zip(_bounds(cu_seqlens_q, query[0]), _bounds(cu_seqlens_k, key[0]), logsumexp, strict=True)
     made = [one(grad_out_[0, q], query[0, q], key[0, k], value[0, k], out[0, q], row, None)[:3] for q, k, row in cuts]

@@ -13,7 +13,7 @@ from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.rule import Rule
 from autoshard.patterns.strategy import result_spec
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.training import TOLERANCE, compare, fast_links, train
@@ -155,7 +155,7 @@ def test_causal_queries_sharded_by_position_train_as_on_one_device() -> None:
     reference = train(Causal(), inputs)
     torch.manual_seed(1)
     module = Causal()
-    with simulated(dp=4) as mesh:
+    with simulated_mesh(dp=4) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
         trace = train(module, inputs)
     assert compare(trace, reference).worst <= TOLERANCE

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._ops import OpOverload
 
-from autoshard.patterns.registry import call_of, knows, rule_for
+from autoshard.patterns.registry import call_of, has_rule, rule_for
 from autoshard.patterns.soundness import check
 from tests.patterns.ops.soundness import normal
 
@@ -106,5 +106,5 @@ WITHOUT_RULE = {
 
 
 def test_core_operators_have_rules() -> None:
-    unknown = {str(op) for op in operators(torch.Tag.core, "aten") if not knows(op)}
+    unknown = {str(op) for op in operators(torch.Tag.core, "aten") if not has_rule(op)}
     assert unknown - set(WITHOUT_RULE) == set()

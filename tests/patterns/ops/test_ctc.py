@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.capture.ctc import losses
-from tests.partition.meshes import simulated
+from autoshard.capture.ctc_operator import losses
+from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import assert_sound, normal
 from tests.training import TOLERANCE, compare, fast_links, train
 
@@ -43,7 +43,7 @@ def test_training_on_a_mesh_is_training_on_one_device(sizes: dict[str, int]) -> 
     reference = train(Recognizer(), inputs)
     torch.manual_seed(1)
     module = Recognizer()
-    with simulated(**sizes) as mesh:
+    with simulated_mesh(**sizes) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
         trace = train(module, inputs)
     assert compare(trace, reference).worst <= TOLERANCE

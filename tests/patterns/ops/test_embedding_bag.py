@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.capture.bags import MEAN, SUM, bags
-from tests.partition.meshes import simulated
+from autoshard.capture.fixed_size_bags import MEAN, SUM, bags
+from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import assert_sound, normal
 from tests.training import TOLERANCE, compare, fast_links, train
 
@@ -47,7 +47,7 @@ def test_training_on_a_mesh_is_training_on_one_device(sizes: dict[str, int]) -> 
     reference = train(Reader(), inputs)
     torch.manual_seed(1)
     module = Reader()
-    with simulated(**sizes) as mesh:
+    with simulated_mesh(**sizes) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
         trace = train(module, inputs)
     assert compare(trace, reference).worst <= TOLERANCE

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import autoshard
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import assert_sound, aten, normal
-from tests.precision import BFLOAT16, Lowered
+from tests.precision import BFLOAT16, CastModule
 from tests.training import TOLERANCE, compare, fast_links, held_by_ranks, train
 
 
@@ -45,7 +45,7 @@ def test_training_with_spectra_is_training_on_one_device(sizes: dict[str, int]) 
     reference = train(Filtered(), inputs)
     torch.manual_seed(1)
     module = Filtered()
-    with simulated(**sizes) as mesh:
+    with simulated_mesh(**sizes) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
         trace = train(module, inputs)
     assert compare(trace, reference).worst <= TOLERANCE
@@ -62,10 +62,10 @@ class Upcast(Filtered):
 def test_spectra_of_float32_under_a_policy_of_bfloat16_are_near_those_of_one_device() -> None:
     torch.manual_seed(0)
     module, inputs = Upcast(), {"x": torch.randn(8, 12)}
-    alone = Lowered(copy.deepcopy(module))
+    alone = CastModule(copy.deepcopy(module))
     loss = alone(**inputs)
     loss.backward()
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), mp_policy=BFLOAT16)
         ours = module(**inputs)
         ours.backward()

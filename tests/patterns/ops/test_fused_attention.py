@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import autoshard
-from autoshard.partition.shards import whole
+from autoshard.partition.shards import gather_full_tensor
 from autoshard.patterns.registry import call_of, rule_for
-from tests.partition.meshes import per_rank, simulated
+from tests.partition.meshes import per_rank, simulated_mesh
 from tests.patterns.ops.named_attention import attention_on_cpu
 from tests.patterns.ops.soundness import assert_sound, aten, normal
 from tests.training import fast_links
@@ -149,14 +149,14 @@ def test_a_model_that_packs_samples_trains_with_its_heads_sharded() -> None:
     alone = copy.deepcopy(module)
     expected = alone(*inputs)
     expected.backward()
-    with simulated(x=2) as mesh:
+    with simulated_mesh(x=2) as mesh:
         autoshard.parallelize(module, mesh, inputs, cluster=fast_links())
         loss = module(*inputs)
         loss.backward()
         for value in per_rank(loss, mesh).values():
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
         for name, parameter in alone.named_parameters():
-            for value in per_rank(whole(module.get_parameter(name).grad), mesh).values():
+            for value in per_rank(gather_full_tensor(module.get_parameter(name).grad), mesh).values():
                 torch.testing.assert_close(value, parameter.grad, rtol=1e-9, atol=1e-12)
     graphs = next(iter(module._autoshard_runtime._served.values())).program.halves.graphs
     (call,) = graphs[0].find_nodes(op="call_function", target=FLASH)

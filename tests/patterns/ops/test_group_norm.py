@@ -10,7 +10,7 @@ from torch.nn import functional
 import autoshard
 from autoshard.patterns.strategy import result_spec
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.training import TOLERANCE, fast_links, held_by_ranks, relative_difference
 
@@ -76,7 +76,7 @@ def test_the_gradient_may_lie_in_memory_otherwise_than_captured() -> None:
     inputs = {"x": normal(4, 6, 12), "target": normal(4, 6, 12)}
     alone = copy.deepcopy(module)
     alone(**inputs).backward()
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast")
         module(**inputs).backward()
         found, expected = (

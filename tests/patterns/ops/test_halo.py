@@ -7,8 +7,8 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import autoshard
-from autoshard.patterns.ops.halo import positions
-from tests.partition.meshes import simulated
+from autoshard.patterns.ops.halo import window_dim
+from tests.partition.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
 
@@ -25,7 +25,7 @@ from tests.training import TOLERANCE, compare, fast_links, train
 def test_stretches_are_no_shorter_than_the_halo(
     small: int, large: int, stride: int, before: int, reach: int, least: int, after: int
 ) -> None:
-    found = positions(0, 2, small, large, stride, before, reach)
+    found = window_dim(0, 2, small, large, stride, before, reach)
     assert found.sizes == {"x0": small // least, "m0": least, "e0": stride}
     assert found.halo is not None
     assert (found.halo.before, found.halo.after) == (before, after)
@@ -33,7 +33,7 @@ def test_stretches_are_no_shorter_than_the_halo(
 
 @pytest.mark.parametrize(("small", "large", "reach"), [(10, 12, 2), (4, 4, 8), (0, 12, 2)])
 def test_dims_that_can_not_be_cut_in_equal_stretches_stay_whole(small: int, large: int, reach: int) -> None:
-    assert positions(0, 2, small, large, 1, reach // 2, reach).halo is None
+    assert window_dim(0, 2, small, large, 1, reach // 2, reach).halo is None
 
 
 class Image(nn.Module):
@@ -62,7 +62,7 @@ def test_an_image_sharded_by_rows_trains_as_on_one_device(sizes: dict[str, int])
     reference = train(Image(), inputs)
     torch.manual_seed(1)
     module = Image()
-    with simulated(**sizes) as mesh:
+    with simulated_mesh(**sizes) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
         trace = train(module, inputs)
     assert compare(trace, reference).worst <= TOLERANCE

@@ -19,7 +19,7 @@ from autoshard.patterns.registry import rule_for
 from autoshard.patterns.soundness import shard_unevenly
 from autoshard.patterns.strategy import fits, operand_spec
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.patterns.soundness.record import record
 from tests.training import TOLERANCE, fast_links, held_by_ranks, relative_difference
@@ -142,7 +142,7 @@ def test_a_batch_norm_far_from_zero_trains_as_on_one_device(norm: Callable[[int]
     inputs = {"x": normal(samples, 6), "weights": normal(samples, 6).flip(0)}
     alone = copy.deepcopy(module)
     alone(**inputs).backward()
-    with simulated(dp=4) as mesh:
+    with simulated_mesh(dp=4) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast")
         module(**inputs).backward()
         found, expected = (

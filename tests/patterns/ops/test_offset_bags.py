@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.capture.bags import SUM
+from autoshard.capture.fixed_size_bags import SUM
 from autoshard.patterns.registry import call_of, rule_for
 from tests.patterns.ops.soundness import assert_sound, aten, normal
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.capture.attention import operators as attentions
+from autoshard.capture.attention_operator import operators as attentions
 from autoshard.patterns._torch import has_philox
 from autoshard.patterns.local import LocalCall, emit_local
 from autoshard.patterns.lockstep import Lockstep, PerRank

@@ -6,7 +6,7 @@ from torch import nn
 
 import autoshard
 from autoshard.capture.recurrence import steps
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import assert_sound, normal
 from tests.training import TOLERANCE, compare, fast_links, train
 
@@ -98,7 +98,7 @@ def test_training_on_a_mesh_is_training_on_one_device(name: str, sizes: dict[str
     make = (LAYERS | CELLS)[name]
     reference = train(*_reader(make))
     module, inputs = _reader(make)
-    with simulated(**sizes) as mesh:
+    with simulated_mesh(**sizes) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
         trace = train(module, inputs)
     assert compare(trace, reference).worst <= TOLERANCE

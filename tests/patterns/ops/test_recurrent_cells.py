@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.capture.recurrent_cells import operators
+from autoshard.capture.recurrent_cell_operators import operators
 from tests.kernels import cells
 from tests.patterns.ops.soundness import assert_sound, aten, normal
 

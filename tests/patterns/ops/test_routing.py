@@ -13,7 +13,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  (registers the product of groups)
 from torch import Tensor
 
-from autoshard.capture.routing import routing
+from autoshard.capture.routing_operators import routing
 from autoshard.patterns.local import LocalCall, emit_local
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.registry import call_of, rule_for

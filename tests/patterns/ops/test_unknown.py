@@ -18,7 +18,7 @@ from autoshard.patterns.ops.unknown import whole_rule
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.strategy import WHOLE
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
 aten = torch.ops.aten
@@ -113,7 +113,7 @@ def test_the_warning_names_the_rule_that_splits_the_batch() -> None:
     """As it is written, the line of the warning makes the rules, and the batch is split with them."""
     module, inputs = _encoder()
     report = autoshard.doctor(module, (), inputs, cluster="cpu")
-    with simulated(dp=2) as mesh, warnings.catch_warnings(record=True) as raised:
+    with simulated_mesh(dp=2) as mesh, warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         plan = autoshard.plan(module, mesh, (), inputs)
     assert {row.strategy for row in plan.choices if "encode" in row.operator} == {"whole"}
@@ -128,7 +128,7 @@ def test_the_warning_names_the_rule_that_splits_the_batch() -> None:
     grad = torch.randn(16, 5, dtype=torch.float64)
     assert autoshard.patterns.check(encode_backward, (grad, inputs["x"], weight, grad + 1)) == []
     reference = train(*_encoder())
-    with simulated(dp=2) as mesh:
+    with simulated_mesh(dp=2) as mesh:
         hints = {"first.*": Replicate(), "last.*": Replicate(), "weight": Replicate()}
         plan = autoshard.plan(module, mesh, (), inputs, hints=hints, cluster=fast_links())
         assert {row.strategy for row in plan.choices if "encode" in row.operator} == {"b on dp"}

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 __all__ = [
     "OpOverload",
     "TorchDispatchMode",
-    "functionalized",
+    "functionalization",
     "is_composite",
     "larger_samples",
     "op_db",
@@ -39,7 +39,7 @@ def is_composite(op: OpOverload) -> bool:
 
 
 @contextlib.contextmanager
-def functionalized() -> Iterator[None]:
+def functionalization() -> Iterator[None]:
     """Context in which calls on `to_functional` tensors reach dispatch modes without mutations, as in captures."""
     torch._enable_functionalization(reapply_views=True)
     try:

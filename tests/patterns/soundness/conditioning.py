@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.chance import reference_draws
+from autoshard.patterns.random_soundness import reference_draws
 from autoshard.patterns.registry import rule_for
 from autoshard.patterns.soundness import compare, run_all_ranks, strategies
 from autoshard.patterns.strategy import describe, result_spec
 from autoshard.specs.axes import MeshShape
 from tests.patterns.soundness._torch import tree_leaves, tree_map_only
-from tests.patterns.soundness.record import Recorded
+from tests.patterns.soundness.record import RecordedOperator
 
 ALLOWED = 16
 """Times the change of a result that another last digit of the operands makes: sums in another order round otherwise."""
@@ -22,7 +22,7 @@ ALLOWED = 16
 _TRIES = 4
 
 
-def lost_digits(recorded: Recorded, meshes: Sequence[MeshShape]) -> list[str]:
+def lost_digits(recorded: RecordedOperator, meshes: Sequence[MeshShape]) -> list[str]:
     """The strategies of a call that differ from one device by more than the last digits of its operands explain.
 
     Unlike `check`, which allows a share of the largest number, this knows how exact the answer can be: what one device
@@ -55,7 +55,7 @@ def lost_digits(recorded: Recorded, meshes: Sequence[MeshShape]) -> list[str]:
     return found
 
 
-def moved(recorded: Recorded, by: float) -> Recorded | None:
+def add_to_operands(recorded: RecordedOperator, by: float) -> RecordedOperator | None:
     """The call with a number added to all floating operands; None where the operator does not take such operands."""
 
     def farther(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,10 +68,10 @@ def moved(recorded: Recorded, by: float) -> Recorded | None:
         return None
 
 
-def _uncertainties(recorded: Recorded, whole: Sequence[Any]) -> list[float]:
+def _uncertainties(recorded: RecordedOperator, whole: Sequence[Any]) -> list[float]:
     """For every result, its largest change where operands change in the last digit, beside its largest number."""
     changes = [0.0] * len(whole)
-    for changed in _changed_in_the_last_digit(recorded):
+    for changed in _perturb_last_digit(recorded):
         for position, (value, result) in enumerate(zip(changed, whole, strict=True)):
             if isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel():
                 change = torch.nan_to_num((value - result).abs()).max().item()
@@ -79,17 +79,17 @@ def _uncertainties(recorded: Recorded, whole: Sequence[Any]) -> list[float]:
     return changes
 
 
-def _changed_in_the_last_digit(recorded: Recorded) -> Iterator[tuple[Any, ...]]:
+def _perturb_last_digit(recorded: RecordedOperator) -> Iterator[tuple[Any, ...]]:
     """Results on one device of operands each of whose numbers is a little larger, smaller, or as it was."""
     generator = torch.Generator().manual_seed(0)
 
-    def changed(tensor: torch.Tensor) -> torch.Tensor:
+    def perturb(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
         digits = torch.randint(-1, 2, tensor.shape, generator=generator) * torch.finfo(tensor.dtype).eps
         return tensor * (1 + digits.to(tensor.dtype))
 
     for _ in range(_TRIES):
-        args, kwargs = tree_map_only(torch.Tensor, changed, (recorded.args, recorded.kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, perturb, (recorded.args, recorded.kwargs))
         results = recorded.op(*args, **kwargs)
         yield tuple(results) if isinstance(results, (tuple, list)) else (results,)

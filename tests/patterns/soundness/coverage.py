@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from autoshard.errors import RuleError
-from autoshard.patterns.registry import is_borrowed, knows, registered, rule_for
+from autoshard.patterns.registry import has_rule, is_borrowed, rule_for, rule_names
 from autoshard.patterns.sample import sample_call
 from autoshard.specs.spec import placement_text
 from tests.patterns.soundness._torch import OpOverload
@@ -28,11 +28,11 @@ from tests.patterns.soundness.peers import (
     torch_offers,
     torch_operators,
 )
-from tests.patterns.soundness.record import Recorded
+from tests.patterns.soundness.record import RecordedOperator
 from tests.patterns.soundness.sweep import (
     NOT_COMPARED,
     SIZES,
-    Met,
+    OperatorSamples,
     ambiguous,
     collect,
     everything,
@@ -136,7 +136,7 @@ class Row:
     unsound: list[str] = field(default_factory=list)
 
 
-def rows(met: dict[str, Met], tally: Counter[str]) -> Iterator[Row]:
+def rows(met: dict[str, OperatorSamples], tally: Counter[str]) -> Iterator[Row]:
     """A row for every operator that was met, its strategies checked and compared with torch's."""
     for name, entry in sorted(met.items()):
         op = next(iter(entry.calls)).op
@@ -162,14 +162,14 @@ def rows(met: dict[str, Met], tally: Counter[str]) -> Iterator[Row]:
         yield row
 
 
-def source(op: OpOverload, entry: Met) -> str:
+def source(op: OpOverload, entry: OperatorSamples) -> str:
     """Where the rule of an operator comes from."""
-    if not knows(op) or (is_borrowed(op) and not entry.chosen):
+    if not has_rule(op) or (is_borrowed(op) and not entry.chosen):
         return "none"
     return ("borrowed" if is_borrowed(op) else "own") + (", declines" if entry.declined else "")
 
 
-def _dividing_size(recorded: Recorded) -> int:
+def _dividing_size(recorded: RecordedOperator) -> int:
     """The smallest axis that divides some dim of an operand: torch is asked for even shards."""
     dims = [dim for meta in recorded.call.operands for dim in meta.shape if dim > 1]
     return next((size for size in SIZES if any(dim % size == 0 for dim in dims)), SIZES[0])
@@ -193,7 +193,7 @@ def page(table: Iterable[Row], tally: Counter[str]) -> str:
         f"{tally['covered']} are offered here too. torch {torch.__version__.partition('+')[0]}."
     )
     registry = torch_operators()
-    missing = [str(op) for op in registry if not knows(op) or is_borrowed(op)]
+    missing = [str(op) for op in registry if not has_rule(op) or is_borrowed(op)]
     peers = PEERS.format(
         passing=tally["passing"],
         unverified=tally["unverified"],
@@ -228,7 +228,7 @@ def reason(row: Row) -> str:
 def unmet_rules(met: Iterable[str]) -> list[str]:
     """Registered names that stand for none of the operators met, in the form that torch prints."""
     known = {name for operator in met for name in (operator, operator.rpartition(".")[0])}
-    return [name for key in registered() if (name := key.replace("::", ".")) not in known and "." in name]
+    return [name for key in rule_names() if (name := key.replace("::", ".")) not in known and "." in name]
 
 
 def problems(text: str) -> Iterator[str]:
@@ -239,7 +239,7 @@ def problems(text: str) -> Iterator[str]:
             op = sample_call(name, ())[0]
         except RuleError:  # of a part of torch that nothing has imported yet
             continue
-        own = knows(op) and not is_borrowed(op)
+        own = has_rule(op) and not is_borrowed(op)
         if own != rule.startswith("own") or (rule.startswith("borrowed") and not is_borrowed(op)):
             yield f"{name} stands there with rule: {rule}"
     listed = re.findall(r"`([\w.]+)`", text.partition(UNMET)[2])

@@ -17,7 +17,7 @@ from autoshard.patterns.torch_registry import torch_strategies
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 from tests.patterns.soundness._torch import OpOverload, is_composite, tree_leaves, tree_map_only
-from tests.patterns.soundness.record import Recorded
+from tests.patterns.soundness.record import RecordedOperator
 
 Offer = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 """Placements of all operands and of all results on one axis."""
@@ -33,7 +33,7 @@ def torch_operators() -> list[OpOverload]:
     return sorted(functional, key=str)
 
 
-def torch_offers(recorded: Recorded, size: int) -> set[Offer]:
+def torch_offers(recorded: RecordedOperator, size: int) -> set[Offer]:
     """The strategies of torch in which `size` divides every dim that is sharded; none where it does not answer."""
     try:
         offers = torch_strategies(recorded.call)
@@ -84,7 +84,7 @@ def _even(offer: Offer, operands: Sequence[torch.Tensor], results: Sequence[torc
     )
 
 
-def own_offers(recorded: Recorded, rule: Rule, size: int) -> set[Offer]:
+def own_offers(recorded: RecordedOperator, rule: Rule, size: int) -> set[Offer]:
     """The strategies of a rule on an axis of `size`, in the same form."""
     mesh = MeshShape.of({"x": size})
     operands, results = _tensors((recorded.args, recorded.kwargs)), _tensors(recorded.results)
@@ -113,7 +113,7 @@ def passes_sums_only(offer: Offer) -> bool:
     return all(not isinstance(placement, Partial) or placement.reduce_op == "sum" for placement in offer[0])
 
 
-def holds(recorded: Recorded, offer: Offer, size: int) -> bool:
+def holds(recorded: RecordedOperator, offer: Offer, size: int) -> bool:
     """Whether the operator itself, run on the shards, gives shards of its result; sums are split as `check` does.
 
     Args:

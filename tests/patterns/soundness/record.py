@@ -13,7 +13,7 @@ from autoshard.patterns.rule import OpCall
 from tests.patterns.soundness._torch import (
     OpOverload,
     TorchDispatchMode,
-    functionalized,
+    functionalization,
     to_functional,
     tree_leaves,
     tree_map_only,
@@ -21,7 +21,7 @@ from tests.patterns.soundness._torch import (
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedOperator:
     """One call of an operator on real tensors, and the function in which it was met."""
 
     op: OpOverload
@@ -39,17 +39,19 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, source: str) -> None:
         super().__init__()
         self.source = source
-        self.calls: list[Recorded] = []
+        self.calls: list[RecordedOperator] = []
         self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         if not self.paused:
-            self.calls.append(Recorded(func, tuple(args), dict(kwargs or {}), results, self.source))
+            self.calls.append(RecordedOperator(func, tuple(args), dict(kwargs or {}), results, self.source))
         return results
 
 
-def record(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], source: str) -> list[Recorded]:
+def record(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], source: str
+) -> list[RecordedOperator]:
     """Call a function and differentiate it with respect to the tensors that require a gradient.
 
     Args:
@@ -61,14 +63,14 @@ def record(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     recorder = _Recorder(source)
     wanted: list[torch.Tensor] = []
 
-    def wrapped(tensor: torch.Tensor) -> torch.Tensor:
+    def wrap(tensor: torch.Tensor) -> torch.Tensor:
         value = to_functional(tensor.detach()).requires_grad_(tensor.requires_grad)
         wanted.extend([value] if tensor.requires_grad else [])
         return value
 
-    with recorder, functionalized():
+    with recorder, functionalization():
         recorder.paused = True
-        inside = tree_map_only(torch.Tensor, wrapped, (tuple(args), dict(kwargs)))
+        inside = tree_map_only(torch.Tensor, wrap, (tuple(args), dict(kwargs)))
         recorder.paused = False
         outputs = tree_leaves(function(*inside[0], **inside[1]))
         outputs = [value for value in outputs if isinstance(value, torch.Tensor) and value.requires_grad]

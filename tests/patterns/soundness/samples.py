@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.patterns.soundness._torch import larger_samples, op_db, tree_leaves
-from tests.patterns.soundness.record import Recorded, record
+from tests.patterns.soundness.record import RecordedOperator, record
 
 _FALLBACK = (torch.float32, torch.complex128, torch.int64, torch.bool)
 _BESIDES = (torch.int64, torch.bool, torch.complex128, torch.bfloat16)
@@ -33,7 +33,7 @@ def opinfo_names() -> list[str]:
     return sorted({info.name for info in op_db if not any(word in info.name for word in _SPARSE)} - _NOT_HERE)
 
 
-def opinfo_calls(name: str, most: int = 20) -> Iterator[Recorded]:
+def opinfo_calls(name: str, most: int = 20) -> Iterator[RecordedOperator]:
     """What torch's samples of one function call, forward and backward.
 
     Args:
@@ -49,20 +49,20 @@ def opinfo_calls(name: str, most: int = 20) -> Iterator[Recorded]:
                     yield from calls
 
 
-def _of_dtype(info: Any, dtype: torch.dtype, most: int) -> Iterator[list[Recorded]]:
+def _of_dtype(info: Any, dtype: torch.dtype, most: int) -> Iterator[list[RecordedOperator]]:
     """The calls of every sample; with torch's own sizes where larger ones do not go together."""
     try:
         with larger_samples():
-            recorded = list(_recorded(info, dtype, most))
+            recorded = list(_record_samples(info, dtype, most))
     except (RuntimeError, IndexError, ValueError):
         try:
-            recorded = list(_recorded(info, dtype, most))
+            recorded = list(_record_samples(info, dtype, most))
         except NotImplementedError:  # a type that the operator takes and its backward does not
             recorded = []
     yield from recorded
 
 
-def _recorded(info: Any, dtype: torch.dtype, most: int) -> Iterator[list[Recorded]]:
+def _record_samples(info: Any, dtype: torch.dtype, most: int) -> Iterator[list[RecordedOperator]]:
     torch.manual_seed(0)  # the same numbers whatever was sampled before
     grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     # `info.sample_inputs` is the same, and looks through the whole stack for the name of a test of torch's own.
@@ -78,7 +78,7 @@ def _differentiable(op: Callable[..., Any], processed: Callable[[Any], Any]) -> 
     return lambda *args, **kwargs: processed(op(*args, **kwargs))
 
 
-def own_calls() -> Iterator[Recorded]:
+def own_calls() -> Iterator[RecordedOperator]:
     """What the functions below call."""
     for name, (function, arguments) in own_functions().items():
         yield from record(function, arguments, {}, name)

@@ -14,7 +14,7 @@ from autoshard.patterns.soundness import check, strategies
 from autoshard.patterns.strategy import axis_choices, fits, operand_spec, result_spec
 from autoshard.specs.axes import MeshShape
 from tests.patterns.soundness._torch import tree_leaves
-from tests.patterns.soundness.record import Recorded
+from tests.patterns.soundness.record import RecordedOperator
 from tests.patterns.soundness.samples import opinfo_calls, opinfo_names, own_calls
 
 SIZES = (2, 3, 4, 5)
@@ -38,7 +38,7 @@ Strategy = tuple[str, ...]
 
 
 @dataclass(slots=True)
-class Met:
+class OperatorSamples:
     """What the samples met of one operator.
 
     Attributes:
@@ -51,16 +51,16 @@ class Met:
     """
 
     calls: set[OpCall] = field(default_factory=set)
-    chosen: list[Recorded] = field(default_factory=list)
-    samples: list[Recorded] = field(default_factory=list)
+    chosen: list[RecordedOperator] = field(default_factory=list)
+    samples: list[RecordedOperator] = field(default_factory=list)
     declined: int = 0
     errors: list[str] = field(default_factory=list)
     strategies: set[Strategy] = field(default_factory=set)
 
 
-def collect(calls: Iterable[Recorded], most: int) -> dict[str, Met]:
+def collect(calls: Iterable[RecordedOperator], most: int) -> dict[str, OperatorSamples]:
     """Sort recorded calls by operator, and choose those to check: at most `most` of each, that add a strategy."""
-    met: dict[str, Met] = defaultdict(Met)
+    met: dict[str, OperatorSamples] = defaultdict(OperatorSamples)
     for recorded in calls:
         entry, call = met[str(recorded.op)], recorded.call
         if call in entry.calls:
@@ -103,7 +103,7 @@ def useful_sizes(rule: Rule) -> tuple[int, ...]:
     return tuple(size for size in SIZES if any(choice >= 0 for choice in axis_choices(rule, size))) or (2,)
 
 
-def findings(recorded: Recorded) -> list[str]:
+def findings(recorded: RecordedOperator) -> list[str]:
     """What is wrong with the strategies of one call."""
     if recorded.op._schema.name in NOT_COMPARED or ambiguous(recorded):
         return []
@@ -113,7 +113,7 @@ def findings(recorded: Recorded) -> list[str]:
     return [f"{finding} (in {recorded.source}, on {_shapes(recorded)})" for finding in found]
 
 
-def ambiguous(recorded: Recorded) -> bool:
+def ambiguous(recorded: RecordedOperator) -> bool:
     """Whether several answers are right.
 
     Equal elements, of which the operator returns the place of one; complex infinities, whose imaginary part a sum with
@@ -125,7 +125,7 @@ def ambiguous(recorded: Recorded) -> bool:
     return recorded.op._schema.name in BY_RANK and tensors[0].unique().numel() < tensors[0].numel()
 
 
-def strategy_count(recorded: Recorded) -> int:
+def strategy_count(recorded: RecordedOperator) -> int:
     """How many strategies `findings` runs."""
     rule = rule_for(recorded.call)
     assert rule is not None
@@ -133,11 +133,11 @@ def strategy_count(recorded: Recorded) -> int:
     return sum(1 for mesh in meshes for _ in strategies(rule, mesh))
 
 
-def _shapes(recorded: Recorded) -> str:
+def _shapes(recorded: RecordedOperator) -> str:
     return ", ".join(f"{meta.dtype} {list(meta.shape)}".removeprefix("torch.") for meta in recorded.call.operands)
 
 
-def everything(names: Sequence[str] | None = None, most: int = 20) -> Iterator[Recorded]:
+def everything(names: Sequence[str] | None = None, most: int = 20) -> Iterator[RecordedOperator]:
     """All recorded calls, in the same order each time.
 
     Args:

@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 import torch
 
-from autoshard.partition.memory_order import suits
+from autoshard.partition.memory_order import supports_layout
 from tests.patterns.soundness._torch import tree_flatten, tree_leaves, tree_unflatten
-from tests.patterns.soundness.record import Recorded, record
+from tests.patterns.soundness.record import RecordedOperator, record
 from tests.patterns.soundness.samples import own_calls
-from tests.patterns.soundness.sweep import Met, ambiguous, collect, everything, findings
+from tests.patterns.soundness.sweep import OperatorSamples, ambiguous, collect, everything, findings
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ SAMPLES = 8
 
 
 @cache
-def _met() -> dict[str, Met]:
+def _met() -> dict[str, OperatorSamples]:
     return collect(everything(most=SAMPLES), MOST)
 
 
@@ -71,14 +71,14 @@ def test_kernels_that_read_other_elements_in_another_order_of_memory_are_known()
     assert unknown == set()
 
 
-def _same_in_columns(recorded: Recorded, place: int) -> bool:
+def _same_in_columns(recorded: RecordedOperator, place: int) -> bool:
     """Whether an operator gives the same with one of its tensors (-1: all) in column order, if it may lie so."""
     leaves, structure = tree_flatten((recorded.args, recorded.kwargs))
     tensors = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     for position in tensors if place < 0 else tensors[place : place + 1]:
         backwards = tuple(range(leaves[position].ndim))[::-1]
         columns = leaves[position].permute(backwards).contiguous().permute(backwards)
-        leaves[position] = columns if suits(recorded.op, columns) else leaves[position]
+        leaves[position] = columns if supports_layout(recorded.op, columns) else leaves[position]
     args, kwargs = tree_unflatten(leaves, structure)
     ours, theirs = (
         [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]

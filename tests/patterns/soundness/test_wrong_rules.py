@@ -10,7 +10,7 @@ import torch
 
 from autoshard.patterns.registry import register_rule
 from autoshard.patterns.soundness import check
-from tests.patterns.soundness.wrong_rules import WRONG
+from tests.patterns.soundness.wrong_rules import WRONG_RULES
 
 NAMESPACE = "autoshard_test_wrong"
 
@@ -32,9 +32,9 @@ def _defined(library: torch.library.Library, function: Callable[..., Any], schem
 _numbers = iter(range(10**6))
 
 
-@pytest.mark.parametrize("mistake", WRONG)
+@pytest.mark.parametrize("mistake", WRONG_RULES)
 def test_a_mistake_is_named_and_its_correction_passes(library: torch.library.Library, mistake: str) -> None:
-    case = WRONG[mistake]
+    case = WRONG_RULES[mistake]
     name = _defined(library, case.function, case.schema)
     register_rule(name, case.wrong, **case.wrong_options)
     findings = check(name, case.args)
@@ -46,4 +46,4 @@ def test_a_mistake_is_named_and_its_correction_passes(library: torch.library.Lib
 
 
 def test_there_are_many_mistakes() -> None:
-    assert len(WRONG) >= 20
+    assert len(WRONG_RULES) >= 20

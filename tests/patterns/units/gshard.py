@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.patterns.units.whole import seeded
+from tests.patterns.units.unit_models import build_seeded
 
 
 class Experts(nn.Module):
@@ -57,7 +57,9 @@ class Model(nn.Module):
 def small() -> tuple[nn.Module, dict[str, Tensor]]:
     """Eight experts and eight groups of twelve tokens, with too little room for some."""
     generator = torch.Generator().manual_seed(1)
-    return seeded(lambda: Model(16, 24, 8, 3)), {"x": torch.randn(8, 12, 16, dtype=torch.float64, generator=generator)}
+    return build_seeded(lambda: Model(16, 24, 8, 3)), {
+        "x": torch.randn(8, 12, 16, dtype=torch.float64, generator=generator)
+    }
 
 
 def large() -> tuple[nn.Module, dict[str, Tensor]]:

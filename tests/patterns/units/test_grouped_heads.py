@@ -9,7 +9,7 @@ from autoshard.patterns.variants import offered_factors
 from autoshard.specs.axes import MeshShape
 from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
 from tests.patterns.ops.soundness import assert_sound, bound, normal
-from tests.patterns.units.whole import attention_model, plan_with, worst_error
+from tests.patterns.units.unit_models import attention_model, plan_with, worst_error
 from tests.training import TOLERANCE
 
 MESH = MeshShape.of({"x": 4})

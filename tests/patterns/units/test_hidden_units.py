@@ -12,16 +12,16 @@ from autoshard.capture.recurrence import steps
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.plan import ShardingPlan
-from autoshard.planner.options import OptionTables
+from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import shard_placement
 from tests import models
+from tests.float64 import Float64Mode, default_float64
 from tests.models.recurrent import LstmLanguageModel
-from tests.partition.meshes import simulated
+from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import bound, normal
-from tests.patterns.units.whole import seeded
+from tests.patterns.units.unit_models import build_seeded
 from tests.training import TOLERANCE, build, compare, fast_links, train
-from tests.widen import Widened, doubles
 
 GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}
 
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 def layer_of(make: Callable[[], nn.Module]) -> Callable[[], models.Model]:
     """A layer on one sample of three steps: there is nothing to shard but its units."""
-    return lambda: (seeded(lambda: Layer(make())), {"x": normal(3, 1, 6)})
+    return lambda: (build_seeded(lambda: Layer(make())), {"x": normal(3, 1, 6)})
 
 
 MODELS = {
@@ -73,14 +73,14 @@ def strategies(plan: ShardingPlan) -> set[str]:
 )
 def test_layers_whose_units_are_shared_train_as_on_one_device(name: str, size: int) -> None:
     module, inputs = MODELS[name]()
-    with Widened():
+    with Float64Mode():
         reference = train(module, inputs, 2)
     module, inputs = MODELS[name]()
     hints = hinted(module) if name != "lstm of ten units" else {}
-    with simulated(tp=size) as mesh:
-        with Widened():
+    with simulated_mesh(tp=size) as mesh:
+        with Float64Mode():
             autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), hints=hints)
-        with doubles():
+        with default_float64():
             trace = train(module, inputs, 2)
     assert compare(trace, reference).worst <= TOLERANCE
     assert strategies(module.sharding_plan) == {"h on tp"}
@@ -111,7 +111,7 @@ def test_what_is_shared_is_what_is_cheaper(batch: int, hidden: int, cluster: str
 def test_every_time_step_is_priced() -> None:
     cells, states, weight = normal(5, 2, 12), normal(2, 12), normal(48, 12)
     gates = normal(5, 2, 48)
-    tables = OptionTables(CostModel(Cluster.preset("h100"), MeshShape.of({"x": 2, "y": 2})))
+    tables = StrategyTables(CostModel(Cluster.preset("h100"), MeshShape.of({"x": 2, "y": 2})))
     _, rule = bound(steps.lstm_steps.default, gates, states, states, weight, None)
     (h,), (b,) = rule.indices("h"), rule.indices("b")
     assert tables.exchanges(rule, (h, -1)) == [("all_gather", 0, 2 * 12 * 8 // 2)] * 5
@@ -122,7 +122,7 @@ def test_every_time_step_is_priced() -> None:
 
 
 def test_a_step_reads_the_weight_again() -> None:
-    tables = OptionTables(CostModel(Cluster.preset("cpu"), MeshShape.of({"x": 2})))
+    tables = StrategyTables(CostModel(Cluster.preset("cpu"), MeshShape.of({"x": 2})))
     seconds = []
     for times in (10, 20):
         meta = [torch.empty(shape, device="meta") for shape in ((times, 1, 4096), (1, 1024), (1, 1024), (4096, 1024))]

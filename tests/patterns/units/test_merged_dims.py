@@ -9,7 +9,7 @@ from autoshard.patterns.strategy import describe, operand_spec, result_spec
 from autoshard.patterns.units.merged_dims import with_merged_dims
 from autoshard.specs.axes import MeshShape
 from tests.patterns.ops.soundness import aten, bound, normal
-from tests.patterns.units.whole import llama, plan_with, worst_error
+from tests.patterns.units.unit_models import llama, plan_with, worst_error
 from tests.training import TOLERANCE
 
 

@@ -15,14 +15,14 @@ import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.plan import ShardingPlan
 from tests.patterns.units import gshard
-from tests.patterns.units.whole import plan_of, seeded, worst_error
+from tests.patterns.units.unit_models import build_seeded, plan_of, worst_error
 from tests.training import TOLERANCE
 
 
 def mixtral(implementation: str, **changed: Any) -> tuple[nn.Module, dict[str, Any]]:
     """Hugging Face Mixtral of one layer with four experts, two for every token."""
     config = _mixtral_config(implementation, **changed)
-    module = seeded(lambda: transformers.MixtralForCausalLM(config))
+    module = build_seeded(lambda: transformers.MixtralForCausalLM(config))
     tokens = torch.randint(0, config.vocab_size, (4, 8), generator=torch.Generator().manual_seed(1))
     return module, {"input_ids": tokens, "labels": tokens.clone()}
 

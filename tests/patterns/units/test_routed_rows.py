@@ -12,15 +12,15 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.capture import capture
-from autoshard.patterns.graph import GraphRules
+from autoshard.patterns.graph_rules import GraphRules
 from autoshard.patterns.strategy import describe
 from autoshard.patterns.variants import offered_factors
 from autoshard.specs.axes import MeshShape
+from tests.float64 import Float64Mode
 from tests.models.routed import ROUTINGS, SortedExperts, sorted_experts
-from tests.patterns.units.whole import plan_of, worst_error
+from tests.patterns.units.unit_models import plan_of, worst_error
 from tests.random_plans import random_plan
 from tests.training import TOLERANCE
-from tests.widen import Widened
 
 BY_EXPERT = {"up": Shard(0), "bias": Shard(0), "down": Shard(0)}
 
@@ -82,7 +82,7 @@ def test_random_plans(seed: int, split: str) -> None:
     """Whatever else is split how, and whatever waits for its reduction meanwhile."""
     mesh = MeshShape.of({"x": 2, "y": 3})
     module, inputs = build("random")()
-    with Widened():
+    with Float64Mode():
         graph = capture(module, (), inputs)
     plan = random_plan(graph, mesh, seed, uneven=0.2)
     rules, choices = GraphRules(graph, mesh).rules, plan.decisions["choices"]

@@ -18,14 +18,14 @@ from autoshard.patterns.ring import shift
 from autoshard.patterns.soundness import strategies
 from autoshard.patterns.strategy import describe, operand_spec, result_spec
 from autoshard.patterns.variants import offered_factors
-from autoshard.planner.options import OptionTables
-from autoshard.reshard.overlap import await_late
+from autoshard.planner.strategy_tables import StrategyTables
+from autoshard.reshard.collective_schedule import delay_waits
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.tensors import unshard
 from tests.kernels.cuda import cuda_attention
 from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
-from tests.patterns.units.whole import attention_model, plan_with, worst_error
+from tests.patterns.units.unit_models import attention_model, plan_with, worst_error
 from tests.training import TOLERANCE
 
 MESH = MeshShape.of({"x": 4})
@@ -82,7 +82,7 @@ def test_everything_lies_along_the_sequence() -> None:
 def test_the_steps_of_the_ring_are_priced() -> None:
     args = tensors()
     call, rule = bound(FORWARD, *forward_args(args, True))
-    tables = OptionTables(CostModel(Cluster.preset("h100"), MESH))
+    tables = StrategyTables(CostModel(Cluster.preset("h100"), MESH))
     part = 2 * call.operands[1].bytes // 4
     assert tables.exchanges(rule, (choice_of(rule, "n"),)) == [("shift", 0, part)] * 3
     _, rule = bound(BACKWARD, *backward_args(args[0], args, True))
@@ -114,7 +114,7 @@ def test_rings_within_rings_are_priced_as_they_run(sizes: tuple[int, int], monke
     for index, gradient in enumerate(BACKWARD(*passed)[:3]):
         found = unshard(shards[index], result_spec(rule, choices, mesh, index), mesh, gradient.shape)
         torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-9)
-    priced = OptionTables(CostModel(Cluster.preset("h100"), mesh)).exchanges(rule, choices)
+    priced = StrategyTables(CostModel(Cluster.preset("h100"), mesh)).exchanges(rule, choices)
     assert Counter(mesh.names[axis] for _, axis, _ in priced) == Counted.steps
 
 
@@ -122,9 +122,9 @@ def test_the_next_stretch_is_under_way_while_a_rank_attends() -> None:
     call, rule = bound(FORWARD, *forward_args(tensors(), True))
     emit = GraphEmitter(MESH, ["group"], FakeTensorMode(), torch.device("cpu"))
     operands = [emit.placeholder(name, (2, 4, 3, 8), torch.float64) for name in ("query", "key", "value")]
-    emit.ranks()
+    emit.add_rank_inputs()
     emit.graph.output(emit_local(LocalCall(call, rule, (choice_of(rule, "n"),), MESH, emit, operands)))
-    await_late(emit.graph)
+    delay_waits(emit.graph)
     kinds = {shift: "send", FORWARD: "attend", collectives.wait_tensor.default: "await"}
     order = [kinds[node.target] for node in emit.graph.nodes if node.target in kinds]
     assert order == ["send", "attend", "await"] * 3 + ["attend"]

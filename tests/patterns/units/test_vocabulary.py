@@ -14,7 +14,7 @@ import autoshard
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.plan import ShardingPlan
-from tests.patterns.units.whole import llama, worst_error
+from tests.patterns.units.unit_models import llama, worst_error
 from tests.training import TOLERANCE
 
 VOCABULARY = 64000

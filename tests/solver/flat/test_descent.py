@@ -7,9 +7,9 @@ import pytest
 
 from autoshard.solver import Problem
 from autoshard.solver.flat.core import Core
+from autoshard.solver.flat.core_arrays import CoreArrays
 from autoshard.solver.flat.descent import Descent
 from autoshard.solver.flat.presolve import presolve
-from autoshard.solver.flat.view import View
 from tests.solver.problems import two_axes, with_memory
 
 
@@ -23,7 +23,7 @@ def started(problem: Problem, seed: int = 0) -> tuple[Core, Descent]:
     core = presolve(Core.of(problem))
     ends = zip(core.offset[:-1], core.offset[1:], strict=True)
     places = np.array([core.cost[low:high].argmin() for low, high in ends], dtype=np.int64)
-    descent = Descent(core, View.of(core), 100.0, seed)
+    descent = Descent(core, CoreArrays.of(core), 100.0, seed)
     descent.begin(places, np.zeros(len(core.base)))
     return core, descent
 
@@ -32,7 +32,7 @@ def test_a_choice_that_passes_the_limit_is_led_within_it(problem: Problem) -> No
     core, descent = started(problem)
     for _ in range(30):
         descent.run(forests=50)
-    assert descent.settled
+    assert descent.is_within_limit
     assert descent.best is not None
     assignment = core.expand(descent.best).tolist()
     assert problem.feasible(assignment)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 
 from autoshard.solver import Problem, solve
 from autoshard.solver.flat.core import Core
+from autoshard.solver.flat.core_arrays import CoreArrays
 from autoshard.solver.flat.dual import Dual
 from autoshard.solver.flat.presolve import presolve
-from autoshard.solver.flat.view import View
 from tests.solver.problems import brute_force, small_problems, two_axes, with_memory
 
 
@@ -19,7 +19,7 @@ def test_bounds_and_floors_are_true(problem: Problem) -> None:
     core = presolve(Core.of(problem))
     if not core.feasible or not core.nodes:
         return
-    dual = Dual(core, View.of(core))
+    dual = Dual(core, CoreArrays.of(core))
     dual.ascend(15)
     best = brute_force(problem)
     slack = 1e-9 * max(abs(best), 1.0) if np.isfinite(best) else 0.0
@@ -38,7 +38,7 @@ def test_bounds_and_floors_are_true(problem: Problem) -> None:
 def test_prices_rise_where_the_limit_binds() -> None:
     problem = with_memory(two_axes(24, labels=3), 0.3)
     core = presolve(Core.of(problem))
-    dual = Dual(core, View.of(core))
+    dual = Dual(core, CoreArrays.of(core))
     dual.ascend(5, move=False)
     free = dual.value
     dual.ascend(200)
@@ -54,7 +54,7 @@ def test_prices_come_near_the_optimum_without_a_known_choice() -> None:
     best = solve(problem, method="ilp", time_limit=60.0)
     assert best.status == "optimal"
     core = presolve(Core.of(problem))
-    dual = Dual(core, View.of(core))
+    dual = Dual(core, CoreArrays.of(core))
     dual.ascend(5, move=False)
     free = dual.value
     dual.ascend(400)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 
 from autoshard.solver import Edge, Problem
 from autoshard.solver.flat.core import Core
-from autoshard.solver.flat.messages import round_in_order
+from autoshard.solver.flat.core_arrays import CoreArrays
+from autoshard.solver.flat.flat_trws import round_in_order
 from autoshard.solver.flat.presolve import presolve
-from autoshard.solver.flat.view import View
 from tests.solver.problems import brute_force, small_problems
 
 
@@ -85,7 +85,7 @@ def test_arrays_grow_when_a_merge_needs_room() -> None:
     assert core.feasible
     assert len(core.table) > sum(edge.costs.size for edge in problem.edges) // 3
     places = np.zeros(core.nodes, dtype=np.int64)
-    round_in_order(View.of(core), core.cost, np.zeros(2 * len(core.table)), int(core.size.max()), places)
+    round_in_order(CoreArrays.of(core), core.cost, np.zeros(2 * len(core.table)), int(core.size.max()), places)
     assert np.isfinite(core.value(places))
     assert problem.cost(core.expand(places).tolist()) == pytest.approx(core.value(places))
 

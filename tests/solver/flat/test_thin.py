@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from autoshard.solver import Problem
 from autoshard.solver.flat.core import Core
-from autoshard.solver.flat.thin import thinned, without_too_large
+from autoshard.solver.flat.thin import forbid_oversized, thin_memory
 from tests.solver.problems import small_problems
 
 
@@ -15,7 +15,7 @@ from tests.solver.problems import small_problems
 @settings(max_examples=60, deadline=None)
 def test_moments_left_out_are_implied(problem: Problem) -> None:
     core = Core.of(problem)
-    thin = thinned(core)
+    thin = thin_memory(core)
     for choice in product(*(range(size) for size in core.size)):
         places = np.array(choice, dtype=np.int64)
         kept = bool((thin.loads(places) <= thin.slack).all()) and thin.feasible
@@ -25,8 +25,8 @@ def test_moments_left_out_are_implied(problem: Problem) -> None:
 @given(problem=small_problems())
 @settings(max_examples=60, deadline=None)
 def test_strategies_too_large_by_themselves_are_in_no_feasible_choice(problem: Problem) -> None:
-    core = thinned(Core.of(problem))
-    left = without_too_large(core)
+    core = thin_memory(Core.of(problem))
+    left = forbid_oversized(core)
     gone = np.isfinite(core.cost) & np.isinf(left.cost)
     for choice in product(*(range(size) for size in core.size)):
         places = np.array(choice, dtype=np.int64)

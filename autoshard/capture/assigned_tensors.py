@@ -1,0 +1,176 @@
+"""Tensors that `forward` leaves in attributes and buffers of its modules: outputs of the graph beside its results."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
+
+from autoshard.capture._torch import without_root_buffers
+from autoshard.capture.call_layout import Attribute
+from autoshard.capture.capture_errors import running_line
+from autoshard.capture.mutations import Mutations
+from autoshard.errors import CaptureError
+
+_ASSIGNMENT_WARNING = "The tensor attribute"
+
+
+@dataclass(frozen=True, slots=True)
+class SetBuffer:
+    """A buffer that forward set to another tensor.
+
+    Attributes:
+        name: of the buffer.
+        fault: why the module can't hold the new tensor; None where it can.
+    """
+
+    name: str
+    fault: str | None
+
+
+class AssignedTensors:
+    """Hooks of a root module by which a call returns, beside its output, the tensors that it left in the module.
+
+    Mixtures of experts leave the loss that balances them in an attribute, and networks with a memory their state;
+    running statistics are buffers. torch.export takes assignments to attributes back, and follows those to buffers in
+    the root module alone.
+
+    Args:
+        root: the module, before its call.
+        checked: gives, once the call is done, flags that are returned behind everything else.
+        mutations: what sees which tensors the call leaves in other objects.
+
+    Attributes:
+        found: the attributes that the call set to tensors.
+        buffers: the buffers that it set to other tensors, which are returned behind those of `found`.
+    """
+
+    def __init__(
+        self, root: nn.Module, mutations: Mutations, checked: Callable[[], Sequence[torch.Tensor]] = tuple
+    ) -> None:
+        self.root = root
+        self._mutations = mutations
+        self._checked = checked
+        self.before = dict(_tensors(root))
+        self.found: tuple[Attribute, ...] = ()
+        self.buffers: tuple[SetBuffer, ...] = ()
+        self._held: dict[str, torch.Tensor | None] = {}
+        self._lines: dict[tuple[int, str], str] = {}  # where a buffer of a module was set last
+
+    def _begin(self, *_: Any) -> None:
+        """Remember the buffers as the call finds them: torch.export has put others in the place of the module's."""
+        self._held = dict(_buffers(self.root))
+        self._mutations.begin()
+
+    def _set(self, module: nn.Module, name: str, buffer: object) -> None:
+        self._lines[id(module), name] = running_line()
+
+    def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The output, what attributes and buffers were set to, and flags; the output alone where there is no more."""
+        found = {path: value for path, value in _tensors(root) if self.before.get(path) is not value}
+        for path, value in found.items():
+            self._mutations.check_traced(value, f"self.{path}")
+        self._mutations.end()
+        kept = self._mutations.kept
+        self.found = (
+            *(Attribute(f"self.{path}", path, value.requires_grad) for path, value in found.items()),
+            *(Attribute(path, None, value.requires_grad) for path, value in kept),
+        )
+        buffers = dict(self._new_buffers())
+        self.buffers = tuple(buffers)
+        more = (*found.values(), *(value for _, value in kept)), tuple(buffers.values()), tuple(self._checked())
+        return (output, *more) if any(more) else output
+
+    def _new_buffers(self) -> Iterator[tuple[SetBuffer, torch.Tensor]]:
+        """The buffers that were set to other tensors, and these.
+
+        Raises:
+            CaptureError: no graph can hold what was done.
+        """
+        now = dict(_buffers(self.root))
+        for name in self._held | now:
+            old, new = self._held.get(name), now.get(name)
+            if new is old:
+                continue
+            owner, _, last = name.rpartition(".")
+            line = self._lines.get((id(self.root.get_submodule(owner)), last), f"forward of {type(self.root).__name__}")
+            if new is None:
+                raise CaptureError(
+                    f"{line} sets the buffer {name} to None or deletes it: a parallelised module keeps its buffers. "
+                    f"Fill it with zeros (self.{last}.zero_()), or keep a flag in a plain attribute."
+                )
+            others = [other for other, held in self._held.items() if held is old and other != name]
+            if old is not None and others:
+                raise CaptureError(
+                    f"{line} sets the buffer {name}, which is registered as {', '.join(others)} too: these would be "
+                    f"different tensors from then on. Change it in place (self.{last}.copy_(new)), or register two "
+                    "tensors."
+                )
+            if new.requires_grad:
+                raise CaptureError(
+                    f"{line} sets the buffer {name} to a tensor that requires a gradient, which would reach from every "
+                    f"call into those before. Set it to the detached tensor: self.{last} = new.detach()."
+                )
+            fits = old is not None and old.dtype == new.dtype and _shape(old) == _shape(new)
+            fault = (
+                f"{line} sets the buffer {name}, which {_describe_tensor(old)}, to a tensor that "
+                f"{_describe_tensor(new)}: a parallelised module keeps its buffers, with their shapes and dtypes. Register it as it will be, keep "
+                f"what changes in a plain attribute (self.{last} = ... without register_buffer), or return it."
+            )
+            yield SetBuffer(name, None if fits else fault), new
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context of a call of torch.export."""
+        hooks = (
+            self.root.register_forward_pre_hook(self._begin),
+            self.root.register_forward_hook(self._end),
+            register_module_buffer_registration_hook(self._set),
+        )
+        try:
+            with warnings.catch_warnings(record=True) as raised, without_root_buffers():
+                warnings.filterwarnings("always", _ASSIGNMENT_WARNING)
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._reissue_warnings(raised)
+
+    @staticmethod
+    def _reissue_warnings(raised: list[warnings.WarningMessage]) -> None:
+        """Raise warnings again, but for those of lost assignments: none is."""
+        for warning in raised:
+            if not str(warning.message).startswith(_ASSIGNMENT_WARNING):
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Plain attributes that are tensors, by path."""
+    for path, part in root.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor):
+                yield (f"{path}.{name}" if path else name), value
+
+
+def _buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """All buffers by path, also those that are None."""
+    for path, part in root.named_modules():
+        for name, value in part._buffers.items():
+            yield (f"{path}.{name}" if path else name), value
+
+
+def _shape(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The shape, symbols by their names: a comparison of these would be a condition on the sizes."""
+    return tuple(map(str, tensor.shape))
+
+
+def _describe_tensor(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "was not there"
+    return f"is of shape ({', '.join(_shape(tensor))}) and {tensor.dtype}"

@@ -1,0 +1,230 @@
+"""Scaled dot-product attention as an operator of the `autoshard` namespace, the same in every captured graph.
+
+Which kernel computes it is decided where it runs (`attention_kernels`): by the device, the element type, the width of
+heads and the mask, of the shards that a rank has. So a graph that was captured on one machine holds on all others.
+Causal calls may be of a stretch of the queries, the first of which stands at `start` (a 0-d tensor on the host).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from autoshard.capture.attention_call import (
+    MATH,
+    AttentionBackwardInputs,
+    AttentionCall,
+    Gradients,
+    drop_unreachable_keys,
+)
+from autoshard.capture.attention_kernels import choose_dropout_kernel, choose_kernel, dropout_kernel
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+_OPTIONS = "Tensor? attn_mask, Tensor? start, bool is_causal, int window, float scale"
+_DROPOUT = "float dropout_p=0.0, Tensor? seed=None"
+_library.define(
+    f"attention(Tensor query, Tensor key, Tensor value, {_OPTIONS}, {_DROPOUT}) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    f"{_OPTIONS}, bool mask_gradient, {_DROPOUT}, Tensor? drawn_by=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define("attention_seed() -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+
+operators = torch.ops.autoshard
+"""`attention(query, key, value, attn_mask, start, is_causal, window, scale, dropout_p, seed)`: result and logarithms.
+
+`query` is `[b, h, s, d]`, `key` `[b, g, t, d]`, `value` `[b, g, t, e]`, and `g` divides `h`. `attn_mask` is broadcast
+to `[b, h, s, t]`: numbers to add to the scores, or truth values that keep a score. A causal call has no mask; its query
+`i` attends to the keys up to `i + start`, at most the last `window` of them unless that is 0. The result is
+`[b, h, s, e]`, and the natural logarithms of the sums of exponentials `[b, h, s]`, in the element type in which kernels
+add up. Dropout draws by `seed`, a 0-d tensor on the host; the third result, there too, is the number of the kernel
+that drew.
+
+`attention_backward` gives the gradients of query, key, value and, if `mask_gradient`, of the mask.
+
+`attention_seed` gives a seed: a number of torch's default generator.
+"""
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    start: Tensor | None,
+    causal: bool,
+    window: int,
+    scale: float,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = AttentionCall(query, key, value, mask, causal, window, scale, dropout, _number(seed))
+    call, _ = drop_unreachable_keys(call, _number(start))
+    number = choose_dropout_kernel(call) if dropout else 0
+    kernel, call = dropout_kernel(call, number) if dropout else choose_kernel(call)
+    out, logsumexp = kernel.forward(call)
+    return _heads_last(out), logsumexp.contiguous(), torch.full((), number, dtype=torch.int64, device="cpu")
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    start: Tensor | None,
+    causal: bool,
+    window: int,
+    scale: float,
+    mask_gradient: bool,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    number: Tensor | None = None,
+) -> Gradients:
+    call = AttentionCall(query, key, value, mask, causal, window, scale, dropout, _number(seed))
+    call, first = drop_unreachable_keys(call, _number(start))
+    behind = key.shape[2] - first - call.key.shape[2]
+    if dropout:
+        kernel, call = dropout_kernel(call, _number(number))
+    else:
+        kernel, call = (MATH, call.with_repeated_keys()) if mask_gradient else choose_kernel(call)
+    gradients = kernel.backward(call, AttentionBackwardInputs(out, logsumexp, grad_out, mask_gradient))
+    copies = call.key.shape[1] // key.shape[1]
+    of_keys = (each.unflatten(1, (-1, copies)).sum(2) if copies > 1 else each for each in gradients[1:3])
+    grad_key, grad_value = (pad(each, (0, 0, first, behind)) if first or behind else each for each in of_keys)
+    return _heads_last(gradients[0]), _heads_last(grad_key), _heads_last(grad_value), gradients[3].contiguous()
+
+
+def _number(value: Tensor | None) -> int:
+    """A number on the host; 0 where it is not given."""
+    return 0 if value is None else int(value)
+
+
+def _seed() -> Tensor:
+    return torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
+
+
+def _fake_seed() -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _heads_last(value: Tensor) -> Tensor:
+    """`value` `[b, h, s, d]`, in memory that lies as `[b, s, h, d]`."""
+    return value.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty(like: Tensor, *shape: Any) -> Tensor:
+    batch, heads, length, width = shape
+    return like.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.float32 if query.dtype in (torch.float16, torch.bfloat16) else query.dtype
+    out = _empty(query, *query.shape[:3], value.shape[-1])
+    return out, query.new_empty(query.shape[:3], dtype=wide), _fake_seed()
+
+
+def _fake_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *options: Any
+) -> Gradients:
+    mask, wanted = options[0], options[5]
+    grad_mask = mask.new_empty(mask.shape) if wanted else query.new_empty(0)
+    return (*(_empty(each, *each.shape) for each in (query, key, value)), grad_mask)  # type: ignore[return-value]
+
+
+for _name, _run, _fake in (
+    ("attention", _forward, _fake_forward),
+    ("attention_backward", _backward, _fake_backward),
+    ("attention_seed", _seed, _fake_seed),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autoshard::{_name}", _fake, lib=_library)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, mask, start, *options, ctx.dropout, seed = inputs
+    ctx.options = options
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    drawn = (seed, output[2]) if ctx.dropout else ()
+    ctx.save_for_backward(query, key, value, *output[:2], mask, start, *drawn)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad_out is None:
+        return (None,) * 10
+    wanted = ctx.needs_input_grad[3]
+    kept = ctx.saved_tensors
+    drawn = (ctx.dropout, *kept[7:]) if ctx.dropout else ()
+    gradients = operators.attention_backward(grad_out, *kept[:7], *ctx.options, wanted, *drawn)
+    return (*gradients[:3], gradients[3] if wanted else None, *(None,) * 6)
+
+
+torch.library.register_autograd("autoshard::attention", _differentiate, setup_context=_keep, lib=_library)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: int = 0,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`aten.scaled_dot_product_attention` as a call of `autoshard::attention`.
+
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as of the operator.
+        window: how many keys a query of a causal call attends to at most; 0 for all.
+        dtype: of the result, which `torch.export` noted: under autocast, that in which attention is computed.
+    """
+    query, key, value = (each.to(dtype) for each in (query, key, value))
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask.to(dtype)
+    shape = query.shape
+    query, key, value, attn_mask = _with_four_dims(query, key, value, attn_mask)
+    scale = 1 / math.sqrt(shape[-1]) if scale is None else scale
+    drawn = (dropout_p, operators.attention_seed()) if dropout_p else ()
+    out: Tensor = operators.attention(query, key, value, attn_mask, None, is_causal, window, scale, *drawn)[0]
+    return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
+
+
+def attention_with_dropout(*args: Any, **kwargs: Any) -> Tensor:
+    """`attention` of which two calls give different numbers."""
+    return attention(*args, **kwargs)
+
+
+def _with_four_dims(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The operands as samples of heads: dims before the heads are samples, and what is broadcast is expanded."""
+    if max(each.dim() for each in (query, key, value)) < 4:  # the dim of heads is that of samples
+        query, key, value = (each.unsqueeze(-3) for each in (query, key, value))
+        mask = mask.unsqueeze(-3) if mask is not None and mask.dim() > 2 else mask
+    heads = max(each.shape[-3] for each in (query, key, value))
+    if key.shape[-3] != value.shape[-3] or query.shape[-3] != heads:
+        query, key, value = (each.expand(*each.shape[:-3], heads, *each.shape[-2:]) for each in (query, key, value))
+    batch = torch.broadcast_shapes(*(each.shape[:-3] for each in (query, key, value)))
+    query, key, value = (_with_samples(each, batch) for each in (query, key, value))
+    if mask is not None and mask.dim() > 4:
+        mask = _with_samples(mask, batch)
+    return query, key, value, mask
+
+
+def _with_samples(value: Tensor, batch: torch.Size) -> Tensor:
+    """`value` `[..., h, s, d]` with one dim of samples, as many as there are in `batch`."""
+    if len(batch) == 1 and value.shape[:-3] == batch:
+        return value
+    return value.expand(*batch, *value.shape[-3:]).reshape(math.prod(batch), *value.shape[-3:])

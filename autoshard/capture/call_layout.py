@@ -1,0 +1,284 @@
+"""Call signatures: the structure of a call's arguments, the names of its tensors, and a key to cache by."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Container, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from autoshard.capture._torch import pytree
+from autoshard.capture.containers import leaf_name, leaves_by_path, restore_dataclasses
+from autoshard.capture.output_views import OutputView
+from autoshard.errors import InputError, warn_caller
+
+InputInfo = TypeVar("InputInfo")
+
+
+def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> Hashable:
+    """Key of everything in a call that the captured graph depends on.
+
+    Args:
+        module: the module called; its training flags and frozen parameters count.
+        args: positional arguments, tensors (global shapes) or plain values, nested as `torch.utils._pytree` knows.
+        kwargs: keyword arguments, in any order.
+        grad: whether gradients are wanted.
+
+    Returns:
+        A hashable key: structure, shape, dtype and `requires_grad` of tensors, plain values, module state, autocast,
+        default dtype.
+
+    Raises:
+        InputError: a plain value cannot be hashed.
+    """
+    keys = tuple(sorted(kwargs))
+    leaves = (*(_leaf(value) for value in args), *(_leaf(kwargs[key]) for key in keys))
+    return (len(args), keys, leaves, grad, _module_state(module), _surrounding_dtypes())
+
+
+def _leaf(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype, value.requires_grad)
+    if isinstance(value, float):
+        return (type(value), repr(value))  # nan is equal to nan here, and 0.0 is not -0.0
+    if value is None or isinstance(value, (bool, int, str)):
+        return (type(value), value)
+    leaves, structure = pytree.tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise InputError(
+                f"an argument of type {type(value).__name__} is neither a tensor, nor a plain value, nor a container "
+                "that torch.utils._pytree knows. Register the type there, or pass its tensors."
+            ) from error
+        return (type(value), value)
+    return (structure, tuple(_leaf(leaf) for leaf in leaves))
+
+
+def _module_state(module: nn.Module) -> tuple[bool, ...]:
+    """Training flag of every submodule and `requires_grad` of every parameter: a walk made for speed."""
+    flags: list[bool] = []
+    waiting = [module]
+    for current in waiting:  # grows while it is walked
+        flags.append(current.training)
+        if current._parameters:
+            flags += [parameter.requires_grad for parameter in current._parameters.values() if parameter is not None]
+        if current._modules:
+            waiting += [child for child in current._modules.values() if child is not None]
+    return tuple(flags)
+
+
+def _surrounding_dtypes() -> Hashable:
+    """The default dtype, in which tensors are made and integers divided, and what autocast casts to."""
+    casts = (
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+    return (torch.get_default_dtype(), *casts)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf that is no tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CallLayout:
+    """How the arguments of a call flatten to its tensors.
+
+    `leaves` has, in flattening order, the name of each tensor and the value of each other leaf.
+    """
+
+    structure: pytree.TreeSpec
+    keywords: tuple[str, ...]
+    leaves: tuple[str | Constant, ...]
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call, in the order in which they were captured.
+
+        Raises:
+            InputError: the call has another structure, or other values that are no tensors.
+        """
+        if kwargs.keys() != set(self.keywords):
+            raise InputError(
+                f"captured with keyword arguments {_join_names(self.keywords)}, called with "
+                f"{_join_names(tuple(kwargs))}: this graph serves only the first."
+            )
+        leaves, structure = pytree.tree_flatten((args, {key: kwargs[key] for key in self.keywords}))
+        if structure != self.structure:
+            raise InputError(f"captured with arguments nested as {self.structure}, called with {structure}.")
+        tensors = []
+        for leaf, expected in zip(leaves, self.leaves, strict=True):
+            if isinstance(expected, str):
+                if not isinstance(leaf, torch.Tensor):
+                    raise InputError(f"{expected} was a tensor when captured, and is {leaf!r} in this call.")
+                tensors.append(leaf)
+            elif isinstance(leaf, torch.Tensor) or _leaf(leaf) != _leaf(expected.value):
+                kind = "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
+                raise InputError(
+                    f"an argument was {expected.value!r} when captured, and is {kind} in this call: capture it again."
+                )
+        return tensors
+
+
+def call_layout(module: nn.Module, structure: pytree.TreeSpec, leaves: list[Any]) -> CallLayout:
+    """The layout of a call from the structure and the leaves of `(args, kwargs)`."""
+    names = _leaf_names(module, structure)
+    keywords = tuple(structure.unflatten(range(structure.num_leaves))[1])
+    return CallLayout(
+        structure,
+        keywords,
+        tuple(
+            name if isinstance(leaf, torch.Tensor) else Constant(leaf) for name, leaf in zip(names, leaves, strict=True)
+        ),
+    )
+
+
+def _leaf_names(module: nn.Module, structure: pytree.TreeSpec) -> list[str]:
+    """Names such as `input_ids` or `batch['x'][0]`, from the parameter names of the module's `forward`."""
+    example = structure.unflatten(range(structure.num_leaves))
+    positional = _positional_names(module, len(example[0]))
+    names = []
+    for path, _ in leaves_by_path(example):
+        first, rest = path[1], path[2:]
+        head = positional[first.idx] if isinstance(first, pytree.SequenceKey) else str(first.key)
+        names.append(head + pytree.keystr(rest))
+    return names
+
+
+def _positional_names(module: nn.Module, count: int) -> list[str]:
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds][1:]
+    return [names[index] if index < len(names) else f"args[{index}]" for index in range(count)]
+
+
+def without_omitted_arguments(
+    module: nn.Module, said: Mapping[str, InputInfo], passed: Container[str | Constant]
+) -> dict[str, InputInfo]:
+    """What is said of inputs by name, without the arguments of `forward` that a call leaves out, such as labels.
+
+    Names that are no argument stay, for an error to tell them.
+    """
+    arguments = inspect.signature(type(module).forward).parameters
+    return {name: one for name, one in said.items() if name in passed or re.split(r"[.\[]", name)[0] not in arguments}
+
+
+def _join_names(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A tensor that forward leaves in Python.
+
+    Attributes:
+        name: as a user writes it.
+        path: of the attribute of a module that is set to it, such as `layers.0.auxiliary_loss`; None where it is part
+            of a `Mutation`.
+        differentiable: whether gradients flow into it.
+    """
+
+    name: str
+    path: str | None
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeCheck:
+    """A flag that a run computes, and what the captured graph takes it for.
+
+    Attributes:
+        line: the user's that asks for it, such as `model.py:12 (if not x.isfinite().all():)`.
+        wanted: what the graph takes it for.
+        message: of the error that the line raises otherwise; empty where it takes another way.
+        error: the type of that error.
+        decides: whether anything that `forward` computes or leaves behind depends on the flag.
+    """
+
+    line: str
+    wanted: bool
+    message: str = ""
+    error: type[Exception] = InputError
+    decides: bool = True
+
+    def fail(self) -> None:
+        """Raise the error of a run in which the flag is another one; warn where nothing depends on it."""
+        if self.decides:
+            raise self._failure()
+        warn_caller(
+            f"{self.line} asks for numbers that forward computes, and the answer is {not self.wanted} in this call. "
+            "Nothing that is computed depends on it. What the line does then, such as a warning, is left out."
+        )
+
+    def _failure(self) -> Exception:
+        """The error of a run in which the flag is another one."""
+        if self.message:
+            return self.error(f"{self.message} ({self.line})")
+        return self.error(
+            f"{self.line} asks for numbers that forward computes. The graph was captured for the answer "
+            f"{self.wanted}, which all ordinary numbers give, and in this call it is {not self.wanted}: look for what "
+            "is not finite, or too large, in the inputs and the parameters. Where both answers are to be served, write "
+            "the branch as torch.where."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ResultLayout:
+    """How a flat list of output tensors becomes the object that `forward` returned, and the attributes that it set.
+
+    `leaves` has, in flattening order, the name of each tensor and the value of each other leaf; `attributes` are those
+    that forward set to tensors, which follow the returned ones; flags of `checks` are the last. `views` are those that
+    look at the memory of an input or a buffer, by name.
+    """
+
+    structure: pytree.TreeSpec
+    leaves: tuple[str | Constant, ...]
+    attributes: tuple[Attribute, ...] = ()
+    checks: tuple[RuntimeCheck, ...] = ()
+    views: Mapping[str, OutputView] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the output tensors, such as `loss`, `output[1]`, `hidden_states[0]` or `self.auxiliary_loss`."""
+        returned = (leaf for leaf in self.leaves if isinstance(leaf, str))
+        assigned = (attribute.name for attribute in self.attributes)
+        return (*returned, *assigned, *(f"check {place}" for place in range(len(self.checks))))
+
+    def check(self, tensors: list[torch.Tensor]) -> None:
+        """Raise the error of the first check that does not hold, or warn, found with one synchronisation."""
+        if not self.checks:
+            return
+        flags = torch.stack([tensor.detach() for tensor in tensors[-len(self.checks) :]]).tolist()
+        for check, flag in zip(self.checks, flags, strict=True):
+            if flag is not check.wanted:
+                check.fail()
+
+    def unflatten(self, tensors: list[Any]) -> Any:
+        """The user's output object with these tensors in it."""
+        assert len(tensors) == len(self.names), f"{len(self.names)} output tensors were captured, got {len(tensors)}"
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, str) else leaf.value for leaf in self.leaves]
+        return restore_dataclasses(self.structure.unflatten(leaves))
+
+    def assigned_tensors(self, tensors: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """Paths of attributes and the tensors that they are set to, among all output tensors; those of mutations."""
+        end = len(tensors) - len(self.checks)
+        values = [
+            (attribute, value if attribute.differentiable else value.detach())
+            for attribute, value in zip(self.attributes, tensors[end - len(self.attributes) : end], strict=True)
+        ]
+        attributes = {attribute.path: value for attribute, value in values if attribute.path is not None}
+        return attributes, [value for attribute, value in values if attribute.path is None]
+
+
+def result_names(structure: pytree.TreeSpec) -> list[str]:
+    """A readable name for every leaf of an output of this structure."""
+    example = structure.unflatten(range(structure.num_leaves))
+    return [leaf_name(path) for path, _ in leaves_by_path(example)]

@@ -1,0 +1,157 @@
+"""`JointGraph`: the captured training step, and what is known of its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Placement
+
+from autoshard.capture.annotate import parse_pin
+from autoshard.capture.call_layout import CallLayout, ResultLayout
+from autoshard.capture.dynamic import DynamicSizes
+from autoshard.capture.python_state import PythonState
+from autoshard.capture.task_graphs import TaskGraph
+
+InputKind = Literal["parameter", "buffer", "input", "tangent", "constant"]
+OutputKind = Literal["output", "mutation", "gradient"]
+Phase = Literal["forward", "backward"]
+
+_PIN = torch.ops.autoshard.pin.default
+
+
+@dataclass(frozen=True, slots=True)
+class JointInput:
+    """A placeholder of the joint graph.
+
+    `name` is the qualified name of a parameter or buffer (the first, if it has several), the path of an input such as
+    `input_ids`, or, for a tangent, the name of the output whose gradient it is. `value` holds the numbers of a
+    constant that the module makes or holds (None where the module was on the meta device).
+    """
+
+    kind: InputKind
+    name: str
+    node: fx.Node
+    value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JointOutput:
+    """An output of the joint graph.
+
+    `name` is the output's path such as `loss`; for a mutation, the buffer or input that takes the new value; for a
+    gradient, the parameter or input that it belongs to. `node` is None for the gradient of what the outputs do not
+    depend on. `tangent` is the name of the output's tangent, if it has one.
+    """
+
+    kind: OutputKind
+    name: str
+    node: fx.Node | None
+    tangent: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JointGraph:
+    """The training step of a module (or its forward pass) as one functional graph of ATen operators.
+
+    Attributes:
+        graph_module: the graph; every node has `meta["val"]`, a fake tensor (or several) of global shape.
+        inputs: the placeholders, in order.
+        outputs: the outputs, in order.
+        aliases: parameter or buffer -> all names under which it is registered.
+        signature: key of the call that was captured, equal to `signature_of` of the like calls.
+        fingerprint: hash of the graph as hexadecimal text, equal on all ranks and in all runs.
+        dynamic: the sizes that calls may change, if there are any: `meta["val"]` then has the example's shapes, and
+            `meta["sizes"]` of a node the shapes of its results with `Size`s in them.
+        recomputed: names of the layers that the backward half runs again (see `capture.recompute`).
+        state: the flags, numbers, submodules and hooks that the graph depends on, and what a call changes of them; and
+            what it depends on of the numbers in inputs.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[JointInput, ...]
+    outputs: tuple[JointOutput, ...]
+    aliases: dict[str, tuple[str, ...]]
+    signature: Hashable
+    fingerprint: str
+    call: CallLayout
+    result: ResultLayout
+    dynamic: DynamicSizes | None = None
+    recomputed: tuple[str, ...] = ()
+    state: PythonState = field(default_factory=PythonState)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The nodes."""
+        return self.graph_module.graph
+
+    @property
+    def tangent_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that have a tangent, in the order of the tangents."""
+        return tuple(item.name for item in self.inputs if item.kind == "tangent")
+
+    @property
+    def gradient_sources(self) -> dict[str, frozenset[str]]:
+        """The outputs whose tangents a gradient is made of, by the name of its parameter or input."""
+        sources: dict[fx.Node, frozenset[str]] = {
+            item.node: frozenset([item.name]) for item in self.inputs if item.kind == "tangent"
+        }
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                met = [sources[source] for source in node.all_input_nodes if source in sources]
+                if met:
+                    sources[node] = met[0].union(*met[1:])
+        return {
+            item.name: sources.get(item.node, frozenset())
+            for item in self.outputs
+            if item.kind == "gradient" and item.node is not None
+        }
+
+    def phase(self, node: fx.Node) -> Phase:
+        """The half of the step that the node belongs to."""
+        return "backward" if "backward" in node.meta.get("partitioner_tag", "") else "forward"
+
+    def module_path(self, node: fx.Node) -> str:
+        """Path of the module that the node, or the forward node it differentiates, was called in; "" for the root."""
+        return node.meta.get("module_path", "")
+
+    def task_graph(self, node: fx.Node) -> TaskGraph | None:
+        """The task graph, of `autoshard.replicate` or `autoshard.split`, that the node belongs to, if any."""
+        return node.meta.get("task_graph")
+
+    def pin(self, node: fx.Node) -> tuple[Placement, ...] | None:
+        """The placements that the user pinned, if the node is such a mark."""
+        if node.op == "call_function" and node.target is _PIN:
+            return parse_pin(str(node.args[1]))
+        return None
+
+    def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call in the order of the inputs of kind "input".
+
+        Raises:
+            InputError: the call has another structure, or other values that are no tensors.
+        """
+        return self.call.flatten(args, kwargs)
+
+    def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call of this signature would be captured as the same graph, by state of the module and inputs."""
+        return self.state.guards.hold() and self.state.conditions.hold(self._condition_inputs(args, kwargs))
+
+    def changes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """What is not as it was captured in a call of this signature: subjects, and what is there now."""
+        yield from self.state.guards.changes()
+        yield from self.state.conditions.changes(self._condition_inputs(args, kwargs))
+
+    def _condition_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors of a call by name, where the graph depends on their numbers."""
+        if not self.state.conditions.inputs:
+            return {}
+        names = [leaf for leaf in self.call.leaves if isinstance(leaf, str)]
+        return dict(zip(names, self.call.flatten(args, kwargs), strict=True))
+
+    def unflatten_outputs(self, tensors: list[torch.Tensor]) -> Any:
+        """What `forward` returns, made of tensors in the order of the outputs of kind "output"."""
+        return self.result.unflatten(tensors)

@@ -1,0 +1,503 @@
+"""The rules of a whole joint graph: every operator's factors, cut where some view of the graph cuts them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Placement, Replicate
+
+from autoshard.capture.attention_operator import operators as attentions
+from autoshard.capture.joint import JointGraph, JointOutput
+from autoshard.capture.layers import PREPARATIONS, parameter_layers
+from autoshard.capture.mixed_precision import REDUCED
+from autoshard.capture.recomputation import RECOMPUTES
+from autoshard.capture.simplify import is_random
+from autoshard.errors import HintError
+from autoshard.patterns.generic import generic_sizes
+from autoshard.patterns.ops.unknown import batch_rule, whole_rule
+from autoshard.patterns.padding import zero_padded_results
+from autoshard.patterns.registry import op_call, rule_for, tensor_meta
+from autoshard.patterns.rule import Factor, OpCall, Rule, TensorMeta, refine
+from autoshard.patterns.units.merged_dims import with_merged_dims
+from autoshard.patterns.units.routed_rows import with_routed_rows
+from autoshard.patterns.worklist import Worklist
+from autoshard.size import DynamicSize, Sizes, at
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import canonical, is_placeable
+from autoshard.specs.spec import Spec, placement_text
+
+_ADD = torch.ops.aten.add.Tensor
+_SEED = attentions.attention_seed.default
+_LONGEST_CHAIN = 6
+_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
+
+
+class Value(NamedTuple):
+    """One tensor of the graph: a result of a node, or a placeholder."""
+
+    node: fx.Node
+    result: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.node.name if self.result == 0 else f"{self.node.name}:{self.result}"
+
+    @property
+    def meta(self) -> TensorMeta:
+        """Global shape and dtype."""
+        return tensor_meta(self.node, self.result)
+
+
+class Use(NamedTuple):
+    """One operand of one operator."""
+
+    node: fx.Node
+    operand: int
+
+
+def value_of(node: fx.Node) -> Value:
+    """The tensor that an FX node stands for: `getitem` names a result of its operand."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
+        return Value(source, index)
+    return Value(node)
+
+
+def uncast(node: fx.Node) -> fx.Node:
+    """The node that a node is in another dtype, or itself: a policy of precisions casts parameters."""
+    while node.target is torch.ops.aten._to_copy.default:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def operand_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The FX nodes that are tensor operands of a call, in the order of `OpCall.operands`."""
+    yield from _tensors_in(node.args)
+    if node.kwargs:
+        yield from _tensors_in(node.kwargs.values())
+
+
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[fx.Node]:
+    for argument in arguments:
+        if isinstance(argument, fx.Node):
+            if isinstance(argument.meta["val"], torch.Tensor):
+                yield argument
+        elif isinstance(argument, (tuple, list)):
+            yield from _tensors_in(argument)
+        elif isinstance(argument, dict):
+            yield from _tensors_in(argument.values())
+
+
+class GraphRules:
+    """Operators, tensors and refined rules of one joint graph.
+
+    Attributes:
+        graph: the joint graph.
+        operators: the nodes that compute, in the order in which they run: the forward ones first; `getitem` is not
+            among them.
+        calls: the call that each operator makes.
+        rules: its rule, refined by the cuts that travel through the graph.
+        generic: sizes that stand for all that calls may have, where some are dynamic: no axis divides them, and they
+            equal no other size of the graph. What rules are made of does not depend on the example's then.
+        unknown: names of operators without a rule, which are replicated, and how often they are called.
+        batch_rules: for each of them, the rule in text that would split its batch if samples are independent; empty
+            where no dim looks like one of samples.
+        uses: for every value, where it is used.
+        outputs_of: for every value that the step hands back, the outputs that it is.
+
+    Args:
+        graph: the joint graph.
+        mesh: the mesh axes, whose sizes say which cuts are of use.
+    """
+
+    def __init__(self, graph: JointGraph, mesh: MeshShape) -> None:
+        self.graph = graph
+        calls = (node for node in graph.graph.nodes if node.op == "call_function")
+        computing = (node for node in calls if node.target is not operator.getitem)
+        self.operators: tuple[fx.Node, ...] = tuple(sorted(computing, key=lambda node: graph.phase(node) == "backward"))
+        interned: dict[OpCall, OpCall] = {}  # equal calls are one object, so that work is done once for each
+        self.generic: Sizes = {} if graph.dynamic is None else generic_sizes(graph, mesh)
+        known: dict[fx.Node, Any] = {}
+        calls_of = ((node, at(op_call(node, known), self.generic)) for node in self.operators)
+        self.calls = {node: interned.setdefault(call, call) for node, call in calls_of}
+        self.unknown: dict[str, int] = {}
+        self.batch_rules: dict[str, str] = {}
+        self._pin_specs: dict[tuple[fx.Node, MeshShape], Spec] = {}
+        merged: dict[OpCall, Rule] = {}  # equal calls share one rule
+        plain = {}
+        for node in self.operators:
+            rule, call = self._plain_rule(node), self.calls[node]
+            if call.op in _VIEWS and self.graph.pin(node) is None:
+                rule = merged.setdefault(call, with_merged_dims(rule, call, mesh))
+            plain[node] = rule
+        for source in graph.inputs:
+            plain[source.node] = _tensor_rule(at(Value(source.node).meta, self.generic))
+        plain = with_routed_rows(plain, self.calls, self._operand_places(), self._output_places())
+        cuts = _useful_cuts(_CutPropagation(self.dims(plain), plain, self._input_cuts()).solve(), plain, mesh)
+        refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
+        self.rules: dict[fx.Node, Rule] = {}
+        for node, rule in plain.items():
+            own = tuple(sorted(cuts.get(node, {}).items()))
+            key = (id(rule), own)
+            if key not in refined:
+                refined[key] = refine(rule, dict(own))
+            self.rules[node] = refined[key]
+        if graph.dynamic is not None:
+            self._substitute_sizes(graph.dynamic.example)
+
+    def reuse_from(self, other: GraphRules) -> None:
+        """Take the calls and rules of another graph for equal ones, so that what was worked out for them serves both.
+
+        Args:
+            other: the calls and rules of another graph on the same mesh.
+        """
+        calls = {call: call for call in other.calls.values()}
+        rules = {_rule_key(rule): rule for rule in other.rules.values()}
+        own = {id(rule): rules.get(_rule_key(rule), rule) for rule in self.rules.values()}
+        self.calls = {node: calls.get(call, call) for node, call in self.calls.items()}
+        self.rules = {node: own[id(rule)] for node, rule in self.rules.items()}
+
+    def at(self, sizes: Sizes) -> GraphRules:
+        """The same calls and rules with dynamic sizes taken at `sizes`."""
+        rules = copy.copy(self)
+        rules._substitute_sizes(sizes)
+        return rules
+
+    def _substitute_sizes(self, sizes: Sizes) -> None:
+        """Count all dynamic sizes at `sizes`; what was one object stays one."""
+        taken: dict[int, Any] = {}
+        for each in (*self.calls.values(), *self.rules.values()):
+            taken.setdefault(id(each), at(each, sizes))
+        self.calls = {node: taken[id(call)] for node, call in self.calls.items()}
+        self.rules = {node: taken[id(rule)] for node, rule in self.rules.items()}
+
+    def pin_spec(self, node: fx.Node, mesh: MeshShape) -> Spec | None:
+        """The spec that the user pinned this node to with `autoshard.shard`, if it is such a node.
+
+        Raises:
+            HintError: the placements do not fit the tensor or the mesh.
+        """
+        if node not in self._pins:
+            return None
+        key = (node, mesh)
+        if key not in self._pin_specs:
+            where = self.graph.module_path(node)
+            self._pin_specs[key] = pinned_spec(self._pins[node], Value(node).meta.shape, mesh, where)
+        return self._pin_specs[key]
+
+    @cached_property
+    def parameter_layers(self) -> dict[str, str]:
+        """The layer that every parameter belongs to."""
+        return parameter_layers(self.graph)
+
+    @cached_property
+    def first_parameter_uses(self) -> dict[tuple[fx.Node, str], int]:
+        """When each half first computes with a parameter.
+
+        Keys are nodes that are a parameter, or made of one alone by `PREPARATIONS`, with `"forward"` or `"backward"`;
+        values are numbers of operators.
+        """
+        prepared = {source.node for source in self.graph.inputs if source.kind == "parameter"}
+        for node in self.operators:
+            if node.target in PREPARATIONS and prepared.issuperset(value.node for value in self.operands[node]):
+                prepared.add(node)
+        needs: dict[tuple[fx.Node, str], int] = {}
+        for number, node in reversed(tuple(enumerate(self.operators))):  # what is made before who made it
+            passed = {half: needs[node, half] for half in ("forward", "backward") if (node, half) in needs}
+            first = passed if node in prepared else {self.graph.phase(node): number}
+            for value in self.operands[node]:
+                if value.node in prepared:
+                    for half, moment in first.items():
+                        needs[value.node, half] = min(moment, needs.get((value.node, half), moment))
+        return needs
+
+    @cached_property
+    def _pins(self) -> dict[fx.Node, tuple[Placement, ...]]:
+        pins = ((node, self.graph.pin(node)) for node in self.operators)
+        return {node: placements for node, placements in pins if placements is not None}
+
+    def original_draw(self, node: fx.Node) -> fx.Node | None:
+        """The operator of the forward half that draws numbers and that an operator runs again, if it does."""
+        if RECOMPUTES not in node.meta or not is_random(node):
+            return None
+        call = self.calls[node]
+        if any(one.name == "dropout_p" for one in call.op._schema.arguments) and call.arg("dropout_p") == 0:
+            return None  # attention, whose kernels could drop and do not
+        return self._by_name.get(node.meta[RECOMPUTES])
+
+    def first_with_seed(self, node: fx.Node) -> fx.Node | None:
+        """The first attention that drops weights by the same seed as another: it drops the same ones if split alike."""
+        return self._by_seed.get(node)
+
+    @cached_property
+    def _by_seed(self) -> dict[fx.Node, fx.Node]:
+        first: dict[str, fx.Node] = {}
+        shared: dict[fx.Node, fx.Node] = {}
+        for seed in self.operators:
+            if seed.target is _SEED:
+                drawn = first.setdefault(seed.meta.get(RECOMPUTES, seed.name), next(iter(seed.users)))
+                shared |= {user: drawn for user in seed.users if user is not drawn}
+        return shared
+
+    @cached_property
+    def _by_name(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.operators}
+
+    def _input_cuts(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
+        """Where dims of placeholders are cut in any case."""
+        cuts = {} if self.graph.dynamic is None else self.graph.dynamic.cuts
+        return {
+            source.node: {
+                dim: tuple(DynamicSize.of(size, self.generic) for size in sizes)
+                for dim, sizes in cuts[source.node.name].items()
+            }
+            for source in self.graph.inputs
+            if source.node.name in cuts
+        }
+
+    def _operand_places(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
+        """The tensors that every operator takes."""
+        return {node: [(value.node, value.result) for value in values] for node, values in self.operands.items()}
+
+    def _output_places(self) -> list[tuple[fx.Node, int]]:
+        """The tensors that the step hands back."""
+        return [(value.node, value.result) for value in self.outputs_of]
+
+    def _plain_rule(self, node: fx.Node) -> Rule:
+        call = self.calls[node]
+        if self.graph.pin(node) is not None:
+            at_rest = _tensor_rule(at(Value(node).meta, self.generic))
+            assert at_rest.results[0] is not None
+            return replace(at_rest, operands=(at_rest.results[0],))
+        rule = rule_for(call)
+        if rule is None:
+            self.unknown[str(call.op)] = self.unknown.get(str(call.op), 0) + 1
+            self.batch_rules.setdefault(str(call.op), batch_rule(call))
+            return whole_rule(call)
+        return rule
+
+    @cached_property
+    def zeros(self) -> dict[fx.Node, tuple[bool, ...]]:
+        """For every operator, which operands hold zeros in their padding, however they are sharded.
+
+        The tensors that the step is given are padded with zeros, and so is what is sliced of a larger tensor.
+        """
+        known = {Value(source.node) for source in self.graph.inputs}
+        found: dict[fx.Node, tuple[bool, ...]] = {}
+        for node in self.operators:
+            found[node] = zeros = tuple(value in known for value in self.operands[node])
+            rule = self.rules[node]
+            variants = [zero_padded_results(each, range(len(each.factors)), zeros) for each in (rule, *rule.variants)]
+            known |= {Value(node, index) for index, kept in enumerate(zip(*variants, strict=True)) if all(kept)}
+        return found
+
+    @cached_property
+    def unreduced(self) -> frozenset[Value]:
+        """Values on the way to a gradient whose partial sums are added later, in another dtype."""
+        found: set[Value] = set()
+        waiting = [node for node in self.operators if node.meta.get(REDUCED) == "here"]
+        while waiting:
+            for value in self.operands[waiting.pop()]:
+                if value.node in self.rules and len(self.uses[value]) == 1 and value not in self.outputs_of:
+                    found.add(value)
+                    if value.node in self.calls and (self.rules[value.node].free or self.calls[value.node].op is _ADD):
+                        waiting.append(value.node)
+        return frozenset(found)
+
+    def restores_dtype(self, node: fx.Node) -> bool:
+        """Whether an operator casts a gradient back that was reduced in another dtype."""
+        return bool(node.meta.get(REDUCED) == "before")
+
+    @cached_property
+    def uses(self) -> dict[Value, list[Use]]:
+        uses: dict[Value, list[Use]] = defaultdict(list)
+        for node in self.operators:
+            for operand, value in enumerate(self.operands[node]):
+                uses[value].append(Use(node, operand))
+        return dict(uses)
+
+    @cached_property
+    def outputs_of(self) -> dict[Value, list[JointOutput]]:
+        outputs: dict[Value, list[JointOutput]] = defaultdict(list)
+        for output in self.graph.outputs:
+            if output.node is not None:
+                outputs[value_of(output.node)].append(output)
+        return dict(outputs)
+
+    @cached_property
+    def operands(self) -> dict[fx.Node, tuple[Value, ...]]:
+        """The tensors that every operator takes, in the order of `OpCall.operands`."""
+        return {node: tuple(map(value_of, operand_nodes(node))) for node in self.operators}
+
+    def dims(self, rules: Mapping[fx.Node, Rule] | None = None) -> Iterator[list[tuple[fx.Node, tuple[int, ...]]]]:
+        """For every dim of every tensor, the descriptions of it by the operators that touch it.
+
+        Args:
+            rules: of all nodes, whose factors describe the dims; by default the refined ones.
+
+        Yields:
+            The operators, each with the factors that it takes the dim for, major to minor.
+        """
+        rules = self.rules if rules is None else rules
+        gradients: dict[fx.Node, list[Value]] = defaultdict(list)
+        inputs = {source.name: source.node for source in self.graph.inputs if source.kind != "tangent"}
+        for output in self.graph.outputs:
+            if output.kind == "gradient" and output.node is not None:
+                gradients[inputs[output.name]].append(value_of(output.node))
+        for value in self.values():
+            described = [(value.node, rules[value.node].results[value.result])]
+            described += [(use.node, rules[use.node].operands[use.operand]) for use in self.uses.get(value, ())]
+            for gradient in gradients.get(value.node, ()):
+                described.append((gradient.node, rules[gradient.node].results[gradient.result]))
+            known = [(node, dims) for node, dims in described if dims is not None]
+            for dim in range(max((len(dims) for _, dims in known), default=0)):
+                yield [(node, dims[dim]) for node, dims in known if dims[dim]]
+
+    def values(self) -> Iterator[Value]:
+        """Every tensor of the graph: placeholders, then results in order."""
+        for source in self.graph.inputs:
+            yield Value(source.node)
+        for node in self.operators:
+            for index, meta in enumerate(self.calls[node].results):
+                if meta is not None:
+                    yield Value(node, index)
+
+
+def pinned_spec(placements: Sequence[Placement], shape: tuple[int, ...], mesh: MeshShape, where: str) -> Spec:
+    """The spec that `autoshard.shard(x, *placements)` asks for; axes that are not named stay replicated.
+
+    Raises:
+        HintError: more placements than axes, a dim out of range, or a dim that several axes, or strides, do not divide.
+    """
+    said = f"autoshard.shard(x, {', '.join(map(placement_text, placements))}) in {where or 'the root module'}"
+    if len(placements) > mesh.ndim:
+        raise HintError(f"{said} names {len(placements)} placements, but the mesh has the axes {mesh}.")
+    try:
+        spec = canonical(shape, Spec.of(*placements, *[Replicate()] * (mesh.ndim - len(placements))), mesh)
+    except ValueError as error:
+        raise HintError(f"{said} does not fit a tensor of shape {list(shape)}: {error}") from error
+    if not is_placeable(shape, spec, mesh):
+        raise HintError(
+            f"{said} does not divide a tensor of shape {list(shape)} evenly over the mesh {mesh}: choose a dim that "
+            "the axes divide, or a plain Shard of a dim that no other axis shards, which need not be divided."
+        )
+    return spec
+
+
+def _useful_cuts(
+    cuts: dict[fx.Node, dict[int, tuple[int, ...]]], rules: dict[fx.Node, Rule], mesh: MeshShape
+) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
+    """The cuts without those that leave an axis no part to divide, where it divides the whole factor.
+
+    A dim of 8 cut into 2 x 4 for the sake of a view is of no use to an axis of 8, and whole it is.
+    """
+    sizes = sorted({size for size in mesh.sizes if size > 1}, reverse=True)
+
+    def useful_chain(size: int, chain: tuple[int, ...]) -> tuple[int, ...]:
+        bounds = (1, *chain, size)
+        parts = [outer // inner for inner, outer in itertools.pairwise(bounds)]
+        blocked = any(size % axis == 0 and all(part % axis for part in parts) for axis in sizes[:1])
+        return () if blocked else chain
+
+    return {
+        node: {
+            factor: chain
+            for factor, cut in own.items()
+            if (chain := useful_chain(rules[node].factors[factor].size, cut))
+        }
+        for node, own in cuts.items()
+    }
+
+
+def _rule_key(rule: Rule) -> tuple[object, ...]:
+    """What two rules have in common where they say and run the same: equality knows no local programs."""
+    return rule, rule.local, *(variant.local for variant in rule.variants)
+
+
+def _tensor_rule(meta: TensorMeta) -> Rule:
+    """The rule of a tensor at rest: a result with one factor per dim."""
+    factors = tuple(Factor(f"d{dim}", size, uneven=True) for dim, size in enumerate(meta.shape))
+    dims = tuple((dim,) if size > 1 else () for dim, size in enumerate(meta.shape))
+    return Rule(factors, (), (dims,), free=True)
+
+
+class _CutPropagation:
+    """Split points travel along dims that are the same factor until nothing changes (Rhino 4.3.3)."""
+
+    def __init__(
+        self,
+        links: Iterable[list[tuple[fx.Node, tuple[int, ...]]]],
+        rules: dict[fx.Node, Rule],
+        first: Mapping[fx.Node, Mapping[int, tuple[int, ...]]],
+    ) -> None:
+        self.links = [link for link in links if len(link) > 1]
+        self.rules = rules
+        self.chains: dict[fx.Node, dict[int, tuple[int, ...]]] = defaultdict(dict)
+        for node, chains in first.items():
+            self.chains[node] = dict(chains)
+        self.touching: dict[tuple[fx.Node, int], list[int]] = defaultdict(list)
+        for position, link in enumerate(self.links):
+            for node, factors in link:
+                for factor in factors:
+                    self.touching[node, factor].append(position)
+
+    def solve(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
+        pending = Worklist(
+            place
+            for place, link in enumerate(self.links)
+            if any(len(dims) > 1 or node in self.chains for node, dims in link)
+        )
+        for position in pending:
+            for changed in self._propagate(self.links[position]):
+                pending.add(other for other in self.touching[changed] if other != position)
+        return self.chains
+
+    def _propagate(self, link: list[tuple[fx.Node, tuple[int, ...]]]) -> list[tuple[fx.Node, int]]:
+        found: set[int] = set()
+        for node, factors in link:
+            if len(factors) > 1 or node in self.chains:
+                found.update(self._points(node, factors))
+        points, changed = sorted(found), []
+        for node, factors in link if points else ():
+            rule, left = self.rules[node], 1
+            for factor in factors:
+                loop = rule.factors[factor]
+                inside = [point // left for point in points if left < point < left * loop.size and point % left == 0]
+                if inside and loop.shardable and not loop.contiguous and self._add(node, factor, loop.size, inside):
+                    changed.append((node, factor))
+                left *= loop.size
+        return changed
+
+    def _points(self, node: fx.Node, factors: tuple[int, ...]) -> Iterator[int]:
+        """Products of outer parts at which this description cuts the dim."""
+        left, chains = 1, self.chains.get(node, {})
+        for factor in factors:
+            if left > 1:
+                yield left
+            for cut in chains.get(factor, ()):
+                yield left * cut
+            left *= self.rules[node].factors[factor].size
+
+    def _add(self, node: fx.Node, factor: int, size: int, points: list[int]) -> bool:
+        chain = self.chains.get(node, {}).get(factor, ())
+        grown = list(chain)
+        for point in points:
+            if point in grown or size % point or len(grown) >= _LONGEST_CHAIN:
+                continue
+            if all(max(point, other) % min(point, other) == 0 for other in grown):
+                grown.append(point)
+        if len(grown) == len(chain):
+            return False
+        self.chains[node][factor] = tuple(sorted(grown))
+        return True

@@ -1,0 +1,282 @@
+"""The strategies of one operator as tables: specs interned, work priced, made once per distinct rule."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from autoshard.cluster.cost import CostModel
+from autoshard.cluster.flops import flops
+from autoshard.patterns.padding import MASK_VECTOR_OPS, masks
+from autoshard.patterns.rule import Dims, OpCall, Rule, TensorMeta
+from autoshard.patterns.strategy import (
+    WHOLE,
+    Choices,
+    axis_choices,
+    local_shape,
+    operand_specs,
+    result_specs,
+    work_split,
+)
+from autoshard.patterns.strategy_arrays import fitting_choices, is_evenly_split, is_plain, local_sizes
+from autoshard.patterns.unequal_shares import keeps_shares, splits_evenly
+from autoshard.patterns.variants import resolve_variant
+from autoshard.planner.task_graph_restrictions import Restriction
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.layout import local_shape as spec_shape
+from autoshard.specs.shared_axis import SharedAxis
+from autoshard.specs.spec import Spec
+
+_COLLECTIVES = {
+    "gather_of_each": "all_gather",
+    "exchange_of_each": "all_to_all",
+    "ring": "shift",
+    "ring_and_home": "shift",
+}
+_PART_EXCHANGES = ("all_gather", "all_to_all", "ring", "ring_and_home")  # a rank holds its part of the bytes before
+
+
+def _times_read(rule: Rule, dims: Dims) -> int:
+    """How often a tensor is read: once for every step of loops that it lacks and that run one step after another."""
+    held = {factor for dim in dims for factor in dim}
+    return math.prod(
+        factor.size for index, factor in enumerate(rule.factors) if factor.sequential and index not in held
+    )
+
+
+def _tensors(call: OpCall, rule: Rule) -> Iterator[tuple[Dims, TensorMeta]]:
+    """The tensors that a call reads and makes, each with the factors of its dims."""
+    for dims, meta in (*zip(rule.operands, call.operands, strict=True), *zip(rule.results, call.results, strict=True)):
+        if dims is not None and meta is not None:
+            yield dims, meta
+
+
+def _work(call: OpCall) -> tuple[float, torch.dtype, str]:
+    """The operations of a whole call, the dtype that they are done in, and the operator's name."""
+    results = [meta for meta in call.results if meta is not None]
+    work = flops(call.op, [meta.shape for meta in call.operands], [meta.shape for meta in results], call.args)
+    return work, results[0].dtype if results else torch.float32, call.op.overloadpacket.__name__
+
+
+@dataclass(frozen=True, eq=False)
+class SpecList:
+    """The specs of one tensor under every strategy of its operator, each distinct spec stored once."""
+
+    distinct: tuple[Spec, ...]
+    index: np.ndarray
+    _bytes: dict[tuple[tuple[int, ...], int], np.ndarray] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(specs: Sequence[Spec]) -> SpecList:
+        positions: dict[Spec, int] = {}
+        index = np.array([positions.setdefault(spec, len(positions)) for spec in specs], dtype=np.intp)
+        return SpecList(tuple(positions), index)
+
+    def __getitem__(self, strategy: int) -> Spec:
+        return self.distinct[self.index[strategy]]
+
+    def bytes(self, meta: TensorMeta, mesh: MeshShape) -> np.ndarray:
+        """Bytes of one rank's shard of a tensor under every strategy."""
+        key = (meta.shape, meta.dtype.itemsize)
+        if key not in self._bytes:
+            distinct = [math.prod(spec_shape(meta.shape, spec, mesh)) * meta.dtype.itemsize for spec in self.distinct]
+            self._bytes[key] = np.array(distinct, dtype=np.float64)[self.index]
+        return self._bytes[key]
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorStrategies:
+    """All strategies of an operator: choices, and the specs of operands and results that follow."""
+
+    choices: tuple[Choices, ...]
+    operands: tuple[SpecList, ...]
+    results: tuple[SpecList, ...]
+
+
+class StrategyTables:
+    """Makes `Options` and their prices, once for every distinct rule and call.
+
+    Args:
+        cost: what work costs.
+        shared: the mesh axis of which ranks hold shares of their own of the batch, if there is one. What has to do with
+            the batch is split by nothing else on it: only the batch comes in such shares.
+    """
+
+    def __init__(self, cost: CostModel, shared: SharedAxis | None = None) -> None:
+        self.cost = cost
+        self.shared = shared
+        self.mesh = cost.mesh
+        self._options: dict[tuple[int, tuple[int | None, ...] | None, Restriction | None], OperatorStrategies] = {}
+        self._seconds: dict[tuple[int, int, int, tuple[bool, ...]], np.ndarray] = {}
+        self._single: dict[tuple[int, int, Choices, tuple[bool, ...]], float] = {}
+        self._result_bytes: dict[tuple[int, int], np.ndarray] = {}
+        self._keep_alive: list[object] = []  # objects whose identity is a key above
+
+    def options(
+        self, rule: Rule, fixed: tuple[int | None, ...] | None = None, restriction: Restriction | None = None
+    ) -> OperatorStrategies:
+        """The strategies of a rule that a task graph allows; on axes where `fixed` holds a choice, only that one."""
+        key = (id(rule), fixed, restriction)
+        if key not in self._options:
+            self._keep_alive.append(rule)
+            self._options[key] = self._make(rule, fixed, restriction)
+        return self._options[key]
+
+    def _make(
+        self, rule: Rule, fixed: tuple[int | None, ...] | None, restriction: Restriction | None
+    ) -> OperatorStrategies:
+        per_axis = [axis_choices(rule, size) for size in self.mesh.sizes]
+        if self.shared is not None:
+            own = self.shared.axis
+            per_axis[own] = tuple(one for one in per_axis[own] if keeps_shares(rule, one, self.shared))
+        if fixed is not None:
+            per_axis = [every if one is None else (one,) for every, one in zip(per_axis, fixed, strict=True)]
+        choices = fitting_choices(rule, per_axis, self.mesh)
+        if self.shared is not None:
+            choices = tuple(one for one in choices if splits_evenly(rule, one, self.shared, self.mesh))
+        if restriction is not None:
+            choices = restriction.filter_strategies(choices)
+        mesh = self.mesh
+        return OperatorStrategies(
+            choices,
+            tuple(SpecList.of(operand_specs(rule, choices, mesh, index)) for index in range(len(rule.operands))),
+            tuple(SpecList.of(result_specs(rule, choices, mesh, index)) for index in range(len(rule.results))),
+        )
+
+    def seconds(
+        self, call: OpCall, rule: Rule, options: OperatorStrategies, zeros: tuple[bool, ...] = ()
+    ) -> np.ndarray:
+        """Seconds of compute, and of the collectives inside the local program, of every strategy.
+
+        Args:
+            call: the call.
+            rule: its rule.
+            options: the strategies.
+            zeros: for every operand, whether its padding is zero in any case; none is, by default.
+        """
+        key = (id(call), id(rule), id(options), zeros)
+        if key not in self._seconds:
+            self._keep_alive += [call, options]
+            self._seconds[key] = self._all_seconds(call, rule, options, zeros)
+        return self._seconds[key]
+
+    def _all_seconds(
+        self, call: OpCall, rule: Rule, options: OperatorStrategies, zeros: tuple[bool, ...]
+    ) -> np.ndarray:
+        """Where nothing is padded or exchanged, strategies at which a rank does and moves as much are priced once."""
+        table = np.array(options.choices, dtype=np.int64).reshape(-1, self.mesh.ndim)
+        simple = np.zeros(len(table), dtype=np.bool_)
+        seconds = np.zeros(len(table))
+        if is_plain(rule) and not any(factor.exchanges for factor in rule.factors):
+            simple = is_evenly_split(rule, table, self.mesh)
+            seconds[simple] = self._even_seconds(call, rule, table[simple])
+        for place in np.flatnonzero(~simple):
+            seconds[place] = self.strategy_seconds(call, rule, options.choices[place], zeros)
+        return seconds
+
+    def _even_seconds(self, call: OpCall, rule: Rule, table: np.ndarray) -> np.ndarray:
+        """Seconds that a rank computes under strategies without padding, `[strategies, axes]`, of a plain rule."""
+        if rule.free:
+            return np.zeros(len(table))
+        local = local_sizes(rule, table, self.mesh)
+        moved = np.zeros(len(table), dtype=np.int64)
+        for dims, meta in _tensors(call, rule):
+            held = np.full(len(table), meta.dtype.itemsize * _times_read(rule, dims), dtype=np.int64)
+            for dim, size in zip(dims, meta.shape, strict=True):
+                held *= local[:, list(dim)].prod(axis=1) if dim else int(size)
+            moved += held
+        work, dtype, name = _work(call)
+        shares = np.prod([max(factor.size, 1) for factor in rule.factors] / np.maximum(local, 1), axis=1)
+        loads, places = np.unique(np.column_stack([work / shares, moved]), axis=0, return_inverse=True)
+        prices = [self.cost.compute(done, int(bytes), dtype, name) for done, bytes in loads.tolist()]
+        return np.array(prices)[places.reshape(-1)]
+
+    def result_bytes(self, call: OpCall, options: OperatorStrategies) -> np.ndarray:
+        """Bytes of the results of every strategy."""
+        key = (id(call), id(options))
+        if key not in self._result_bytes:
+            self._keep_alive += [call, options]
+            results = zip(call.results, options.results, strict=True)
+            parts = [specs.bytes(meta, self.mesh) for meta, specs in results if meta is not None]
+            self._result_bytes[key] = np.sum(parts, axis=0) if parts else np.zeros(len(options.choices))
+        return self._result_bytes[key]
+
+    def strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:
+        """Seconds of compute and of inner collectives of one strategy."""
+        key = (id(call), id(rule), choices, tuple(zeros))
+        if key not in self._single:
+            self._keep_alive += [call, rule]
+            self._single[key] = self._strategy_seconds(call, rule, choices, zeros)
+        return self._single[key]
+
+    def _strategy_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool]) -> float:
+        sent = Counter(self.exchanges(rule, choices))  # equal ones are priced once: a recurrence has many
+        inner = sum(times * self.cost.collective(kind, bytes, axis) for (kind, axis, bytes), times in sent.items())
+        return inner + self.compute_seconds(call, rule, choices, zeros)
+
+    def compute_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:
+        """Seconds that one rank computes: its share of the work, or the time to move its bytes; and masks."""
+        rule, choices = resolve_variant(rule, choices)
+        if rule.free:
+            return 0.0
+        moved = 0
+        for dims, meta in _tensors(call, rule):
+            held = math.prod(local_shape(rule, dims, choices, self.mesh, meta.shape)) * meta.dtype.itemsize
+            moved += held * _times_read(rule, dims)
+        work, dtype, name = _work(call)
+        own = self.cost.compute(work / work_split(rule, choices, self.mesh), moved, dtype, name)
+        return own + self._mask_seconds(call, rule, choices, zeros)
+
+    def _mask_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool]) -> float:
+        """Seconds in which padding of operands is replaced before the operator runs: each is read and written once.
+
+        What finds the places is as long as one dim, and costs the launches of its operators.
+        """
+        seconds = 0.0
+        for mask in masks(call, rule, choices, self.mesh):
+            if mask.fill == 0 and zeros and zeros[mask.operand]:
+                continue
+            meta = call.operands[mask.operand]
+            held = math.prod(local_shape(rule, rule.operands[mask.operand], choices, self.mesh, meta.shape))
+            seconds += self.cost.compute(0.0, 2 * held * meta.dtype.itemsize, meta.dtype)
+            seconds += MASK_VECTOR_OPS * self.cost.compute(0.0, 0.0, meta.dtype)
+        return seconds
+
+    def exchanges(self, rule: Rule, choices: Choices) -> list[tuple[str, int, int]]:
+        """Collectives inside the local program: (kind, axis, bytes that a rank holds before)."""
+        rule, choices = resolve_variant(rule, choices)
+        found = []
+        for axis, choice in enumerate(choices):
+            for kind, bytes, *times in rule.factors[choice].exchanges if choice >= 0 else ():
+                others = choices
+                if kind not in _PART_EXCHANGES:
+                    others = tuple(WHOLE if other == choice else other for other in choices)
+                held = math.ceil(bytes / work_split(rule, others, self.mesh))
+                one = (_COLLECTIVES.get(kind, kind), axis, held)
+                found += [one] * math.prod((self._collective_count(kind, choices, axis), *times))
+        return found
+
+    def _collective_count(self, kind: str, choices: Choices, axis: int) -> int:
+        """How many collectives an exchange is: a ring goes round once for every rank of the axes outside it."""
+        size = self.mesh.sizes[axis]
+        outside = math.prod(
+            other for other, choice in zip(self.mesh.sizes[:axis], choices, strict=False) if choice == choices[axis]
+        )
+        match kind:
+            case "ring":
+                return (size - 1) * outside
+            case "ring_and_home":
+                return (size - 1) * outside + (outside % size > 0)
+        return 1
+
+    def options_on_axes(
+        self, rule: Rule, current: Choices, free: frozenset[int], restriction: Restriction | None = None
+    ) -> OperatorStrategies:
+        """Strategies that differ from `current` on the `free` axes only; those of them that a task graph allows."""
+        fixed = tuple(None if axis in free else one for axis, one in enumerate(current))
+        return self.options(rule, fixed, restriction)

@@ -1,0 +1,333 @@
+"""Prices that no path between two specs is below: for bounds where the specs are too many for exact ones.
+
+What is left of a spec is, per mesh axis, which piece of which dim it shards, or which reduction it leaves open. A piece
+is known by the steps above it in its whole dim, which the moves of other axes do not change; so a collective over one
+axis changes what is left of that axis alone, and one small graph serves all specs of a tensor at once. The exact paths
+of a pair go through few placements beside the plain ones; here every pair may use what any other pair needs, and pieces
+that nobody asked for cost no more than the cheapest of their dim. Shortest paths here are never dearer than exact ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.reshard.path import Price
+from autoshard.reshard.states import ALL_GATHER, ALL_TO_ALL, KINDS, REDUCE_SCATTER, Nest, state_of
+from autoshard.solver.jit import compiled_when_called
+from autoshard.specs.axes import MeshShape
+from autoshard.specs.spec import Spec
+
+_MOST_CELLS = 1 << 17
+"""Combinations of what the axes do, from which pieces of one dim are no longer told apart."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Token:
+    """What one axis does.
+
+    Attributes:
+        kind: "whole", "partial" or "shard".
+        detail: the reduction of a partial one, and nothing for others.
+        dim: the dim that is sharded; -1 of others.
+        above: steps of the whole dim above the piece; 0 of a piece anywhere in the dim.
+        share: of the piece that one rank holds, where the axis does not divide it; 0 where it does.
+    """
+
+    kind: str
+    detail: str = ""
+    dim: int = -1
+    above: Fraction = Fraction(0)
+    share: Fraction = Fraction(0)
+
+
+Tokens = tuple[int, ...]
+"""What every axis does, each by its number (see `_TokenTable`)."""
+
+
+class _TokenTable:
+    """Numbers of tokens: equal ones are compared and looked up very often, and fractions take long to."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Token] = []
+        self._numbers: dict[Token, int] = {}
+        self.whole = self.number(Token("whole"))
+
+    def number(self, token: Token) -> int:
+        if token not in self._numbers:
+            self._numbers[token] = len(self._tokens)
+            self._tokens.append(token)
+        return self._numbers[token]
+
+    def __getitem__(self, number: int) -> Token:
+        return self._tokens[number]
+
+    def sort_ids(self, numbers: Iterable[int]) -> Tokens:
+        """By what they are, not by when they were met."""
+        return tuple(sorted(numbers, key=self.__getitem__))
+
+    def coarse(self, number: int) -> int:
+        """The piece of a dim without where it lies there."""
+        token = self[number]
+        return self.number(Token("shard", dim=token.dim)) if token.kind == "shard" else number
+
+
+_MOVES = {
+    ("shard", "whole"): "all_gather",
+    ("shard", "shard"): "all_to_all",
+    ("partial", "whole"): "all_reduce",
+    ("partial", "shard"): "reduce_scatter",
+    ("whole", "shard"): "slice",
+    ("whole", "partial"): "make_partial",
+}
+
+
+@dataclass(eq=False)
+class _TokenGraph:
+    """All that axes may do with one tensor, and the collectives between.
+
+    Attributes:
+        number: [tokens of axis 0, tokens of axis 1, ...] -> number of the state; -1 where pieces overlap.
+        place: per axis, position of every token.
+        source, target: ends of every move.
+        seconds: its price.
+        columns: states -> column of `reached`, of those from which distances were asked for.
+        reached: seconds to all states, `[states, columns]`.
+    """
+
+    number: NDArray[np.int64]
+    place: tuple[dict[int, int], ...]
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    columns: dict[int, int] = field(default_factory=dict)
+    reached: NDArray[np.float64] | None = None
+
+    def states(self, ends: Sequence[Tokens]) -> NDArray[np.int64]:
+        """Numbers of some states."""
+        places = [
+            [place[token] for token in own] for place, own in zip(self.place, zip(*ends, strict=True), strict=True)
+        ]
+        return self.number[tuple(places)]
+
+    def distances(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds between states, `[sources, targets]`."""
+        wanted = np.array(sorted(set(sources.tolist()) - self.columns.keys()), dtype=np.int64)
+        if len(wanted) or self.reached is None:
+            reached = np.full((int(self.number.max()) + 1, len(wanted)), np.inf)
+            reached[wanted, np.arange(len(wanted))] = 0.0
+            _relax(self.source, self.target, self.seconds, reached)
+            self.columns |= {state: len(self.columns) + place for place, state in enumerate(wanted.tolist())}
+            self.reached = reached if self.reached is None else np.concatenate([self.reached, reached], axis=1)
+        columns = np.array([self.columns[source] for source in sources.tolist()], dtype=np.int64)
+        return self.reached[np.ix_(targets, columns)].T
+
+
+class LowerBoundResharder:
+    """Stands in for a `Resharder` where prices need not be met, only never be passed.
+
+    Args:
+        mesh: the mesh.
+        price: seconds of a collective, as for `Resharder`.
+        gradient_price: the same for gradients on their way to the optimizer.
+
+    Attributes:
+        gradients: the one for gradients on their way to the optimizer.
+    """
+
+    def __init__(self, mesh: MeshShape, price: Price, gradient_price: Price | None = None) -> None:
+        self.mesh = mesh
+        self.gradients: LowerBoundResharder = (
+            self if gradient_price is None else LowerBoundResharder(mesh, gradient_price)
+        )
+        self._price = price
+        self._graphs: dict[object, _TokenGraph] = {}
+        self._known: dict[tuple[int, ...], dict[Spec, Tokens | None]] = defaultdict(dict)
+        self._nests: dict[tuple[int, Nest], list[tuple[int, int]]] = {}
+        self._token_table = _TokenTable()
+        self._tables: dict[object, NDArray[np.float64]] = {}
+
+    def seconds(
+        self, shape: Sequence[int], dtype_size: int, sources: Sequence[Spec], targets: Sequence[Spec]
+    ) -> NDArray[np.float64]:
+        """At most the price of the cheapest path between every source and every target, `[sources, targets]`."""
+        key = (tuple(shape), dtype_size, tuple(sources), tuple(targets))
+        if key not in self._tables:
+            self._tables[key] = self._table(*key)
+        return self._tables[key]
+
+    def _table(
+        self, shape: tuple[int, ...], dtype_size: int, sources: Sequence[Spec], targets: Sequence[Spec]
+    ) -> NDArray[np.float64]:
+        rows, columns = ([self._tokens(shape, spec) for spec in specs] for specs in (sources, targets))
+        names, known = self._token_table, {tokens for tokens in (*rows, *columns) if tokens is not None}
+        fine = []
+        for axis, size in enumerate(self.mesh.sizes):
+            anywhere = {names.number(Token("shard", dim=dim)) for dim in range(len(shape) if size > 1 else 0)}
+            fine.append(names.sort_ids({names.whole, *(tokens[axis] for tokens in known)}) + names.sort_ids(anywhere))
+        if math.prod(map(len, fine)) > _MOST_CELLS:
+            rows, columns = (
+                [tokens and tuple(map(names.coarse, tokens)) for tokens in ends] for ends in (rows, columns)
+            )
+            fine = [names.sort_ids({*map(names.coarse, tokens)}) for tokens in fine]
+        graph = self._graph(shape, dtype_size, tuple(fine))
+        table = np.zeros((len(rows), len(columns)))  # nothing is known of where no path leads from or to
+        own, other = ([at for at, tokens in enumerate(ends) if tokens] for ends in (rows, columns))
+        if own and other:
+            starts, ends = (
+                graph.states([every[at] or () for at in some]) for every, some in ((rows, own), (columns, other))
+            )
+            table[np.ix_(own, other)] = graph.distances(starts, ends)
+        return table
+
+    def _tokens(self, shape: tuple[int, ...], spec: Spec) -> Tokens | None:
+        """What is left of a spec; nothing of one that no path leads from or to."""
+        known = self._known[shape]
+        if spec not in known:
+            known[spec] = self._compute_tokens(shape, spec)
+        return known[spec]
+
+    def _compute_tokens(self, shape: tuple[int, ...], spec: Spec) -> Tokens | None:
+        state = state_of(shape, spec, self.mesh)
+        if state is None:
+            return None
+        names = self._token_table
+        tokens = [names.whole if kind is None else names.number(Token("partial", kind)) for kind in state.partial]
+        for dim, nest in enumerate(state.nests):
+            for axis, token in self._pieces(dim, nest) if nest else ():
+                tokens[axis] = token
+        return tuple(tokens)
+
+    def _pieces(self, dim: int, nest: Nest) -> list[tuple[int, int]]:
+        """The axes that shard a dim, each with the token of its piece."""
+        if (dim, nest) not in self._nests:
+            found, steps = [], Fraction(1)  # that axes distribute above
+            for loop in nest:
+                block, total = loop.share(self.mesh)
+                share = Fraction(block, total) if loop.total else Fraction(0)
+                found.append((loop.axis, self._token_table.number(Token("shard", "", dim, loop.outer * steps, share))))
+                steps = steps * total / block
+            self._nests[dim, nest] = found
+        return self._nests[dim, nest]
+
+    def _graph(self, shape: tuple[int, ...], dtype_size: int, tokens: tuple[Tokens, ...]) -> _TokenGraph:
+        key = (shape, dtype_size, tokens)
+        if key not in self._graphs:
+            self._graphs[key] = self._build_graph(shape, dtype_size, tokens)
+        return self._graphs[key]
+
+    def _build_graph(self, shape: tuple[int, ...], dtype_size: int, numbers: tuple[Tokens, ...]) -> _TokenGraph:
+        tokens = tuple(tuple(map(self._token_table.__getitem__, one)) for one in numbers)
+        number = self._number_states(tokens)
+        states = np.argwhere(number >= 0)
+        sharded = [np.array([token.kind == "shard" for token in one]) for one in tokens]
+        # What a rank holds depends on which axes shard, not on what: a bit for each.
+        holding = sum(sharded[axis][states[:, axis]].astype(np.int64) << axis for axis in range(self.mesh.ndim))
+        holding = np.asarray(holding, dtype=np.int64).reshape(len(states))
+        inner = self._inner(shape, tokens, states)
+        parts = []
+        for axis, size in enumerate(self.mesh.sizes):
+            if size > 1:
+                lines = np.moveaxis(number, axis, 0).reshape(len(tokens[axis]), -1)
+                kinds = np.array([[_kind(one, other) for other in tokens[axis]] for one in tokens[axis]])
+                usable = (kinds >= 0)[:, :, None] & (lines >= 0)[:, None, :] & (lines >= 0)[None, :, :]
+                before, after, line = np.nonzero(usable)
+                source, target, kind = lines[before, line], lines[after, line], kinds[before, after]
+                price = self._prices(shape, dtype_size, axis)
+                seconds = price[kind, holding[source]]
+                unpacked = np.isin(kind, (ALL_GATHER, ALL_TO_ALL)) & inner[source, axis]
+                packed = np.isin(kind, (REDUCE_SCATTER, ALL_TO_ALL)) & inner[target, axis]
+                seconds = seconds + unpacked * price[-1, holding[target]] + packed * price[-1, holding[source]]
+                parts.append((source, target, seconds))
+        nothing = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
+        source, target, seconds = map(np.concatenate, zip(nothing, *parts, strict=True))
+        order = np.argsort(source, kind="stable")  # moves from one state together: what it is reached in stays at hand
+        places = tuple({token: place for place, token in enumerate(one)} for one in numbers)
+        return _TokenGraph(number, places, source[order], target[order], seconds[order])
+
+    def _number_states(self, tokens: tuple[tuple[Token, ...], ...]) -> NDArray[np.int64]:
+        """Numbers of the states: all combinations in which no two axes shard overlapping pieces of a dim."""
+        apart = np.ones(tuple(map(len, tokens)), dtype=bool)
+        sizes = self.mesh.sizes
+        for first, second in itertools.combinations(range(len(tokens)), 2):
+            pairs = [
+                [_may_coexist(one, sizes[first], two, sizes[second]) for two in tokens[second]] for one in tokens[first]
+            ]
+            view = [1] * len(tokens)
+            view[first], view[second] = len(tokens[first]), len(tokens[second])
+            apart &= np.array(pairs).reshape(view)
+        number = np.full(apart.shape, -1, dtype=np.int64)
+        number[apart] = np.arange(np.count_nonzero(apart))
+        return number
+
+    def _inner(
+        self, shape: tuple[int, ...], tokens: tuple[tuple[Token, ...], ...], states: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """`[states, axes]`: whether an axis's piece certainly lies inside other loops of the local tensor."""
+        dims = [np.array([token.dim for token in one])[states[:, axis]] for axis, one in enumerate(tokens)]
+        above = [np.array([float(token.above) for token in one])[states[:, axis]] for axis, one in enumerate(tokens)]
+        inner = np.zeros(states.shape, dtype=bool)
+        for axis in range(len(tokens)):
+            outside = np.ones(len(states))
+            for dim, size in enumerate(shape):
+                outside *= np.where(dims[axis] > dim, float(size), 1.0)
+            outside *= np.maximum(above[axis], 1.0)
+            for other, size in enumerate(self.mesh.sizes):
+                same = (dims[other] == dims[axis]) & (above[other] < above[axis])
+                outside /= np.where((dims[other] >= 0) & ((dims[other] < dims[axis]) | same), float(size), 1.0)
+            inner[:, axis] = (dims[axis] >= 0) & (outside > 1.0 + 1e-9)
+        return inner
+
+    def _prices(self, shape: tuple[int, ...], dtype_size: int, axis: int) -> NDArray[np.float64]:
+        """`[kinds, sets of axes that shard]`: seconds of a collective over an axis; the last kind is a local copy."""
+        whole = math.prod(map(int, shape)) * dtype_size
+        held = [
+            whole // math.prod(size for other, size in enumerate(self.mesh.sizes) if bits >> other & 1)
+            for bits in range(1 << self.mesh.ndim)
+        ]
+        return np.array([[self._price(kind, amount, axis) for amount in held] for kind in (*KINDS, "copy")])
+
+
+def _kind(before: Token, after: Token) -> int:
+    """The collective from one to the other; -1 where none does it."""
+    kind = _MOVES.get((before.kind, after.kind))
+    return -1 if kind is None or before == after else KINDS.index(kind)
+
+
+def _may_coexist(one: Token, size: int, other: Token, other_size: int) -> bool:
+    """Whether two axes may do so together: pieces of a dim that both divide are apart, others may be."""
+    if one.kind != "shard" or one.dim != other.dim or not one.above or not other.above or one.share or other.share:
+        return True
+    (above, length), (below, _) = sorted(((one.above, size), (other.above, other_size)))
+    return below % (above * length) == 0
+
+
+@compiled_when_called
+def _relax(source, target, seconds, reached):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Shortens `reached`, `[states, columns]`, over all moves until none helps (Bellman and Ford)."""
+    states, columns = reached.shape
+    fresh = np.zeros(states, dtype=np.bool_)  # states that came closer in the last round, from which others may now
+    for state in range(states):
+        fresh[state] = reached[state].min() < np.inf if columns else False
+    changed = True
+    while changed:
+        changed, later = False, np.zeros(states, dtype=np.bool_)
+        for move in range(len(source)):
+            if not (fresh[source[move]] or later[source[move]]):
+                continue
+            start, end, price = reached[source[move]], reached[target[move]], seconds[move]
+            closer = 0
+            for column in range(columns):
+                through = start[column] + price
+                closer += through < end[column]
+                end[column] = min(end[column], through)
+            if closer > 0:
+                changed = later[target[move]] = True
+        fresh = later

@@ -1,0 +1,249 @@
+"""The checks: one graph on all ranks, numbers of every kind of layer, pipelines, checkpoints, compiled programs."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn import functional
+
+import autoshard
+from autoshard.selfcheck import models
+from autoshard.selfcheck.against_one_device import (
+    ADVICE,
+    ROUNDING,
+    Tensors,
+    compare,
+    copy_model_to,
+    exact,
+    fast_links,
+    gradients,
+    on_mesh,
+)
+from autoshard.selfcheck.models import Model, make_seeded
+from autoshard.selfcheck.outcome import CheckOutcome
+from autoshard.selfcheck.processes import Processes
+
+SHARE = 0.3
+_ROWS, _COLUMNS = 64, 256  # enough draws for the share to be within a hundredth
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """A check and its name in the table."""
+
+    name: str
+    run: Callable[[Processes], CheckOutcome]
+
+
+def one_graph(processes: Processes) -> CheckOutcome:
+    """All ranks capture one graph."""
+    module, inputs = copy_model_to(make_seeded(_small_gpt, processes.size), processes.device, torch.float32)
+    plan = _fast_plan(module, inputs, processes)
+    fingerprints: list[str] = [""] * processes.size
+    dist.all_gather_object(fingerprints, plan.fingerprint)
+    different = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]
+    if not different:
+        return CheckOutcome("ok", f"fingerprint {fingerprints[0][:12]} on {processes.size} ranks")
+    advice = "Compare versions of torch and autoshard, and environment variables, between these ranks and rank 0."
+    return CheckOutcome("wrong", f"ranks {different} captured another graph than rank 0", advice)
+
+
+def plan_from_meta(processes: Processes) -> CheckOutcome:
+    """A plan made on the meta device is taken by `parallelize`, and gives one device's numbers."""
+    meta, inputs = copy_model_to(make_seeded(_small_gpt, processes.size), torch.device("meta"), torch.float32)
+    text: list[str] = [_fast_plan(meta, inputs, processes).to_json()]
+    dist.broadcast_object_list(text, src=0)
+    plan = autoshard.ShardingPlan.from_json(text[0])
+    run = on_mesh(processes.mesh(), plan=plan)
+    return compare(_small_gpt, run, processes, {torch.float32: ROUNDING[torch.float32]})
+
+
+def _small_gpt(ranks: int) -> Model:
+    return models.gpt(ranks, layers=1)
+
+
+def _fast_plan(module: nn.Module, inputs: models.Inputs, processes: Processes) -> autoshard.ShardingPlan:
+    plan = autoshard.plan(module, {"x": processes.size}, (), inputs, cluster=fast_links(), effort="fast")
+    assert isinstance(plan, autoshard.ShardingPlan)
+    return plan
+
+
+BATCH_NORM_ROUNDING = ROUNDING | {torch.bfloat16: 0.25}
+"""Gradients of batch norm are small differences of large sums: one device's are up to 0.17 from float64 in bfloat16."""
+
+
+def numbers(
+    make: Callable[[int], Model], rounding: Mapping[torch.dtype, float] = ROUNDING
+) -> Callable[[Processes], CheckOutcome]:
+    """The check that a model's step on the mesh has one device's numbers, but for rounding in each element type."""
+    return lambda processes: compare(make, on_mesh(processes.mesh()), processes, rounding)
+
+
+class Dropout(nn.Module):
+    """Dropout of a tensor that lies on the mesh as told."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+        self.weight = nn.Parameter(torch.ones(_COLUMNS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = functional.dropout(autoshard.shard(x * self.weight, self.placement), SHARE)
+        return autoshard.shard(dropped, self.placement)
+
+
+def dropout(processes: Processes) -> CheckOutcome:
+    """Replicas draw the same numbers, shards others, gradients see the same mask, and the share dropped is right."""
+    mesh, faults, shares = processes.mesh(), [], []
+    for placement in (Replicate(), Shard(0)):
+        module = Dropout(placement).to(processes.device)
+        x = torch.ones(_ROWS * processes.size, _COLUMNS, device=processes.device)
+        # At the prices of a CPU no rank gathers what it can draw, so that replicas draw all of it.
+        autoshard.parallelize(module, mesh, (x,), cluster="cpu", effort="fast")
+        torch.manual_seed(processes.rank)  # the seeds of a job need not be equal
+        drawn, again = module(x), module(x)
+        drawn.sum().backward()
+        if not all(torch.equal(each, drawn.cpu()) for each in _gather_from_ranks(drawn, processes)):
+            faults.append("replicas drew different numbers")
+        if torch.equal(drawn, again):
+            faults.append("two calls drew the same numbers")
+        parts = drawn.chunk(processes.size)
+        if placement == Shard(0) and any(torch.equal(part, parts[0]) for part in parts[1:]):
+            faults.append("shards drew the same numbers")
+        kept = torch.full_like(drawn, 1 / (1 - SHARE))
+        if not torch.allclose(drawn, torch.where(drawn == 0, 0, kept)):
+            faults.append("what is kept was not scaled by 1 / (1 - p)")
+        if not torch.allclose(gradients(module)["weight"], exact(drawn.sum(0)), rtol=1e-4):
+            faults.append("the gradient saw another mask")
+        shares.append(float((drawn == 0).double().mean()))
+    deviation = (SHARE * (1 - SHARE) / (_ROWS * processes.size * _COLUMNS)) ** 0.5
+    ratio = max(abs(share - SHARE) for share in shares) / (5 * deviation)
+    if ratio > 1:
+        faults.append("the share is off by more than five standard deviations")
+    figure = f"dropped {', '.join(f'{share:.3f}' for share in shares)} of {SHARE}"
+    values = dict(zip(("replicated", "sharded"), shares, strict=True))
+    if faults:
+        return CheckOutcome("wrong", f"{'; '.join(dict.fromkeys(faults))}; {figure}", ADVICE, values, ratio)
+    return CheckOutcome("ok", figure, "", values, ratio)
+
+
+def _gather_from_ranks(tensor: Tensor, processes: Processes) -> list[Tensor]:
+    found: list[Tensor | None] = [None] * processes.size
+    dist.all_gather_object(found, tensor.detach().cpu())
+    return [each for each in found if each is not None]
+
+
+def pipeline(processes: Processes) -> CheckOutcome:
+    """Two stages, each on half of the ranks, with two microbatches."""
+    if processes.size % 2:
+        return CheckOutcome("skipped", f"two stages need an even number of processes, not {processes.size}")
+    half = processes.size // 2
+    mesh = processes.mesh((2, half), ("pp", "x")) if half > 1 else processes.mesh((2,), ("pp",))
+
+    def run(model: Model) -> dict[str, Tensors]:
+        module, inputs = model
+        options: dict[str, Any] = {"cluster": fast_links(), "effort": "fast", "microbatches": 2, "schedule": "1F1B"}
+        staged = autoshard.parallelize(module, mesh, (), inputs, **options)
+        assert isinstance(staged, autoshard.PipelineModule)
+        loss = staged.train_step(**inputs)
+        held: list[Tensors] = [{}] * processes.size
+        dist.all_gather_object(held, gradients(staged))
+        return {"loss": {"loss": exact(loss)}, "gradients": {name: each for one in held for name, each in one.items()}}
+
+    return compare(models.gpt, run, processes)
+
+
+def checkpoint(processes: Processes) -> CheckOutcome:
+    """A model and its optimizer, saved and loaded into others, are bitwise the same."""
+    if not processes.on_one_host:
+        return CheckOutcome(
+            "skipped", "the hosts of the job may have no folder in common", "Try your own folder by hand."
+        )
+    folder = [tempfile.mkdtemp(prefix="autoshard-") if processes.rank == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
+    try:
+        saved = _train_once(0, processes)
+        state_dict_saver.save(_state(*saved), checkpoint_id=folder[0])
+        loaded = _train_once(1, processes)
+        state = _state(*loaded)
+        state_dict_loader.load(autoshard.checkpointable(state), checkpoint_id=folder[0])
+        set_state_dict(*loaded, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        dist.barrier()
+    finally:
+        if processes.rank == 0:
+            shutil.rmtree(folder[0], ignore_errors=True)
+    ours, theirs = _tensors(*loaded), _tensors(*saved)
+    unequal = [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)]
+    if unequal:
+        advice = "Save and load by hand to the folder that your checkpoints will lie in, and compare."
+        return CheckOutcome("wrong", f"{len(unequal)} of {len(theirs)} tensors differ: {unequal[0]}", advice)
+    return CheckOutcome("ok", f"{len(theirs)} tensors of model and optimizer equal")
+
+
+TrainedModel = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def _train_once(seed: int, processes: Processes) -> TrainedModel:
+    module, inputs = copy_model_to(make_seeded(models.odd_heads, processes.size, seed), processes.device, torch.float32)
+    autoshard.parallelize(module, processes.mesh(), (), inputs, cluster=fast_links(), effort="fast")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    autoshard.checkpointable(optimizer)
+    module(**inputs).backward()
+    optimizer.step()
+    return module, optimizer
+
+
+def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model, state = get_state_dict(module, optimizer)
+    return {"model": model, "optimizer": state}
+
+
+def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """This rank's parameters and the state of their optimizer."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        state = {key: each for key, each in optimizer.state[parameter].items() if isinstance(each, Tensor)}
+        for key, tensor in {"value": parameter.detach(), **state}.items():
+            found[f"{name} ({key})"] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return copy.deepcopy(found)
+
+
+def compiled_program(processes: Processes) -> CheckOutcome:
+    """The local program handed to inductor has one device's numbers."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=processes.device))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        advice = "Install a C++ compiler (CPU) or Triton (GPU) to use compile=True; nothing else needs it."
+        return CheckOutcome("skipped", f"torch.compile itself fails here: {reason}", advice)
+    run = on_mesh(processes.mesh(), compile=True)
+    return compare(models.norms, run, processes, {torch.float32: ROUNDING[torch.float32]})
+
+
+CHECKS = (
+    SelfCheck("one graph on all ranks", one_graph),
+    SelfCheck("plan made on meta", plan_from_meta),
+    SelfCheck("attention, causal", numbers(models.causal_attention)),
+    SelfCheck("attention, grouped", numbers(models.grouped_attention)),
+    SelfCheck("attention, masked", numbers(models.masked_attention)),
+    SelfCheck("attention, odd heads", numbers(models.odd_heads)),
+    SelfCheck("norms", numbers(models.norms)),
+    SelfCheck("convolutions, batch norm", numbers(models.convolutions, BATCH_NORM_ROUNDING)),
+    SelfCheck("LSTM", numbers(models.recurrent)),
+    SelfCheck("mixture of experts", numbers(models.experts)),
+    SelfCheck("dropout of replicas", dropout),
+    SelfCheck("pipeline", pipeline),
+    SelfCheck("checkpoint", checkpoint),
+    SelfCheck("compiled", compiled_program),
+)

@@ -1,0 +1,205 @@
+"""The cost frontier of a problem: every assignment that is worth its memory (TensorOpt, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autoshard.solver.frontier_corners import KnownPoints
+from autoshard.solver.frontier_order import EliminationStep, elimination_steps
+from autoshard.solver.frontier_prices import Costs
+from autoshard.solver.frontier_reduce import undominated_strategies
+from autoshard.solver.frontier_track import Tracker
+from autoshard.solver.problem import Array, Edge, IntArray, Problem, SolverError
+from autoshard.solver.solve import solve
+
+Method = Literal["ldp", "elimination"]
+
+CELLS = 60_000
+"""Cells that a table of frontiers may have before a node's strategy is settled by heuristic."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostFrontier:
+    """Assignments none of which another one beats in both memory and time.
+
+    Attributes:
+        memory: sum of the usages of each [points], ascending.
+        time: sum of the costs of each [points], descending.
+        assignments: strategy of every node [points, nodes].
+        within: proved: every assignment that exists has one here that takes no more memory and at most (1 + within)
+            times its time; 0.0: this is the exact frontier. `inf` where nodes were settled by heuristic, and nothing is
+            promised.
+        settled: how many nodes were.
+    """
+
+    memory: Array
+    time: Array
+    assignments: IntArray
+    gap: float
+    fixed_nodes: int
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+
+def cost_frontier(
+    problem: Problem,
+    *,
+    method: Method = "ldp",
+    epsilon: float = 0.0,
+    limit: int | None = None,
+    edge_usages: Sequence[Array] | None = None,
+    cells: int = CELLS,
+) -> CostFrontier:
+    """The frontier of time (the sum of all node and edge costs) and memory (the sum of all usages).
+
+    Intervals and the limit of the problem play no part: a moment of the step is a matter of which usages are given.
+
+    Args:
+        problem: with usages; costs of infinity forbid.
+        method: the order of eliminations: `"ldp"` runs along the graph from one end (FT-LDP), `"elimination"` keeps
+            both ends to the last (FT-Elimination). Both find the same frontier; see `frontier_graph.steps`.
+        epsilon: share of its time by which a point may be slower than the exact frontier at its memory; what is closer
+            than that to points that are known is not looked for.
+        limit: partial assignments that one combination of strategies may have for every gap between known points,
+            whatever epsilon promises (`CostFrontier.within` says what came of it). None for as many as it takes.
+        edge_usages: of every edge a table like its costs, of the memory that both strategies take together.
+        cells: combinations of strategies that one table may hold. Where eliminating a node would need more, its
+            strategy is settled: three frontiers are found, with the strategies of the fastest plan, of the leanest,
+            and of one between, and joined.
+
+    Raises:
+        SolverError: no usages; an epsilon below zero, a limit below two, an unknown method, or edge usages that do not
+            fit.
+
+    Source: TensorOpt 3.2, Algorithms 1 to 3; bounding and thinning are ours.
+    """
+    usages = _check_arguments(problem, method, epsilon, limit, edge_usages)
+    search = _CostFrontierSearch(problem, usages, edge_usages, method, epsilon, limit, cells)
+    kept = undominated_strategies(problem, usages, edge_usages)
+    order = search.order(kept)
+    settled = [step.node for step in order if not step.exact]
+    if not settled:
+        known, within = search.track(kept, [step.node for step in order])
+        return CostFrontier(known.memory, known.time, known.assignments, within, 0)
+    found = None
+    for guide in search.guides():
+        narrow = list(kept)
+        for node in settled:
+            narrow[node] = np.array([guide[node]])
+        part, _ = search.track(narrow, [step.node for step in order if step.exact])
+        found = part if found is None else found.merge(part)
+    if found is None:
+        return CostFrontier(np.zeros(0), np.zeros(0), np.zeros((0, problem.size), dtype=np.int64), 0.0, 0)
+    return CostFrontier(found.memory, found.time, found.assignments, float("inf"), len(settled))
+
+
+def _check_arguments(
+    problem: Problem, method: str, epsilon: float, limit: int | None, edge_usages: Sequence[Array] | None
+) -> Sequence[Array]:
+    if method not in ("ldp", "elimination"):
+        raise SolverError(f'method={method!r} finds no frontier: choose "ldp" or "elimination"')
+    if not epsilon >= 0:
+        raise SolverError(f"epsilon={epsilon!r}: it is a share of a point's time, zero or more")
+    if limit is not None and limit < 1:
+        raise SolverError(f"limit={limit!r}: allow one partial assignment or more, or None for as many as it takes")
+    if problem.usages is None:
+        raise SolverError("the problem has no usages: without memory, the frontier is its optimum; use solve")
+    shapes = [edge.costs.shape for edge in problem.edges]
+    if edge_usages is not None and [table.shape for table in edge_usages] != shapes:
+        raise SolverError("edge_usages do not fit the edges: give one table for each, of the shape of its costs")
+    return problem.usages
+
+
+@dataclass(frozen=True, slots=True)
+class _CostFrontierSearch:
+    """One call of `cost_frontier`."""
+
+    problem: Problem
+    usages: Sequence[Array]
+    edge_usages: Sequence[Array] | None
+    method: Method
+    epsilon: float
+    limit: int | None
+    cells: int
+
+    def order(self, kept: Sequence[IntArray]) -> Sequence[EliminationStep]:
+        """How nodes with these strategies go; one of a single strategy decides nothing."""
+        neighbours: dict[int, set[int]] = {node: set() for node, strategies in enumerate(kept) if len(strategies) > 1}
+        for edge in self.problem.edges:
+            if edge.source in neighbours and edge.target in neighbours:
+                neighbours[edge.source].add(edge.target)
+                neighbours[edge.target].add(edge.source)
+        sizes = {node: len(kept[node]) for node in neighbours}
+        return elimination_steps(sizes, neighbours, self.method == "ldp", self.cells)
+
+    def track(self, kept: Sequence[IntArray], order: Sequence[int]) -> tuple[KnownPoints, float]:
+        """The assignments of these strategies that are worth their memory, and how far from exact they are.
+
+        Args:
+            kept: strategies of every node.
+            order: in which the nodes with more than one are eliminated.
+        """
+        place = {node: number for number, node in enumerate(order)}
+        sizes = {node: len(kept[node]) for node in order}
+        tracker = Tracker(sizes, list(self._costs(kept, place)), order, self.epsilon, self.limit)
+        known, within = tracker.run()
+        assignments = np.empty((len(known), self.problem.size), dtype=np.int64)
+        for node, strategies in enumerate(kept):
+            chosen = known.assignments[:, place[node]] if node in place else 0
+            assignments[:, node] = strategies[chosen]
+        return KnownPoints(known.memory, known.time, assignments), within
+
+    def _costs(self, kept: Sequence[IntArray], place: Mapping[int, int]) -> Iterator[Costs]:
+        """Initialization: the costs of every strategy of every node, and of every pair of every edge."""
+        for node, strategies in enumerate(kept):
+            time, memory = self.problem.costs[node][strategies], self.usages[node][strategies]
+            yield Costs((node,), time, memory) if node in place else Costs((), time[0], memory[0])
+        for number, edge in enumerate(self.problem.edges):
+            at = np.ix_(kept[edge.source], kept[edge.target])
+            time = edge.costs[at]
+            memory = np.zeros_like(time) if self.edge_usages is None else self.edge_usages[number][at]
+            ends = [node for node in (edge.source, edge.target) if node in place]
+            if len(ends) == 2 and place[edge.source] < place[edge.target]:
+                ends, time, memory = ends[::-1], time.T, memory.T
+            shape = [len(kept[node]) for node in ends]
+            yield Costs(tuple(ends), time.reshape(shape), memory.reshape(shape))
+
+    def guides(self) -> Iterator[Sequence[int]]:
+        """The fastest assignment known, the leanest, and the best at the rate at which they trade memory for time."""
+        fastest, leanest = self._solve_at_price(0.0), self._solve_at_price(None)
+        if not fastest or not leanest:
+            return
+        yield from (fastest, leanest)
+        saved = self._memory(fastest) - self._memory(leanest)
+        if saved > 0:
+            yield self._solve_at_price((self.problem.cost(leanest) - self.problem.cost(fastest)) / saved)
+
+    def _solve_at_price(self, price: float | None) -> Sequence[int]:
+        """The best assignment found at a price of memory; at None, memory alone counts."""
+        times = 1.0 if price is not None else 0.0
+        price = 1.0 if price is None else price
+        costs = tuple(
+            np.where(np.isfinite(cost), times * np.where(np.isfinite(cost), cost, 0.0) + price * usage, np.inf)
+            for cost, usage in zip(self.problem.costs, self.usages, strict=True)
+        )
+        edges = []
+        for number, edge in enumerate(self.problem.edges):
+            finite = np.isfinite(edge.costs)
+            table = np.where(finite, times * np.where(finite, edge.costs, 0.0), np.inf)
+            if self.edge_usages is not None:
+                table = table + price * self.edge_usages[number]
+            edges.append(Edge(edge.source, edge.target, table))
+        priced = Problem(costs, tuple(edges), components=self.problem.components)
+        return solve(priced).assignment
+
+    def _memory(self, assignment: Sequence[int]) -> float:
+        total = sum(float(usage[choice]) for usage, choice in zip(self.usages, assignment, strict=True))
+        for number, edge in enumerate(self.problem.edges if self.edge_usages is not None else ()):
+            assert self.edge_usages is not None
+            total += float(self.edge_usages[number][assignment[edge.source], assignment[edge.target]])
+        return total

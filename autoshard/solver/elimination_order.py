@@ -1,0 +1,193 @@
+"""Elimination orders: which node goes when, so that the tables stay small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+DEFAULT_CAP = 50_000_000
+"""Entries of the largest table that elimination builds."""
+
+_WORK = 20
+"""All tables together may have this many times the entries of the largest one allowed."""
+
+_CHEAP = 1e6
+"""Entries of all tables up to which one order is good enough."""
+
+Score = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EliminationOrder:
+    """An elimination order.
+
+    Attributes:
+        steps: per eliminated node, in order, the neighbours that it has by then.
+        conditioned: nodes that are not eliminated but held at a value, since their tables would be too large.
+        width: most neighbours of a node at its elimination.
+        largest: entries of the largest table, the node itself included.
+        entries: entries of all tables together: the work.
+        fits: False where the cap stopped the search for an order (`largest` then tells the table that passed it).
+    """
+
+    steps: tuple[tuple[int, tuple[int, ...]], ...]
+    conditioned: tuple[int, ...]
+    width: int
+    largest: float
+    entries: float
+    fits: bool
+
+
+def find_order(
+    sizes: Mapping[int, int], neighbours: Mapping[int, Mapping[int, object]], cap: float
+) -> EliminationOrder:
+    """A greedy order by least weighted fill or, where that one is dear, the better of it and least table.
+
+    Args:
+        sizes: strategies of each node.
+        neighbours: the graph.
+        cap: entries that no table may pass.
+    """
+    first = greedy_order(sizes, neighbours, cap, weighted_fill)
+    if first.fits and first.entries <= _CHEAP:
+        return first
+    second = greedy_order(sizes, neighbours, cap, table_size)
+    return min(first, second, key=lambda order: (not order.fits, order.entries))
+
+
+def conditioned_order(
+    sizes: Mapping[int, int],
+    neighbours: Mapping[int, Mapping[int, object]],
+    cap: float,
+    reluctance: Mapping[int, float],
+) -> EliminationOrder:
+    """An order within the cap, made possible by holding some nodes.
+
+    Args:
+        reluctance: node -> how much it should rather not be held; among the nodes of a table that is too large, the
+            one with the most neighbours per (1 + reluctance) is held.
+    """
+    return greedy_order(sizes, neighbours, cap, weighted_fill, reluctance)
+
+
+class EliminationGraph:
+    """The graph that is left during elimination; `cap` is the largest table allowed."""
+
+    def __init__(self, sizes: Mapping[int, int], neighbours: Mapping[int, Mapping[int, object]], cap: float) -> None:
+        self.sizes = sizes
+        self.cap = cap
+        self.neighbours = {node: set(others) for node, others in neighbours.items()}
+
+    def table(self, node: int) -> float:
+        """Entries of the table that eliminating the node would build; counted no further than the cap is passed."""
+        entries = float(self.sizes[node])
+        for other in self.neighbours[node]:
+            entries *= self.sizes[other]
+            if entries > self.cap:
+                break
+        return entries
+
+    def missing(self, node: int) -> float:
+        """Entries of the edges that eliminating the node would add."""
+        total = 0.0
+        others = self.neighbours[node]
+        for other in others:
+            absent = others - self.neighbours[other]
+            if len(absent) > 1:  # the neighbour itself is always absent from its own neighbours
+                total += self.sizes[other] * sum(self.sizes[third] for third in absent if third != other)
+        return total / 2
+
+    def drop(self, node: int) -> set[int]:
+        """Takes a node out; returns its neighbours."""
+        others = self.neighbours.pop(node)
+        for other in others:
+            self.neighbours[other].discard(node)
+        return others
+
+    def eliminate(self, node: int) -> set[int]:
+        """Takes a node out and joins its neighbours; returns the nodes whose score may have changed."""
+        others = self.drop(node)
+        touched = set(others)
+        for other in others:
+            new = others - self.neighbours[other]
+            new.discard(other)
+            for third in new:
+                if third > other:
+                    touched |= self.neighbours[other] & self.neighbours[third]
+        for other in others:
+            self.neighbours[other] |= others
+            self.neighbours[other].discard(other)
+        return touched
+
+
+def weighted_fill(graph: EliminationGraph, node: int) -> Score:
+    """Entries of the edges to be added, then of the table."""
+    return _score(graph, node)
+
+
+def table_size(graph: EliminationGraph, node: int) -> Score:
+    """Entries of the table, then of the edges to be added."""
+    return _score(graph, node)[::-1]
+
+
+def _score(graph: EliminationGraph, node: int) -> Score:
+    """New edges are not counted where the table is too large anyway: a hub has very many pairs of neighbours."""
+    table = graph.table(node)
+    return (graph.missing(node) if table <= graph.cap else float("inf")), table
+
+
+def greedy_order(
+    sizes: Mapping[int, int],
+    neighbours: Mapping[int, Mapping[int, object]],
+    cap: float,
+    score: Callable[[EliminationGraph, int], Score],
+    reluctance: Mapping[int, float] | None = None,
+) -> EliminationOrder:
+    """Eliminates the node of least score, again and again.
+
+    Without `reluctance` the search ends at the first table over the cap; with it, a node of that table is held instead.
+    """
+    graph = EliminationGraph(sizes, neighbours, cap)
+    scores = {node: score(graph, node) for node in graph.neighbours}
+    heap = [(value, node) for node, value in scores.items()]
+    heapify(heap)
+    steps: list[tuple[int, tuple[int, ...]]] = []
+    conditioned: list[int] = []
+    width, largest, entries = 0, 1.0, 0.0
+    while heap:
+        value, node = heappop(heap)
+        if scores.get(node) != value:
+            continue
+        table = graph.table(node)
+        if reluctance is None and (table > cap or entries > _WORK * cap):
+            largest, width = max(largest, table), max(width, len(graph.neighbours[node]))
+            return EliminationOrder(tuple(steps), (), width, largest, float("inf"), False)
+        if table > cap and reluctance is not None:
+            held = _node_to_hold(graph, node, reluctance)
+            if held != node:
+                heappush(heap, (value, node))
+            node = held
+            conditioned.append(node)
+            touched = graph.drop(node)
+        else:
+            steps.append((node, tuple(graph.neighbours[node])))
+            width, largest, entries = max(width, len(graph.neighbours[node])), max(largest, table), entries + table
+            touched = graph.eliminate(node)
+        del scores[node]
+        for other in touched - {node}:
+            fresh = score(graph, other)
+            if fresh != scores[other]:
+                scores[other] = fresh
+                heappush(heap, (fresh, other))
+    return EliminationOrder(tuple(steps), tuple(conditioned), width, largest, entries, True)
+
+
+def _node_to_hold(graph: EliminationGraph, node: int, reluctance: Mapping[int, float]) -> int:
+    """The node of a table that is best held: many neighbours, many strategies, little reluctance."""
+
+    def worth(other: int) -> tuple[float, int]:
+        weight = len(graph.neighbours[other]) * graph.sizes[other] ** 0.5
+        return weight / (1.0 + reluctance.get(other, 0.0)), -other
+
+    return max((node, *graph.neighbours[node]), key=worth)

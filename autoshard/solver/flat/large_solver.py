@@ -1,0 +1,294 @@
+"""Large problems from presolve to proof: prices and messages bound, neighbourhoods search, both in turn."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.solver.flat.core import Core
+from autoshard.solver.flat.core_arrays import CoreArrays
+from autoshard.solver.flat.descent import Descent
+from autoshard.solver.flat.dual import Dual
+from autoshard.solver.flat.integer import solve_core
+from autoshard.solver.flat.presolve import presolve
+from autoshard.solver.problem import Array, IntArray, Problem
+from autoshard.solver.solver_budget import Budget
+
+TOLERANCE = 1e-9
+"""Relative difference in cost below which two assignments count as equally good."""
+
+_PASSES = 30
+"""Passes of messages between two looks at what they found."""
+
+_INTEGER_CELLS = 80_000
+"""Entries of edge tables up to which a core goes to the integer program."""
+
+_INTEGER_TIME = 0.7
+"""Share of the remaining time that the integer program may take."""
+
+_WARM_UP_ROUNDS = 6
+"""Rounds of messages and search before the integer program is tried."""
+
+_MAX_ENDS = 24
+"""Ends of descents that are remembered."""
+
+_UNION_PASSES = 60
+"""Passes of messages over what is left where the best choice and these ends are united."""
+
+_MESSAGES_ONLY_ROUNDS = 12
+"""Rounds from whose first to last there are messages only, where there is memory: the search needs good prices."""
+
+_UNION_PERIOD = 2
+"""Rounds of search between two unions of what they found."""
+
+_SHRINK_SHARE = 0.25
+"""Share of the strategies that must be out of the question for another presolve."""
+
+_PATIENCE = 3
+"""Neighbourhood searches in a row without improvement after which a start is given up."""
+
+
+class LargeSolver:
+    """The solve of one problem on flat arrays.
+
+    Args:
+        problem: with or without a limit.
+        course: how long, and what is found.
+        seed: of what is random.
+        finish: whether to go on until the time is up, with the integer program where the core is small; otherwise the
+            campaign ends when it stalls.
+    """
+
+    def __init__(self, problem: Problem, course: Budget, *, seed: int = 0, finish: bool = True) -> None:
+        self.problem = problem
+        self.budget = course
+        self.seed = seed
+        self.finish = finish
+
+    def run(self) -> bool:
+        """Searches; True if the best assignment is proved, or that there is none."""
+        core = presolve(Core.of(self.problem), deadline=self.budget.deadline_after(0.3))
+        self.budget.spend(core.work)
+        self.budget.report(f"presolve: {core.nodes} nodes, {len(core.ends)} edges, {len(core.base)} moments left")
+        prices = np.zeros(len(core.base))
+        while core.feasible:
+            if not core.nodes:
+                self.offer(core, np.zeros(0, dtype=np.int64), core.constant, "presolve")
+                return True
+            front = CoreSearch(self, core, prices)
+            core, prices = front.run()
+            if self.is_closed:
+                return True
+            if core is front.core:
+                return False
+        return True
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the bound has reached the cost."""
+        course = self.budget
+        if not np.isfinite(course.cost):
+            return course.lower_bound == np.inf
+        return course.lower_bound >= course.cost - TOLERANCE * abs(course.cost)
+
+    def offer(self, core: Core, places: IntArray, cost: float, method: str) -> bool:
+        """Notes a choice for a core, if it is the best and feasible; False if not."""
+        problem = self.problem
+
+        def assignment() -> tuple[int, ...]:
+            return tuple(core.expand(places).tolist())
+
+        if not cost < self.budget.cost or not np.isfinite(cost):
+            return False
+        made = assignment()
+        if not problem.feasible(made):
+            return False  # rounding of float sums at the limit
+        return self.budget.offer(problem.cost(made), lambda: made, method)
+
+
+class CoreSearch:
+    """The work on one core, until something closes it or it can be made smaller."""
+
+    def __init__(self, campaign: LargeSolver, core: Core, prices: Array) -> None:
+        self.solver = campaign
+        self.budget = campaign.budget
+        self.core = core
+        self.view = CoreArrays.of(core)
+        self.dual = Dual(core, self.view)
+        self.dual.prices = prices
+        self.random = np.random.default_rng(campaign.seed)
+        self.descent: Descent | None = None
+        self.ends: deque[IntArray] = deque(maxlen=_MAX_ENDS)
+        self.idle = 0
+        self.tried_integer = False
+
+    def run(self) -> tuple[Core, Array]:
+        """Bound and search in turn. Returns the core and prices to go on with; the same core if this is the end."""
+        course, rounds = self.budget, 0
+        stalled = 0
+        while not course.is_over and not self.solver.is_closed:
+            before = course.cost, course.lower_bound
+            self._raise_bound()
+            if course.is_over:
+                break
+            rounds += 1
+            if rounds == 1 or rounds >= _MESSAGES_ONLY_ROUNDS or not len(self.core.base):
+                self._search(2 * _PASSES * self.core.cells)
+            if rounds >= _MESSAGES_ONLY_ROUNDS and rounds % _UNION_PERIOD == 0:
+                self._search_union(2 * _PASSES * self.core.cells)
+            course.report("search")
+            moved = course.cost < before[0] or course.lower_bound - before[1] > 1e-3 * abs(course.cost - before[1])
+            stalled = 0 if moved else stalled + 1
+            if not self.solver.finish and stalled > _WARM_UP_ROUNDS:
+                break
+            if rounds >= _WARM_UP_ROUNDS and rounds % _WARM_UP_ROUNDS == 0:
+                smaller = self._shrink_core()
+                if smaller is not None:
+                    return smaller
+            small = self.core.cells <= _INTEGER_CELLS and self.solver.finish
+            if rounds >= _WARM_UP_ROUNDS and small and not self.tried_integer:
+                self.tried_integer = True
+                if self._solve_integer_program():
+                    course.raise_bound(course.cost)
+        return self.core, self.dual.prices
+
+    def _raise_bound(self) -> None:
+        dual, course = self.dual, self.budget
+        known = self.descent.cost if self.descent is not None else float("inf")
+        dual.upper = min(dual.upper, known)
+        dual.ascend(_PASSES, deadline=course.deadline)
+        course.spend(_PASSES * (4 * self.core.cells + len(self.core.usage)))
+        course.raise_bound(dual.value)
+        if dual.best is not None:
+            self.solver.offer(self.core, dual.best, self.core.value(dual.best), "prices")
+
+    def _search(self, work: int) -> None:
+        """From a fresh rounding, and on from the best choice, for so much work each."""
+        if self.descent is None:
+            self.descent = Descent(self.core, self.view, abs(self.dual.value) + 1.0, self.solver.seed)
+        descent, best = self.descent, self.descent.best
+        starts = [self.dual.round_choice()]
+        if self.dual.best is not None:
+            starts.append(self.dual.best)
+        for start in starts:
+            descent.begin(start, self.dual.best_prices)
+            self._run_descent(work, until_stuck=True)
+            if descent.is_within_limit:
+                self.ends.append(descent.places.copy())
+        if descent.best is not None:
+            if descent.best is not best:
+                self.idle = 0
+            descent.begin(descent.best, self.dual.best_prices)
+            self._run_descent(2 * work, until_stuck=False)
+
+    def _search_union(self, work: int) -> None:
+        """The best choice, ends of descents and roundings united: a node keeps the strategies that one of them has.
+
+        What they agree on is decided, so that little is left, with prices, messages and neighbourhoods of its own.
+        """
+        descent, course = self.descent, self.budget
+        assert descent is not None
+        if descent.best is None or not self.ends:
+            return
+        kept = self.dual.recently_chosen(_PASSES)
+        for places in (descent.best, *self.ends):
+            kept[self.core.offset[:-1] + places] = True
+        core = presolve(
+            replace(self.core, cost=np.where(kept, self.core.cost, np.inf)), deadline=course.deadline_after(0.1)
+        )
+        course.spend(core.work)
+        if not core.feasible or not core.nodes:
+            return
+        view = CoreArrays.of(core)
+        dual = Dual(core, view)
+        dual.prices = self._prices_at(core)
+        dual.upper = descent.cost
+        dual.ascend(_UNION_PASSES, deadline=course.deadline)
+        course.spend(_UNION_PASSES * (4 * core.cells + len(core.usage)))
+        part = Descent(core, view, abs(dual.value) + 1.0, self.solver.seed)
+        known = descent.best
+        for stage in core.stages[len(self.core.stages) :]:
+            known = stage.contract(known)
+        for start in (known, dual.round_choice(), dual.best):
+            if start is not None:
+                part.begin(start, dual.best_prices)
+                before, failures = part.work, 0
+                while part.work < before + work and failures < _PATIENCE and not course.is_over:
+                    failures = 0 if part.run() else failures + 1
+                course.spend(part.work - before)
+        if part.best is not None and part.cost < descent.cost:
+            places = part.best
+            for stage in reversed(core.stages[len(self.core.stages) :]):
+                places = stage.expand(places)
+            descent.begin(places, self.dual.best_prices)
+            self.solver.offer(self.core, places, descent.cost, "united")
+            self._run_descent(work, until_stuck=True)
+
+    def _prices_at(self, core: Core) -> Array:
+        """The best prices, for the moments of a core that was made from this one."""
+        prices = np.zeros(len(core.base))
+        if len(prices):
+            places = np.minimum(np.searchsorted(core.moment, self.core.moment), len(prices) - 1)
+            np.add.at(prices, places, self.dual.best_prices)
+        return prices
+
+    def _run_descent(self, work: int, *, until_stuck: bool) -> None:
+        descent, course = self.descent, self.budget
+        assert descent is not None
+        end, failures = descent.work + work, 0
+        while descent.work < end and not course.is_over and not self.solver.is_closed:
+            before = descent.work
+            heat = 0.0
+            if not until_stuck and self.idle >= _PATIENCE and self.idle % 4 == 3:
+                gap = max(descent.cost - course.lower_bound, 0.0)
+                heat = gap * 10.0 ** -self.random.uniform(1.0, 4.0)
+            improved = descent.run(heat)
+            course.spend(descent.work - before)
+            if improved:
+                self.solver.offer(self.core, descent.best, descent.cost, "neighbourhoods")  # type: ignore[arg-type]
+                self.idle, failures = 0, 0
+                continue
+            failures += 1
+            self.idle += not until_stuck
+            if until_stuck and failures >= _PATIENCE and descent.is_within_limit:
+                return
+            if not until_stuck and self.idle % 12 == 0 and descent.best is not None:
+                descent.begin(descent.best, self.dual.best_prices)
+
+    def _shrink_core(self) -> tuple[Core, Array] | None:
+        """A smaller core without what no better assignment can use, if that is much; with prices for its moments."""
+        upper = self.budget.cost
+        if not np.isfinite(upper):
+            return None
+        out = self.dual.floors() >= upper - TOLERANCE * abs(upper)
+        if out.mean() < _SHRINK_SHARE:
+            return None
+        cost = np.where(out, np.inf, self.core.cost)
+        core = presolve(replace(self.core, cost=cost), deadline=self.budget.deadline_after(0.2))
+        self.budget.spend(core.work)
+        if not core.feasible:
+            self.budget.raise_bound(upper)
+        self.budget.report(f"fixing: {core.nodes} nodes, {core.cells} table entries left")
+        return core, self._prices_at(core)
+
+    def _solve_integer_program(self) -> bool:
+        """The integer program, with rows of memory added until its answer keeps the limit. True if that closes it."""
+        core, course = self.core, self.budget
+        start = None if self.descent is None else self.descent.best
+        nodes = int(max(1.0, course.remaining // max(core.cells, 1))) if course.has_work_limit else None
+        answer = solve_core(
+            core,
+            start=start,
+            moments=np.flatnonzero(self.dual.best_prices > 0),
+            deadline=course.deadline_after(_INTEGER_TIME),
+            seed=self.solver.seed,
+            nodes=nodes,
+        )
+        course.spend(100 * core.cells)
+        if answer.places is not None:
+            self.solver.offer(core, answer.places, core.value(answer.places), "integer program")
+        course.raise_bound(min(answer.bound, course.cost))
+        course.report("integer program")
+        return answer.proved

@@ -1,0 +1,116 @@
+"""The three levels in turn: cones merged into their roots and joined in segments, segments stitched (Rhino 4.3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.solver.hierarchy.backbone import backbone, interleaved_order
+from autoshard.solver.hierarchy.segment_merge import merge_segments
+from autoshard.solver.network import Network
+from autoshard.solver.problem import Edge, Problem, SolverError
+from autoshard.solver.reduce import reduce
+from autoshard.solver.tables import Tables
+from autoshard.solver.trws import Messages
+
+_WIDTH = 32
+"""Survivors at a pivot: twice to three times what the joint graphs of common models need to reach their optimum."""
+
+_ITERATIONS = 60
+"""Passes there and back that tell what undecided edges are expected to cost, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class HierarchySolution:
+    """What the hierarchy found, and how it cut the problem.
+
+    Attributes:
+        assignment: a strategy per node; empty where none was found.
+        cost: of the assignment; `inf` without one.
+        lower_bound: no assignment costs less, with or without a memory limit; `inf` where none is finite.
+        cones: nodes that are left once cones are merged into their roots.
+        critical: computationally intensive nodes on the backbone of the whole problem.
+        segments: between those of them that are left, and before the first and after the last.
+    """
+
+    assignment: tuple[int, ...]
+    cost: float
+    lower_bound: float
+    cones: int
+    critical: int
+    segments: int
+
+
+def solve_in_segments(
+    problem: Problem, order: Sequence[float], *, width: int = _WIDTH, deadline: float = float("inf")
+) -> HierarchySolution:
+    """A good assignment, from three levels of merging.
+
+    *Cones.* A node with one input and one user has two neighbours; merged into its user by dynamic programming, it
+    leaves a table to its maker. Cones without shared nodes are trees and are merged so, which is exact; the exact
+    reductions do this and more (forbidden, dominated and single strategies are dropped too). Where a node inside a cone
+    has several users, the cone is no tree: the node stays, as a root of its own.
+
+    *Segments.* Critical nodes (`backbone`) are the pivots that cut what is left into segments; both halves of a
+    training step lie side by side in the order that is cut (`side_by_side`).
+
+    *Stitching.* Segment after segment is merged into one node, whose strategies are the best assignments so far for
+    every strategy of the pivot (`stitched`). The paper's chain has pivots alone between its segments; in a joint graph
+    other tensors cross a cut as well, which is why survivors, and not strategies, are carried over. What they leave
+    to be decided is not free: it counts what the messages of a relaxation (TRW-S) expect.
+
+    Exact where the survivors are as many as the assignments of a cut; else near, without a promise but the bound.
+
+    Args:
+        problem: the problem.
+        order: per node, when it runs; equal ones run by their number.
+        width: survivors of a segment.
+        deadline: `time.monotonic()` seconds after which messages are not improved any more.
+
+    Raises:
+        SolverError: the assignment found exceeds the problem's memory limit, which plays no part in the search.
+
+    Source: Rhino 4.3, optimisation level 2 (7.5).
+    """
+    critical = set(backbone(problem, order).critical)
+    network = reduce(Network.of(problem, Tables()))
+    sequence = [int(node) for node in interleaved_order(problem, order) if node in network.vectors]
+    pivots = {place for place, node in enumerate(sequence) if node in critical}
+    choices: dict[int, int] | None = None
+    bound = float("inf")
+    if network.feasible:
+        choices, bound = _solve_segments(network, sequence, pivots, width, deadline)
+    assignment = () if choices is None else tuple(choices[node] for node in range(problem.size))
+    cost = float("inf") if choices is None else problem.cost(assignment)
+    if choices is not None and not problem.within_limit(problem.peak(assignment)):
+        raise SolverError(
+            f"the memory limit of {problem.limit:.6g} binds: what was found peaks at {problem.peak(assignment):.6g}. "
+            'Segments know no memory; solve the problem with method="auto" or "ilp"'
+        )
+    return HierarchySolution(assignment, cost, min(bound, cost), len(sequence), len(critical), len(pivots) + 1)
+
+
+def _solve_segments(
+    network: Network, sequence: list[int], pivots: set[int], width: int, deadline: float
+) -> tuple[dict[int, int] | None, float]:
+    """Strategies of all nodes, None where there are none, and a bound."""
+    core = _ordered_problem(network, sequence)
+    messages = Messages(core, range(core.size))
+    relaxed = messages.run(_ITERATIONS, deadline=deadline)
+    places = merge_segments(core, messages.against, pivots, width)
+    if len(places) < core.size:
+        return None, relaxed.bound + network.offset
+    chosen = {node: int(network.labels[node][place]) for node, place in zip(sequence, places, strict=True)}
+    return network.expand(chosen), relaxed.bound + network.offset
+
+
+def _ordered_problem(network: Network, sequence: list[int]) -> Problem:
+    """What a network has left as a problem, nodes in a given order, edges from the earlier to the later node."""
+    place = {node: number for number, node in enumerate(sequence)}
+    edges = (
+        Edge(place[node], place[other], table)
+        for node in sequence
+        for other, table in network.edges[node].items()
+        if place[node] < place[other]
+    )
+    return Problem(tuple(network.vectors[node] for node in sequence), tuple(edges))

@@ -1,0 +1,361 @@
+"""Stages of whole models against the models: outputs, gradients and statistics, for many cuts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.capture.composites import attend
+from autoshard.capture.joint import capture
+from autoshard.errors import CaptureError, PlanError
+from autoshard.pipeline.forward_export import ExportedModule, export_forward
+from autoshard.pipeline.stage_modules import cut
+from tests import models
+from tests.pipeline.chain import Chain, balance_stages, settle_stages
+
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
+MODELS = ("gpt", "hf_gpt2", "hf_llama", "hf_t5", "unet", "hf_mixtral", "resnet18")
+
+
+@functools.cache
+def _exported(name: str) -> tuple[ExportedModule, dict[str, Any]]:
+    options: dict[str, Any] = {"tied": True} if name == "gpt" else {}
+    module, inputs = models.ZOO[name](dtype=torch.float64, batch=2, **options)
+    return export_forward(module, (), inputs), inputs
+
+
+def check(graph: ExportedModule, inputs: dict[str, Any], stage_of: dict[str, int], stages: int, **options: Any) -> None:
+    """The stages do what the module does: outputs, gradients of all parameters, and statistics."""
+    alone = copy.deepcopy(graph.module)
+    alone.zero_grad()
+    torch.manual_seed(1)
+    theirs = alone(**inputs)
+    _loss(theirs).backward()
+    chain = Chain(graph, cut(graph, stage_of, stages, **options), (), inputs)
+    graph.module.zero_grad()
+    torch.manual_seed(1)
+    ours = chain.forward()
+    chain.backward()
+    for returned, stage in zip(chain.returned, chain.stages, strict=True):
+        for value, like in zip(returned, stage.returned, strict=True):
+            assert (value.shape, value.dtype, value.requires_grad) == (like.shape, like.dtype, like.requires_grad)
+            assert value.is_contiguous() or stage is chain.stages[-1]
+    for one, other in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+    for (name, one), other in zip(graph.module.named_parameters(), alone.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE)
+    for one, other in zip(graph.module.buffers(), alone.buffers(), strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+def _loss(output: Any) -> torch.Tensor:
+    (loss,) = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.ndim == 0)
+    return loss
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_balanced_stages_do_what_the_model_does(name: str) -> None:
+    graph, inputs = _exported(name)
+    for stages in (2, 3):
+        check(graph, inputs, balance_stages(graph, stages), stages)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=5, deadline=None, phases=(Phase.generate,))
+@given(seed=st.integers(0, 10**6), stages=st.sampled_from((2, 3)))
+def test_any_stages_do_what_the_model_does(name: str, seed: int, stages: int) -> None:
+    graph, inputs = _exported(name)
+    draw, count = random.Random(seed), len(graph.operators)
+    near = [stages * (place / count + draw.uniform(-0.4, 0.4)) for place in range(count)]
+    stage_of = {
+        node.name: min(max(int(where), 0), stages - 1) for node, where in zip(graph.operators, near, strict=True)
+    }
+    check(graph, inputs, settle_stages(graph, stage_of), stages)
+
+
+def test_dropout_is_drawn_where_it_was() -> None:
+    module, inputs = models.gpt(dtype=torch.float64, batch=2, layers=1, dropout=0.3)
+    graph = export_forward(module, (), inputs)
+    assert graph.random
+    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attend):  # which draws as a graph does
+        check(graph, inputs, balance_stages(graph, 2), 2)
+
+
+class _Regions(nn.Module):
+    """Regions without gradients and under autocast, changes in place, a constant, and a value used far away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.linspace(1, 2, 4), persistent=False)
+        self.table = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    def forward(self, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+        with torch.no_grad():
+            mask = (x > 0).to(x.dtype) * self.scale
+        y = self.first(x)
+        early = y * 2
+        y.relu_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.second(y.float()).to(x.dtype)
+        y = self.norm(y) * mask + self.table
+        halves = torch.stack(y.split(2, -1))
+        z = self.third(torch.cat([*halves], -1)) * mask
+        return (z * weights["a"]).sum(), {"early": early, "x": x, "kept": 3}
+
+
+@functools.cache
+def _regions() -> tuple[ExportedModule, dict[str, Any]]:
+    torch.manual_seed(0)
+    module = _Regions()
+    inputs = {"x": torch.randn(3, 4), "weights": {"a": torch.rand(3, 1)}}
+    return export_forward(module, (), inputs), inputs
+
+
+@settings(max_examples=15, deadline=None, phases=(Phase.generate,))
+@given(seed=st.integers(0, 10**6), stages=st.integers(2, 5))
+def test_regions_and_changes_in_place_are_cut(seed: int, stages: int) -> None:
+    graph, inputs = _regions()
+    draw, count = random.Random(seed), len(graph.operators)
+    stage_of = {
+        node.name: min(max(int(stages * place / count + draw.uniform(-1, 1)), 0), stages - 1)
+        for place, node in enumerate(graph.operators)
+    }
+    stage_of = settle_stages(graph, {graph.operators[-1].name: stages - 1} | stage_of)
+    try:
+        check(graph, inputs, stage_of, stages)
+    except PlanError as error:
+        assert "nothing goes from stage" in str(error)  # noqa: PT017 - a stage before the first operator
+
+
+def test_names_and_objects_are_those_of_the_module() -> None:
+    graph, _ = _regions()
+    stages = cut(graph, balance_stages(graph, 3), 3)
+    held = {name: value for stage in stages for name, value in stage.module.named_parameters()}
+    theirs = dict(graph.module.named_parameters())
+    assert held.keys() == theirs.keys()
+    assert all(held[name] is theirs[name] for name in held)
+    buffers = {name: value for stage in stages for name, value in stage.module.named_buffers()}
+    assert buffers["scale"] is graph.module.scale
+    assert {name for stage in stages for name in stage.module.state_dict()} == graph.module.state_dict().keys()
+
+
+def test_tied_parameters_are_told() -> None:
+    graph, _ = _exported("hf_gpt2")
+    first, second, third = cut(graph, balance_stages(graph, 3), 3)
+    assert first.shared == third.shared == {"transformer.wte.weight": (0, 2)}
+    assert second.shared == {}
+    names = dict.fromkeys(("transformer.wte.weight", "lm_head.weight"), graph.module.lm_head.weight)
+    for stage in (first, third):
+        held = dict(stage.module.named_parameters(remove_duplicate=False))
+        assert all(held[name] is parameter for name, parameter in names.items())
+        assert "lm_head.weight" not in dict(stage.module.named_parameters())
+        assert capture(stage.module, *stage.example).aliases["transformer.wte.weight"] == tuple(names)
+    stages = (first, second, third)
+    assert {name for stage in stages for name in stage.module.state_dict()} == graph.module.state_dict().keys()
+
+
+def test_inputs_go_where_they_are_read() -> None:
+    graph, _ = _exported("gpt")
+    first, second = cut(graph, balance_stages(graph, 2), 2)
+    assert list(first.inputs) == ["input_ids"]
+    assert list(second.inputs) == ["labels"]
+    assert first.received == second.passed == ()
+    assert [value.name for value in first.passed] == [value.name for value in second.received]
+    assert all(value.like.is_meta and value.like.requires_grad for value in first.passed)
+
+
+def test_a_stage_may_hand_on_only() -> None:
+    graph, inputs = _exported("gpt")
+    stage_of = {name: 2 * stage for name, stage in balance_stages(graph, 2).items()}
+    check(graph, inputs, stage_of, 4)
+    stages = cut(graph, stage_of, 4)
+    for stage in (stages[1], stages[3]):
+        assert stage.computed == ()
+        assert not list(stage.module.parameters())
+    assert [value.name for value in stages[1].passed] == [value.name for value in stages[1].received]
+
+
+def test_models_without_numbers_are_cut() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
+    graph = export_forward(module, (torch.empty(3, 4, device="meta"),), {})
+    for stage in cut(graph, balance_stages(graph, 2), 2):
+        (result,) = stage.module(*stage.example[0], **stage.example[1])
+        assert result.is_meta
+
+
+def test_what_has_no_gradient_is_computed_again() -> None:
+    graph, inputs = _exported("hf_llama")
+    stage_of = balance_stages(graph, 3)
+    plain = cut(graph, stage_of, 3)
+    masks = [value.name for value in plain[1].received if not value.like.requires_grad]
+    recompute = dict.fromkeys(masks, (1, 2))
+    check(graph, inputs, stage_of, 3, recompute=recompute)
+    again = cut(graph, stage_of, 3, recompute)
+    assert not {value.name for stage in again[1:] for value in stage.received} & set(masks)
+    assert len(again[1].received) < len(plain[1].received)
+    assert set(again[1].computed) > set(plain[1].computed)
+
+
+def test_what_is_computed_again_is_handed_on() -> None:
+    graph, inputs = _exported("hf_llama")
+    stage_of = balance_stages(graph, 3)
+    plain = cut(graph, stage_of, 3)
+    mask = next(value.name for value in plain[2].received if not value.like.requires_grad)
+    check(graph, inputs, stage_of, 3, recompute={mask: [1]})
+    _, second, third = cut(graph, stage_of, 3, {mask: [1]})
+    assert mask in second.computed
+    assert mask not in {value.name for value in second.received}
+    assert mask in {value.name for value in third.received}
+
+
+def _refused(stage_of: dict[str, int], stages: int, said: str, name: str = "gpt", **options: Any) -> None:
+    with pytest.raises(PlanError, match=said):
+        cut(_exported(name)[0], stage_of, stages, **options)
+
+
+def test_cuts_that_are_none_are_refused() -> None:
+    graph, _ = _exported("gpt")
+    first, *_, last = (node.name for node in graph.operators)
+    good = balance_stages(graph, 2)
+    _refused({name: good[name] for name in good if name != first}, 2, f"1 of .* have no stage, such as {first}")
+    _refused({**good, "other": 0}, 2, "stage_of names other")
+    _refused({**good, last: 2}, 2, f"{last} is on stage 2: with stages=2 there are 0 to 1")
+    _refused(good, 1000, "stages=1000: Gpt has .* operators")
+    _refused(good, 0, "stages=0")
+    (user, *_) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)
+    source = user.all_input_nodes[0]
+    back = {node.name: 0 for node in graph.operators} | {source.name: 1}
+    _refused(back, 2, f"{user.name} is on stage 0 and takes the result of {source.name} on stage 1")
+    _refused(dict.fromkeys(good, 1), 2, r"nothing goes from stage 0 \(0 operators\) to stage 1")
+
+
+def test_changes_in_place_are_not_parted() -> None:
+    graph, _ = _exported("resnet18")
+    (group,) = (group for group in graph.together if len(group) > 1)
+    stage_of = {node.name: 1 for node in graph.operators}
+    for node in graph.operators:
+        if node.name == group[-1]:
+            break
+        stage_of[node.name] = 0
+    _refused(stage_of, 2, f"{group[0]} on stage 0, {group[-1]} on stage 1: .* changed in place", "resnet18")
+
+
+def test_what_must_not_be_computed_again_is_refused() -> None:
+    graph, _ = _exported("gpt")
+    stage_of = balance_stages(graph, 2)
+    _refused(stage_of, 2, "recompute names other", recompute={"other": [1]})
+    stage_of = dict.fromkeys(stage_of, 1) | {"embedding": 0, "arange": 0, "embedding_1": 0}
+    said = "stage 1 computes embedding_1 anew, but it depends on parameter positions.weight"
+    _refused(stage_of, 2, said, recompute={"embedding_1": [1]})
+
+
+class _Balanced(nn.Module):
+    """An auxiliary loss made early, as that which balances experts is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        extra = y.square().mean()
+        return self.second(y.tanh()).sum() + 0.1 * extra
+
+
+def test_scalars_are_handed_on_as_one_element() -> None:
+    with models.common.seeded(torch.float64, 0):
+        graph, inputs = export_forward(_Balanced(), (), {"x": torch.randn(3, 4)}), {"x": torch.randn(3, 4)}
+    stage_of = {node.name: int(node.name not in ("linear", "square", "mean")) for node in graph.operators}
+    check(graph, inputs, stage_of, 2)
+    first, _ = cut(graph, stage_of, 2)
+    assert [tuple(value.like.shape) for value in first.passed] == [(3, 4), (1,)]
+    joint = capture(first.module, *first.example)
+    assert len(joint.tangent_outputs) == 2
+
+
+class _Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand_like(x)
+        filled = torch.zeros_like(x).fill_(2.0)
+        return (self.linear(x) + noise * 2 + filled.exp()).sum()
+
+
+def test_random_numbers_and_changes_in_place_are_not_repeated() -> None:
+    graph = export_forward(_Noisy(), (torch.randn(3, 4),), {})
+    names = [node.name for node in graph.operators]
+    for value, said in (("mul", "is made from rand_like, which may draw random"), ("exp", "changed in place")):
+        stage_of = {name: int(name.startswith(("add", "sum"))) for name in names}
+        with pytest.raises(PlanError, match=said):
+            cut(graph, stage_of, 2, {value: [1]})
+
+
+class _Coded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.code(x).exp()
+
+
+def test_names_that_a_graph_module_cannot_hold_are_refused() -> None:
+    graph = export_forward(_Coded(), (torch.randn(3, 4),), {})
+    with pytest.raises(CaptureError, match=r"parameter code.weight: .* attribute `code` of its own"):
+        cut(graph, balance_stages(graph, 2), 2)
+
+
+class _Averaged(nn.Module):
+    """Sets buffers of submodules, one of them to what another one was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("before", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * self.before
+        self.before, self.mean = self.mean, 0.5 * self.mean + y.detach().mean(0)
+        return y - self.mean
+
+
+class _AveragedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Averaged(), _Averaged()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def test_stages_set_the_buffers_that_the_model_sets() -> None:
+    module, x = _AveragedTwice(), torch.randn(3, 4, dtype=torch.float64)
+    graph = export_forward(module, (), {"x": x})
+    paths = {node.name: str(node.meta.get("nn_module_stack")) for node in graph.operators}
+    stages = settle_stages(graph, {name: int("first" not in path) for name, path in paths.items()})
+    for _ in range(2):
+        check(graph, {"x": x}, stages, 2)
+    changed = [
+        {output.name for output in capture(stage.module, *stage.example).outputs if output.kind == "mutation"}
+        for stage in cut(graph, stages, 2)
+    ]
+    assert changed == [{"first.mean", "first.before"}, {"second.mean", "second.before"}]

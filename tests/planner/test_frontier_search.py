@@ -1,0 +1,75 @@
+"""The search for the frontier: what its plans are by the planner's own account, and where its ends are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+
+import pytest
+
+from autoshard.capture.joint import JointGraph
+from autoshard.errors import BudgetError
+from autoshard.patterns.decisions import Decisions
+from autoshard.plan import ShardingPlan
+from autoshard.planner.frontier_search import FrontierSearch
+from autoshard.planner.planning_problem import Constraints
+from tests.planner.steps import joint_graph, links, plan_of, planner_of
+
+SLOW = links(bandwidth=2e9, latency=1e-6)
+STEPS = [("gpt", (("x", 4),)), ("mlp", (("x", 3),))]
+
+Mesh = tuple[tuple[str, int], ...]
+
+
+def step_of(name: str) -> JointGraph:
+    return joint_graph(name, batch=24, **({"layers": 1} if name == "gpt" else {}))
+
+
+@functools.cache
+def frontier_of(name: str, mesh: Mesh) -> tuple[FrontierSearch, list[ShardingPlan]]:
+    planner = planner_of(step_of(name), dict(mesh), Constraints(planned_outputs=True), SLOW)
+    search = FrontierSearch(planner, gaps=1)
+    return search, search.run()
+
+
+@pytest.mark.parametrize(("name", "mesh"), STEPS)
+def test_no_plan_beats_another_and_each_is_what_the_account_says(name: str, mesh: Mesh) -> None:
+    search, plans = frontier_of(name, mesh)
+    assert len(plans) > 2
+    for lean, fast in itertools.pairwise(plans):
+        assert lean.memory.peak < fast.memory.peak
+        assert lean.step_seconds > fast.step_seconds
+    for plan in plans:
+        decisions = Decisions.from_data(plan.decisions)
+        found = search.planner.evaluate(decisions, plan.cost, 0.0, "given")
+        assert (plan.memory, plan.step_seconds) == (found.memory, found.step_seconds)
+        assert plan.lower_bound <= plan.cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "mesh"), STEPS)
+def test_the_fast_end_is_the_plan_without_a_limit_and_the_lean_end_what_an_error_would_name(
+    name: str, mesh: Mesh
+) -> None:
+    plans = frontier_of(name, mesh)[1]
+    asked = step_of(name), dict(mesh), Constraints(planned_outputs=True), SLOW
+    assert plans[-1].step_seconds <= plan_of(*asked).step_seconds
+    with pytest.raises(BudgetError, match="the smallest peak") as error:
+        plan_of(*asked, memory_limit=1)
+    named = re.search(r"memory_limit to (\d+) bytes", str(error.value))
+    assert named is not None
+    assert plans[0].memory.peak <= int(named[1])
+
+
+def test_a_limit_finds_hardly_anything_faster_than_the_frontier() -> None:
+    plans = frontier_of(*STEPS[0])[1]
+    asked = step_of("gpt"), {"x": 4}, Constraints(planned_outputs=True), SLOW
+    met = 0
+    for share in (0.3, 0.5, 0.7):
+        limit = int(plans[0].memory.peak ** (1 - share) * plans[-1].memory.peak ** share)
+        fastest = min(plan.step_seconds for plan in plans if plan.memory.peak <= limit)
+        with contextlib.suppress(BudgetError):  # the lean end may be leaner than what is found under a limit
+            assert fastest <= 1.02 * plan_of(*asked, memory_limit=limit).step_seconds
+            met += 1
+    assert met >= 2

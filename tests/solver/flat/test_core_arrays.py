@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import numpy as np
+
+from autoshard.solver.flat.core import Core
+from autoshard.solver.flat.core_arrays import CoreArrays
+from autoshard.solver.flat.presolve import presolve
+from tests.solver.problems import two_axes, with_memory
+
+
+def test_every_edge_is_seen_from_both_ends() -> None:
+    core = presolve(Core.of(with_memory(two_axes(24, labels=3), 0.3)))
+    view = CoreArrays.of(core)
+    assert len(view.around) == 2 * len(core.ends) > 0
+    seen = set()
+    for node in range(core.nodes):
+        for place in range(view.nodes[node]["around"], view.nodes[node + 1]["around"]):
+            half = view.around[place]
+            back, other = view.around[half["back"]], int(half["other"])
+            assert back["other"] == node
+            shape = core.size[node], core.size[other]
+            mine = view.table[half["table"] :][: shape[0] * shape[1]].reshape(shape)
+            theirs = view.table[back["table"] :][: mine.size].reshape(shape[::-1])
+            assert (mine == theirs.T).all()
+            seen.add((node, other))
+    for edge, (one, other) in enumerate(core.ends.tolist()):
+        assert {(one, other), (other, one)} <= seen
+        table = core.table[core.start[edge] : core.start[edge + 1]]
+        place = next(
+            half
+            for half in view.around[view.nodes[one]["around"] : view.nodes[one + 1]["around"]]
+            if half["other"] == other
+        )
+        assert np.array_equal(view.table[place["table"] :][: len(table)], table)
