@@ -120,7 +120,8 @@ class AssignedTensors:
             fits = old is not None and old.dtype == new.dtype and _shape(old) == _shape(new)
             fault = (
                 f"{line} sets the buffer {name}, which {_describe_tensor(old)}, to a tensor that "
-                f"{_describe_tensor(new)}: a parallelised module keeps its buffers, with their shapes and dtypes. Register it as it will be, keep "
+                f"{_describe_tensor(new)}: a parallelised module keeps its buffers, with their "
+                "shapes and dtypes. Register it as it will be, keep "
                 f"what changes in a plain attribute (self.{last} = ... without register_buffer), or return it."
             )
             yield SetBuffer(name, None if fits else fault), new

@@ -61,8 +61,8 @@ def check_size_generic(step: LocalStep, other: LocalStep, sizes: Sizes) -> None:
         if one != two:
             raise RuleError(
                 f"a program for all sizes cannot be made: at {_sizes_text(sizes)} it would call {one[1]}{one[2]}, and "
-                f"should call {two[1]}{two[2]}. A rule, or the local program of a rule, has made a plain number of a dynamic "
-                "size: let it compute with +, -, *, // and %. Until then, leave that size out of dynamic."
+                f"should call {two[1]}{two[2]}. A rule, or the local program of a rule, has made a plain number of a "
+                "dynamic size: let it compute with +, -, *, // and %. Until then, leave that size out of dynamic."
             )
 
 

@@ -49,18 +49,20 @@ def another_graph() -> Any:
 def no_causal_limit() -> Any:
     """Queries attend to keys behind them."""
     return mock.patch.object(
-        attention_operator, "reachable", lambda call, start: _reachable(replace(call, causal=False), start)
+        attention_operator, "drop_unreachable_keys", lambda call, start: _reachable(replace(call, causal=False), start)
     )
 
 
 def another_group() -> Any:
     """Query heads attend to the key heads of another group."""
-    return mock.patch.object(attention_operator, "choose", lambda call: _choose(replace(call, key=call.key.roll(1, 2))))
+    return mock.patch.object(
+        attention_operator, "choose_kernel", lambda call: _choose(replace(call, key=call.key.roll(1, 2)))
+    )
 
 
 def no_mask() -> Any:
     """The mask is forgotten."""
-    return mock.patch.object(attention_operator, "choose", lambda call: _choose(replace(call, mask=None)))
+    return mock.patch.object(attention_operator, "choose_kernel", lambda call: _choose(replace(call, mask=None)))
 
 
 def unequal_seeds() -> Any:
