@@ -5,7 +5,7 @@ from autoshard.capture.annotate import shard
 from autoshard.capture.task_graphs import replicate, set_default_strategy, split
 from autoshard.cluster.calibrate import calibrate
 from autoshard.cluster.cluster import Cluster
-from autoshard.doctor import doctor
+from autoshard.doctor.doctor import doctor
 from autoshard.errors import (
     AutoshardError,
     BudgetError,
@@ -17,16 +17,16 @@ from autoshard.errors import (
     PlanError,
     RuleError,
 )
-from autoshard.frontier import Frontier
-from autoshard.mesh_search.result import SearchResult
-from autoshard.mesh_search.search import search
-from autoshard.partition.checkpoint import checkpointable
 from autoshard.patterns.registry import register_rule
-from autoshard.pipelined.load_safetensors import load_safetensors
-from autoshard.pipelined.materialize_model import materialize
-from autoshard.pipelined.pipeline_module import PipelineModule
-from autoshard.pipelined.pipeline_plan import PipelinePlan
-from autoshard.plan import ShardingPlan
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.pipeline.run.load_safetensors import load_safetensors
+from autoshard.pipeline.run.materialize_model import materialize
+from autoshard.pipeline.run.pipeline_module import PipelineModule
+from autoshard.plans.frontier import Frontier
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.checkpoint import checkpointable
+from autoshard.search.result import SearchResult
+from autoshard.search.search import search
 from autoshard.use_mesh import use_mesh
 from autoshard.version import __version__
 

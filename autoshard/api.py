@@ -10,22 +10,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.arguments import check_dtypes, check_examples, check_mesh, check_module, check_plain, check_plan
 from autoshard.capture.dynamic import Dynamic
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import PlanError
-from autoshard.frontier import Frontier
-from autoshard.mesh_search.auto_mesh import auto_mesh, device_type_of_job
 from autoshard.options import Hints, Placements, Shares, check_options
-from autoshard.parallelizer import Parallelizer
-from autoshard.part_shares import plan_shares
-from autoshard.partition.module_runtime import RUNTIME
-from autoshard.pipelined.entry import PipelineOptions, parallelize_pipeline, plan_with_options
-from autoshard.pipelined.pipeline_plan import PipelinePlan
-from autoshard.plan import ShardingPlan
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.pipeline.run.entry import PipelineOptions, parallelize_pipeline, plan_with_options
 from autoshard.planner.frontier_search import frontier_plans
-from autoshard.planning import PlannerCache, capture_with_progress, planner_for, with_provenance
-from autoshard.progress import show_progress
+from autoshard.planner.part_shares import plan_shares
+from autoshard.planner.planning import PlannerCache, capture_with_progress, planner_for, with_provenance
+from autoshard.planner.progress_line import show_progress
+from autoshard.plans.frontier import Frontier
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.arguments import check_dtypes, check_examples, check_mesh, check_module, check_plain, check_plan
+from autoshard.runtime.module_runtime import RUNTIME
+from autoshard.runtime.parallelizer import Parallelizer
+from autoshard.search.auto_mesh import auto_mesh, device_type_of_job
 from autoshard.specs.axes import MeshShape
 
 
@@ -128,7 +128,7 @@ def plan(
             (docs/hints.md). The example is then a call with a whole batch, and what a pipeline can not have (`dynamic`,
             local inputs, `output_placements`) is refused.
         schedule: of a pipeline: `"auto"`, the one with the shortest predicted step of all that fit; or a name, such as
-            `"1F1B"` (`autoshard.pipeline.schedules.SCHEDULES`), or `"custom"` for an order of our own.
+            `"1F1B"` (`autoshard.pipeline.schedule.schedules.SCHEDULES`), or `"custom"` for an order of our own.
         microbatches: of a step of a pipeline: `"auto"`, or a number that divides the batch.
         virtual: stages per rank of a pipeline: `"auto"`, or a number.
         batch_dims: for inputs of a pipeline by name (such as `mask` or `batch['x']`), the dim that counts samples, and

@@ -13,12 +13,14 @@ from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.cluster.calibrate import DTYPES, calibrate
-from autoshard.doctor import doctor
-from autoshard.doctor_report import report_page
+from autoshard.cluster.cluster_tables import cluster_table
+from autoshard.doctor.doctor import doctor
+from autoshard.doctor.doctor_report import report_page
+from autoshard.doctor.example import load_example
 from autoshard.errors import AutoshardError, MeshError
-from autoshard.example import load_example
-from autoshard.plan import ShardingPlan
-from autoshard.report import cluster_table, explanation_table, page, plan_table
+from autoshard.plans.html import page
+from autoshard.plans.plan_console import explanation_table, plan_table
+from autoshard.plans.sharding_plan import ShardingPlan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

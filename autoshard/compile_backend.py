@@ -21,7 +21,7 @@ from autoshard._torch import ModuleCall, break_reason, leave_dynamo, module_call
 from autoshard.api import parallelize
 from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.names import suggestion
-from autoshard.plan import ShardingPlan
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.use_mesh import current_mesh
 
 OPTIONS = (

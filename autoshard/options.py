@@ -9,15 +9,14 @@ from typing import Any, Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.arguments import check_policy
 from autoshard.capture.dynamic import Dynamic
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.nearest import default_cluster
-from autoshard.errors import PlanError
-from autoshard.memory.byte_units import parse_bytes
+from autoshard.errors import InputError, PlanError
 from autoshard.memory.optimizer import optimizer_memory
-from autoshard.partition.overlap import Overlap, check_overlap
 from autoshard.planner.planner import EFFORTS, METHODS, RECOMPUTE, Settings
+from autoshard.program.overlap import Overlap, check_overlap
+from autoshard.units import parse_bytes
 
 Hints = Mapping[str, Any]
 Placements = Mapping[str, Any] | Literal["planned"] | None
@@ -131,3 +130,19 @@ def _check_shares(shares: Shares | str | None, output_placements: Placements) ->
     if output_placements is not None:
         raise PlanError("with shares, outputs come back whole: no DTensor lies in shares. Leave output_placements out.")
     return {axis: tuple(given)}
+
+
+def check_policy(policy: object) -> MixedPrecisionPolicy | None:
+    """A policy of precisions, if there is one; `InputError` unless it is FSDP2's, of floating dtypes."""
+    if policy is None:
+        return None
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise InputError(
+            f"mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, such as MixedPrecisionPolicy("
+            f"param_dtype=torch.bfloat16, reduce_dtype=torch.float32), got {type(policy).__name__}."
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InputError(f"mp_policy.{name} is {dtype!r}: it must be a floating dtype, such as torch.bfloat16.")
+    return policy

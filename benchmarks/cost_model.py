@@ -53,15 +53,15 @@ from autoshard.cluster.cluster import Cluster  # noqa: E402
 from autoshard.cluster.collective_samples import chain_calls, make_blocking, make_collective, make_matmul  # noqa: E402
 from autoshard.cluster.measurements import Measurements  # noqa: E402
 from autoshard.cluster.stopwatch import Stopwatch, robust_mean  # noqa: E402
-from autoshard.partition.localize import Localizer  # noqa: E402
-from autoshard.partition.split import split  # noqa: E402
-from autoshard.partition.step import LocalProgram, Ranks  # noqa: E402
 from autoshard.patterns.decisions import Decisions, Flow  # noqa: E402
 from autoshard.planner.planner import Planner, Settings  # noqa: E402
 from autoshard.planner.planning_problem import Constraints  # noqa: E402
 from autoshard.planner.problem_builder import ProblemBuilder  # noqa: E402
+from autoshard.program.localize import Localizer  # noqa: E402
+from autoshard.program.program_replay import collective_calls, operations  # noqa: E402
+from autoshard.program.split import split  # noqa: E402
+from autoshard.runtime.step import LocalProgram, Ranks  # noqa: E402
 from autoshard.simulate.events import COMPUTE, replay  # noqa: E402
-from autoshard.simulate.program import collective_calls, operations  # noqa: E402
 from autoshard.specs.axes import MeshShape  # noqa: E402
 from tests import gloo  # noqa: E402
 from tests.models import resnet18  # noqa: E402

@@ -17,7 +17,7 @@ import torch
 
 import autoshard
 from autoshard.errors import BudgetError
-from autoshard.memory.byte_units import format_bytes
+from autoshard.units import format_bytes
 from tests.memory_models import MODELS, build
 from tests.memory_tracker import first_rank, track_step
 from tests.training import fast_links

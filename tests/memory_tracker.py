@@ -18,10 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.partition.shards import local_of
-from autoshard.patterns.local import collectives
 from autoshard.reshard.collective_schedule import KEEPS_INPUT
+from autoshard.runtime.shards import local_of
 from autoshard.specs import MeshShape
+from autoshard.specs.emitter import collectives
 from tests.training import loss_of, outputs_of
 
 

@@ -9,8 +9,8 @@ from dataclasses import astuple, dataclass, fields
 import torch
 
 from autoshard.specs.axes import MeshShape
-from tests.pipelined.cases import OURS, Case
-from tests.pipelined.pipelines import train_model_alone
+from tests.pipeline.pipelines import train_model_alone
+from tests.pipeline.planned_cases import OURS, Case
 from tests.training import relative_difference
 from tests.workers import Workers
 

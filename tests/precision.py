@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import autoshard
 from tests import models
 from tests.float64 import Float64Mode
-from tests.partition.meshes import simulated_mesh
+from tests.runtime.meshes import simulated_mesh
 from tests.training import PLANNING_SECONDS, fast_links, held_by_ranks, loss_of, outputs_of, relative_difference
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture.attention_operator import operators
 from autoshard.capture.joint_graph import JointGraph
-from autoshard.partition.step import LocalProgram
 from autoshard.patterns.ops._draws import draws
+from autoshard.runtime.step import LocalProgram
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional

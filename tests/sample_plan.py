@@ -7,7 +7,7 @@ import dataclasses
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.memory import Memory
-from autoshard.plan import Collective, Decision, ShardingPlan
+from autoshard.plans.sharding_plan import Collective, Decision, ShardingPlan
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import shard_placement
 

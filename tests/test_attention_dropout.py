@@ -16,8 +16,8 @@ from autoshard.capture.joint import capture
 from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.float64 import Float64Mode, default_float64
-from tests.partition.meshes import simulated_mesh
 from tests.random_plans import random_plan
+from tests.runtime.meshes import simulated_mesh
 from tests.training import fast_links, held_by_ranks, loss_of, outputs_of
 
 RATE = 0.25

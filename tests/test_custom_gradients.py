@@ -14,11 +14,11 @@ from torch.autograd import Function
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
-from autoshard.pipeline.schedules import schedule
-from autoshard.pipelined.pipeline_plan import PipelinePlan
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.pipeline.schedule.schedules import schedule
 from tests.models.gradients import BETWEEN, Small, gradients
-from tests.partition.meshes import simulated_mesh
-from tests.pipelined.pipelines import assert_equal, pipeline_of, plan_by_hand, train_alone, train_pipeline
+from tests.pipeline.pipelines import assert_equal, pipeline_of, plan_by_hand, train_alone, train_pipeline
+from tests.runtime.meshes import simulated_mesh
 from tests.training import PLANNING_SECONDS, TOLERANCE, Trace, compare, fast_links, train
 from tests.workers import Workers
 

@@ -17,8 +17,8 @@ from autoshard.capture.joint import capture
 from autoshard.errors import InputError, PlanError
 from autoshard.specs import MeshShape
 from tests import models
-from tests.partition.meshes import simulated_mesh
 from tests.random_plans import random_plan
+from tests.runtime.meshes import simulated_mesh
 from tests.training import (
     OF_ONE_LAYER,
     ONE_LAYER,

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
-from autoshard import arguments
 from autoshard.errors import (
     AutoshardError,
     BudgetError,
@@ -29,6 +28,7 @@ from autoshard.errors import (
     RuleError,
     warn_caller,
 )
+from autoshard.runtime import arguments
 
 
 class Mlp(nn.Module):

@@ -17,10 +17,10 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.errors import BudgetError, InputError, PlanError
-from autoshard.partition.host_groups import HostGroups
-from autoshard.partition.seeds import Seeds
-from autoshard.partition.shards import cut, gather_full_tensor, local_of
-from autoshard.plan import ShardingPlan
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.host_groups import HostGroups
+from autoshard.runtime.seeds import Seeds
+from autoshard.runtime.shards import cut, gather_full_tensor, local_of
 from autoshard.specs import Spec
 from tests import models
 from tests.models.common import fixed_seed, tokens

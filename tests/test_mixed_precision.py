@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.errors import InputError
-from autoshard.partition.split import split
-from autoshard.patterns.local import collectives
 from autoshard.planner.planning_problem import Constraints
-from tests.partition.meshes import simulated_mesh
-from tests.partition.programs import step_on
+from autoshard.program.split import split
+from autoshard.specs.emitter import collectives
+from tests.runtime.meshes import simulated_mesh
+from tests.runtime.programs import step_on
 from tests.training import fast_links, held_by_ranks, relative_difference
 
 aten = torch.ops.aten

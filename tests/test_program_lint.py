@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoshard
 from autoshard.capture.joint import capture
-from autoshard.partition.module_runtime import RUNTIME
-from autoshard.partition.step import LocalProgram
+from autoshard.runtime.module_runtime import RUNTIME
+from autoshard.runtime.step import LocalProgram
 from tests import models
 from tests.memory_tracker import first_rank
 from tests.program_lint import exposed_gathers, gathers, graph_findings, named_devices, program_findings

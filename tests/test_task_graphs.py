@@ -18,7 +18,7 @@ from torch.nn import functional
 import autoshard
 from autoshard.errors import HintError
 from tests.float64 import default_float64
-from tests.partition.meshes import per_rank, simulated_mesh
+from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "whale"

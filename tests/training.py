@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoshard
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster, Link
-from autoshard.partition.shards import gather_full_tensor
+from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.float64 import Float64Mode, default_float64
-from tests.partition.meshes import simulated_mesh
 from tests.random_plans import random_plan
+from tests.runtime.meshes import simulated_mesh
 
 TOLERANCE = 1e-9
 OF_ONE_LAYER = " of one layer"  # behind the name of a model that has two

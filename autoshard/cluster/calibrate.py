@@ -21,7 +21,7 @@ from autoshard.cluster.measurements import Grouping, Measurements
 from autoshard.cluster.operator_curves import BYTES, FLOPS
 from autoshard.cluster.stopwatch import Stopwatch
 from autoshard.errors import MeshError
-from autoshard.memory.byte_units import parse_bytes
+from autoshard.units import parse_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 

@@ -12,15 +12,13 @@ from autoshard.cluster.device import Link
 from autoshard.cluster.measurements import Grouping
 from autoshard.cluster.operator_curves import operator_seconds
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
 # Operations on local memory alone, in times that the bytes held are moved (one read and one write).
 _LOCAL_KINDS = ("slice", "make_partial", "copy")
 
 _CROSSINGS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """How often a collective's volume goes round the ring; a shift is a single message."""
-
-GRADIENT_BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced together up to this many bytes, as in torch's DistributedDataParallel."""
 
 
 class CostModel:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from autoshard.errors import BudgetError, MeshError
-from autoshard.memory.byte_units import parse_bytes
+from autoshard.units import parse_bytes
 
 _PART = re.compile(r"(?P<count>\d+)\s*[xX*×]\s*(?P<kind>[A-Za-z]\w*)(?:-(?P<memory>[\d.]+\s*\w+))?")
 

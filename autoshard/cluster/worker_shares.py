@@ -13,7 +13,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.cluster.operator_curves import curves_at_speed
 from autoshard.errors import BudgetError
-from autoshard.memory.byte_units import format_bytes
+from autoshard.units import format_bytes
 
 _ROUNDING = 1e-9
 """Relative difference below which two times are equal: they are quotients of the same numbers."""

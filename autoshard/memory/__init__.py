@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from autoshard.memory.byte_units import format_bytes, parse_bytes
 from autoshard.memory.footprint import (
     KINDS,
     Allocation,
@@ -16,6 +15,7 @@ from autoshard.memory.footprint import (
 from autoshard.memory.largest_parameters import largest_names, names_by_size
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.memory.plan_bisection import first_that_fits
+from autoshard.units import format_bytes, parse_bytes
 
 __all__ = [
     "KINDS",

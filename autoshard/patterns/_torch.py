@@ -38,9 +38,6 @@ from torch.distributed.tensor._op_schema import (
 )
 from torch.utils._python_dispatch import _disable_current_modes  # rules are looked up within modes
 
-collectives = torch.ops._c10d_functional
-"""Collectives as operators on tensors, which a graph can hold."""
-
 __all__ = [
     "CustomOpDef",
     "DTensorSpec",
@@ -53,7 +50,6 @@ __all__ = [
     "StrategyFunction",
     "TensorMeta",
     "TupleStrategy",
-    "collectives",
     "dtensor_meta",
     "has_philox",
     "make_local_tensor",

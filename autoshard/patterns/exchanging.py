@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autoshard.patterns._torch import LocalTensorMode, OpOverload, collectives
+from autoshard.patterns._torch import LocalTensorMode, OpOverload
+from autoshard.specs.emitter import collectives
 
 
 class CollectiveRunner(Protocol):

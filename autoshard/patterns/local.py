@@ -1,65 +1,21 @@
-"""What a rank runs: the emitter that local programs are written to, and the call that they are written for."""
+"""One operator call as a rank runs it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from autoshard.patterns._torch import collectives
 from autoshard.patterns.padding import fill_padding, zero_padded_operands
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import Choices, local_shape, local_size
 from autoshard.patterns.variants import resolve_variant
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.emitter import Emitter, all_reduce
 
-__all__ = ["Emitter", "LocalCall", "all_reduce", "collectives", "emit_local"]
-
-
-class Emitter(Protocol):
-    """Takes operators on local values: records them in a graph, or runs them at once.
-
-    A value is whatever the emitter hands out. No program branches on a coordinate: one program serves all ranks.
-    """
-
-    mesh: MeshShape
-    home: torch.device
-    """Where the tensors of the program are."""
-
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """The value of one operator call; a tuple of values where the operator has several results."""
-
-    def coordinate(self, axis: int) -> Any:
-        """This rank's coordinate on an axis: a 0-d int64 value on the program's device."""
-
-    def host_coordinate(self, axis: int) -> Any:
-        """The same on the CPU, for what the host has to know: reading it waits for no device."""
-
-    def group(self, axis: int) -> str:
-        """Name of the process group of this rank's line along an axis."""
-
-    def seed(self) -> Any:
-        """The step's random seed, equal on all ranks: a 0-d int64 value on the CPU."""
-
-    def stream(self) -> int:
-        """A number of its own for every random operator of the program, equal on all ranks."""
-
-    def shape(self, value: Any) -> tuple[int, ...]:
-        """Local shape of a value."""
-
-    def dtype(self, value: Any) -> torch.dtype:
-        """Element type of a value."""
-
-    def device(self, value: Any) -> torch.device:
-        """Device of a value."""
-
-
-def all_reduce(emit: Emitter, value: Any, axis: int, reduction: str = "sum") -> Any:
-    """Reduce `value` over one mesh axis."""
-    pending = emit.call(collectives.all_reduce.default, value, reduction, emit.group(axis))
-    return emit.call(collectives.wait_tensor.default, pending)
+__all__ = ["LocalCall", "emit_local"]
 
 
 class LocalCall:

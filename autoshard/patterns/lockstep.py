@@ -12,10 +12,10 @@ import torch
 
 from autoshard.patterns._torch import make_local_tensor, rank_values
 from autoshard.patterns.exchanging import program_of
-from autoshard.patterns.local import collectives
 from autoshard.patterns.ring import shift
 from autoshard.patterns.routed_exchange import exchange_ops
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.emitter import collectives
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.patterns._torch import LocalTensorMode, collectives, rank_and_size
+from autoshard.patterns._torch import LocalTensorMode, rank_and_size
+from autoshard.specs.emitter import collectives
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
 _library.define("shift(Tensor input, int steps, str group) -> Tensor")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autoshard.patterns._torch import collectives, register_all_ranks_program
+from autoshard.patterns._torch import register_all_ranks_program
+from autoshard.specs.emitter import collectives
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
 _library.define("exchange(Tensor rows, Tensor splits, int ranks, bool back, str group_name) -> Tensor")

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
 
 from autoshard.patterns.rule import Rule
 from autoshard.patterns.variants import WHOLE, Choices, offered_factors
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.emitter import EmitterWithShares
 from autoshard.specs.shared_axis import SharedAxis
-
-
-@runtime_checkable
-class EmitterWithShares(Protocol):
-    """An emitter in whose program the ranks of one axis hold shares of their own of a dynamic size.
-
-    Attributes:
-        shared: the axis.
-    """
-
-    shared: SharedAxis
-
-    def share(self, expr: Any) -> int:
-        """A number of the program, from an expression in the symbols of the shares."""
-
-    def shape_with_shares(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """A local shape with a rank's share in place of a block."""
 
 
 def is_share(emit: object, axis: int, size: int) -> bool:

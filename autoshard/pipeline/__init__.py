@@ -1,1 +1,1 @@
-"""Pipelines: the graph cut in stages, their schedule, and torch's runtime."""
+"""Pipelines: stages, their schedule, their plans, and the module that runs them."""

@@ -12,9 +12,9 @@ from autoshard.capture.joint import JointOutput
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph_rules import Use, Value, uncast
 from autoshard.patterns.strategy import describe
-from autoshard.plan import Collective, Decision
 from autoshard.planner.planning_problem import HideableKind
 from autoshard.planner.strategy_tables import StrategyTables
+from autoshard.plans.sharding_plan import Collective, Decision
 from autoshard.reshard.path import Path, Resharder
 from autoshard.specs.spec import Spec
 

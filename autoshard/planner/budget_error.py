@@ -11,14 +11,14 @@ from torch.distributed.tensor import Replicate
 
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import AutoshardError, BudgetError
-from autoshard.memory.byte_units import format_bytes
 from autoshard.memory.footprint import Memory
 from autoshard.memory.prices import MEMORY_ONLY_STRENGTH, memory_prices, peak_weights
-from autoshard.plan_rows import memory_parts
 from autoshard.planner.planning_problem import Constraints
+from autoshard.plans.plan_rows import memory_parts
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_placeable
 from autoshard.specs.spec import Spec
+from autoshard.units import format_bytes
 
 if TYPE_CHECKING:
     from autoshard.planner.planner import Planner

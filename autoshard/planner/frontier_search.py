@@ -16,12 +16,12 @@ from autoshard.errors import BudgetError, PlanError
 from autoshard.memory.largest_parameters import names_by_size
 from autoshard.memory.prices import peak_weights
 from autoshard.patterns.decisions import Decisions
-from autoshard.plan import ShardingPlan
 from autoshard.planner.budget_search import forceable_parameters
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.recombine import recombine_plans
+from autoshard.plans.sharding_plan import ShardingPlan
 
 _ROUNDS = 8  # plans made where memory alone has a price
 _MEMORY_ONLY_PRICE = 1e3  # all the memory of a plan, in costs of a step, where memory alone counts

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoshard.cluster.cost import GRADIENT_BUCKET_BYTES
 from autoshard.errors import PlanError
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.account import StepAccount
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planning_problem import OverlapDiscount
+from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
 if TYPE_CHECKING:
     from autoshard.planner.planner import Planner

@@ -23,7 +23,6 @@ from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.patterns.ops.unknown import batch_advice
-from autoshard.plan import ShardingPlan
 from autoshard.planner.account import StepAccount
 from autoshard.planner.allocations import allocations
 from autoshard.planner.budget_search import BudgetSearch
@@ -40,9 +39,10 @@ from autoshard.planner.solve_request import BlockSolution, SolveRequest
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_problem
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.planner.tiling import Layer, Tiling, layers_of
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.program.program_replay import KernelPrices
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.reshard.path import Resharder
-from autoshard.simulate.program import KernelPrices
 from autoshard.solver.eliminate import WidthError
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__

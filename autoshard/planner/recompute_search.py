@@ -9,10 +9,10 @@ from collections.abc import Collection
 from autoshard.capture.recomputation import Recomputable, recomputable, recompute_layers
 from autoshard.errors import BudgetError
 from autoshard.patterns.graph_rules import value_of
-from autoshard.plan import ShardingPlan
 from autoshard.planner.budget_error import ShortfallError
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.layout import local_shape
 
 _MAX_BISECTIONS = 3  # numbers of layers that are tried between none and all

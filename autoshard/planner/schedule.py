@@ -8,8 +8,8 @@ from torch import fx
 
 from autoshard.planner.shape_program import ShapeProgram
 from autoshard.planner.strategy_tables import StrategyTables
+from autoshard.program.program_replay import KernelPrices, operations
 from autoshard.simulate.events import Timeline, replay
-from autoshard.simulate.program import KernelPrices, operations
 
 
 class OperatorPrices(KernelPrices):

@@ -18,15 +18,15 @@ from torch import fx
 from autoshard.capture import outside_modes
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph_rules import Value, uncast
-from autoshard.patterns.local import collectives
 from autoshard.patterns.variants import resolve_variant
 from autoshard.planner.recordings import LocalPrograms
+from autoshard.program.kernels import COLLECTIVE_KINDS
 from autoshard.reshard.bucket import bucket_reductions
 from autoshard.reshard.collective_schedule import schedule
 from autoshard.reshard.deferred_reductions import DeferredReduction, PendingReductions, take_reductions
 from autoshard.reshard.gathers import propagate_layers
 from autoshard.reshard.path import Resharder, Step
-from autoshard.simulate.kernels import COLLECTIVE_KINDS
+from autoshard.specs.emitter import collectives
 from autoshard.specs.layout import local_shape
 
 _WAIT = collectives.wait_tensor.default

@@ -13,7 +13,7 @@ from autoshard.patterns.decisions import Flow
 from autoshard.patterns.variants import offered_factors
 from autoshard.planner.schedule import OperatorPrices
 from autoshard.planner.strategy_tables import StrategyTables
-from autoshard.simulate.program import KernelPrices
+from autoshard.program.program_replay import KernelPrices
 from autoshard.specs.shared_axis import SharedAxis
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.cluster.cost import GRADIENT_BUCKET_BYTES
-from autoshard.patterns.local import collectives
 from autoshard.size import plain
+from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES, collectives
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from collections import deque
 import torch
 from torch import fx
 
-from autoshard.patterns.local import collectives
 from autoshard.reshard.gathers import gather_ahead, join_gathers, move_before, waits_of
+from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten
 

@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import fx
 
-from autoshard.patterns.local import collectives
 from autoshard.reshard.bucket import bucket_reductions, is_border
 from autoshard.reshard.collective_schedule import schedule
+from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten
 

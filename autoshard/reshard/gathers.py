@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.layers import PREPARATIONS
-from autoshard.patterns.local import collectives
+from autoshard.specs.emitter import collectives
 
 _WAIT = collectives.wait_tensor.default
 _GATHER = collectives.all_gather_into_tensor.default

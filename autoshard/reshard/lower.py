@@ -9,10 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from autoshard.patterns.local import Emitter, all_reduce, collectives
 from autoshard.reshard.lower_shares import cut_share, gather_shares, shared_axis
 from autoshard.reshard.path import Path, Step
 from autoshard.reshard.states import state_of
+from autoshard.specs.emitter import Emitter, all_reduce, collectives
 from autoshard.specs.layout import local_shape
 from autoshard.specs.spec import Spec
 

@@ -7,8 +7,7 @@ from typing import Any
 import sympy
 import torch
 
-from autoshard.patterns.local import Emitter, collectives
-from autoshard.patterns.unequal_shares import EmitterWithShares
+from autoshard.specs.emitter import Emitter, EmitterWithShares, collectives
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.partition.shards import gather_full_tensor
+from autoshard.runtime.shards import gather_full_tensor
 from autoshard.selfcheck.models import Inputs, Model, make_seeded
 from autoshard.selfcheck.outcome import CheckOutcome
 from autoshard.selfcheck.processes import Processes

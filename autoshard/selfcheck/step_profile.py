@@ -14,14 +14,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import autoshard
-from autoshard.memory.byte_units import format_bytes
-from autoshard.plan_rows import format_seconds
 from autoshard.selfcheck import models
 from autoshard.selfcheck.against_one_device import copy_model_to
 from autoshard.selfcheck.models import Inputs, Model, make_seeded
 from autoshard.selfcheck.outcome import CheckOutcome
 from autoshard.selfcheck.processes import Processes
 from autoshard.selfcheck.self_checks import SelfCheck
+from autoshard.units import format_bytes, format_seconds
 
 SLOW = 1.5
 """Measured over predicted seconds from which on a step is slow."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 # Placement of a factor that is not the major one of its dim: no public name yet.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = ["StridedShard"]
+__all__ = ["StridedShard", "collectives"]
+
+collectives = torch.ops._c10d_functional
+"""Collectives as operators on tensors, which a graph can hold."""

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autoshard
 from autoshard.cluster.cluster import Cluster
-from autoshard.pipeline.simulation import simulate
-from autoshard.pipeline.tasks import step_task_graph
-from autoshard.pipelined.pipeline_plan import PipelinePlan
-from autoshard.plan import ShardingPlan
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.pipeline.schedule.simulation import simulate
+from autoshard.pipeline.schedule.tasks import step_task_graph
+from autoshard.plans.sharding_plan import ShardingPlan
 
 
 def free(example: Example, mesh: Mapping[str, int], cluster: Cluster, **options: Any) -> ShardingPlan:

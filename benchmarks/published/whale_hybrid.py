@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import autoshard
-from autoshard.plan import ShardingPlan
+from autoshard.plans.sharding_plan import ShardingPlan
 from published.clusters import WHALE, mesh_of
 from published.models import image_classifier
 from published.part import Part, Row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoshard.pipelined.pipeline_plan import PipelinePlan
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from published.clusters import PER_HOST, WHALE
 from published.models import bert
 from published.part import Part, Row

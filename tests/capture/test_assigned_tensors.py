@@ -15,7 +15,7 @@ from autoshard.capture.mutations import Mutations
 from autoshard.capture.reachable import Reachable
 from autoshard.errors import CaptureError
 from tests.capture.interpret import run_joint
-from tests.partition.meshes import simulated_mesh
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks, relative_difference
 
 

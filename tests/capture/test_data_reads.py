@@ -19,7 +19,7 @@ from autoshard.capture.joint import capture
 from autoshard.errors import CaptureError, InputError
 from tests.capture.data_read_models import MODELS
 from tests.float64 import Float64Mode
-from tests.partition.meshes import simulated_mesh
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks, loss_of, outputs_of, relative_difference
 
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -54,7 +54,7 @@ class Replacement:
     """Stands in for the object that autoshard puts in the place of a module's forward."""
 
     def __init__(self, forward_before: Callable[..., Any]) -> None:
-        self.__module__ = "autoshard.partition.module_runtime"
+        self.__module__ = "autoshard.runtime.module_runtime"
         self.forward_before = forward_before
         self.lock = threading.Lock()  # would refuse to be copied
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from autoshard.capture.flat_modules import is_flat
 from autoshard.capture.joint import JointGraph, capture
-from autoshard.pipeline.forward_export import export_forward
-from autoshard.pipeline.stage_modules import cut
+from autoshard.pipeline.graph.forward_export import export_forward
+from autoshard.pipeline.graph.stage_modules import cut
 from tests import models
 
 

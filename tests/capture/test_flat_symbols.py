@@ -16,9 +16,9 @@ from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.flat_symbols import with_symbols
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.errors import CaptureError
-from autoshard.pipeline.forward_export import export_forward
-from autoshard.pipeline.microbatch import batch_sizes
-from autoshard.pipeline.stage_modules import cut
+from autoshard.pipeline.graph.forward_export import export_forward
+from autoshard.pipeline.graph.microbatch import batch_sizes
+from autoshard.pipeline.graph.stage_modules import cut
 from autoshard.size import DynamicSize, Ratio, evaluate, symbol
 from tests import models
 

@@ -17,7 +17,7 @@ from autoshard.errors import CaptureError
 from tests import models
 from tests.capture.interpret import run_joint
 from tests.float64 import Float64Mode, default_float64
-from tests.partition.meshes import simulated_mesh
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
 LENGTH, HEADS = 12, 4

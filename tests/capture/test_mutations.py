@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.errors import CaptureError
-from tests.partition.meshes import simulated_mesh
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks
 
 

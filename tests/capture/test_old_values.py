@@ -11,7 +11,7 @@ from torch import nn
 import autoshard
 from autoshard.capture.joint import capture
 from tests.capture.interpret import run_joint
-from tests.partition.meshes import simulated_mesh
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.errors import CaptureError
-from tests.partition.meshes import simulated_mesh
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks
 
 X = torch.randn(4, 8, dtype=torch.float64)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.cluster import Cluster, CostModel, Device, Link
-from autoshard.cluster.cost import GRADIENT_BUCKET_BYTES
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
 LATENCY, BANDWIDTH = 1.0, 100.0  # of the links inside a host
 KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "shift", "slice", "make_partial", "copy")

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from autoshard.cluster import Cluster, CostModel
-from autoshard.cluster.cost import GRADIENT_BUCKET_BYTES
 from autoshard.cluster.curve import Curve
 from autoshard.cluster.measurements import Grouping, Measurements
 from autoshard.cluster.operator_curves import BYTES, FLOPS, INTENSITY
 from autoshard.errors import MeshError
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
 LINE = Curve((256.0, 512.0), (1.0, 1.5))
 NEAR, FAR = Grouping(2, 1), Grouping(2, 2)

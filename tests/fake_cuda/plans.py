@@ -14,10 +14,10 @@ import autoshard
 from autoshard import PipelinePlan
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.patterns.decisions import Decisions
-from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner, Settings
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver.solve import solve
 from autoshard.specs.axes import MeshShape
 from tests.fake_cuda.cases import Case, build, cases, pipelines

@@ -32,10 +32,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard.partition.module_runtime import RUNTIME
-from autoshard.partition.step import LocalProgram
-from autoshard.pipelined.pipeline_devices import forward_fingerprint
-from autoshard.pipelined.runtime import StageCall
+from autoshard.pipeline.plan.pipeline_devices import forward_fingerprint
+from autoshard.pipeline.run.stage_runtime import StageCall
+from autoshard.runtime.module_runtime import RUNTIME
+from autoshard.runtime.step import LocalProgram
 from tests.fake_cuda.attention import prefer_kernels
 from tests.fake_cuda.cases import KERNELS, WORLD, Case, build, cases, pipelines, wait_for
 from tests.kernels.choice import MATH

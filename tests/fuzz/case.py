@@ -24,15 +24,15 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.errors import AutoshardError, BudgetError, RuleError
-from autoshard.partition.shards import distribute, local_of
-from autoshard.plan import ShardingPlan
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.shards import distribute, local_of
 from autoshard.specs import Spec
 from autoshard.specs.axes import MeshShape
 from tests.float64 import default_float64
 from tests.fuzz.model import Model, RandomModel, inputs_of, loss_of, tensors_of
-from tests.partition.meshes import simulated_mesh
 from tests.precision import BFLOAT16, BFLOAT16_ROUNDING, CastModule
 from tests.random_plans import random_plan
+from tests.runtime.meshes import simulated_mesh
 from tests.training import fast_links, held_by_ranks, relative_difference
 from tests.workers import Workers
 

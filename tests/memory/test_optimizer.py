@@ -12,7 +12,7 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from autoshard.errors import PlanError
 from autoshard.memory import OptimizerMemory, optimizer_memory
-from autoshard.partition.shards import distribute
+from autoshard.runtime.shards import distribute
 from autoshard.specs.spec import Spec
 from tests.memory_tracker import Tracker, first_rank
 

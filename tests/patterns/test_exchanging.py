@@ -4,10 +4,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoshard.patterns.exchanging import define, program_of
-from autoshard.patterns.local import collectives
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import per_rank, simulated_mesh
+from autoshard.specs.emitter import collectives
+from tests.runtime.meshes import per_rank, simulated_mesh
 
 
 def _program(x, times, *, group, collective):

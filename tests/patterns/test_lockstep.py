@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.patterns.local import all_reduce, collectives
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.emitter import all_reduce, collectives
 
 aten = torch.ops.aten
 MESH = MeshShape.of({"x": 2, "y": 3})

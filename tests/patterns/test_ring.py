@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard.patterns.local import collectives
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.ring import lower_shifts, shift, shift_axes, split_sizes
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import per_rank, simulated_mesh
+from autoshard.specs.emitter import collectives
+from tests.runtime.meshes import per_rank, simulated_mesh
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 3), (3, 2), (2, 2, 2)])

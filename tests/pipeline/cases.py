@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.pipeline.actions import Action
-from autoshard.pipeline.costs import StageCosts
-from autoshard.pipeline.schedules import SCHEDULES
+from autoshard.pipeline.schedule.actions import Action
+from autoshard.pipeline.schedule.costs import StageCosts
+from autoshard.pipeline.schedule.schedules import SCHEDULES
 
 
 def sizes(ranks: tuple[int, ...], virtual: tuple[int, ...], microbatches: tuple[int, ...]) -> list[Any]:

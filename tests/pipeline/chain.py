@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from autoshard.pipeline.forward_export import ExportedModule
-from autoshard.pipeline.stage_modules import StageModule
+from autoshard.pipeline.graph.forward_export import ExportedModule
+from autoshard.pipeline.graph.stage_modules import StageModule
 
 
 class Chain:

@@ -8,8 +8,8 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.pipeline.forward_export import ExportedModule
-from autoshard.pipeline.forward_export import export_forward as _exported
+from autoshard.pipeline.graph.forward_export import ExportedModule
+from autoshard.pipeline.graph.forward_export import export_forward as _exported
 from autoshard.specs.axes import MeshShape
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
-from autoshard.pipeline.stage_graph import StageGraph, StageNode, StageValue
-from autoshard.pipeline.stage_problem import Assignment, StageDevice, StageProblem
+from autoshard.pipeline.assign.stage_problem import Assignment, StageDevice, StageProblem
+from autoshard.pipeline.graph.stage_graph import StageGraph, StageNode, StageValue
 
 
 def node(place: int, seconds: float, saved: int = 0, at_rest: Sequence[str] = ()) -> StageNode:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.actions import Action, Schedule
+from autoshard.pipeline.schedule.actions import Action, Schedule
 from tests.pipeline.cases import parse_orders
 
 

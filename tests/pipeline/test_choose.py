@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import BudgetError, PipelineError
-from autoshard.pipeline.choose import ScheduleChoice, choose
-from autoshard.pipeline.costs import StageCosts
-from autoshard.pipeline.schedules import SCHEDULES, schedule
-from autoshard.pipeline.simulation import simulate
-from autoshard.pipeline.tasks import step_task_graph
+from autoshard.pipeline.schedule.choose import ScheduleChoice, choose
+from autoshard.pipeline.schedule.costs import StageCosts
+from autoshard.pipeline.schedule.schedules import SCHEDULES, schedule
+from autoshard.pipeline.schedule.simulation import simulate
+from autoshard.pipeline.schedule.tasks import step_task_graph
 
 RANKS = 3
 BYTES = [name for name in StageCosts.__dataclass_fields__ if name.endswith("_bytes")]

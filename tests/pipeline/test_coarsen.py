@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.pipeline.coarsen import coarsen
-from autoshard.pipeline.stage_graph import StageGraph, StageNode, StageValue
-from autoshard.pipeline.stage_problem import Assignment, StageDevice, StageProblem
+from autoshard.pipeline.assign.stage_problem import Assignment, StageDevice, StageProblem
+from autoshard.pipeline.graph.coarsen import coarsen
+from autoshard.pipeline.graph.stage_graph import StageGraph, StageNode, StageValue
 from tests.pipeline.random_graphs import assignments, chain, graphs, node
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.pipeline.components import components
+from autoshard.pipeline.graph.components import components
 
 
 @given(st.integers(1, 8), st.data())

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.actions import ActionKind
-from autoshard.pipeline.costs import StageCosts, rest_bytes
+from autoshard.pipeline.schedule.actions import ActionKind
+from autoshard.pipeline.schedule.costs import StageCosts, rest_bytes
 
 
 @pytest.mark.parametrize("amount", [-1.0, float("nan"), float("inf")])

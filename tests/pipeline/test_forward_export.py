@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import CaptureError
-from autoshard.pipeline.forward_export import ExportedModule, export_forward
+from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
 from tests import models
 
 

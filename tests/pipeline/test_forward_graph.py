@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autoshard.memory.optimizer import optimizer_memory
-from autoshard.pipeline.stage_graph import StageGraph, StageNode, StageValue
+from autoshard.pipeline.graph.stage_graph import StageGraph, StageNode, StageValue
 from tests.models.basic import mlp
 from tests.pipeline.exporting import cost_model, export_forward
 

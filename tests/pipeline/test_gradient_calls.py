@@ -6,9 +6,9 @@ import pytest
 
 from autoshard.capture import capture
 from autoshard.errors import CaptureError
-from autoshard.pipeline.forward_export import export_forward
-from autoshard.pipeline.stage_graph import StageGraph
-from autoshard.pipeline.stage_modules import cut
+from autoshard.pipeline.graph.forward_export import export_forward
+from autoshard.pipeline.graph.stage_graph import StageGraph
+from autoshard.pipeline.graph.stage_modules import cut
 from tests.models.gradients import BETWEEN, gradients
 from tests.pipeline.chain import balance_stages
 from tests.pipeline.exporting import cost_model

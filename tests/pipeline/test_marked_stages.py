@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from autoshard.errors import BudgetError, HintError
-from autoshard.pipeline.marked_stages import marked_stages
-from autoshard.pipeline.stage_graph import StageGraph, StageValue
-from autoshard.pipeline.stages import StageDevice
+from autoshard.pipeline.assign.stages import StageDevice
+from autoshard.pipeline.graph.marked_stages import marked_stages
+from autoshard.pipeline.graph.stage_graph import StageGraph, StageValue
 from tests.pipeline.random_graphs import chain, node
 
 TWO = [StageDevice(1.0)] * 2

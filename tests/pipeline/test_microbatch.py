@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import InputError
-from autoshard.pipeline.microbatch import microbatches
+from autoshard.pipeline.graph.microbatch import microbatches
 
 
 class _Model(nn.Module):

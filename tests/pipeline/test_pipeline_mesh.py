@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.pipeline.pipeline_mesh import ALONE, PipelineMesh
+from autoshard.pipeline.assign.pipeline_mesh import ALONE, PipelineMesh
 from autoshard.specs.axes import MeshShape
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from autoshard.cluster import Cluster
 from autoshard.errors import MeshError, PipelineError
-from autoshard.pipeline.pipeline_mesh import PipelineMesh
-from autoshard.pipeline.placement import place_stages, sort_by_memory, stage_devices
-from autoshard.pipeline.stages import assign_stages
+from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
+from autoshard.pipeline.assign.placement import place_stages, sort_by_memory, stage_devices
+from autoshard.pipeline.assign.stages import assign_stages
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.random_graphs import chain
 

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.pipeline.costs import StageCosts
-from autoshard.pipeline.schedule_bounds import least_bytes, least_seconds
-from autoshard.pipeline.schedules import SCHEDULES, placement, schedule
-from autoshard.pipeline.simulation import simulate
-from autoshard.pipeline.tasks import step_task_graph
+from autoshard.pipeline.schedule.costs import StageCosts
+from autoshard.pipeline.schedule.schedule_bounds import least_bytes, least_seconds
+from autoshard.pipeline.schedule.schedules import SCHEDULES, placement, schedule
+from autoshard.pipeline.schedule.simulation import simulate
+from autoshard.pipeline.schedule.tasks import step_task_graph
 from tests.pipeline.cases import equal_stages, sizes
 
 SOME = sizes((1, 2, 3), (1, 2, 3), (3, 4, 6))

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.actions import Action, ActionKind, Schedule
-from autoshard.pipeline.schedule_messages import runtime_actions
-from autoshard.pipeline.schedules import schedule
+from autoshard.pipeline.schedule.actions import Action, ActionKind, Schedule
+from autoshard.pipeline.schedule.schedule_messages import runtime_actions
+from autoshard.pipeline.schedule.schedules import schedule
 from tests.pipeline._torch import with_messages
 from tests.pipeline.cases import parse_orders, sizes
 

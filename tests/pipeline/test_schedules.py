@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.actions import Schedule, to_csv
-from autoshard.pipeline.schedule_messages import runtime_actions
-from autoshard.pipeline.schedules import SCHEDULES, schedule
+from autoshard.pipeline.schedule.actions import Schedule, to_csv
+from autoshard.pipeline.schedule.schedule_messages import runtime_actions
+from autoshard.pipeline.schedule.schedules import SCHEDULES, schedule
 from tests.pipeline._torch import run_csv_schedule, run_schedule
 from tests.pipeline.cases import sizes
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.pipeline.costs import StageCosts
-from autoshard.pipeline.schedules import schedule
-from autoshard.pipeline.simulation import Simulation, simulate
-from autoshard.pipeline.tasks import step_task_graph
+from autoshard.pipeline.schedule.costs import StageCosts
+from autoshard.pipeline.schedule.schedules import schedule
+from autoshard.pipeline.schedule.simulation import Simulation, simulate
+from autoshard.pipeline.schedule.tasks import step_task_graph
 from autoshard.simulate.events import COMPUTE
 from tests.pipeline.cases import equal_stages, sizes
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import fx
 
-from autoshard.pipeline.coarsen import coarsen
-from autoshard.pipeline.forward_export import ExportedModule
-from autoshard.pipeline.stage_graph import StageGraph
-from autoshard.pipeline.stages import StageDevice, Stages, assign_stages
+from autoshard.pipeline.assign.stages import StageDevice, Stages, assign_stages
+from autoshard.pipeline.graph.coarsen import coarsen
+from autoshard.pipeline.graph.forward_export import ExportedModule
+from autoshard.pipeline.graph.stage_graph import StageGraph
 from tests.models import ZOO, Gpt
 from tests.pipeline.exporting import cost_model, export_forward
 

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.composites import attend
 from autoshard.capture.joint import capture
 from autoshard.errors import CaptureError, PlanError
-from autoshard.pipeline.forward_export import ExportedModule, export_forward
-from autoshard.pipeline.stage_modules import cut
+from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
+from autoshard.pipeline.graph.stage_modules import cut
 from tests import models
 from tests.pipeline.chain import Chain, balance_stages, settle_stages
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.partition.shards import gather_full_tensor
-from autoshard.pipeline.forward_export import export_forward
-from autoshard.pipeline.stage_modules import cut
+from autoshard.pipeline.graph.forward_export import export_forward
+from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.runtime.shards import gather_full_tensor
 from tests import models
 from tests.float64 import Float64Mode, default_float64
-from tests.partition.meshes import per_rank, simulated_mesh
 from tests.pipeline.chain import Chain, balance_stages
+from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import fast_links
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}

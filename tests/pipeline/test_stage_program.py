@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 
-from autoshard.pipeline.stage_bounds import stage_bounds
-from autoshard.pipeline.stage_order import balance_order, cut_order, is_linear
-from autoshard.pipeline.stage_problem import Assignment, StageDevice, StageProblem
-from autoshard.pipeline.stage_program import StageProgram
+from autoshard.pipeline.assign.stage_bounds import stage_bounds
+from autoshard.pipeline.assign.stage_order import balance_order, cut_order, is_linear
+from autoshard.pipeline.assign.stage_problem import Assignment, StageDevice, StageProblem
+from autoshard.pipeline.assign.stage_program import StageProgram
 from tests.pipeline.random_graphs import (
     assignments,
     chain,

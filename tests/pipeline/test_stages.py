@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 
 from autoshard.errors import BudgetError, PlanError
-from autoshard.pipeline.stage_graph import StageGraph, StageValue
-from autoshard.pipeline.stage_problem import StageProblem
-from autoshard.pipeline.stages import StageDevice, assign_stages
+from autoshard.pipeline.assign.stage_problem import StageProblem
+from autoshard.pipeline.assign.stages import StageDevice, assign_stages
+from autoshard.pipeline.graph.stage_graph import StageGraph, StageValue
 from tests.pipeline.random_graphs import chain, graphs, node, problems, smallest_objective
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.schedules import schedule
-from autoshard.pipeline.tasks import StepTaskGraph, step_task_graph
+from autoshard.pipeline.schedule.schedules import schedule
+from autoshard.pipeline.schedule.tasks import StepTaskGraph, step_task_graph
 from tests.pipeline.cases import equal_stages
 
 

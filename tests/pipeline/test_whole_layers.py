@@ -10,9 +10,9 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.pipeline.forward_export import export_forward
-from autoshard.pipeline.stage_graph import StageGraph
-from autoshard.pipeline.stages import StageDevice, assign_layers
+from autoshard.pipeline.assign.stages import StageDevice, assign_layers
+from autoshard.pipeline.graph.forward_export import export_forward
+from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.random_graphs import chain
 

@@ -14,16 +14,16 @@ from torch import fx
 
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster, Link
-from autoshard.partition._torch import split_joint
-from autoshard.partition.localize import Localizer, LocalStep
 from autoshard.patterns.decisions import Decisions, Flow
-from autoshard.patterns.local import collectives
-from autoshard.plan import ShardingPlan
 from autoshard.planner.account import StepAccount
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner, Settings
 from autoshard.planner.planning_problem import Constraints, OverlapDiscount
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.program.localize import Localizer, LocalStep
+from autoshard.runtime._torch import split_joint
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.emitter import collectives
 from autoshard.specs.spec import Spec
 from tests import models
 from tests.training import fast_links

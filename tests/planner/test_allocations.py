@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 import autoshard
 from autoshard.planner.allocations import allocations
 from tests import models
-from tests.partition.meshes import per_rank, simulated_mesh
 from tests.planner.steps import flow_of, joint_graph, plan_of, planner_of
+from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import fast_links
 
 

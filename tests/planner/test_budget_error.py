@@ -8,9 +8,9 @@ import pytest
 from torch.distributed.tensor import Shard
 
 from autoshard.errors import BudgetError
-from autoshard.memory.byte_units import parse_bytes
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.recompute_search import plan_with_recompute
+from autoshard.units import parse_bytes
 from tests.planner.steps import joint_graph, planner_of
 
 

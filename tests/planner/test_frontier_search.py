@@ -12,9 +12,9 @@ import pytest
 from autoshard.capture.joint import JointGraph
 from autoshard.errors import BudgetError
 from autoshard.patterns.decisions import Decisions
-from autoshard.plan import ShardingPlan
 from autoshard.planner.frontier_search import FrontierSearch
 from autoshard.planner.planning_problem import Constraints
+from autoshard.plans.sharding_plan import ShardingPlan
 from tests.planner.steps import joint_graph, links, plan_of, planner_of
 
 SLOW = links(bandwidth=2e9, latency=1e-6)

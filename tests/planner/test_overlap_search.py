@@ -10,13 +10,13 @@ import torch
 from torch.distributed.tensor import Shard
 
 from autoshard.cluster.cluster import CONTENTION
-from autoshard.cluster.cost import GRADIENT_BUCKET_BYTES
 from autoshard.planner.account import StepAccount
 from autoshard.planner.overlap_search import OverlapSearch, _compute_before
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints, HideableKind, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.solver import solve
+from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 from tests.planner.steps import every_parameter, joint_graph, links, plan_of, planner_of
 
 

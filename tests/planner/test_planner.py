@@ -18,10 +18,10 @@ from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError, HintError
 from autoshard.patterns.decisions import Decisions
-from autoshard.plan import ShardingPlan
 from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.planner import METHODS, Planner, Settings
 from autoshard.planner.planning_problem import Constraints
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec, shard_placement
 from tests import models

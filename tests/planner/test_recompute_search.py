@@ -14,8 +14,8 @@ from autoshard.capture.joint import JointGraph, capture
 from autoshard.capture.recomputation import recompute_layers
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError, PlanError
-from autoshard.plan import ShardingPlan
 from autoshard.planner.recompute_search import plan_with_recompute
+from autoshard.plans.sharding_plan import ShardingPlan
 from tests.planner.steps import collectives_of, halves_of, joint_graph, planned_collectives, planner_of, program_of
 
 NAMES = tuple(f"blocks.{number}" for number in range(4))

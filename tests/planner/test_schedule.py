@@ -14,15 +14,15 @@ from torch.distributed.tensor import Shard
 import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.curve import Curve
-from autoshard.partition.split import split
 from autoshard.patterns.graph_rules import Value
-from autoshard.plan import ShardingPlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.schedule import timeline
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.program.program_replay import KernelPrices, operations
+from autoshard.program.split import split
 from autoshard.simulate.events import Operation, Timeline, replay
-from autoshard.simulate.program import KernelPrices, operations
 from tests.planner.steps import (
     every_parameter,
     flow_of,

@@ -9,11 +9,11 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from autoshard.capture.joint import capture
 from autoshard.planner.planner import Planner
+from autoshard.planner.planning import batch_of
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.shape_program import ShapeProgram
 from autoshard.planner.share_prices import SharePrices
-from autoshard.planning import batch_of
-from autoshard.simulate.kernels import COLLECTIVE_KINDS
+from autoshard.program.kernels import COLLECTIVE_KINDS
 from autoshard.specs.shared_axis import SharedAxis
 from tests.planner.steps import flow_of, links, planner_of
 

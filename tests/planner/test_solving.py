@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from autoshard.plan import ShardingPlan
 from autoshard.planner import solving
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.overlap_search import OverlapSearch
 from autoshard.planner.planner import Planner
+from autoshard.planner.progress_line import progress_text
 from autoshard.planner.search_progress import Progress
 from autoshard.planner.solving import SolveOptions, SolveResult, better_result, solve_problem
-from autoshard.progress import progress_text
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver import Problem, Solution, solve
 from tests.planner.steps import joint_graph, links, planner_of
 from tests.planner.test_tiling import built, stack_planner, tiling_of

@@ -18,8 +18,8 @@ from autoshard.capture.joint import capture
 from autoshard.capture.task_graphs import Primitive, replicate, split
 from autoshard.errors import BudgetError, HintError
 from autoshard.patterns.strategy import WHOLE
-from autoshard.plan import ShardingPlan
 from autoshard.planner.task_graph_restrictions import Restriction, axes_of
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from tests.training import fast_links
 

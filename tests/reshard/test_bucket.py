@@ -16,8 +16,6 @@ from autoshard.planner.planning_problem import Constraints
 from autoshard.reshard.bucket import bucket_reductions
 from autoshard.reshard.collective_schedule import schedule
 from tests import models
-from tests.partition.meshes import per_rank, simulated_mesh
-from tests.partition.programs import locals_of, run_halves, step_on
 from tests.planner.steps import (
     KINDS,
     bytes_of,
@@ -29,6 +27,8 @@ from tests.planner.steps import (
     planner_of,
     program_of,
 )
+from tests.runtime.meshes import per_rank, simulated_mesh
+from tests.runtime.programs import locals_of, run_halves, step_on
 
 _SLOW = links(bandwidth=1e9, latency=1e-9)
 """With a large batch, behind links like these, the plan of the smallest sum of seconds is data parallel."""

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from autoshard.partition.split import split
-from autoshard.patterns.local import collectives
 from autoshard.planner.planning_problem import Constraints
+from autoshard.program.split import split
 from autoshard.reshard.collective_schedule import delay_stages, delay_waits, limit_pending_reductions
+from autoshard.specs.emitter import collectives
 from tests.planner.steps import KINDS, every_parameter, joint_graph, planner_of, program_of
 
 aten = torch.ops.aten

@@ -14,9 +14,9 @@ from autoshard.capture.joint import capture
 from autoshard.planner.planning_problem import Constraints
 from autoshard.reshard.deferred_reductions import DeferredReduction, reduce_with_sums, take_reductions
 from tests import models
-from tests.partition.meshes import per_rank, simulated_mesh
-from tests.partition.programs import locals_of, run_halves, step_on
 from tests.planner.steps import KINDS, every_parameter, halves_of, links
+from tests.runtime.meshes import per_rank, simulated_mesh
+from tests.runtime.programs import locals_of, run_halves, step_on
 
 _SLOW = links(bandwidth=1e9, latency=1e-9)
 """With a large batch, behind links like these, the plan of the smallest sum of seconds is data parallel."""

@@ -12,15 +12,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from autoshard.capture.joint import capture
-from autoshard.partition.split import split
-from autoshard.patterns.local import collectives
 from autoshard.planner.planning_problem import Constraints
+from autoshard.program.split import split
 from autoshard.reshard.collective_schedule import schedule
 from autoshard.reshard.gathers import gather_ahead, join_gathers, propagate_layers, waits_of
+from autoshard.specs.emitter import collectives
 from tests import models
-from tests.partition.meshes import per_rank, simulated_mesh
-from tests.partition.programs import locals_of, run_halves, step_on
 from tests.planner.steps import every_parameter, flow_of, halves_of, joint_graph, planner_of, program_of, regather_all
+from tests.runtime.meshes import per_rank, simulated_mesh
+from tests.runtime.programs import locals_of, run_halves, step_on
 
 aten = torch.ops.aten
 WAIT = collectives.wait_tensor.default

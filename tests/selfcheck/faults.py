@@ -13,10 +13,10 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.capture import attention_operator, describe
-from autoshard.partition import split
-from autoshard.partition.step import Ranks
-from autoshard.patterns.local import collectives
-from autoshard.pipelined.runtime import PipelineRuntime
+from autoshard.pipeline.run.stage_runtime import PipelineRuntime
+from autoshard.program import split
+from autoshard.runtime.step import Ranks
+from autoshard.specs.emitter import collectives
 
 _reachable, _choose, _seed, _train = (
     attention_operator.drop_unreachable_keys,

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.local import LocalCall, collectives
+from autoshard.patterns.local import LocalCall
+from autoshard.specs.emitter import collectives
 
 aten = torch.ops.aten
 

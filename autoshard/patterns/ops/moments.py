@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.local import LocalCall, collectives
+from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import accumulation_dtype, aten, cast, result_dtype
 from autoshard.patterns.ops.reduction import reduced_dims, reduction_rule, sharded_dims
 from autoshard.patterns.padding import is_padded, steps_of_ranks, without_padded_steps
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Exchange, OpCall, Rule
+from autoshard.specs.emitter import collectives
 
 
 def moments_exchange(means: int, dtype: torch.dtype) -> list[Exchange]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.local import LocalCall, all_reduce
+from autoshard.patterns.local import LocalCall
 from autoshard.patterns.rule import Dims, OpCall, Rule, TensorMeta
+from autoshard.specs.emitter import all_reduce
 
 aten = torch.ops.aten
 

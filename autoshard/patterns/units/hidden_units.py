@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autoshard.capture.recurrence import OPERATORS, steps
-from autoshard.patterns._torch import OpOverload, collectives
+from autoshard.patterns._torch import OpOverload
 from autoshard.patterns.exchanging import CollectiveRunner, define
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import shape_of
 from autoshard.patterns.rule import Exchange, OpCall
 from autoshard.patterns.strategy import local_size
+from autoshard.specs.emitter import collectives
 
 
 @dataclass(frozen=True, slots=True)

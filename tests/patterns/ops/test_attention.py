@@ -13,9 +13,9 @@ from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.rule import Rule
 from autoshard.patterns.strategy import result_spec
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
 HEADS = [(6, 6), (6, 3), (12, 2)]

@@ -6,8 +6,8 @@ from torch import nn
 
 import autoshard
 from autoshard.capture.ctc_operator import losses
-from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import assert_sound, normal
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
 TARGETS = torch.arange(36).view(12, 3) % 6 + 1

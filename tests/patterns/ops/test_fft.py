@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import autoshard
-from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import assert_sound, aten, normal
 from tests.precision import BFLOAT16, CastModule
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, held_by_ranks, train
 
 

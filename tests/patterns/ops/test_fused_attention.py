@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import autoshard
-from autoshard.partition.shards import gather_full_tensor
 from autoshard.patterns.registry import call_of, rule_for
-from tests.partition.meshes import per_rank, simulated_mesh
+from autoshard.runtime.shards import gather_full_tensor
 from tests.patterns.ops.named_attention import attention_on_cpu
 from tests.patterns.ops.soundness import assert_sound, aten, normal
+from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import fast_links
 
 FLASH, FLASH_BACKWARD = aten._flash_attention_forward.default, aten._flash_attention_backward.default

@@ -10,8 +10,8 @@ from torch.nn import functional
 import autoshard
 from autoshard.patterns.strategy import result_spec
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks, relative_difference
 
 

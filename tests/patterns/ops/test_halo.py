@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.patterns.ops.halo import window_dim
-from tests.partition.meshes import simulated_mesh
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
 

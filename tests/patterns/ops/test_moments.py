@@ -13,15 +13,16 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.capture.rms_norm import operators
-from autoshard.patterns.local import LocalCall, collectives, emit_local
+from autoshard.patterns.local import LocalCall, emit_local
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.registry import rule_for
 from autoshard.patterns.soundness import shard_unevenly
 from autoshard.patterns.strategy import fits, operand_spec
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import simulated_mesh
+from autoshard.specs.emitter import collectives
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 from tests.patterns.soundness.record import record
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, fast_links, held_by_ranks, relative_difference
 
 X = normal(4, 12, 6)

@@ -6,8 +6,8 @@ from torch import nn
 
 import autoshard
 from autoshard.capture.recurrence import steps
-from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import assert_sound, normal
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
 STEPS, SAMPLES = 3, 4

@@ -18,7 +18,7 @@ from autoshard.patterns.ops.unknown import whole_rule
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.strategy import WHOLE
 from autoshard.specs.axes import MeshShape
-from tests.partition.meshes import simulated_mesh
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
 aten = torch.ops.aten

@@ -11,16 +11,16 @@ import autoshard
 from autoshard.capture.recurrence import steps
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.plan import ShardingPlan
 from autoshard.planner.strategy_tables import StrategyTables
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import shard_placement
 from tests import models
 from tests.float64 import Float64Mode, default_float64
 from tests.models.recurrent import LstmLanguageModel
-from tests.partition.meshes import simulated_mesh
 from tests.patterns.ops.soundness import bound, normal
 from tests.patterns.units.unit_models import build_seeded
+from tests.runtime.meshes import simulated_mesh
 from tests.training import TOLERANCE, build, compare, fast_links, train
 
 GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}

@@ -13,7 +13,7 @@ from transformers.integrations import moe
 
 import autoshard
 from autoshard.cluster.cluster import Cluster
-from autoshard.plan import ShardingPlan
+from autoshard.plans.sharding_plan import ShardingPlan
 from tests.patterns.units import gshard
 from tests.patterns.units.unit_models import build_seeded, plan_of, worst_error
 from tests.training import TOLERANCE

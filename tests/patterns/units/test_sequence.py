@@ -10,17 +10,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.partition.emitter import GraphEmitter
 from autoshard.patterns import soundness
-from autoshard.patterns.local import LocalCall, collectives, emit_local
+from autoshard.patterns.local import LocalCall, emit_local
 from autoshard.patterns.lockstep import Lockstep
 from autoshard.patterns.ring import shift
 from autoshard.patterns.soundness import strategies
 from autoshard.patterns.strategy import describe, operand_spec, result_spec
 from autoshard.patterns.variants import offered_factors
 from autoshard.planner.strategy_tables import StrategyTables
+from autoshard.program.emitter import GraphEmitter
 from autoshard.reshard.collective_schedule import delay_waits
 from autoshard.specs.axes import MeshShape
+from autoshard.specs.emitter import collectives
 from autoshard.specs.tensors import unshard
 from tests.kernels.cuda import cuda_attention
 from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args

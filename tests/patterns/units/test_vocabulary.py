@@ -13,7 +13,7 @@ from torch.nn import functional
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
-from autoshard.plan import ShardingPlan
+from autoshard.plans.sharding_plan import ShardingPlan
 from tests.patterns.units.unit_models import llama, worst_error
 from tests.training import TOLERANCE
 

@@ -18,11 +18,11 @@ from autoshard.capture.joint import capture
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.patterns.strategy import WHOLE, describe, fits
 from autoshard.patterns.variants import offered_factors
-from autoshard.plan import ShardingPlan
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from tests import training
 from tests.float64 import Float64Mode, default_float64
-from tests.partition.meshes import simulated_mesh
+from tests.runtime.meshes import simulated_mesh
 
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
 

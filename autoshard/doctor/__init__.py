@@ -1,0 +1,1 @@
+"""The report on what of a model can be captured and planned."""

@@ -1,0 +1,214 @@
+"""`doctor`: what autoshard makes of a model, before anything is planned."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.capture.capture_errors import advice_for
+from autoshard.capture.containers import leaves_by_path
+from autoshard.capture.fake_module import parameter_faults
+from autoshard.capture.joint import JointGraph, capture
+from autoshard.capture.survey import CallArguments, UncapturableLine, survey
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cost import CostModel
+from autoshard.doctor.doctor_report import CaptureProblem, Operator, Report
+from autoshard.errors import AutoshardError
+from autoshard.patterns.graph_rules import GraphRules
+from autoshard.patterns.ops.unknown import batch_advice
+from autoshard.patterns.registry import is_borrowed, rule_for
+from autoshard.patterns.rule import OpCall
+from autoshard.patterns.variants import WHOLE
+from autoshard.planner.strategy_tables import StrategyTables
+from autoshard.runtime.arguments import check_examples, check_module
+from autoshard.specs.axes import MeshShape
+
+_MESH = MeshShape.of({"any": 2})  # rules are looked up as for any mesh; what is priced is the whole operator
+_LIBRARY = f"{Path(__file__).parent}{os.sep}"
+
+
+def doctor(
+    module: nn.Module,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    cluster: str | Cluster = "h100",
+) -> Report:
+    """Examine a model: everything that would stop its capture, and how each of its operators can be sharded.
+
+    Where the model cannot be captured as a whole, a dry run on fake tensors goes through all lines that ask for the
+    numbers in a tensor, and the submodules that can be captured are examined on their own. Nothing is changed; no
+    device and no process group is needed; the module may be on the meta device.
+
+    Args:
+        module: the model, in training or evaluation as it is to be examined.
+        example_args: positional arguments of a call, tensors of global shape.
+        example_kwargs: keyword arguments of a call.
+        cluster: whose devices predict the seconds: a preset's name, a path of a cluster file, or a `Cluster`.
+
+    Returns:
+        The report. That a model cannot be captured is part of it, not an error.
+
+    Raises:
+        InputError: `module` is no module, or the examples are not a tuple and a mapping.
+    """
+    check_module(module)
+    args, kwargs = check_examples(example_args, example_kwargs)
+    examination = _Examination(StrategyTables(CostModel(Cluster.of(cluster), _MESH)))
+    examination.run(module, (args, kwargs))
+    return examination.report(type(module).__name__)
+
+
+@dataclass(slots=True)
+class _OperatorCalls:
+    """Calls of one operator, counted."""
+
+    count: int = 0
+    seconds: float = 0.0
+    advice: str = ""
+    modules: dict[str, None] = field(default_factory=dict)
+
+
+class _Examination:
+    """Collects what is found of one module."""
+
+    def __init__(self, tables: StrategyTables) -> None:
+        self.tables = tables
+        self.problems: dict[CaptureProblem, None] = {}
+        self.notes: dict[str, None] = {}
+        self.operators: dict[tuple[str, str], _OperatorCalls] = {}
+        self.parts: list[str] = []
+
+    def run(self, module: nn.Module, call: CallArguments) -> None:
+        """Examine the module as a whole; where that fails, line by line and part by part."""
+        self._add(*_parameter_problems(module), *_input_problems(call))
+        failure = None if self.problems else self._examine("", module, call)
+        if self.parts:
+            return
+        self._add(*_copy_problems(module))
+        try:
+            found = survey(module, *call)
+        except AutoshardError:  # of what cannot be copied or has no shape, which is among the problems
+            if failure is not None and not self.problems:
+                self._add(_problem("", failure))
+            return
+        self._add(*map(_line_problem, found.findings))
+        self._examine_children("", module, found.calls)
+        if failure is not None and not self._is_reported(failure):
+            self._add(_problem("", failure))
+
+    def report(self, model: str) -> Report:
+        operators = [
+            Operator(name, source, calls.count, tuple(calls.modules), calls.seconds, calls.advice)
+            for (name, source), calls in self.operators.items()
+        ]
+        operators.sort(key=lambda one: (one.source != "replicated", -one.seconds))
+        cluster = self.tables.cost.cluster.name
+        return Report(model, cluster, tuple(self.problems), tuple(self.notes), tuple(operators), tuple(self.parts))
+
+    def _add(self, *problems: CaptureProblem) -> None:
+        self.problems |= dict.fromkeys(problems)
+
+    def _examine(self, path: str, module: nn.Module, call: CallArguments) -> AutoshardError | None:
+        """Capture one module and take stock of its operators; the error where that fails."""
+        try:
+            with warnings.catch_warnings(record=True) as raised:
+                warnings.simplefilter("always")
+                graph = capture(module, *call, grad=torch.is_grad_enabled())
+            self._count_operators(path, graph)
+        except AutoshardError as error:
+            return error
+        self.notes |= {str(one.message): None for one in raised if one.filename.startswith(_LIBRARY)}
+        self.parts.append(path)
+        return None
+
+    def _examine_children(self, path: str, module: nn.Module, calls: Mapping[str, CallArguments]) -> None:
+        """Capture the children one by one, and the children of those that cannot be captured."""
+        for name, child in module.named_children():
+            inner = f"{path}.{name}" if path else name
+            fits = inner in calls and not any(_input_problems(calls[inner]))
+            failure = self._examine(inner, child, calls[inner]) if fits else None
+            if inner not in self.parts:
+                self._examine_children(inner, child, calls)
+            if failure is not None and not self._is_reported(failure):
+                self._add(_problem(inner, failure))
+
+    def _is_reported(self, failure: AutoshardError) -> bool:
+        """Whether a problem found before is at the line that the error names, or says the same."""
+        text = str(failure)
+        reason = text.partition(" could not be captured as one graph")[2] or text
+        return any(
+            (bool(known.where) and known.where.partition(" (")[2].removesuffix(")") in text)
+            or reason in known.what
+            or known.what.rstrip(".") in text
+            for known in self.problems
+        )
+
+    def _count_operators(self, path: str, graph: JointGraph) -> None:
+        """Count the operators of one graph and price them; seconds are those of one device."""
+        rules = GraphRules(graph, _MESH)
+        for node in rules.operators:
+            call = rules.calls[node]
+            calls = self.operators.setdefault(
+                (str(call.op), _source(call, graph.pin(node) is not None)), _OperatorCalls()
+            )
+            calls.count += 1
+            if str(call.op) in rules.batch_rules:
+                calls.advice = calls.advice or batch_advice(str(call.op), rules.batch_rules[str(call.op)])
+            calls.seconds += self.tables.strategy_seconds(call, rules.rules[node], (WHOLE,))
+            calls.modules[".".join(filter(None, (path, graph.module_path(node))))] = None
+
+
+def _source(call: OpCall, pinned: bool) -> str:
+    """Where the ways to shard a call come from, as `Operator.source` says."""
+    if pinned:
+        return "rule"
+    if rule_for(call) is None:
+        return "replicated"
+    return "borrowed" if is_borrowed(call.op) else "rule"
+
+
+def _parameter_problems(module: nn.Module) -> Iterator[CaptureProblem]:
+    return (CaptureProblem("", "", fault) for fault in parameter_faults(module))
+
+
+def _input_problems(call: CallArguments) -> Iterator[CaptureProblem]:
+    """Arguments of types that no graph can take."""
+    for path, leaf in leaves_by_path(call):
+        if leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str)):
+            continue
+        name = ("example_args", "example_kwargs")[path[0].idx] + pytree.keystr(path[1:])
+        what = f"Unsupported input type: {name} is a {type(leaf).__name__}"
+        yield CaptureProblem("", "", what, advice_for(what) or "")
+
+
+def _copy_problems(module: nn.Module) -> Iterator[CaptureProblem]:
+    """Attributes that `copy.deepcopy` refuses; capture works on a copy without numbers."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name in ("_parameters", "_buffers", "_modules") or (isinstance(value, torch.Tensor) and value.is_leaf):
+                continue
+            try:
+                copy.deepcopy(value, {id(other): other for other in module.modules()})
+            except Exception as error:
+                what = f"the attribute {name} ({type(value).__name__}) cannot be copied: {error}"
+                yield CaptureProblem(
+                    path, "", what, "Keep it out of the module: capture works on a copy without numbers."
+                )
+
+
+def _line_problem(finding: UncapturableLine) -> CaptureProblem:
+    return CaptureProblem(finding.module, finding.where, finding.what, advice_for(finding.what) or "")
+
+
+def _problem(path: str, failure: AutoshardError) -> CaptureProblem:
+    return CaptureProblem(path, "", str(failure))

@@ -1,0 +1,1 @@
+"""Which operators are which stage, and which devices run it."""

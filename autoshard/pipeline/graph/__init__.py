@@ -1,0 +1,1 @@
+"""The forward graph of a model, cut into stages."""

@@ -1,0 +1,245 @@
+"""`exported`: the forward graph of a module, ready to be cut into stages."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard.capture._torch import OpOverload
+from autoshard.capture.attention_operator import attention
+from autoshard.capture.capture_errors import node_line
+from autoshard.capture.dynamic import Dynamic
+from autoshard.capture.effects import Effects
+from autoshard.capture.export import Exported, ExportedInput
+from autoshard.capture.joint import capture_forward
+from autoshard.capture.python_calls import is_effect
+from autoshard.capture.recurrent_cell_operators import gru_cell, lstm_cell
+from autoshard.capture.rms_norm import rms_norm
+from autoshard.capture.simplify import is_random
+from autoshard.capture.task_graphs import TaskGraph, defaults_of, mark_defaults
+from autoshard.errors import CaptureError
+from autoshard.pipeline.graph.gradient_calls import gradient_groups
+
+aten = torch.ops.aten
+
+# What export writes down of a tensor that is cast; on another device than that of the export it would not hold.
+_ASSERTIONS = frozenset({aten._assert_tensor_metadata.default})
+
+# Of a node's meta: where in the model it is, and in which task graph.
+_DRAWLESS = (attention, gru_cell, lstm_cell, rms_norm)
+"""Functions in place of operators that draw no random numbers."""
+
+_PLACE = ("nn_module_stack", "custom")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExportedModule:
+    """A module's forward graph: ATen operators, a placeholder for every parameter, buffer, constant and input tensor.
+
+    Attributes:
+        module: the module, whose parameters and buffers the stages will hold.
+        forward: the graph, what its placeholders and outputs are, and how calls and results flatten to them. Every
+            node has `meta["val"]`, a fake tensor (or several). No operator takes several results of another as one
+            list: what crosses stages are tensors.
+        together: groups of names of nodes that must run on one stage: all that make, read or change a tensor up to its
+            last change in place; of a buffer that is changed, all that read or change it. A group may be of one node.
+        differentiable: names of nodes whose value requires a gradient.
+        random: names of nodes that may draw random numbers.
+    """
+
+    module: nn.Module
+    forward: Exported
+    together: tuple[tuple[str, ...], ...]
+    differentiable: frozenset[str]
+    random: frozenset[str]
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The nodes."""
+        return self.forward.graph_module.graph
+
+    @property
+    def sources(self) -> dict[fx.Node, ExportedInput]:
+        """For every placeholder what it stands for: kind, name, and the numbers of a constant."""
+        return dict(zip(self.graph.find_nodes(op="placeholder"), self.forward.inputs, strict=True))
+
+    @property
+    def operators(self) -> tuple[fx.Node, ...]:
+        """The nodes that a stage has to be found for, in topological order."""
+        return tuple(_operators(self.graph))
+
+
+def export_forward(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    grad: bool = True,
+    task_graphs: Mapping[str, TaskGraph] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    dynamic: Dynamic | None = None,
+) -> ExportedModule:
+    """Export one call of a module for a pipeline. Real weights are neither touched nor copied.
+
+    The graph holds the sizes of this call, and whether the module trains or evaluates. Stages run microbatch by
+    microbatch: pass the tensors of one microbatch (see `microbatches`).
+
+    Args:
+        module: the module; it may be on the meta device.
+        args: positional arguments of a call with one microbatch; real, meta or fake tensors, and plain values.
+        kwargs: keyword arguments of that call.
+        grad: whether gradients will be wanted.
+        task_graphs: what hints say of modules, by their paths: it counts more than their defaults.
+        mp_policy: precisions of parameters, inputs and outputs, as casts in the graph. Every operator that reads a
+            parameter has a cast of its own, so that its stage needs no other's.
+        dynamic: dims of inputs that are dynamic sizes, as `capture` takes them: the graph's arguments are `Size`s then
+            where they depend on these, and `meta["sizes"]` holds such shapes.
+
+    Raises:
+        CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
+        InputError: an argument is of a type that cannot be part of a signature.
+    """
+    forward, effects = capture_forward(module, args, kwargs, grad=grad, dynamic=dynamic, mp_policy=mp_policy)
+    _refuse_reads(forward)
+    _refuse_kept(forward)
+    graph = forward.graph_module.graph
+    for node in [node for node in graph.nodes if node.target in _ASSERTIONS]:
+        graph.erase_node(node)
+    graph.eliminate_dead_code(
+        is_impure_node=lambda node: node.op in ("placeholder", "output") or node in effects.changed or is_effect(node)
+    )
+    together = _inseparable_groups(graph, effects)
+    differentiable = {node.name for node in graph.nodes if node in effects.differentiable}
+    _split_result_lists(graph, differentiable)
+    _split_casts(forward, differentiable)
+    mark_defaults(graph, {**defaults_of(module), **(task_graphs or {})})
+    graph.lint()
+    forward.graph_module.recompile()
+    return ExportedModule(
+        module=module,
+        forward=forward,
+        together=together,
+        differentiable=frozenset(differentiable),
+        random=frozenset(node.name for node in graph.nodes if _may_be_random(node, forward.graph_module)),
+    )
+
+
+def _operators(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def _inseparable_groups(graph: fx.Graph, effects: Effects) -> tuple[tuple[str, ...], ...]:
+    """Groups of nodes between which no stage may end: what they read or make is changed in place, or has a hook."""
+    operators = _operators(graph)
+    touched = {
+        node: effects.memory[node].union(*(effects.memory[source] for source in node.all_input_nodes))
+        for node in operators
+    }
+    held = frozenset[int]().union(*(effects.memory[node] for node in graph.find_nodes(op="placeholder")))
+    groups: list[set[fx.Node]] = []
+    for group in gradient_groups(graph):
+        groups = _merge_group(groups, group)
+    for piece in dict.fromkeys(piece for changed in effects.changed.values() for piece in sorted(changed)):
+        touching = [node for node in operators if piece in touched[node]]
+        if piece not in held:
+            last = max(place for place, node in enumerate(touching) if piece in effects.changed.get(node, ()))
+            touching = touching[: last + 1]
+        groups = _merge_group(groups, {*touching})
+    position = {node: place for place, node in enumerate(operators)}
+    ordered = [sorted(group, key=position.__getitem__) for group in groups]
+    return tuple(tuple(node.name for node in group) for group in sorted(ordered, key=lambda group: position[group[0]]))
+
+
+def _merge_group(groups: list[set[fx.Node]], added: set[fx.Node]) -> list[set[fx.Node]]:
+    """The groups with another one, joined with those that share nodes with it."""
+    joined = added.union(*(group for group in groups if not group.isdisjoint(added)))
+    return [group for group in groups if group.isdisjoint(added)] + [joined]
+
+
+def _split_result_lists(graph: fx.Graph, differentiable: set[str]) -> None:
+    """Let operators that take several results of another as one list take a list of them one by one."""
+    for node in _operators(graph):
+        several = isinstance(node.meta.get("val"), (tuple, list))
+        takers = [user for user in node.users if several and user.op == "call_function" and not is_part(user)]
+        if not takers:
+            continue
+        parts: list[fx.Node] = []
+        for place, value in enumerate(node.meta["val"]):
+            with graph.inserting_after(parts[-1] if parts else node):
+                part = graph.call_function(operator.getitem, (node, place))
+            part.meta = {**node.meta, "val": value}
+            parts.append(part)
+        if node.name in differentiable:
+            differentiable.update(part.name for part in parts if part.meta["val"].is_floating_point())
+        for user in takers:
+            user.args, user.kwargs = _with_parts((user.args, user.kwargs), node, parts)
+
+
+def _split_casts(forward: Exported, differentiable: set[str]) -> None:
+    """Let every operator that takes the cast of a parameter take one of its own."""
+    graph = forward.graph_module.graph
+    for node, source in zip(graph.find_nodes(op="placeholder"), forward.inputs, strict=True):
+        if source.kind != "parameter":
+            continue
+        for cast in [user for user in node.users if is_cast(user)]:
+            for user in [user for user in cast.users if user.op != "output"][1:]:
+                with graph.inserting_before(user):
+                    own = graph.node_copy(cast)
+                own.meta = {**cast.meta, **{key: user.meta[key] for key in _PLACE if key in user.meta}}
+                if cast.name in differentiable:
+                    differentiable.add(own.name)
+                user.replace_input_with(cast, own)
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the node is its operand in another dtype."""
+    return node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}
+
+
+def _with_parts(arguments: Any, whole: fx.Node, parts: list[fx.Node]) -> Any:
+    return fx.map_arg(arguments, lambda one: parts if one is whole else one)
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether the node takes one of several results of an operator: it runs where the operator does."""
+    return node.target is operator.getitem
+
+
+def _may_be_random(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether a node may draw random numbers: functions of our own in place of operators may have dropout in them."""
+    if node.op != "call_function" or is_part(node):
+        return False
+    for source in node.all_input_nodes:
+        region = module.get_submodule(str(source.target)) if source.op == "get_attr" else None
+        if isinstance(region, fx.GraphModule):
+            return any(_may_be_random(inner, region) for inner in region.graph.nodes)
+    return is_random(node) or not (isinstance(node.target, OpOverload) or node.target in _DRAWLESS)
+
+
+def _refuse_kept(forward: Exported) -> None:
+    """`CaptureError` where `forward` leaves tensors in attributes, containers or variables: stages compute parts."""
+    kept = {attribute.name for attribute in forward.result.attributes}
+    for name, node in zip(forward.result.names, forward.outputs, strict=True):
+        if name in kept:
+            changed = (one.line for one in forward.state.mutations if name.startswith(one.path))
+            raise CaptureError(
+                f"{next(changed, '') or node_line(node)} keeps a tensor ({name}), which no pipeline does: one rank "
+                "computes it, one microbatch after another. Return it from forward, or have no pipeline axis."
+            )
+
+
+def _refuse_reads(forward: Exported) -> None:
+    """`CaptureError` where what `forward` does depends on numbers: every call would have to look at them first."""
+    lines = [reading.line for reading in forward.state.conditions.readings]
+    lines += [check.line for check in forward.result.checks]
+    if lines:
+        raise CaptureError(
+            f"{lines[0]} asks for the numbers in a tensor, which no pipeline does: its stages run one program each. "
+            "Take the question out of forward, write the branch as torch.where, or use a mesh without a pipeline axis."
+        )

@@ -1,0 +1,141 @@
+"""What stages that nobody planned may cost, judged by those that were planned: it says which to plan next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from autoshard.pipeline.assign.stages import Stages
+from autoshard.pipeline.graph.stage_graph import StageGraph
+from autoshard.pipeline.plan.planned_stage import Links
+from autoshard.pipeline.schedule.costs import StageCosts
+
+
+@dataclass(frozen=True, slots=True)
+class StageTotals:
+    """What all stages cost together with one microbatch, one device of each; times on devices of speed 1.
+
+    Attributes:
+        forward, backward: seconds.
+        weights: those of them in which backward makes gradients of parameters.
+        saved: bytes that a microbatch keeps.
+        rest: bytes held all the time.
+        working: the most bytes beside these of any stage.
+        application: bytes held during the optimizer's update.
+        sent: what a device sends of what crosses a boundary.
+        reduction: seconds in which gradients are reduced, once per step, on devices of any speed.
+    """
+
+    forward: float
+    backward: float
+    weights: float
+    saved: float
+    rest: float
+    working: float
+    application: float
+    sent: float = 1.0
+    reduction: float = 0.0
+
+    @staticmethod
+    def without_communication(graph: StageGraph, devices: int) -> StageTotals:
+        """Those of the operators of a graph, if a stage's devices shared them without saying a word."""
+        backward = sum(node.backward_seconds for node in graph.nodes) / devices
+        return StageTotals(
+            forward=sum(node.forward_seconds for node in graph.nodes) / devices,
+            backward=backward,
+            weights=backward / 2,  # a product of matrices takes as long for either of its gradients
+            saved=sum(node.saved_bytes for node in graph.nodes) / devices,
+            rest=sum(graph.at_rest.values()) / devices,
+            working=0.0,
+            application=0.0,
+        )
+
+    @staticmethod
+    def of(costs: Sequence[StageCosts], speeds: Sequence[float], crossing: int) -> StageTotals:
+        """Those of planned stages; `crossing` is what crosses all boundaries in whole tensors, in bytes."""
+        return StageTotals(
+            forward=sum(cost.forward_seconds * speed for cost, speed in zip(costs, speeds, strict=True)),
+            backward=sum(cost.backward_seconds * speed for cost, speed in zip(costs, speeds, strict=True)),
+            weights=sum(cost.weight_backward_seconds * speed for cost, speed in zip(costs, speeds, strict=True)),
+            saved=sum(cost.saved_bytes for cost in costs),
+            rest=sum(cost.rest_bytes for cost in costs),
+            working=max(cost.working_bytes for cost in costs),
+            application=sum(cost.application_bytes for cost in costs),
+            sent=sum(cost.forward_bytes for cost in costs) / crossing if crossing else 1.0,
+            reduction=sum(cost.reduction_seconds for cost in costs),
+        )
+
+
+def totals_at(samples: int, known: Mapping[int, StageTotals]) -> StageTotals:
+    """Totals of a microbatch of some samples: on the line through the nearest two that are known, or in proportion.
+
+    What does not grow with the microbatch, such as latencies and gathers of parameters, is where that line starts.
+    """
+    first, *others = sorted(known, key=lambda one: (abs(one - samples), one))
+    near = known[first]
+    if samples == first:
+        return near
+    if not others:
+        grown = samples / first
+        return StageTotals(
+            near.forward * grown,
+            near.backward * grown,
+            near.weights * grown,
+            near.saved * grown,
+            near.rest,
+            near.working * grown,
+            near.application,
+            near.sent,
+            near.reduction,
+        )
+    other = known[others[0]]
+    along = (samples - first) / (others[0] - first)
+    line = {
+        one.name: max(0.0, getattr(near, one.name) + along * (getattr(other, one.name) - getattr(near, one.name)))
+        for one in fields(StageTotals)
+    }
+    return replace(StageTotals(**line), reduction=near.reduction)
+
+
+def estimate_stage_costs(
+    stages: Stages, graph: StageGraph, totals: StageTotals, grown: float, links: Links
+) -> list[StageCosts]:
+    """Costs of stages that were assigned and not planned.
+
+    Args:
+        stages: the assignment.
+        graph: what was assigned.
+        totals: of one microbatch.
+        grown: samples of that microbatch, in times of those that the graph was exported with.
+        links: along the pipeline.
+
+    Returns:
+        For every stage its share of the totals, by its share of the graph's seconds and bytes.
+    """
+    work, kept, rest = graph.seconds, sum(stages.saved), sum(stages.at_rest)
+    costs = []
+    for index, seconds in enumerate(stages.seconds):
+        share = seconds / work if work else 1.0 / len(stages.seconds)
+        weights = min(totals.weights, totals.backward) * share
+        at_rest = stages.at_rest[index] / rest if rest else 0.0
+        saved = stages.saved[index] / kept if kept else 0.0
+        sent = stages.forward_bytes[index] if index + 1 < len(stages.seconds) else 0
+        returned = stages.backward_bytes[index - 1] if index else 0
+        forth, back = (int(amount * grown * totals.sent) for amount in (sent, returned))
+        costs.append(
+            StageCosts(
+                forward_seconds=totals.forward * share,
+                input_backward_seconds=totals.backward * share - weights,
+                weight_backward_seconds=weights,
+                forward_bytes=forth,
+                forward_send_seconds=links.send(forth),
+                backward_bytes=back,
+                backward_send_seconds=links.send(back),
+                rest_bytes=int(totals.rest * at_rest),
+                saved_bytes=int(totals.saved * saved),
+                working_bytes=int(totals.working),
+                reduction_seconds=totals.reduction * at_rest,
+                application_bytes=int(totals.application * at_rest),
+            )
+        )
+    return costs

@@ -1,0 +1,122 @@
+"""Parameters that several stages hold (tied ones): they start equal, and have one gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import PlanError
+from autoshard.pipeline.graph.stage_modules import StageModule
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.shards import local_of, set_parameter
+
+
+def check_same_placements(stages: Sequence[StageModule], plans: Sequence[ShardingPlan]) -> None:
+    """`PlanError` unless the plans of all stages that hold a parameter place it in the same way."""
+    for stage in stages:
+        for name, holders in stage.shared.items():
+            first, own = (plans[index].placements.get(name) for index in (holders[0], stage.index))
+            if first != own:
+                raise PlanError(
+                    f"parameter {name} is held by stages {', '.join(map(str, holders))} (it is tied); the plan of "
+                    f"stage {holders[0]} places it as {first}, that of stage {stage.index} as {own}. They have to "
+                    f"place it alike: pin it in the later stage, with a hint."
+                )
+
+
+def tie(stages: Sequence[StageModule]) -> None:
+    """Let stages of one rank that hold the same parameter hold one object: the first of them has it."""
+    objects: dict[str, nn.Parameter] = {}
+    for stage in stages:
+        for name in stage.shared:
+            kept = objects.setdefault(name, stage.module.get_parameter(name))
+            own = stage.module.get_parameter(name)
+            for alias, parameter in list(stage.module.named_parameters(remove_duplicate=False)):
+                if parameter is own and own is not kept:
+                    set_parameter(stage.module, alias, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _TiedParameter:
+    """A parameter that ranks share: its name, the group of these ranks, and which of them has the first stage."""
+
+    name: str
+    group: dist.ProcessGroup
+    first: int
+
+
+class TiedParameters:
+    """The parameters that a rank holds in common with others along the pipeline axis.
+
+    Args:
+        whole: has the parameters of this rank, by their names.
+        stages: all stages of the model.
+        placement: the rank of every stage.
+        group: the process group along the pipeline axis; groups of some of its ranks are made here, once, in one order
+            on all ranks (Rhino 6.3).
+    """
+
+    def __init__(
+        self, whole: nn.Module, stages: Sequence[StageModule], placement: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        self._whole = whole
+        self._parameters: list[_TiedParameter] = []
+        self._stashed_gradients: list[torch.Tensor | None] = []
+        holders = {name: held for stage in stages for name, held in stage.shared.items()}
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size(group))): group}
+        own = dist.get_rank(group)
+        for name in sorted(holders):
+            ranks = tuple(sorted({placement[stage] for stage in holders[name]}))
+            if len(ranks) == 1:
+                continue
+            if ranks not in groups:
+                # Torch names a group after its ranks and how many groups the process has: all have to have equally
+                # many, or the members of the next one do not meet. Who is not in this one makes one of its own.
+                members = ranks if own in ranks else (own,)
+                everywhere = [dist.get_global_rank(group, rank) for rank in members]
+                groups[ranks] = dist.new_group(everywhere, use_local_synchronization=True)
+            if own in ranks:
+                self._parameters.append(_TiedParameter(name, groups[ranks], ranks.index(placement[holders[name][0]])))
+
+    @property
+    def names_of_earlier_stages(self) -> frozenset[str]:
+        """Names of those whose first stage is another rank's."""
+        return frozenset(one.name for one in self._parameters if dist.get_rank(one.group) != one.first)
+
+    @torch.no_grad()
+    def broadcast_values(self) -> None:
+        """Give all the numbers that the first stage has, in place; what is on the meta device has none yet."""
+        for one in self._parameters:
+            local = _local(self._whole.get_parameter(one.name))
+            if not local.is_meta:
+                dist.broadcast(local, group=one.group, group_src=one.first)
+
+    def stash_gradients(self) -> None:
+        """Before a step: put the gradients of earlier steps aside, so that only new ones are added up."""
+        parameters = [self._whole.get_parameter(one.name) for one in self._parameters]
+        self._stashed_gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """After a step: every rank gets the sum of the gradients of all ranks, beside those of earlier steps."""
+        for one, before in zip(self._parameters, self._stashed_gradients, strict=True):
+            parameter = self._whole.get_parameter(one.name)
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:  # nothing on this rank's stages that leads to the loss reads it
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(_local(parameter.grad), group=one.group)
+            if before is not None:
+                _local(parameter.grad).add_(_local(before))
+        self._stashed_gradients = []
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor

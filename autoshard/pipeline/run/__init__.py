@@ -1,0 +1,1 @@
+"""The module that runs a rank of a pipeline."""

@@ -1,0 +1,161 @@
+"""From what a user asked of a mesh with a pipeline axis to its plan, and to the module that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.errors import InputError, MeshError, PlanError
+from autoshard.names import suggestion
+from autoshard.options import Options
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
+from autoshard.pipeline.run.pipeline_module import PipelineModule, build_pipeline_module
+from autoshard.planner.progress_line import show_progress
+from autoshard.runtime.rank_agreement import check_ranks_agree, from_first_rank
+from autoshard.specs.axes import MeshShape
+
+PIPELINE_AXIS = "pp"
+"""Name of the mesh axis that is a pipeline where nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """What `autoshard.plan` describes of pipelines.
+
+    Attributes:
+        axis: name of the mesh axis along which the stages lie.
+        schedule, microbatches, virtual, batch_dims: as for `plan_pipeline`.
+    """
+
+    axis: str
+    schedule: str = "auto"
+    microbatches: int | str = "auto"
+    virtual: int | str = "auto"
+    batch_dims: Mapping[str, int | None] | None = None
+
+    @staticmethod
+    def of(
+        mesh: MeshShape,
+        axis: str | None,
+        schedule: str,
+        microbatches: int | str,
+        virtual: int | str,
+        batch_dims: Mapping[str, int | None] | None,
+    ) -> PipelineOptions | None:
+        """The options as they are used; None for a mesh without a pipeline.
+
+        Raises:
+            MeshError: no mesh axis has the name `axis`.
+            PlanError: something is said of a pipeline, and there is none.
+        """
+        if axis is None and PIPELINE_AXIS in mesh.names:
+            axis = PIPELINE_AXIS
+        if axis is not None:
+            if axis not in mesh.names:
+                raise MeshError(
+                    f"pipeline_axis={axis!r}: the mesh {mesh} has no such axis. {suggestion(axis, list(mesh.names))}"
+                )
+            return PipelineOptions(axis, schedule, microbatches, virtual, batch_dims)
+        said = {"schedule": schedule, "microbatches": microbatches, "virtual": virtual, "batch_dims": batch_dims}
+        for name, value in said.items():
+            if value not in ("auto", None):
+                raise PlanError(
+                    f"{name}={value!r} is said of a pipeline, and the mesh {mesh} has none: name the axis along which "
+                    f"stages lie {PIPELINE_AXIS!r}, or pass pipeline_axis."
+                )
+        return None
+
+
+def plan_with_options(
+    module: nn.Module,
+    mesh: MeshShape,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wanted: PipelineOptions,
+    options: Options,
+) -> PipelinePlan:
+    """The plan that `plan_pipeline` makes.
+
+    Raises:
+        InputError: there is no example call.
+        AutoshardError: as for `plan_pipeline`.
+    """
+    _check_example(args, kwargs)
+    with show_progress(options.verbose, f"planning of {type(module).__name__} as a pipeline"):
+        return plan_pipeline(
+            module,
+            mesh,
+            args,
+            kwargs,
+            axis=wanted.axis,
+            schedule=wanted.schedule,
+            microbatches=wanted.microbatches,
+            virtual=wanted.virtual,
+            options=options,
+            batch_dims=wanted.batch_dims,
+        )
+
+
+def parallelize_pipeline(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wanted: PipelineOptions,
+    options: Options,
+    *,
+    compile: bool,
+    plan: object = None,
+) -> PipelineModule:
+    """What is left of a module on this rank of a pipeline, by the plan given, or else by the first rank's.
+
+    Raises:
+        InputError: there is no example call.
+        PlanError: `plan` is none of a pipeline.
+        AutoshardError: as for `plan_pipeline` and `pipelined`; nothing was changed then.
+    """
+    check_ranks_agree(
+        device_mesh,
+        {
+            "whether an example call is given": "one" if args or kwargs else "none",
+            "the plan that is given": "none" if plan is None else type(plan).__name__,
+            "the options of the pipeline": str(wanted),
+        },
+        "All ranks call autoshard.parallelize alike.",
+    )
+    _check_example(args, kwargs)
+    if plan is None:
+        mesh = MeshShape.of(device_mesh)
+        text = from_first_rank(
+            device_mesh, lambda: plan_with_options(module, mesh, args, kwargs, wanted, options).to_json()
+        )
+        plan = PipelinePlan.from_json(text)
+    if not isinstance(plan, PipelinePlan) or plan.axis != wanted.axis:
+        raise PlanError(
+            f"the mesh has the pipeline axis {wanted.axis!r}, and the plan is "
+            f"{f'of the pipeline axis {plan.axis!r}' if isinstance(plan, PipelinePlan) else type(plan).__name__}: make "
+            "one for this mesh by autoshard.plan."
+        )
+    return build_pipeline_module(
+        module,
+        device_mesh,
+        args,
+        kwargs,
+        plan=plan,
+        options=options,
+        compile=compile,
+        batch_dims=wanted.batch_dims,
+    )
+
+
+def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if not args and not kwargs:
+        raise InputError(
+            "a pipeline is planned before its first step: pass an example call with a whole batch, by example_args or "
+            "example_kwargs."
+        )

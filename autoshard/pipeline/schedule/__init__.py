@@ -1,0 +1,1 @@
+"""Orders of the actions of a step, and their simulation."""

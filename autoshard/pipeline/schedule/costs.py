@@ -1,0 +1,96 @@
+"""What a stage costs: seconds and bytes, in numbers that no longer know the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.errors import PipelineError
+from autoshard.pipeline.schedule.actions import ActionKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """What one stage costs on its devices; times are of one microbatch, bytes those of one device.
+
+    Attributes:
+        forward_seconds: of the forward pass.
+        input_backward_seconds: of the half of backward that makes gradients of what the stage is given.
+        weight_backward_seconds: of the half that makes gradients of its parameters and adds them to those of the
+            microbatches before. A whole backward takes both.
+        forward_bytes: sent to the next stage.
+        forward_send_seconds: of sending them.
+        backward_bytes: of gradients sent to the stage before.
+        backward_send_seconds: of sending them.
+        rest_bytes: held all the time: parameters, gradients and optimizer state.
+        saved_bytes: kept of one microbatch from its forward to its backward, without what the stage receives.
+        weight_saved_bytes: which of these the half of backward for weights needs (with what the other half adds for
+            it): so much is kept until that has run.
+        working_bytes: held beside these while a computation runs.
+        reduction_seconds: of reducing the stage's gradients over data-parallel ranks, once per step, as far as its last
+            backward does not hide that.
+        application_seconds: of the optimizer's update, once per step.
+        application_bytes: held beside `rest_bytes` during that update.
+    """
+
+    forward_seconds: float
+    input_backward_seconds: float
+    weight_backward_seconds: float
+    forward_bytes: int = 0
+    forward_send_seconds: float = 0.0
+    backward_bytes: int = 0
+    backward_send_seconds: float = 0.0
+    rest_bytes: int = 0
+    saved_bytes: int = 0
+    weight_saved_bytes: int = 0
+    working_bytes: int = 0
+    reduction_seconds: float = 0.0
+    application_seconds: float = 0.0
+    application_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            amount = getattr(self, field.name)
+            if not 0 <= amount < float("inf"):
+                raise PipelineError(f"{field.name} of a stage is {amount}: it has to be a number from 0 up.")
+
+    @property
+    def backward_seconds(self) -> float:
+        """Seconds of a whole backward."""
+        return self.input_backward_seconds + self.weight_backward_seconds
+
+    def seconds(self, kind: ActionKind) -> float:
+        """Seconds of a computation of this kind."""
+        if kind == ActionKind.FORWARD:
+            return self.forward_seconds
+        if kind == ActionKind.INPUT_BACKWARD:
+            return self.input_backward_seconds
+        return self.weight_backward_seconds if kind == ActionKind.WEIGHT_BACKWARD else self.backward_seconds
+
+    def memory_change(self, kind: ActionKind) -> int:
+        """Bytes that are kept more, or less, once a computation of this kind is through."""
+        if kind == ActionKind.FORWARD:
+            return self.saved_bytes
+        if kind == ActionKind.INPUT_BACKWARD:
+            return self.weight_saved_bytes - self.saved_bytes
+        return -self.weight_saved_bytes if kind == ActionKind.WEIGHT_BACKWARD else -self.saved_bytes
+
+
+def rest_bytes(placement: Sequence[int], microbatches: int, costs: Sequence[StageCosts]) -> tuple[int, ...]:
+    """Bytes that every rank holds all the time: those of its stages, and the room for what they receive.
+
+    torch makes a buffer for every microbatch before the first step, one for what a stage receives forward and one for
+    the gradients that it receives.
+
+    Args:
+        placement: the rank of every stage.
+        microbatches: of one step.
+        costs: one per stage.
+    """
+    rest = [0] * (max(placement) + 1)
+    for stage, rank in enumerate(placement):
+        received = costs[stage - 1].forward_bytes if stage > 0 else 0
+        received += costs[stage + 1].backward_bytes if stage < len(placement) - 1 else 0
+        rest[rank] += costs[stage].rest_bytes + microbatches * received
+    return tuple(rest)

@@ -1,0 +1,163 @@
+"""The task graph of a step of a pipeline (Rhino 6.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.errors import PipelineError
+from autoshard.pipeline.schedule.actions import Action, ActionKind, Schedule
+from autoshard.pipeline.schedule.costs import StageCosts, rest_bytes
+from autoshard.pipeline.schedule.schedule_messages import Product, issue, product, required_products
+from autoshard.simulate.events import COMPUTE
+from autoshard.simulate.task_events import Task
+
+LINK = "link"
+"""The stream of what two ranks send each other."""
+REDUCTION = "reduction"
+"""The stream of a rank's reductions of gradients over data-parallel ranks."""
+
+KIND_NAMES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_BACKWARD: "input backward",
+    ActionKind.WEIGHT_BACKWARD: "weight backward",
+    ActionKind.SEND_FORWARD: "send forward",
+    ActionKind.SEND_BACKWARD: "send backward",
+    ActionKind.REDUCE: "reduction",
+}
+"""The kinds of tasks, beside "application"."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTaskGraph:
+    """The tasks of one step on all ranks.
+
+    Attributes:
+        schedule: that they follow.
+        tasks: computations, messages, reductions and applications; each needs only earlier ones.
+        rest: bytes that every rank holds all the time, received messages included.
+    """
+
+    schedule: Schedule
+    tasks: tuple[Task, ...]
+    rest: tuple[int, ...]
+
+
+def step_task_graph(schedule: Schedule, costs: Sequence[StageCosts]) -> StepTaskGraph:
+    """The tasks of a step (Rhino 6.1): computations, messages, reductions of gradients, applications.
+
+    Every rank computes in its schedule's order. What two ranks send each other goes over one link, in one order, as
+    messages of one communicator do; a message leaves when what it carries is computed, what its receiver had to compute
+    before it asked for it is through, and the link is free. Gradients of a stage are reduced once its last microbatch
+    is through, and all are applied when the rank has computed everything and the stage's are reduced.
+
+    Args:
+        schedule: the order on every rank.
+        costs: one per stage.
+
+    Returns:
+        The graph.
+
+    Raises:
+        PipelineError: there are not as many costs as stages, or the schedule can't be run.
+    """
+    if len(costs) != schedule.stages:
+        raise PipelineError(
+            f"schedule {schedule.name} has {schedule.stages} stages, and there are costs of {len(costs)}: one each is "
+            f"needed."
+        )
+    builder = _TaskBuilder(schedule, costs)
+    for rank, action in issue(schedule):
+        builder.add(rank, action)
+    builder.apply()
+    return StepTaskGraph(schedule, tuple(builder.tasks), rest_bytes(schedule.placement, schedule.microbatches, costs))
+
+
+class _TaskBuilder:
+    """One pass over the actions of a step, as they are issued."""
+
+    def __init__(self, schedule: Schedule, costs: Sequence[StageCosts]) -> None:
+        self.schedule = schedule
+        self.costs = costs
+        self.tasks: list[Task] = []
+        self.last_compute: list[int | None] = [None] * schedule.ranks  # the last computation of every rank
+        self.compute_tasks: dict[Product, int] = {}  # what a computation makes -> its task
+        self.message_tasks: dict[Product, int] = {}  # likewise -> the message with it
+        self.reduction_tasks: dict[int, int] = {}
+
+    def add(self, rank: int, action: Action) -> None:
+        if action.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
+            self._send(rank, action)
+        elif action.kind == ActionKind.REDUCE:
+            seconds = self.costs[action.stage].reduction_seconds
+            self.reduction_tasks[action.stage] = self._add(
+                f"reduce {action.stage}",
+                KIND_NAMES[action.kind],
+                REDUCTION,
+                (rank,),
+                seconds,
+                [self.last_compute[rank]],
+            )
+        elif action.kind not in (
+            ActionKind.RECEIVE_FORWARD,
+            ActionKind.RECEIVE_BACKWARD,
+        ):  # a message is the task of its send
+            needs = [
+                self._providing_task(rank, need)
+                for part in action.computations
+                for need in required_products(part, len(self.costs))
+            ]
+            for part in action.computations:
+                self._compute(rank, part, needs)
+
+    def apply(self) -> None:
+        for stage, rank in enumerate(self.schedule.placement):
+            seconds, held = self.costs[stage].application_seconds, self.costs[stage].application_bytes
+            needs = [self.last_compute[rank], self.reduction_tasks[stage]]
+            self._add(f"apply {stage}", "application", COMPUTE, (rank,), seconds, needs, held, held)
+
+    def _compute(self, rank: int, action: Action, needs: Sequence[int | None]) -> None:
+        cost = self.costs[action.stage]
+        kept = cost.memory_change(action.kind)
+        index = self._add(
+            str(action),
+            KIND_NAMES[action.kind],
+            COMPUTE,
+            (rank,),
+            cost.seconds(action.kind),
+            needs,
+            cost.working_bytes + max(0, kept),
+            cost.working_bytes + max(0, -kept),
+            str(action.microbatch),
+        )
+        self.last_compute[rank] = self.compute_tasks[product(action)] = index
+
+    def _send(self, rank: int, action: Action) -> None:
+        cost = self.costs[action.stage]
+        forward = action.kind == ActionKind.SEND_FORWARD
+        carried = action.stage, ActionKind.FORWARD if forward else ActionKind.BACKWARD, action.microbatch
+        to = self.schedule.placement[action.stage + 1 if forward else action.stage - 1]
+        seconds = cost.forward_send_seconds if forward else cost.backward_send_seconds
+        needs = [self.last_compute[rank], self.last_compute[to]]
+        self.message_tasks[carried] = self._add(str(action), KIND_NAMES[action.kind], LINK, (rank, to), seconds, needs)
+
+    def _providing_task(self, rank: int, need: Product) -> int:
+        """The task after which a rank has what it needs: the computation, or the message from another rank."""
+        return (self.compute_tasks if self.schedule.placement[need[0]] == rank else self.message_tasks)[need]
+
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        stream: str,
+        ranks: tuple[int, ...],
+        seconds: float,
+        needs: Sequence[int | None],
+        takes: int = 0,
+        frees: int = 0,
+        label: str = "",
+    ) -> int:
+        known = tuple(sorted({need for need in needs if need is not None}))
+        self.tasks.append(Task(name, kind, stream, ranks, seconds, known, takes, frees, label))
+        return len(self.tasks) - 1

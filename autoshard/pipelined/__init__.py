@@ -1,1 +1,0 @@
-"""Pipelines at work: the plan of stages on a mesh, and the module that runs them."""

@@ -1,0 +1,255 @@
+"""`Frontier`: the plans of one model on one mesh that are worth their memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from autoshard import finite_json
+from autoshard.errors import AutoshardError, BudgetError, PlanError
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMAT = "autoshard frontier"
+
+DEVICES = (16, 24, 32, 40, 48, 80, 96, 141, 180)
+"""Memory of usual devices in GB (10**9 bytes): T4, A10, V100, A100, L40S, H100, H20, H200, B200."""
+
+
+class Frontier(Sequence[ShardingPlan]):
+    """Plans from the smallest peak of memory to the shortest step; none has both more memory and a longer step.
+
+    Both are the planner's predictions: `plan.memory.peak` in bytes per device, `plan.step_seconds`. Selecting costs
+    nothing, and each plan is one that `autoshard.parallelize(plan=...)` takes.
+
+    Args:
+        plans: of one model on one mesh, in any order; those that another one beats are left out.
+
+    Raises:
+        PlanError: there is none, or they are of different models or meshes.
+    """
+
+    def __init__(self, plans: Sequence[ShardingPlan]) -> None:
+        if not plans:
+            raise PlanError("a frontier of no plans: pass at least one.")
+        if len({(plan.fingerprint, plan.mesh) for plan in plans}) > 1:
+            raise PlanError("these plans are of different models or meshes: a frontier is of one model on one mesh.")
+        kept: list[ShardingPlan] = []
+        for plan in sorted(plans, key=lambda plan: (plan.memory.peak, plan.step_seconds)):
+            if not kept or plan.step_seconds < kept[-1].step_seconds:
+                kept.append(plan)
+        self.plans = tuple(kept)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[ShardingPlan]:
+        return iter(self.plans)
+
+    @overload
+    def __getitem__(self, index: int) -> ShardingPlan: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ShardingPlan, ...]: ...
+    def __getitem__(self, index: int | slice) -> ShardingPlan | tuple[ShardingPlan, ...]:
+        return self.plans[index]
+
+    def __repr__(self) -> str:
+        first, last = self.plans[0], self.plans[-1]
+        return (
+            f"Frontier({len(self)} plans on {first.mesh}, {format_bytes(first.memory.peak)} at "
+            f"{format_seconds(first.step_seconds)} to {format_bytes(last.memory.peak)} at "
+            f"{format_seconds(last.step_seconds)})"
+        )
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120, color_system=None)
+        with console.capture() as captured:
+            console.print(self.table())
+        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+
+    # Selecting
+
+    def at(self, *, memory: int | str | None = None, step_seconds: float | None = None) -> ShardingPlan:
+        """The plan for a budget.
+
+        Args:
+            memory: bytes per device, or a text such as `"24GiB"`: the fastest plan within it.
+            step_seconds: seconds of a step: the plan of the smallest peak within it. One of the two is given.
+
+        Raises:
+            BudgetError: no plan is within the budget; the message names the smallest that has one. Also for a text
+                that is no amount of memory.
+            PlanError: neither or both are given, or the seconds are no number above zero.
+        """
+        if (memory is None) == (step_seconds is None):
+            raise PlanError("frontier.at takes one budget: memory=, such as memory='24GiB', or step_seconds=.")
+        if memory is not None:
+            return self._within_memory(parse_bytes(memory))
+        assert step_seconds is not None
+        return self._within_seconds(step_seconds)
+
+    def _within_memory(self, limit: int) -> ShardingPlan:
+        fitting = [plan for plan in self.plans if plan.memory.peak <= limit]
+        if fitting:
+            return fitting[-1]
+        least = self.plans[0]
+        memory = least.memory
+        raise BudgetError(
+            f"no plan of this frontier fits in {format_bytes(limit)} per device on mesh {least.mesh}: the smallest "
+            f"peak is {format_bytes(memory.peak)} (parameters {format_bytes(memory.parameters)}, gradients "
+            f"{format_bytes(memory.gradients)}, optimizer {format_bytes(memory.optimizer)}, activations "
+            f"{format_bytes(memory.activations)}). Allow {memory.peak} bytes, add devices, or make the batch smaller."
+        )
+
+    def _within_seconds(self, seconds: float) -> ShardingPlan:
+        if not seconds > 0:
+            raise PlanError(f"step_seconds={seconds!r}: a step takes more than zero seconds.")
+        fitting = [plan for plan in self.plans if plan.step_seconds <= seconds]
+        if fitting:
+            return fitting[0]
+        fastest = self.plans[-1]
+        raise BudgetError(
+            f"no plan of this frontier has a step of {format_seconds(seconds)} or less on mesh {fastest.mesh}: the "
+            f"shortest is predicted to take {format_seconds(fastest.step_seconds)}, with a peak of "
+            f"{format_bytes(fastest.memory.peak)} per device. Allow {fastest.step_seconds!r} seconds, or add devices."
+        )
+
+    @property
+    def turning_point(self) -> ShardingPlan:
+        """Where more memory stops paying: less slows the step a lot, more hastens it little.
+
+        Memory and seconds are measured in shares of what lies between the two ends of the frontier. The turning point
+        is the plan that lies farthest below the straight line between the ends: up to it, a share of memory buys more
+        than an equal share of time, beyond it less. Where no plan lies below the line, it is the fastest one.
+
+        Source: TensorOpt 5.1 describes it, and reads it off the figure.
+        """
+        first, last = self.plans[0], self.plans[-1]
+
+        def below(plan: ShardingPlan) -> float:
+            more = (plan.memory.peak - first.memory.peak) / (last.memory.peak - first.memory.peak)
+            slower = (plan.step_seconds - last.step_seconds) / (first.step_seconds - last.step_seconds)
+            return 1.0 - more - slower
+
+        inner = self.plans[1:-1]
+        best = max(inner, key=below, default=last)
+        return best if inner and below(best) > 0 else last
+
+    # For the eye
+
+    def table(self) -> Table:
+        """The plans as a rich table: peak, its parts, and the step, each beside the fastest plan's."""
+        table = Table(title=f"{len(self)} plans on {self.plans[0].mesh}", box=box.SIMPLE_HEAD, title_justify="left")
+        for title in (
+            "",
+            "peak per device",
+            "parameters",
+            "gradients",
+            "optimizer",
+            "activations",
+            "step",
+            "slower by",
+        ):
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        turning, fastest = self.turning_point, self.plans[-1]
+        unit, size = _unit(fastest.memory.peak)
+        for number, plan in enumerate(self.plans):
+            memory = plan.memory
+            parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations)
+            slower = f"{plan.step_seconds / fastest.step_seconds - 1.0:.1%}"
+            note = "turning point" if plan is turning else ""
+            step = format_seconds(plan.step_seconds)
+            cells = [f"{memory.peak / size:.3f} {unit}", *map(format_bytes, parts)]
+            table.add_row(str(number), *cells, step, slower, note)
+        return table
+
+    def plot(self, path: str | os.PathLike[str], *, scale: Literal["linear", "log"] = "linear") -> None:
+        """Draw the frontier to a file: the step that each amount of memory allows, the turning point, usual devices.
+
+        Args:
+            path: of the picture; its suffix says the format, such as `.png`, `.svg` or `.pdf`.
+            scale: of both axes.
+
+        Raises:
+            PlanError: matplotlib is not installed, or the scale is neither.
+        """
+        if scale not in ("linear", "log"):
+            raise PlanError(f'scale={scale!r}: choose "linear" or "log".')
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise PlanError(
+                "drawing a frontier needs matplotlib, which is not installed: pip install 'autoshard[plot]', or print "
+                "frontier.table()."
+            ) from error
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set(xscale=scale, yscale=scale)
+        self._draw(axes)
+        figure.savefig(path, dpi=150)
+
+    def _draw(self, axes: Axes) -> None:
+        unit, size = _unit(self.plans[-1].memory.peak)
+        memory = [plan.memory.peak / size for plan in self.plans]
+        step = [1e3 * plan.step_seconds for plan in self.plans]
+        # Between two plans, memory that the second does not fit in allows the first.
+        axes.step([*memory, 1.03 * memory[-1]], [*step, step[-1]], where="post", color="tab:blue", linewidth=1)
+        axes.plot(memory, step, "o", color="tab:blue", label="plans", markersize=4)
+        turning = self.turning_point
+        axes.plot(turning.memory.peak / size, 1e3 * turning.step_seconds, "o", color="tab:red", label="turning point")
+        for device in DEVICES:
+            at = device * 1e9 / size
+            if memory[0] <= at <= memory[-1]:
+                axes.axvline(at, color="grey", linestyle=":", linewidth=1)
+                axes.annotate(f"{device} GB", (at, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top")
+        axes.set_xlabel(f"peak memory per device [{unit}]")
+        axes.set_ylabel("predicted step [ms]")
+        axes.set_title(f"mesh {self.plans[0].mesh} on cluster {self.plans[0].cluster}")
+        axes.grid(alpha=0.3)
+        axes.legend()
+
+    # Files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plans to one JSON file."""
+        texts = [plan.to_json() for plan in self.plans]
+        Path(path).write_text(json.dumps({"format": FORMAT, "version": 1, "plans": texts}, indent=1), "utf-8")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Frontier:
+        """The frontier that `save` wrote.
+
+        Raises:
+            PlanError: the file cannot be read, is no frontier, or one of its plans was edited or cut short.
+        """
+        what = f"frontier file {os.fspath(path)!r}"
+        try:
+            data = finite_json.read(Path(path).read_text("utf-8"))
+            if data["format"] != FORMAT or data["version"] != 1:
+                raise PlanError(
+                    f"{what} is of format {data['format']!r}, version {data['version']!r}: not one of ours."
+                )
+            texts = list(data["plans"])
+        except AutoshardError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"{what} cannot be read: {error!r}. Was it cut short, or is it a plan's file?") from error
+        return Frontier([ShardingPlan.from_json(text, f"plan {number} of {what}") for number, text in enumerate(texts)])
+
+
+def _unit(bytes_held: float) -> tuple[str, int]:
+    """The binary unit that an amount of memory is well read in, and its bytes."""
+    name = format_bytes(bytes_held).split()[1]
+    return name, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}.get(name, 1)

@@ -1,0 +1,102 @@
+"""What the ranks of a pipeline do in a step, as a picture: a row per rank, a colour per kind of task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from autoshard.units import format_seconds
+
+if TYPE_CHECKING:
+    from autoshard.simulate.task_events import Task
+
+_COLOURS = {
+    "forward": "#4263eb",
+    "backward": "#2f9e44",
+    "input backward": "#2f9e44",
+    "weight backward": "#66a80f",
+    "application": "#868e96",
+    "reduction": "#c2255c",
+    "send forward": "#f08c00",
+    "send backward": "#f08c00",
+}
+_OTHER = "#0b7285"
+_COMPUTE = "compute"  # the stream of computations
+_LEFT, _TOP, _ROW, _BAR, _STRIP, _LETTER = 70, 40, 44, 26, 8, 7.0
+"""Pixels: room for the ranks' names and the title, a rank's row, in it the bar of what it computes and the strip of
+what it sends, and a letter's width."""
+_TICKS = 8
+
+
+def gantt(
+    tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float], title: str = "", width: int = 1200
+) -> str:
+    """A simulated step as an SVG picture that loads nothing else.
+
+    What a rank computes is a bar, with its label where it has room (a task graph's is the microbatch); what it sends,
+    receives or reduces is a strip below. The name of a task shows where the pointer rests on it.
+
+    Args:
+        tasks: of all ranks.
+        starts: seconds from the beginning, one per task.
+        ends: likewise.
+        title: written above.
+        width: of the picture, in pixels.
+
+    Returns:
+        The text of an `.svg` file.
+    """
+    seconds = max(ends, default=0.0)
+    scale = (width - _LEFT - 20) / seconds if seconds else 0.0
+    ranks = sorted({rank for task in tasks for rank in task.ranks})
+    rows = {rank: _TOP + _ROW * place for place, rank in enumerate(ranks)}
+    bottom = _TOP + _ROW * len(ranks)
+    shapes = [
+        _shape(task, start * scale, end * scale, rows[rank])
+        for task, start, end in zip(tasks, starts, ends, strict=True)
+        for rank in task.ranks
+        if end > start
+    ]
+    names = [f'<text x="8" y="{top + 18}">rank {rank}</text>' for rank, top in rows.items()]
+    ticks = [_tick(seconds * part / _TICKS, scale, bottom) for part in range(_TICKS + 1)] if seconds else []
+    kinds = dict.fromkeys(task.kind for task, start, end in zip(tasks, starts, ends, strict=True) if end > start)
+    parts = [f'<text x="8" y="24" font-size="15">{escape(title)}</text>', *names, *ticks, *shapes]
+    parts += _legend(list(kinds), bottom + 40)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 60}" '
+        f'font-family="system-ui, sans-serif" font-size="12">\n'
+        f'<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _shape(task: Task, start: float, end: float, top: int) -> str:
+    """The bar or the strip of a task on one rank, `start` and `end` in pixels."""
+    computes = task.stream == _COMPUTE
+    y, height = (top, _BAR) if computes else (top + _BAR + 2, _STRIP)
+    drawn = (
+        f'<rect x="{_LEFT + start:.2f}" y="{y}" width="{end - start:.2f}" height="{height}" '
+        f'fill="{_COLOURS.get(task.kind, _OTHER)}" stroke="white" stroke-width="0.5">'
+        f"<title>{escape(f'{task.name}: {task.kind}')}</title></rect>"
+    )
+    if computes and task.label and end - start >= _LETTER * len(task.label) + 2:
+        middle = _LEFT + (start + end) / 2
+        drawn += f'<text x="{middle:.2f}" y="{y + 17}" text-anchor="middle" fill="white">{escape(task.label)}</text>'
+    return drawn
+
+
+def _tick(seconds: float, scale: float, bottom: int) -> str:
+    x = _LEFT + seconds * scale
+    return (
+        f'<line x1="{x:.2f}" y1="{_TOP - 4}" x2="{x:.2f}" y2="{bottom}" stroke="#ddd"/>'
+        f'<text x="{x:.2f}" y="{bottom + 14}" text-anchor="middle" fill="#666">{escape(format_seconds(seconds))}</text>'
+    )
+
+
+def _legend(kinds: Sequence[str], y: int) -> list[str]:
+    drawn, x = [], float(_LEFT)
+    for kind in kinds:
+        drawn.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{_COLOURS.get(kind, _OTHER)}"/>')
+        drawn.append(f'<text x="{x + 16}" y="{y}">{escape(kind)}</text>')
+        x += 34 + _LETTER * len(kind)
+    return drawn

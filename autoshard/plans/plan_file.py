@@ -1,0 +1,264 @@
+"""A plan as a JSON text: data under a schema and a checksum, never pickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+from torch.distributed.tensor import Placement
+
+from autoshard import finite_json
+from autoshard.errors import PlanError
+from autoshard.specs.spec import parse_placement, placement_text
+
+if TYPE_CHECKING:
+    from autoshard.plans.sharding_plan import ShardingPlan
+
+TEXT = {"type": "string"}
+NUMBER = {"type": "number"}
+COUNT = {"type": "integer", "minimum": 0}
+_PLACEMENT = {"type": "string", "pattern": r"^(R|S\(\d+(,f=[1-9]\d*)?\)|P\(\w+\))$"}
+
+
+def table(values: dict[str, Any]) -> dict[str, Any]:
+    """Schema of an object with any names and such values."""
+    return {"type": "object", "additionalProperties": values}
+
+
+def record(**properties: dict[str, Any]) -> dict[str, Any]:
+    """Schema of an object that has exactly these properties."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def list_of(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+_OPTIONS = {
+    "type": "object",
+    "properties": {
+        "inputs": {"enum": ["global", "local"]},
+        "memory_limit": {"type": ["integer", "null"]},
+        "shares": {**table({**list_of({"type": "integer", "minimum": 1}), "minItems": 1}), "maxProperties": 1},
+        "parts": list_of({"type": "array", "prefixItems": [TEXT, COUNT], "minItems": 2, "maxItems": 2}),
+    },
+}
+_PLACEMENTS = table(list_of(_PLACEMENT))
+_SHARDING = record(
+    mesh={**table({"type": "integer", "minimum": 1}), "minProperties": 1},
+    placements=_PLACEMENTS,
+    input_placements=_PLACEMENTS,
+    output_placements=_PLACEMENTS,
+    shapes=table(list_of(COUNT)),
+    step_seconds=NUMBER,
+    update_seconds=NUMBER,
+    memory=record(
+        parameters=COUNT,
+        gradients=COUNT,
+        optimizer=COUNT,
+        buffers=COUNT,
+        activations=COUNT,
+        peak=COUNT,
+        held=table(COUNT),
+        phase=TEXT,
+        module=TEXT,
+        operator=TEXT,
+        largest=list_of(record(name=TEXT, kind=TEXT, bytes=COUNT)),
+    ),
+    device_memory=COUNT,
+    collectives=list_of(
+        record(kind=TEXT, axis=TEXT, bytes=COUNT, count=COUNT, module=TEXT, phase=TEXT, seconds=NUMBER)
+    ),
+    cost=NUMBER,
+    lower_bound=NUMBER,
+    method=TEXT,
+    timings=table(NUMBER),
+    fingerprint=TEXT,
+    cluster=TEXT,
+    versions=table(TEXT),
+    decisions={"type": "object"},
+    choices=list_of(record(node=TEXT, operator=TEXT, module=TEXT, phase=TEXT, strategy=TEXT, seconds=NUMBER)),
+    hints=table(TEXT),
+    options=_OPTIONS,
+    gathered=table({"enum": ["once", "again"]}),
+    recomputed=list_of(TEXT),
+)
+
+_SHARDING["required"].remove("update_seconds")  # files of before have none
+
+
+def _check_rows(data: Mapping[str, Any], what: str) -> None:
+    """Make sure that every placement names all axes of the mesh."""
+    for part in ("placements", "input_placements", "output_placements"):
+        for name, row in data[part].items():
+            if len(row) != len(data["mesh"]):
+                raise PlanError(
+                    f"{what} gives {name} {len(row)} placements ({', '.join(row)}) on a mesh of "
+                    f"{len(data['mesh'])} axes ({', '.join(data['mesh'])})."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What a file of plans holds.
+
+    Attributes:
+        name: of the format, in the file.
+        version: of it.
+        noun: what such a file is called in errors.
+        schema: of the plan's data.
+        check: refuses data that follows the schema and is no plan all the same; it is told what to call it.
+    """
+
+    name: str
+    version: int
+    noun: str
+    schema: dict[str, Any]
+    check: Callable[[Mapping[str, Any], str], None]
+
+
+SHARDING = Format("autoshard plan", 3, "a sharding plan", _SHARDING, _check_rows)
+"""The file of a `ShardingPlan`."""
+
+
+def to_data(plan: ShardingPlan) -> dict[str, Any]:
+    """The plan as JSON data that follows the schema; placements as `"R"`, `"S(0)"`, `"S(0,f=3)"`, `"P(sum)"`."""
+    return {
+        "mesh": {axis.name: axis.size for axis in plan.mesh.axes},
+        "placements": _texts_of(plan.placements),
+        "input_placements": _texts_of(plan.input_placements),
+        "output_placements": _texts_of(plan.output_placements),
+        "shapes": {name: list(shape) for name, shape in plan.shapes.items()},
+        "step_seconds": plan.step_seconds,
+        "update_seconds": plan.update_seconds,
+        "memory": asdict(plan.memory),
+        "device_memory": plan.device_memory,
+        "collectives": [asdict(collective) for collective in plan.collectives],
+        "cost": plan.cost,
+        "lower_bound": plan.lower_bound,
+        "method": plan.method,
+        "timings": plan.timings,
+        "fingerprint": plan.fingerprint,
+        "cluster": plan.cluster,
+        "versions": plan.versions,
+        "decisions": plan.decisions,
+        "choices": [asdict(choice) for choice in plan.choices],
+        "hints": plan.hints,
+        "options": plan.options,
+        "gathered": plan.gathered,
+        "recomputed": list(plan.recomputed),
+    }
+
+
+def placements_of(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[Placement, ...]]:
+    """The placements that `to_data` wrote as texts."""
+    return {name: tuple(parse_placement(text) for text in row) for name, row in texts.items()}
+
+
+def _texts_of(placements: Mapping[str, Sequence[Placement]]) -> dict[str, list[str]]:
+    return {name: [placement_text(placement) for placement in row] for name, row in placements.items()}
+
+
+def encode(data: Mapping[str, Any], format: Format = SHARDING) -> str:
+    """The file of a plan: format, version and checksum, then its data, one entry a line."""
+    data = json.loads(_compact(data))  # names that are numbers sort differently before they are texts
+    lines = [f'"{name}": {_value(value)}' for name, value in data.items()]
+    head = (
+        f'{{\n"format": "{format.name}",\n"version": {format.version},\n"checksum": "{_checksum(data)}",\n"plan": {{\n'
+    )
+    return head + ",\n".join(lines) + "\n}\n}\n"
+
+
+def _value(value: object) -> str:
+    """JSON of one part of a plan: an entry of a table or of a list of records takes one line."""
+    if isinstance(value, Mapping) and value:
+        return "{\n" + ",\n".join(f"{json.dumps(name)}: {_compact(entry)}" for name, entry in value.items()) + "\n}"
+    if isinstance(value, Sequence) and not isinstance(value, str) and value:
+        return "[\n" + ",\n".join(map(_compact, value)) + "\n]"
+    return _compact(value)
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    """Of the content, whatever the order of names and the white space."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def read(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The text of a file, and what errors call it; `PlanError` where it cannot be read."""
+    what = f"plan file {os.fspath(path)!r}"
+    try:
+        return Path(path).read_text("utf-8"), what
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{what} cannot be read: {error}.") from error
+
+
+def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
+    """The data in the file of a plan, known to be whole, unedited and as the schema says.
+
+    Args:
+        text: what `encode` returned.
+        what: names the text in errors.
+        format: that it is to be of.
+
+    Raises:
+        PlanError: it is not so; the message says which, and where.
+    """
+    again = "Make the plan again, or take an unharmed copy."
+    try:
+        envelope = finite_json.read(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(
+            f"{what} is cut short or damaged: it ends or breaks at line {error.lineno}, column {error.colno} "
+            f"({error.msg}). {again}"
+        ) from error
+    except ValueError as error:
+        raise PlanError(f"{what} was edited or damaged since it was saved: {error}. {again}") from error
+    data = _open(envelope, what, format)
+    if _checksum(data) != envelope["checksum"]:
+        raise PlanError(
+            f"{what} was edited or damaged since it was saved: its content does not have the checksum that it carries. "
+            f"{again} To pin placements by hand, pass hints to autoshard.plan."
+        )
+    validate(data, what, format)
+    return data
+
+
+def _open(envelope: object, what: str, format: Format) -> dict[str, Any]:
+    """The plan's data in the envelope, whose format and version are checked."""
+    if not isinstance(envelope, dict) or envelope.get("format") != format.name:
+        raise PlanError(f"{what} is not {format.noun}: one is JSON whose format is {format.name!r}.")
+    if envelope.get("version") != format.version:
+        raise PlanError(
+            f"{what} is of version {envelope.get('version')!r} of the plan format; this autoshard reads version "
+            f"{format.version}. Operators of other versions have other names, so that their plans fit no graph that is "
+            "captured now: make the plan again with this version of autoshard, or use the version that wrote it."
+        )
+    if not isinstance(envelope.get("plan"), dict) or not isinstance(envelope.get("checksum"), str):
+        raise PlanError(f"{what} lacks its content or its checksum: it was edited or damaged. Make the plan again.")
+    data: dict[str, Any] = envelope["plan"]
+    return data
+
+
+def validate(data: Mapping[str, Any], what: str, format: Format = SHARDING) -> None:
+    """Make sure that data follows the schema of a plan; `PlanError` says where it does not."""
+    problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(format.schema).iter_errors(data))
+    if problem is not None:
+        place = ".".join(str(step) for step in problem.absolute_path) or "the top level"
+        raise PlanError(f"{what} is not a plan that this version understands: at {place}, {problem.message}.")
+    format.check(data, what)

@@ -1,0 +1,125 @@
+"""Products fused with the collectives beside them, where a process group has symmetric memory.
+
+Torch's pass (`_micro_pipeline_tp`) computes a product piece by piece while the next piece of its operand is gathered,
+or the last piece of its result is reduced. It knows a gather along another dim than the first by a split and a `cat`; a
+program has a view, a permutation and a copy there, which are the same copy.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.program._torch import fuse_products, has_symmetric_memory
+from autoshard.reshard.bucket import is_border
+from autoshard.specs.emitter import collectives
+
+aten = torch.ops.aten
+
+_GATHER = collectives.all_gather_into_tensor.default
+_SCATTER = collectives.reduce_scatter_tensor.default
+_WAIT = collectives.wait_tensor.default
+_RESHAPES = (aten.view.default, aten.reshape.default)
+
+
+def fuse(graph: fx.Graph) -> None:
+    """Fuse the products of half a program; nothing to do where no group of it has symmetric memory."""
+    starts = [node for node in graph.nodes if node.target in (_GATHER, _SCATTER)]
+    fusible = [node for node in starts if has_symmetric_memory(str(node.args[-1]))]
+    if not fusible:
+        return
+    joined = [found for start in fusible if start.target is _GATHER and (found := _DimGather.find(start)) is not None]
+    told = [(one, one.rewrite_as_cat(graph)) for one in joined]
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default  # the pass knows no views
+    fuse_products(graph)
+    for one, told_as in told:
+        if told_as.users and not one.copies:  # the pass left it: looking at the pieces costs less than copying them
+            one.rewrite_as_view(graph, told_as)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DimGather:
+    """A gather along a dim, as a program has it.
+
+    Attributes:
+        wait: for the pieces, one behind the other along the first dim.
+        result: the whole tensor.
+        dim: along which the pieces lie in it.
+        copies: whether they have to be copied to lie there; else the dims before are of size one.
+    """
+
+    wait: fx.Node
+    result: fx.Node
+    dim: int
+    copies: bool
+
+    @staticmethod
+    def find(gather: fx.Node) -> _DimGather | None:
+        """The gather that starts here; None where its pieces lie along the first dim, or in several blocks."""
+        wait = _only_user(gather)
+        block = tuple(gather.args[0].meta["val"].shape)  # type: ignore[union-attr]
+        first = None if wait is None or wait.target is not _WAIT else _only_user(wait)
+        if wait is None or first is None or first.target not in _RESHAPES:
+            return None
+        chain = [first]
+        while len(chain) < 4 and (user := _only_user(chain[-1])) is not None:
+            chain.append(user)
+        size = int(gather.args[1])  # type: ignore[arg-type]
+        for dim in range(1, len(block)):
+            whole = (*block[:dim], size * block[dim], *block[dim + 1 :])
+            if math.prod(block[:dim]) == 1 and _shape(first) == whole:
+                return _DimGather(wait, first, dim, copies=False)
+            if _is_reassembly(chain, (size, *block[:dim], 1, *block[dim:]), dim, whole):
+                return _DimGather(wait, chain[3], dim, copies=True)
+        return None
+
+    def rewrite_as_cat(self, graph: fx.Graph) -> fx.Node:
+        """Put the pieces together by a split and a `cat`; returns the whole tensor."""
+        pieces = self.wait.meta["val"]
+        block = _shape(self.wait.all_input_nodes[0].all_input_nodes[0])[0]
+
+        def call(op: Any, *args: Any) -> fx.Node:
+            node = graph.call_function(op, args)
+            values = fx.node.map_aggregate(args, lambda one: one.meta["val"] if isinstance(one, fx.Node) else one)
+            with pieces.fake_mode, torch.no_grad():
+                node.meta = {**self.result.meta, "val": op(*values)}
+            return node
+
+        with graph.inserting_before(self.result):
+            parts = call(aten.split.Tensor, self.wait, block)
+            each = [call(operator.getitem, parts, place) for place in range(len(parts.meta["val"]))]
+            whole = call(aten.cat.default, each, self.dim)
+        self.result.replace_all_uses_with(whole)
+        graph.eliminate_dead_code(is_impure_node=is_border)
+        return whole
+
+    def rewrite_as_view(self, graph: fx.Graph, whole: fx.Node) -> None:
+        """Look at the pieces again as the whole tensor."""
+        with graph.inserting_before(whole):
+            view = graph.call_function(aten.view.default, (self.wait, list(_shape(whole))))
+        view.meta = dict(whole.meta)
+        whole.replace_all_uses_with(view)
+        graph.eliminate_dead_code(is_impure_node=is_border)
+
+
+def _is_reassembly(chain: list[fx.Node], opened: tuple[int, ...], dim: int, whole: tuple[int, ...]) -> bool:
+    """Whether calls view pieces as `opened`, bring the dim that counts them to its place, and copy them together."""
+    if len(chain) < 4 or _shape(chain[0]) != opened or _shape(chain[3]) != whole:
+        return False
+    order = [*range(1, dim + 2), 0, *range(dim + 2, len(opened))]
+    permuted = chain[1].target is aten.permute.default and chain[1].args[1] == order
+    return permuted and chain[2].target is aten.clone.default and chain[3].target in _RESHAPES
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)

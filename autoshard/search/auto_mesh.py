@@ -1,0 +1,95 @@
+"""`auto_mesh`: every rank of a running job on the mesh that the first rank found the best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoshard.errors import InputError, MeshError
+from autoshard.options import Options
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.runtime.rank_agreement import from_first_rank
+from autoshard.search.search import SearchOptions, run_search
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedMesh:
+    """What all ranks agree on.
+
+    Attributes:
+        device_mesh: of all ranks of the job.
+        pipeline_axis: name of the axis of it that is a pipeline; None without one.
+        plan: for this mesh.
+    """
+
+    device_mesh: DeviceMesh
+    pipeline_axis: str | None
+    plan: ShardingPlan | PipelinePlan
+
+
+def auto_mesh(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    *,
+    device_type: str | None = None,
+    pipeline: bool | str = True,
+    schedule: str = "auto",
+    microbatches: int | str = "auto",
+    virtual: int | str = "auto",
+    batch_dims: Mapping[str, int | None] | None = None,
+) -> AgreedMesh:
+    """The best mesh of all ranks of a job, made on all of them. The first rank searches, the others wait for it.
+
+    Args:
+        module, args, kwargs: the model and an example call, the same on every rank.
+        options: of planning; its time limit is the search's, too.
+        device_type: such as `"cuda"`; by default `"cpu"` where the process group is gloo's, else the accelerator's.
+        pipeline, schedule, microbatches, virtual, batch_dims: as for `search`.
+
+    Raises:
+        MeshError: there is no process group.
+        InputError: there is no example call.
+        PlanError, BudgetError, CaptureError, HintError: as for `search`, on every rank.
+    """
+    if not dist.is_initialized():
+        raise MeshError(
+            'mesh="auto" lays out the ranks of a running job: call torch.distributed.init_process_group and start the '
+            "program with torchrun. To decide without one, call autoshard.search."
+        )
+    if not args and not kwargs:
+        raise InputError('mesh="auto" needs an example call to plan for: pass example_args or example_kwargs.')
+    wanted = SearchOptions("mini-time", dist.get_world_size(), pipeline, schedule, microbatches, virtual, batch_dims)
+    kind = device_type or device_type_of_job()
+    everyone = init_device_mesh(kind, (wanted.devices,), mesh_dim_names=("devices",))
+
+    def decide() -> str:
+        result = run_search(module, args, kwargs, wanted, options)
+        axes = dict(zip(result.mesh.names, result.mesh.sizes, strict=True))
+        return json.dumps({"mesh": axes, "pipeline_axis": result.pipeline_axis, "plan": result.plan.to_json()})
+
+    decided = json.loads(from_first_rank(everyone, decide))
+    axes, axis = decided["mesh"], decided["pipeline_axis"]
+    device_mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return AgreedMesh(device_mesh, axis, _plan_of(decided["plan"], axis))
+
+
+def device_type_of_job() -> str:
+    """The type of the devices that the ranks of the job work on."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if dist.get_backend() == "gloo" or accelerator is None else accelerator.type
+
+
+def _plan_of(text: str, axis: str | None) -> ShardingPlan | PipelinePlan:
+    if axis is None:
+        return ShardingPlan.from_json(text)
+    return PipelinePlan.from_json(text)

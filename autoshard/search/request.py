@@ -1,0 +1,83 @@
+"""What is searched for, whatever the number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from autoshard.capture.joint import JointGraph
+from autoshard.options import Options
+from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
+from autoshard.pipeline.assign.placement import stage_devices
+from autoshard.search.shapes import Pipeline, Shape
+
+if TYPE_CHECKING:
+    from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+
+PlanPipeline = Callable[..., "PipelinePlan"]
+"""`autoshard.pipeline.plan.pipeline_planner.plan_pipeline`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is searched for, whatever the number of devices.
+
+    Attributes:
+        module, args, kwargs: the model and an example call.
+        graph: the captured step.
+        capture_seconds: that its capture took.
+        options: of planning, with the bytes that every device may hold as memory limit.
+        own_memory: whether that is no more than what the smallest device has: pipelines may give each device of a
+            larger one as much as it has.
+        pipeline: where the axis of pipelines lies.
+        schedule, microbatches, virtual: of pipelines, as `plan_pipeline` takes them.
+        batch: how many samples there are to make microbatches of.
+        plan_pipeline: plans a pipeline on a mesh.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    graph: JointGraph
+    capture_seconds: float
+    options: Options
+    pipeline: Pipeline
+    schedule: str
+    microbatches: int | str
+    virtual: int | str
+    batch: int
+    plan_pipeline: PlanPipeline
+    own_memory: bool = False
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes that every device may hold."""
+        limit = self.options.settings.memory_limit
+        assert limit is not None, "a search has a limit: at least what a device has"
+        return limit
+
+    def device_memory(self, shape: Shape) -> float:
+        """Bytes that a device of a mesh may hold; of a pipeline, on the average of its ranks."""
+        if shape.axis is None or not self.own_memory:
+            return self.memory_limit
+        devices = stage_devices(self.options.cluster, PipelineMesh.of(shape.mesh, shape.axis))
+        return sum(device.memory for device in devices) / len(devices)
+
+    @property
+    def microbatch_numbers(self) -> list[int]:
+        """Of microbatches that a pipeline may have."""
+        divisors = [number for number in range(1, self.batch + 1) if self.batch % number == 0]
+        return [number for number in divisors if self.microbatches in ("auto", number)] or divisors
+
+    def feasible_numbers(self, shape: Shape) -> list[int]:
+        """Of these the numbers with a sample in a microbatch for every device of a stage; all where there are none.
+
+        In a stage of several hosts, the devices of a host may share one.
+        """
+        host = self.options.cluster.devices_per_host
+        least = shape.devices_per_rank // host if shape.devices_per_rank > host else shape.devices_per_rank
+        large = [number for number in self.microbatch_numbers if self.batch // number >= least]
+        return large or self.microbatch_numbers

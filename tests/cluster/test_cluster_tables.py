@@ -1,0 +1,49 @@
+"""A cluster on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from autoshard.cluster import Cluster
+from autoshard.cluster.cluster_tables import cluster_table, ranks_table
+from autoshard.specs.axes import MeshShape
+from tests.cluster.test_measurements import measured_cluster
+
+
+def _printed(cluster: Cluster) -> str:
+    console = Console(width=120, record=True, quiet=False, file=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(cluster_table(cluster))
+    return capture.get()
+
+
+def test_a_preset_shows_its_figures() -> None:
+    text = _printed(Cluster.preset("h100"))
+    assert "H100 SXM5 80GB" in text
+    assert "bfloat16 989,000 GFLOP/s" in text
+    assert "0.58 s" in text
+    assert "all_gather" not in text
+
+
+def test_a_measured_cluster_shows_its_collectives() -> None:
+    rows = [
+        line.split() for line in _printed(measured_cluster()).splitlines() if line.lstrip().startswith("all_gather")
+    ]
+    assert rows[0][:3] == ["all_gather", "2", "1"]
+    assert rows[1][:3] == ["all_gather", "2", "2"]
+    assert rows[0][3:7] == ["256", "B", "1", "s"]
+
+
+def test_kinds_of_device_and_the_ranks_that_have_them_are_shown() -> None:
+    cluster = Cluster.parse("8xV100-32GB + 4xP100-16GB")
+    text = _printed(cluster)
+    assert "8 x V100 SXM2 32GB" in text
+    assert "4 x P100 SXM2 16GB" in text
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(ranks_table(cluster, MeshShape.of({"dp": 3, "tp": 4})))
+    rows = [line.split() for line in capture.get().splitlines() if "100" in line]
+    assert rows == [
+        ["0-7", "0", "V100", "SXM2", "32GB", "0-1", "0-3"],
+        ["8-11", "1", "P100", "SXM2", "16GB", "2", "0-3"],
+    ]

@@ -1,0 +1,78 @@
+"""Plans of pipelines for the tests: options as `autoshard.plan` checks them, and a small model planned once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture.task_graphs import Primitive
+from autoshard.options import Options
+from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
+from autoshard.pipeline.plan.stage_plans import BoundaryMode
+from tests import models
+from tests.options import options as given
+
+
+def options(**changes: Any) -> Options:
+    """Options of a quick search."""
+    return given(**({"effort": "fast", "recompute": "auto"} | changes))
+
+
+class Tower(nn.Module):
+    """Linear layers one after the other, and the mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x), target)
+
+
+class Regions(nn.Module):
+    """Three equal layers, the first two in one task graph, the third in another, and a loss."""
+
+    def __init__(self, *marks: Primitive | None) -> None:
+        super().__init__()
+        self.marks = marks
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16, bias=False), nn.GELU()) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        first, second = (mark or contextlib.nullcontext() for mark in self.marks)
+        with first:
+            x = self.layers[:2](x)
+        with second:
+            x = self.layers[2](x)
+        return nn.functional.mse_loss(x, target)
+
+
+def tower(batch: int = 16) -> tuple[nn.Module, dict[str, Any]]:
+    """A tower of six layers."""
+    return Tower(), {"x": torch.randn(batch, 32), "target": torch.randn(batch, 32)}
+
+
+def gpt(batch: int = 32) -> tuple[nn.Module, dict[str, Any]]:
+    """A GPT of two layers whose output layer is its embedding."""
+    return models.ZOO["gpt"](dtype=torch.float64, batch=batch, layers=2, tied=True)
+
+
+@functools.cache
+def gpt_plan(boundaries: BoundaryMode = "whole", **changes: Any) -> PipelinePlan:
+    """Its plan for two pipeline ranks of two devices each, four microbatches and one stage per rank."""
+    module, inputs = gpt()
+    return plan_pipeline(
+        module,
+        {"pp": 2, "x": 2},
+        (),
+        inputs,
+        axis="pp",
+        microbatches=4,
+        virtual=1,
+        options=options(**changes),
+        boundaries=boundaries,
+    )

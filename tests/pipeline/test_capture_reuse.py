@@ -1,0 +1,85 @@
+"""Stages that are alike but for names: one is captured, and its graph serves the others under their own names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.capture.joint import JointGraph, capture
+from autoshard.pipeline.graph.forward_export import export_forward
+from autoshard.pipeline.graph.stage_modules import StageModule, cut
+from autoshard.pipeline.plan.capture_reuse import structural_text
+from autoshard.pipeline.plan.captures import StageCaptures
+
+STAGES = 4
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width)
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(self.norm(x)).relu() * self.scale
+
+
+class Deep(nn.Module):
+    def __init__(self, dropout: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(8) for _ in range(STAGES))
+        if dropout:
+            self.layers[2].up = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8))  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def parts(module: nn.Module) -> list[StageModule]:
+    """A layer on every stage."""
+    graph = export_forward(module, (torch.empty(4, 8),), {})
+    stage_of, stage = {}, 0
+    for node in graph.operators:
+        paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        stage = next((int(path.split(".")[1]) for path in reversed(paths) if path.startswith("layers.")), stage)
+        stage_of[node.name] = stage
+    return cut(graph, stage_of, STAGES)
+
+
+def described(graph: JointGraph) -> list[object]:
+    nodes = [
+        (node.name, node.op, str(node.target), graph.module_path(node), graph.phase(node)) for node in graph.graph.nodes
+    ]
+    inputs = [(one.kind, one.name, one.node.name) for one in graph.inputs]
+    outputs = [(one.kind, one.name, one.node and one.node.name, one.tangent) for one in graph.outputs]
+    return [nodes, inputs, outputs, graph.aliases, graph.call, graph.result, graph.signature, graph.fingerprint]
+
+
+def test_the_graph_of_a_stage_that_is_alike_is_what_its_own_capture_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = parts(Deep())
+    alone = [capture(stage.module, *stage.example) for stage in stages]
+    captured: list[int] = []
+
+    def watched(*args: object, **kwargs: object) -> JointGraph:
+        captured.append(1)
+        return capture(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("autoshard.pipeline.plan.captures.capture", watched)
+    captures = StageCaptures()
+    shared = [captures.joint_graph(stage) for stage in stages]
+    assert len(captured) == 3  # the first takes the batch and the last makes the loss; those between are alike
+    assert [described(graph) for graph in shared] == [described(graph) for graph in alone]
+    assert captures.joint_graph(stages[2]) is shared[2]
+
+
+def test_stages_that_do_something_else_are_not_alike() -> None:
+    one, other = parts(Deep()), parts(Deep(dropout=True))
+    assert structural_text(one[1]) == structural_text(one[2]) == structural_text(other[1])
+    assert structural_text(other[2]) != structural_text(one[2])
+    frozen = Deep()
+    frozen.layers[2].up.weight.requires_grad_(False)
+    assert structural_text(parts(frozen)[2]) != structural_text(one[2])

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from autoshard.cluster.cluster import Cluster, Link
+from autoshard.pipeline.graph.forward_export import export_forward
+from autoshard.pipeline.graph.stage_modules import cut
+from autoshard.pipeline.plan.pipeline_devices import stage_options
+from autoshard.pipeline.plan.planned_stage import Links, PlannedStage, stage_costs
+from autoshard.pipeline.plan.stage_plans import BoundaryMode, StageBudget, StagePlanner, StageTarget
+from autoshard.specs.axes import MeshShape
+from tests.pipeline.chain import balance_stages
+from tests.pipeline.small_pipelines import gpt, options, tower
+from tests.training import fast_links
+
+FREE = StageBudget(None, "none")
+
+
+def planned(
+    stages: int,
+    boundaries: BoundaryMode = "whole",
+    room: StageBudget = FREE,
+    everywhere: Placement | None = None,
+    batch: int = 16,
+    **mesh: int,
+) -> list[PlannedStage]:
+    """The stages of a tower, equally many operators each; all parameters lie so `everywhere`, if that is given."""
+    module, inputs = tower(batch)
+    graph = export_forward(module, (), inputs)
+    parts = cut(graph, balance_stages(graph, stages), stages)
+    asked = stage_options(options(), fast_links())
+    pins = {} if everywhere is None else {name: (everywhere,) for name, _ in module.named_parameters()}
+    return StagePlanner([StageTarget(asked, MeshShape.of(mesh))], [pins], None, boundaries).plan(parts, [room] * stages)
+
+
+def links(**mesh: int) -> Links:
+    return Links.of(fast_links(), MeshShape.of(mesh), "pp")
+
+
+def test_on_one_device_the_halves_take_what_the_step_takes() -> None:
+    first, last = planned(2, x=1)
+    for one in (first, last):
+        cost = stage_costs(one, links(pp=2), 1)
+        assert cost.forward_seconds > 0
+        assert cost.weight_backward_seconds > 0
+        assert cost.forward_seconds + cost.backward_seconds == pytest.approx(one.plan.step_seconds, rel=1e-9)
+
+
+def test_the_half_of_backward_for_weights_is_what_no_gradient_of_an_input_needs() -> None:
+    first, last = (stage_costs(one, links(pp=2), 4) for one in planned(2, x=1))
+    assert first.input_backward_seconds == 0  # nobody waits for gradients of the batch
+    assert 0 < last.weight_backward_seconds < last.input_backward_seconds
+    # Of both layers its input and the gradient of what it returned; the input of the first was received.
+    assert last.weight_saved_bytes == (1 + 2) * 16 * 32 * 4
+
+
+def test_bytes_are_those_of_the_account() -> None:
+    for one in planned(2, x=2):
+        alone, several = (stage_costs(one, links(pp=2, x=2), number) for number in (1, 4))
+        memory = one.plan.memory
+        inputs = sum(like.numel() * like.element_size() for _, like in one.stage.inputs.values())
+        lasting = memory.parameters + memory.optimizer + memory.buffers
+        gradients = alone.rest_bytes - lasting - inputs
+        assert gradients == memory.parameters
+        assert several.rest_bytes - alone.rest_bytes == 3 * inputs
+        assert several.saved_bytes == alone.saved_bytes > 0
+        # New gradients lie beside the sums of those before.
+        assert alone.working_bytes <= several.working_bytes <= alone.working_bytes + gradients
+        held = alone.rest_bytes + max(alone.saved_bytes + alone.working_bytes, alone.application_bytes)
+        received = sum(like.numel() * like.element_size() for _, like in one.received)
+        # The stage alone holds what it received, and the gradient of that, to the end of its step.
+        assert memory.peak - 2 * received <= held <= memory.peak + gradients
+
+
+def test_replicated_parameters_have_gradients_that_are_reduced_once() -> None:
+    for one in planned(2, room=StageBudget(None, "none", microbatches=4), everywhere=Replicate(), x=2):
+        alone, several = (stage_costs(one, links(pp=2, x=2), number) for number in (1, 4))
+        assert alone.reduction_seconds == 0
+        assert several.reduction_seconds > 0
+        assert several.backward_seconds < alone.backward_seconds
+        assert several.backward_seconds + several.reduction_seconds >= alone.backward_seconds * (1 - 1e-9)
+        # The plan is that of one microbatch, and has its share of the reduction.
+        step = several.forward_seconds + several.backward_seconds
+        assert step < one.plan.step_seconds < step + several.reduction_seconds
+        assert several.saved_bytes == alone.saved_bytes
+
+
+def test_sharded_parameters_have_gradients_that_are_kept_whole_or_reduced_every_time() -> None:
+    kept, leaner = (
+        [stage_costs(one, links(pp=2, x=2), 4) for one in planned(2, room=room, everywhere=Shard(0), batch=512, x=2)]
+        for room in (
+            StageBudget(None, "none", microbatches=4),
+            StageBudget(None, "none", microbatches=4, reduced="microbatch"),
+        )
+    )
+    for one, other in zip(kept, leaner, strict=True):
+        assert one.rest_bytes > other.rest_bytes
+        assert one.reduction_seconds > 0
+        assert other.reduction_seconds < one.reduction_seconds
+
+
+def test_what_is_sent_is_whole_or_as_it_lies() -> None:
+    sent = []
+    for boundaries in ("whole", "planned"):
+        first, last = planned(2, boundaries, x=2)  # type: ignore[arg-type]
+        forth, back = (stage_costs(one, links(pp=2, x=2), 4) for one in (first, last))
+        assert forth.forward_bytes == back.backward_bytes
+        assert forth.forward_send_seconds == links(pp=2, x=2).send(forth.forward_bytes) > 0
+        assert (forth.backward_bytes, back.forward_bytes) == (0, 0)
+        (name, like), (into, _) = first.passed[0], last.received[0]
+        parts = 1 if first.plan.output_placements[name][0].is_replicate() else 2
+        assert forth.forward_bytes == like.numel() * like.element_size() // parts
+        if boundaries == "planned":
+            assert first.plan.output_placements[name] == last.plan.input_placements[into]
+        sent.append(forth.forward_bytes)
+    assert sent[1] == sent[0] // 2
+
+
+def test_recomputed_layers_are_run_again_and_save_less() -> None:
+    free = [stage_costs(one, links(pp=2), 4) for one in planned(2, x=1)]
+    again = [stage_costs(one, links(pp=2), 4) for one in planned(2, room=StageBudget(None, "full"), x=1)]
+    for one, other in zip(free, again, strict=True):
+        assert other.forward_seconds == one.forward_seconds
+        assert other.backward_seconds > one.backward_seconds
+        assert other.saved_bytes < one.saved_bytes
+
+
+def test_stages_that_are_alike_are_planned_once_and_cost_the_same() -> None:
+    module, inputs = tower()
+    graph = export_forward(module, (), inputs)
+    stage_of = {node.name: min(place // 2, 5) for place, node in enumerate(graph.operators)}
+    planner = StagePlanner(
+        [StageTarget(stage_options(options(), fast_links()), MeshShape.of({"x": 2}))], [{}], None, "whole"
+    )
+    stages = planner.plan(cut(graph, stage_of, 6), [FREE] * 6)
+    costs = [stage_costs(one, links(pp=6, x=2), 4) for one in stages]
+    assert costs[1] == costs[2] == costs[3] == costs[4]
+    assert stages[1].plan.placements.keys() != stages[2].plan.placements.keys()
+    for one in stages[1:3]:
+        one.plan.check(one.plan.mesh, one.graph.fingerprint, one.plan.shapes)
+        assert one.plan.decisions["choices"].keys() == {node.name for node in one.planner.rules.operators}
+
+
+def test_the_place_of_the_axis_decides_what_a_message_costs() -> None:
+    cluster = Cluster.of("h100")
+    between = Links.of(cluster, MeshShape.of({"pp": 2, "dp": 8}), "pp")
+    inside = Links.of(cluster, MeshShape.of({"dp": 8, "pp": 2}), "pp")
+    size = 2**24
+    for links, link in ((between, cluster.between), (inside, cluster.inside)):
+        assert links.send(size) == pytest.approx(link.collectives["shift"].curve.at(size))
+    assert between.send(size) > inside.send(size)
+    assert between.send(0) == between.sum(0, 2) == between.sum(size, 1) == 0.0
+    for ranks in (2, 4):
+        around = 2 * (ranks - 1) / ranks * size / cluster.between.bandwidth
+        assert between.sum(size, ranks) == pytest.approx(around + 2 * (ranks - 1) * cluster.between.latency)
+
+
+def test_modules_are_the_first_and_the_last_with_parameters() -> None:
+    first, last = planned(2, x=1)
+    assert first.modules[0] == "layers.0.0"
+    assert last.modules[1] == "layers.5.0"
+    names = [name for one in (first, last) for name, _ in one.stage.module.named_parameters()]
+    assert len(names) == 12
+
+
+def test_tied_parameters_are_sharded_where_it_is_dear_to_add_up_their_gradients() -> None:
+    module, inputs = gpt()
+    graph = export_forward(module, (), inputs)
+    parts = cut(graph, balance_stages(graph, 2), 2)
+    cluster, mesh = Cluster.of("cpu"), MeshShape.of({"pp": 2, "x": 2})
+    slow = dataclasses.replace(cluster, inside=Link(bandwidth=1e3, latency=1e-4))
+    placed = []
+    for one in (cluster, slow):
+        way = Links.of(one, mesh, "pp")
+        asked = stage_options(options(), cluster)
+        planner = StagePlanner([StageTarget(asked, MeshShape.of({"x": 2}))], [{}], None, "whole", links=way)
+        stages = planner.plan(parts, [StageBudget(None, "none", microbatches=4)] * 2)
+        placed.append({stage.plan.placements["tokens.weight"] for stage in stages})
+    assert placed[0] == {(Replicate(),)}
+    assert len(placed[1]) == 1
+    assert placed[1] != placed[0]
+
+
+def test_a_plan_counts_what_all_microbatches_under_way_hold() -> None:
+    one, three = (
+        planned(2, room=StageBudget(None, "none", microbatches=4, under_way=count), x=2)[0] for count in (1, 3)
+    )
+    assert three.plan.decisions == one.plan.decisions
+    saved = stage_costs(one, links(pp=2, x=2), 4).saved_bytes
+    assert three.plan.memory.peak - one.plan.memory.peak == 2 * saved > 0

@@ -1,0 +1,54 @@
+"""Planners of the calls of one module: what one works out serves the others, and changes none of their plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from autoshard.capture.joint import capture
+from autoshard.options import Options, check_options
+from autoshard.planner.planning import PlannerCache, run_planner
+from autoshard.specs.axes import MeshShape
+from tests.training import build, fast_links
+
+MESH = MeshShape.of({"a": 2, "b": 2})
+
+
+def _options(**given: Any) -> Options:
+    defaults: dict[str, Any] = dict.fromkeys(
+        ("hints", "optimizer", "optimizer_bytes_per_element", "input_placements", "output_placements", "dynamic",
+         "mp_policy", "work_limit")
+    )  # fmt: skip
+    defaults |= {"inputs": "global", "method": "auto", "time_limit": 30.0, "effort": "fast", "verbose": False}
+    return check_options("cpu", cluster=fast_links(), **(defaults | given))
+
+
+def _graphs(module: nn.Module, inputs: dict[str, Any]) -> list[Any]:
+    half = {name: tensor[: len(tensor) // 2] for name, tensor in inputs.items()}
+    return [capture(module, (), call, grad=grad) for call, grad in ((inputs, True), (inputs, False), (half, True))]
+
+
+def test_later_calls_are_planned_as_if_they_were_the_first_from_what_was_worked_out_before() -> None:
+    module, inputs = build("mlp")
+    options = _options()
+    planners = PlannerCache(module, MESH)
+    tables = None
+    for graph in _graphs(module, inputs):
+        planner = planners.of(graph, options)
+        tables = tables or planner.resharder
+        assert planner.resharder is tables
+        found = run_planner(planner, 0.0, options)
+        alone = run_planner(PlannerCache(module, MESH).of(graph, options), 0.0, options)
+        assert replace(found, timings={}) == replace(alone, timings={})
+    planners.forget()
+    assert not any(one._candidates for one in planners._first)
+
+
+def test_planners_at_other_prices_work_out_their_own() -> None:
+    module, inputs = build("mlp")
+    graph = capture(module, (), inputs)
+    planners = PlannerCache(module, MESH)
+    one, other = (planners.of(graph, _options(optimizer=optimizer)) for optimizer in ("adamw", "sgd"))
+    assert one.resharder is not other.resharder

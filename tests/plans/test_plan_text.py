@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+from torch.distributed.tensor import Replicate
+
+from autoshard.errors import PlanError
+from autoshard.plans import plan_text
+from autoshard.plans.sharding_plan import Collective
+from tests.sample_plan import sample_plan
+
+
+def line(text: str, start: str) -> list[str]:
+    """The words of the one line that starts so."""
+    (found,) = (row for row in text.splitlines() if row.strip().startswith(start))
+    return found.split()
+
+
+def test_the_table_tells_mesh_step_and_memory() -> None:
+    text = str(sample_plan())
+    assert "dp=2, tp=4 (8 devices) on cluster h100" in text
+    assert "12.3 ms" in text
+    assert "peak 4.5 GiB (parameters 1.0 GiB, gradients 1.0 GiB, optimizer 2.0 GiB, activations 512.0 MiB)" in text
+    assert "at most 2.4 % from the best" in text
+
+
+def test_layers_placed_alike_take_one_row() -> None:
+    text = str(sample_plan())
+    assert line(text, "h.*.attn.qkv.weight") == ["h.*.attn.qkv.weight", "6", "192x64", "R", "S(0,f=3)", "never"]
+    assert line(text, "h.{0-3}.mlp.up.weight")[-3:] == ["R", "S(0)", "never"]
+    assert line(text, "h.{4-5}.mlp.up.weight")[-3:] == ["S(1)", "S(0)", "never"]
+    assert line(text, "input_ids") == ["input_ids", "1", "S(0)", "R"]
+
+
+def test_collectives_are_summed_over_layers() -> None:
+    text = str(sample_plan())
+    assert line(text, "all_reduce") == ["all_reduce", "tp", "forward", "h.*.mlp", "6", "6.0", "MiB", "600", "µs"]
+    assert line(text, "all_gather") == ["all_gather", "dp", "backward", "(root)", "3", "12.0", "KiB", "6", "ms"]
+
+
+def test_the_dearest_collectives_come_first_and_the_rest_is_summed_up() -> None:
+    many = tuple(Collective("all_reduce", "tp", 1, 1, f"part{'x' * i}", "forward", 1e-3 * i) for i in range(40))
+    rows = [
+        row
+        for row in str(sample_plan(collectives=many)).splitlines()
+        if ("part" in row and "R:" not in row) or "more" in row
+    ]
+    assert len(rows) == 31
+    assert f"part{'x' * 39} " in rows[0]
+    assert rows[-1].split() == ["...", "10", "more", "10", "10", "B", "45", "ms"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_asked(width: int) -> None:
+    assert max(map(len, plan_text.render(sample_plan(), width).splitlines())) <= width
+
+
+def test_text_in_brackets_is_not_markup() -> None:
+    plan = sample_plan(input_placements={"args[0]": sample_plan().input_placements["input_ids"]})
+    assert line(str(plan), "args[0]") == ["args[0]", "1", "S(0)", "R"]
+
+
+def test_a_plan_tells_which_parameters_are_gathered_and_which_layers_recomputed() -> None:
+    again = {f"h.{layer}.mlp.up.weight": "again" for layer in range(4)}
+    whole = sample_plan().placements | {"norm.weight": (Replicate(), Replicate())}
+    plan = sample_plan(
+        placements=whole, gathered={**again, "embed.weight": "once"}, recomputed=tuple(f"h.{n}" for n in range(5))
+    )
+    text = str(plan)
+    assert line(text, "h.{0-3}.mlp.up.weight")[-1] == "again"
+    assert line(text, "h.{4-5}.mlp.up.weight")[-1] == "never"
+    assert line(text, "embed.weight")[-1] == "once"
+    assert line(text, "norm.weight")[-1] == "whole"
+    assert "5 layers: h.0, h.1, ..., h.4" in text
+    assert "h.0, h.1" in str(sample_plan(recomputed=("h.0", "h.1")))
+
+
+def test_a_plan_of_nothing_prints() -> None:
+    plan = sample_plan(placements={}, collectives=(), choices=(), cost=0.0, cluster="", timings={}, hints={})
+    assert "no collectives" in str(plan)
+    assert "nothing to choose" in str(plan)
+
+
+def test_explain_tells_placement_operators_hints_and_collectives() -> None:
+    text = sample_plan().explain("h.*.mlp")
+    assert line(text, "h.{0-3}.mlp.up.weight")[-3:] == ["R", "S(0)", "never"]
+    assert "h.*.attn" not in text
+    assert "pinned by the hint 'h.*.mlp': tp: S(0)" in text
+    assert "S(0) R, R S(1) -> S(0) S(1)" in text
+    assert "predicted: operators 180 µs, collectives 600 µs" in text
+    assert "all_gather" not in text
+
+
+def test_explain_of_a_module_takes_what_is_below_it() -> None:
+    text = sample_plan().explain("h.2")
+    assert "h.2.attn.qkv.weight" in text
+    assert "h.2.mlp.up.weight" in text
+    assert "h.3" not in text
+    assert line(text, "aten.mm")[-3:] == ["1", "30", "µs"]
+
+
+def test_explain_of_a_parameter_without_collectives_says_so() -> None:
+    assert "no collectives here" in sample_plan().explain("embed.weight")
+
+
+def test_explain_of_nothing_suggests_close_names() -> None:
+    with pytest.raises(PlanError, match=r"nothing in the plan is at 'h\.\*\.mpl'.*Close ones are .*mlp"):
+        sample_plan().explain("h.*.mpl")

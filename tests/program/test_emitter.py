@@ -1,0 +1,95 @@
+"""Recorded programs: nodes with the shapes of local tensors."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from autoshard.program.emitter import GraphEmitter
+from autoshard.specs.axes import MeshShape
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def emit() -> GraphEmitter:
+    return GraphEmitter(MeshShape.of({"x": 2, "y": 3}), ("gx", "gy"), FakeTensorMode(), torch.device("cpu"))
+
+
+def test_a_call_is_a_node_with_the_shape_that_it_makes(emit: GraphEmitter) -> None:
+    x = emit.placeholder("x", (4, 6), torch.float64)
+    y = emit.call(aten.sum.dim_IntList, x, [1], True)
+    assert emit.shape(y) == (4, 1)
+    assert emit.dtype(y) is torch.float64
+    assert emit.device(y) == torch.device("cpu")
+    assert [node.op for node in emit.graph.nodes] == ["placeholder", "call_function"]
+
+
+def test_several_results_are_nodes_of_their_own_and_none_stays_none(emit: GraphEmitter) -> None:
+    x = emit.placeholder("x", (4, 6), torch.float32)
+    normal, mean, scale = emit.call(aten.native_layer_norm.default, x, [6], None, None, 1e-5)
+    assert [emit.shape(value) for value in (normal, mean, scale)] == [(4, 6), (4, 1), (4, 1)]
+    gradients = emit.call(
+        aten.native_layer_norm_backward.default, x, x, [6], mean, scale, None, None, [True, False, False]
+    )
+    assert gradients[1:] == (None, None)
+    assert emit.shape(gradients[0]) == (4, 6)
+
+
+def test_kernels_that_want_rows_get_rows(emit: GraphEmitter) -> None:
+    x = emit.call(aten.permute.default, emit.placeholder("x", (6, 4, 2), torch.float32), [1, 0, 2])
+    emit.call(aten.neg.default, x)
+    emit.call(aten.native_group_norm.default, x, None, None, 4, 6, 2, 2, 1e-5)
+    emit.call(aten.view_as_complex.default, x)  # the last dim is in order, which is enough
+    names = [node.target for node in emit.graph.nodes if node.op == "call_function" and "getitem" not in node.name]
+    assert names[1:] == [
+        aten.neg.default,
+        aten.clone.default,
+        aten.native_group_norm.default,
+        aten.view_as_complex.default,
+    ]
+
+
+def test_nodes_carry_the_phase_that_they_are_emitted_in(emit: GraphEmitter) -> None:
+    x = emit.placeholder("x", (4,), torch.float32)
+    first = emit.call(aten.neg.default, x)
+    emit.phase = "backward"
+    second = emit.call(aten.split.Tensor, first, 2)
+    assert first.meta["partitioner_tag"] == "is_forward"
+    assert {part.meta["partitioner_tag"] for part in second} == {"is_backward"}
+
+
+def test_coordinates_and_seed_are_inputs_of_the_program(emit: GraphEmitter) -> None:
+    emit.add_rank_inputs()
+    names = [node.target for node in emit.graph.nodes]
+    assert names == ["coordinate_x", "coordinate_y", "host_coordinate_x", "host_coordinate_y", "seed"]
+    assert emit.coordinate(1).target == "coordinate_y"
+    assert emit.shape(emit.seed()) == ()
+    assert emit.dtype(emit.coordinate(0)) is torch.int64
+    assert (emit.group(0), emit.group(1)) == ("gx", "gy")
+
+
+def test_every_random_operator_has_a_stream_of_its_own(emit: GraphEmitter) -> None:
+    assert len({emit.stream() for _ in range(5)}) == 5
+
+
+def test_strides_are_those_of_the_operators(emit: GraphEmitter) -> None:
+    x = emit.placeholder("x", (4, 6), torch.float32)
+    assert emit.is_contiguous(x)
+    assert not emit.is_contiguous(emit.call(aten.t.default, x))
+
+
+def test_numbers_among_the_results_are_no_nodes(emit: GraphEmitter) -> None:
+    """Torch's partitioner asks every node that it saves for a tensor."""
+    query = emit.placeholder("query", (2, 8, 4, 16), torch.float32)
+    options = (None, None, None, None, None, 0.0, 0, True)
+    result, logarithms, *_, longest, keys = emit.call(
+        aten._efficient_attention_forward.default, query, query, query, *options
+    )
+    assert (longest, keys) == (None, None)
+    assert emit.shape(logarithms) == (2, 4, 32)
+    assert all(isinstance(node.meta["val"], torch.Tensor) for node in (result, logarithms))
+    assert len(emit.graph.find_nodes(op="call_function", target=operator.getitem)) == 4

@@ -1,0 +1,98 @@
+"""Meshes whose ranks all live in one process, and what the ranks hold there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, Work
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, _c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+
+from autoshard.runtime.shards import local_of
+from autoshard.specs import MeshShape, Spec
+
+
+@contextmanager
+def simulated_mesh(**sizes: int) -> Iterator[DeviceMesh]:
+    """A mesh with these axes; every tensor made inside is one per rank."""
+    mesh = MeshShape.of(sizes)
+    dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
+    try:
+        with (
+            mock.patch.object(_c10d, "_local_broadcast_", _broadcast),
+            mock.patch.object(LocalTensorMode, "__torch_dispatch__", _dispatch),
+            LocalTensorMode(mesh.size),
+        ):
+            yield init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+    finally:
+        dist.destroy_process_group()
+
+
+def _dispatch(
+    mode: LocalTensorMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """torch's own dispatch sends collectives on a tensor that all ranks hold alike, such as an input of the step, to
+    the fake backend, whose results are whatever lay in memory: here, ranks exchange what they hold.
+
+    A subclass of the mode would not be known to the operators that are registered for the mode.
+    """
+    exchanges = func.namespace == "_c10d_functional" and func is not torch.ops._c10d_functional.wait_tensor.default
+    if not mode._disable and (exchanges or func is torch.ops.c10d.broadcast_.default):
+
+        def of_ranks(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, LocalTensor) else LocalTensor(dict.fromkeys(sorted(mode.ranks), tensor))
+
+        args, kwargs = pytree.tree_map_only(Tensor, of_ranks, (args, kwargs))
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    apart = all(isinstance(tensor, LocalTensor) for tensor in tensors)
+    assert mode._disable or func.namespace != "c10d" or apart, f"{func} changes a tensor of all ranks in place"
+    return _dispatch_of_torch(mode, func, types, args, kwargs)
+
+
+_dispatch_of_torch = LocalTensorMode.__torch_dispatch__
+
+
+@contextmanager
+def one_device(kind: str) -> Iterator[DeviceMesh]:
+    """A mesh of one device of some kind."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        yield DeviceMesh(kind, [0], mesh_dim_names=("a",))
+    finally:
+        dist.destroy_process_group()
+
+
+def _broadcast(tensors: list[Tensor], group: Any, root: int, *options: Any) -> tuple[list[Tensor], Any]:
+    """A broadcast from the member of every group that is `root` in it, also where the members are no neighbours.
+
+    torch's own simulation counts `root` from the first member by ranks of the world.
+    """
+    members, offsets, _ = _c10d._prepare_collective_groups(group)
+    for offset in offsets:
+        held = [tensors[0]._local_tensors[offset + member] for member in members]
+        for value in held:
+            value.copy_(held[root])
+    return tensors, Work.boxed(FakeWork())
+
+
+def per_rank(tensor: Tensor, mesh: DeviceMesh) -> dict[tuple[int, ...], Tensor]:
+    """What every rank holds of a tensor: local tensors of a `DTensor`, values of a plain one."""
+    value = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    coordinates = list(MeshShape.of(mesh).coordinates())
+    if isinstance(value, LocalTensor):
+        return {place: value._local_tensors[rank] for rank, place in enumerate(coordinates)}
+    return dict.fromkeys(coordinates, value)
+
+
+PLACEMENTS = ("R", "S(0)", "S(1)", "S(0,f=2)", "S(0,f=3)", "S(1,f=2)")
+SPECS = [Spec.parse(f"{first} {second}") for first, second in itertools.product(PLACEMENTS, PLACEMENTS)]

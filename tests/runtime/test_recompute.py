@@ -1,0 +1,173 @@
+"""Steps that keep, gather again and recompute: one device's numbers, the same draws, and less memory."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoshard
+from autoshard.capture.joint import capture
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.specs.axes import MeshShape
+from tests import models
+from tests.random_plans import random_plan
+from tests.runtime.meshes import per_rank, simulated_mesh
+from tests.training import ONE_LAYER, TOLERANCE, build, compare, fast_links, one_device, train, train_random_plan
+
+SOME: dict[str, Any] = {"forced": 0.5, "recompute": 0.6}
+ALL: dict[str, Any] = {"forced": 0.5, "recompute": 1.0}
+UNEVEN: dict[str, Any] = {"uneven": 0.5, "recompute": 0.6}
+
+FAST = [
+    ("mlp", (2,), 0, ALL),
+    ("mlp", (2, 2), 1, SOME),
+    ("mlp", (5,), 2, UNEVEN),
+    (ONE_LAYER, (2,), 3, ALL),
+    (ONE_LAYER, (2, 2), 5, SOME),
+]
+SLOW = [
+    ("wide_resnet", (2,), 8, ALL),
+    ("hf_mixtral", (2,), 9, ALL),
+    ("lstm", (2,), 11, ALL),
+]
+CASES = [*(pytest.param(*case) for case in FAST), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+def _mesh(sizes: tuple[int, ...]) -> dict[str, int]:
+    return {f"axis{place}": size for place, size in enumerate(sizes)}
+
+
+@pytest.mark.parametrize(("model", "mesh", "seed", "options"), CASES)
+def test_random_plans_that_gather_again_and_recompute_equal_one_device(
+    model: str, mesh: tuple[int, ...], seed: int, options: dict[str, Any]
+) -> None:
+    trace = train_random_plan(model, _mesh(mesh), seed, **options)
+    assert compare(trace, one_device(model, len(trace.losses))).worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto", "full"])
+def test_planned_steps_equal_one_device(recompute: str) -> None:
+    module, inputs = build(ONE_LAYER)
+    limit = None if recompute == "full" else 1_200_000
+    with simulated_mesh(x=2) as mesh:
+        options: dict[str, Any] = {"cluster": fast_links(), "memory_limit": limit, "recompute": recompute}
+        autoshard.parallelize(module, mesh, (), inputs, **options)
+        trace = train(module, inputs)
+    assert compare(trace, one_device(ONE_LAYER)).worst <= TOLERANCE
+    assert recompute != "full" or module.sharding_plan.recomputed
+
+
+# Draws
+
+
+class Dropped(nn.Module):
+    """Layers whose loss is linear in a weight behind their dropout, so that it tells which elements were dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+        self.weight = nn.Parameter(torch.rand(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up in self.ups:
+            x = torch.nn.functional.dropout(up(x).tanh().exp(), 0.5).sin()
+        return (x * self.weight).mean()
+
+
+def _loss_and_slope(plan: ShardingPlan | None, **options: Any) -> tuple[list[float], list[float]]:
+    """On every rank, the loss of a step, and what the gradient of the weight says that it is."""
+    torch.manual_seed(0)
+    module = Dropped().double()
+    weight = module.weight.detach().clone()
+    x = torch.randn(12, 24, dtype=torch.float64)
+    with simulated_mesh(x=2, y=2) as mesh:
+        autoshard.parallelize(module, mesh, (x,), plan=plan, **options)
+        loss = module(x)
+        loss.backward()
+        slope = module.weight.grad.full_tensor() @ weight  # type: ignore[union-attr]
+        return [[float(one) for one in per_rank(value.detach(), mesh).values()] for value in (loss, slope)]  # type: ignore[return-value]
+
+
+def test_what_is_drawn_again_are_the_same_numbers() -> None:
+    graph = capture(Dropped().double(), (torch.randn(12, 24, dtype=torch.float64),), {})
+    mesh = MeshShape.of({"x": 2, "y": 2})
+    plans = [random_plan(graph, mesh, seed, recompute=1.0) for seed in range(2)]
+    drawn = 0
+    for plan in plans:
+        losses, slopes = _loss_and_slope(plan)
+        assert losses == pytest.approx(slopes, rel=1e-12)
+        assert len(set(losses)) == 1
+        drawn += sum("native_dropout" in name and "again" in name for name in plan.decisions["choices"])
+    assert drawn
+    losses, slopes = _loss_and_slope(None, recompute="full", cluster=fast_links())
+    assert losses == pytest.approx(slopes, rel=1e-12)
+
+
+# Memory
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, counts the bytes of what operators make until it is freed; memory that is shared counts once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self.live: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                if storage._cdata not in self.live:
+                    freed = partial(self._free, storage._cdata, storage.nbytes())
+                    self.live[storage._cdata] = weakref.ref(storage, freed)
+                    self.held += storage.nbytes()
+        self.peak = max(self.peak, self.held)
+        return result
+
+    def _free(self, key: int, size: int, _: object) -> None:
+        del self.live[key]
+        self.held -= size
+
+
+def _peak(sizes: dict[str, int], **options: Any) -> tuple[int, ShardingPlan]:
+    """The most that a forward and backward pass makes and holds at once on the first of the ranks, and the plan."""
+    mesh_shape = MeshShape.of(sizes)
+    dist.init_process_group("fake", rank=0, world_size=mesh_shape.size, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", mesh_shape.sizes, mesh_dim_names=mesh_shape.names)
+        module, inputs = models.gpt(layers=6, batch=48)
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **options)
+        module(**inputs)[1].backward()
+        module.zero_grad()
+        with LiveBytes() as live:
+            module(**inputs)[1].backward()
+        return live.peak, module.sharding_plan
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sizes", [{"x": 1}, {"x": 2}], ids=str)
+def test_recomputation_holds_less(sizes: dict[str, int]) -> None:
+    whole, kept = _peak(sizes, recompute="none")
+    less, again = _peak(sizes, recompute="full")
+    assert len(again.recomputed) == 6
+    assert not kept.recomputed
+    assert less < 0.6 * whole
+    assert again.memory.peak < kept.memory.peak
+    said, found = kept.memory.peak - again.memory.peak, whole - less
+    assert found == pytest.approx(said, rel=0.25)

@@ -1,0 +1,156 @@
+"""`autoshard.search` from the user's side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoshard
+from autoshard.errors import BudgetError, MeshError, PlanError
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.search.mesh_candidate import BEST
+from autoshard.search.result import SearchResult
+from autoshard.search.search import SearchOptions
+from tests.search.test_mesh_search import hosts, model
+
+
+def search(devices: int = 4, **asked: Any) -> SearchResult:
+    module, args, _ = model()
+    return autoshard.search(module, devices, args, cluster=hosts(2), effort="fast", pipeline=False, **asked)
+
+
+@pytest.fixture(scope="module")
+def profile() -> SearchResult:
+    return search(option="profiling", memory_limit=TIGHT)
+
+
+TIGHT = 18 * 2**20
+"""Bytes with which one device is too few."""
+
+
+def test_the_fastest_on_these_devices() -> None:
+    result = search(6)
+    assert result.mesh.size == 6
+    assert result.pipeline_axis is None
+    assert isinstance(result.plan, ShardingPlan)
+    assert result.plan.mesh == result.mesh
+    assert result.plan.step_seconds == result.best.seconds
+    assert result.plan.memory.peak == result.best.peak
+    assert {str(one.shape) for one in result.candidates} == {"x=6", "x=3, y=2", "x=2, y=3"}
+    planned = [one.seconds for one in result.candidates if one.seconds is not None]
+    assert planned == sorted(planned)
+    assert result.candidates[0].verdict == BEST
+
+
+def test_the_plan_is_one_that_plan_makes() -> None:
+    """Of the same mesh, to the last decision."""
+    module, args, _ = model()
+    result = search()
+    alone = autoshard.plan(
+        module,
+        dict(zip(result.mesh.names, result.mesh.sizes, strict=True)),
+        args,
+        cluster=hosts(2),
+        effort="fast",
+        memory_limit=result.memory_limit,
+    )
+    assert alone.decisions == result.plan.decisions  # type: ignore[union-attr]
+    assert alone.step_seconds == pytest.approx(result.plan.step_seconds)
+    assert alone.fingerprint == result.plan.fingerprint
+
+
+def test_it_prints_every_mesh_with_its_verdict(profile: SearchResult) -> None:
+    text = str(profile)
+    for one in profile.candidates:
+        assert f" {one.shape} " in text
+    assert "best" in text
+    assert "by number of devices" in text
+    assert "nothing fits" in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert repr(profile).startswith(f"SearchResult({len(profile.candidates)} meshes, best ")
+    assert "by number of devices" not in str(search(2))
+
+
+def test_a_profile_has_the_best_of_every_number_of_devices(profile: SearchResult) -> None:
+    assert {one.devices for one in profile.candidates} == {1, 2, 4}
+    best = profile.by_devices
+    assert list(best) == [2, 4]
+    assert all(one.plan is not None and one.plan.mesh.size == count for count, one in best.items())
+    assert profile.best.seconds == min(one.seconds or 0.0 for one in best.values())
+    assert any("no mesh of 1 devices fits" in note for note in profile.notes)
+    four = search(4, memory_limit=TIGHT)
+    assert best[4].seconds == pytest.approx(four.best.seconds)
+
+
+def test_the_fewest_devices_that_fit(profile: SearchResult) -> None:
+    result = search(option="mini-parallelism", memory_limit=TIGHT)
+    assert result.mesh.size == 2
+    assert {one.devices for one in result.candidates} == {1, 2}
+    assert result.best.seconds == pytest.approx(profile.by_devices[2].seconds)
+    assert search(option="mini-parallelism").mesh.size == 1
+
+
+def test_nothing_fits_on_any_number_of_devices() -> None:
+    with pytest.raises(BudgetError, match=r"no mesh of 4 devices fits in 64\.0 KiB per device") as error:
+        search(option="mini-parallelism", memory_limit="64KiB")
+    assert error.value.peak is not None
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_a_profile_is_drawn(profile: SearchResult, tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"profile{suffix}"
+    profile.plot(path)
+    assert path.stat().st_size > 2000
+
+
+def test_one_number_of_devices_is_not_drawn(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match='option="profiling"'):
+        search(2).plot(tmp_path / "one.png")
+
+
+@pytest.mark.parametrize("devices", [0, -4, 2.0, True, "16", None])
+def test_a_number_of_devices_is_a_whole_one(devices: Any) -> None:
+    with pytest.raises(MeshError, match="a whole number from 1 up"):
+        SearchOptions("mini-time", devices)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"option": "fastest"}, "mini-time, mini-parallelism, profiling"),
+        ({"pipeline": "sideways"}, '"outer", "inner"'),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"virtual": "many"}, "virtual='many'"),
+        ({"effort": "much"}, "effort='much'"),
+        ({"time_limit": 0.0}, "time_limit=0.0"),
+    ],
+)
+def test_unknown_options_are_named(asked: dict[str, Any], said: str) -> None:
+    module, args, _ = model()
+    with pytest.raises(PlanError, match=said):
+        autoshard.search(module, 4, args, **asked)
+
+
+def test_options_say_which_numbers_of_devices_are_looked_at() -> None:
+    assert SearchOptions("mini-time", 12).counts == (12,)
+    assert SearchOptions("mini-parallelism", 12).counts == (1, 2, 3, 4, 6, 12)
+
+
+def test_by_default_the_limit_is_what_a_device_has() -> None:
+    cluster = hosts(2)
+    module, args, _ = model()
+    result = autoshard.search(module, 1, args, cluster=cluster, effort="fast", pipeline=False)
+    assert result.memory_limit == cluster.device.memory
+    assert str(result.mesh) == "x=1"
+
+
+def test_numbers_are_left_alone() -> None:
+    """Real parameters are neither touched nor sharded."""
+    module = torch.nn.Linear(8, 8)
+    before = module.weight.detach().clone()
+    autoshard.search(module, 2, (torch.ones(4, 8),), cluster="cpu", effort="fast", pipeline=False)
+    assert torch.equal(module.weight, before)
