@@ -70,7 +70,7 @@ class Effect:
         if self.origin is None:
             return copy_value(self.value)
         table, name = self.origin
-        return self.value.after(table[name])
+        return self.value.apply_to(table[name])
 
     def apply(self, result: Any) -> None:
         """Put it there: into the container that is there where that was filled and not set."""
