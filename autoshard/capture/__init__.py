@@ -1,4 +1,4 @@
-"""From a module and an example call to one functional graph of forward and backward."""
+"""Capture: one functional graph of forward and backward from a module and an example call."""
 
 from __future__ import annotations
 

@@ -128,12 +128,13 @@ GLOBAL_HOOKS = (_global_forward_pre_hooks, _global_forward_hooks, _global_backwa
 
 
 def fake_mode() -> FakeTensorMode:
-    """A fake tensor mode that accepts the real constants a module holds."""
+    """Return a fake tensor mode that accepts the real constants that a module holds."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
 def survey_mode() -> FakeTensorMode:
-    """A fake tensor mode in which whatever depends on numbers raises an error, and names no size."""
+    """Return a fake tensor mode in which every operator that depends on numbers raises an error."""
+    # Without a ShapeEnv, torch cannot name sizes that depend on data, and raises instead.
     return FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
 
 
@@ -144,19 +145,20 @@ def outside_modes() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def outside_functions() -> Iterator[None]:
-    """Context in which no mode at all is active, be it of dispatch or of functions."""
+    """Context in which neither dispatch modes nor function modes are active."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 @contextlib.contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Context in which torch does not log what fails on fake tensors: it raises it, too."""
+    """Context in which torch does not log the errors that it raises on fake tensors."""
     logs = [
         logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
     ]
 
     def is_wanted(record: logging.LogRecord) -> bool:
+        # These records repeat an error that is raised too, and that capture rewrites. DEBUG still shows them.
         failed = record.exc_info is not None or str(record.msg).startswith("Unable to find user code")
         return not failed or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
 
@@ -170,146 +172,149 @@ def without_tracebacks() -> Iterator[None]:
 
 
 def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
-    """The functional graph of forward and backward, each placeholder and output described in `meta["desc"]`.
-
-    The backward half is what a call of `backward` outside of autocast runs.
-    """
+    """Return the functional graph of forward and backward; `meta["desc"]` describes each placeholder and output."""
     with contextlib.ExitStack() as stack:
+        # `backward` is called outside of autocast; by default, torch traces the backward half inside of it.
         if hasattr(functorch_config, "backward_pass_autocast"):
             stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         return aot_export_joint_with_descriptors(stack, module, inputs).graph_module
 
 
 def unwritten_graphs() -> contextlib.AbstractContextManager[None]:
-    """Context in which graphs that are traced get no code before they run: most are changed, and never run by it."""
+    """Context in which traced graphs get their code when they first run: most are rewritten, and never run."""
     return _use_lazy_graph_module(True)
 
 
 @contextlib.contextmanager
 def annotate_nodes(annotations: Mapping[str, object]) -> Iterator[None]:
-    """Context in which nodes that are traced have these annotations in `meta["custom"]`."""
+    """Context in which traced nodes have these annotations in `meta["custom"]`."""
     with traceback.annotate(dict(annotations)), traceback.preserve_node_meta():
         yield
 
 
 def tracing_annotations() -> contextlib.AbstractContextManager[None]:
-    """Context in which what is traced of a graph has the annotations of its nodes, derivatives included."""
+    """Context in which the nodes traced from a graph have the annotations of its nodes, derivatives included."""
     return traceback.preserve_node_meta()
 
 
 def operator_of(name: str) -> OpOverload:
-    """An operator of ATen by its name, such as `softmax.int`."""
+    """Return an operator of ATen by its name, such as `softmax.int`."""
     packet, _, overload = name.partition(".")
     operator: OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
     return operator
 
 
 def operators_under_autocast(backend: str) -> frozenset[str]:
-    """The names of the operators of ATen before which autocast of a backend, `"CPU"` or `"CUDA"`, does something."""
+    """Return the names of the ATen operators that autocast of a backend, `"CPU"` or `"CUDA"`, intercepts."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{backend}")
     return frozenset(name.removeprefix("aten::") for name in names if name.startswith("aten::"))
 
 
 def below_autocast() -> contextlib.AbstractContextManager[None]:
-    """Context in which autocast of the CPU does nothing."""
+    """Context in which autocast of the CPU has no effect."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
     return guard
 
 
 def is_persistent(owner: torch.nn.Module, buffer: str) -> bool:
-    """Whether the `state_dict` of a module has its buffer of this name."""
+    """Return True if the buffer of this name is in the `state_dict` of its module."""
     return buffer not in owner._non_persistent_buffers_set
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number that tensors have in common which look at the same memory, as long as one of them lives."""
+    """Return a number that all views of the same memory share, valid as long as one of them lives."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the numbers of a tensor were changed in place."""
-    return tensor._version  # by autograd, views included
+    """Return the number of in-place changes of a tensor and its views, as autograd counts them."""
+    return tensor._version
 
 
 def symbolic_integer(
     env: ShapeEnv, value: int, number: int, *, small: bool = False
 ) -> tuple[int | torch.SymInt, sympy.Symbol]:
-    """A symbolic integer that is `value` where it has to be a number, and its symbol.
+    """Return a symbolic integer with the hint `value`, and its symbol.
 
     Args:
-        env: what knows all of them.
-        value: of the integer.
-        number: how many were made in that environment before.
-        small: whether it may be 0 or 1 elsewhere, or is one here.
+        env: the environment of all symbols.
+        value: the number that the integer has in the example.
+        number: the count of integers made in that environment before.
+        small: True if the integer may be 0 or 1.
     """
     source = ConstantSource(f"size_{number}")
-    own = env.create_symbol(value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=small)
-    return env.create_symintnode(own, hint=value, source=source), own
+    symbol = env.create_symbol(value, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=small)
+    return env.create_symintnode(symbol, hint=value, source=source), symbol
 
 
 def symbolic_hint(value: torch.SymInt) -> int:
-    """The number that a symbolic size has in the example."""
+    """Return the number that a symbolic size has in the example."""
     return int(value.node.hint)
 
 
 def symbolic_conditions(
     mode: FakeTensorMode, symbols: Mapping[Any, sympy.Symbol]
 ) -> tuple[dict[sympy.Symbol, tuple[int, int | None]], tuple[sympy.Expr, ...]]:
-    """Under what ranges, and what conditions in torch's own terms, all that ran in a mode would go the same way."""
+    """Return the ranges of symbols and the conditions, in torch's terms, under which all that ran in a mode holds.
+
+    Args:
+        mode: the mode of the capture.
+        symbols: torch's symbols, with the symbols that stand for them in the ranges.
+    """
     env = mode.shape_env
     assert env is not None
     ranges = {}
-    for own, ours in symbols.items():
-        limits = env.var_to_range[own]
-        ranges[ours] = (int(limits.lower), None if limits.upper == int_oo else int(limits.upper))
+    for torch_symbol, symbol in symbols.items():
+        limits = env.var_to_range[torch_symbol]
+        ranges[symbol] = (int(limits.lower), None if limits.upper == int_oo else int(limits.upper))
     return ranges, tuple(env.replace(guard.expr) for guard in env.guards)
 
 
 def apply_function(function: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function with its own backward, whatever `FunctionBase.apply` is at the moment."""
+    """Apply a `torch.autograd.Function`, also while `FunctionBase.apply` is patched."""
     return super(FunctionBase, function).apply(*args, **kwargs)  # type: ignore[misc]
 
 
 def is_tracing() -> bool:
-    """Whether the operators that run now are written into a graph."""
+    """Return True if the operators that run now are traced into a graph."""
     return get_proxy_mode() is not None
 
 
 def traced_node(tensor: torch.Tensor) -> tuple[fx.Node, torch.nn.Module] | None:
-    """The node that a tensor is the value of in the graph that is being written, and the module of its constants."""
+    """Return the node of a tensor in the graph that is being traced, and the module of that graph's constants."""
     mode = get_proxy_mode()
-    found = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    return None if mode is None or found is None else (found.proxy.node, mode.tracer.root)  # type: ignore[union-attr]
+    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    return None if mode is None or slot is None else (slot.proxy.node, mode.tracer.root)  # type: ignore[union-attr]
 
 
 def transforms_active() -> bool:
-    """Whether code runs inside of a transform of torch.func, on tensors that are wrapped for it."""
+    """Return True inside of a transform of torch.func, where tensors are wrapped."""
     return torch._C._are_functorch_transforms_active()
 
 
 def is_transform(node: fx.Node) -> bool:
-    """Whether a node of an exported graph enters, leaves or wraps for a transform such as `torch.vmap`."""
+    """Return True if a node of an exported graph enters, leaves or wraps for a transform such as `torch.vmap`."""
     return getattr(node.target, "__module__", None) == predispatch.__name__
 
 
 def functionalizes() -> bool:
-    """Whether code runs inside of `torch.func.functionalize`."""
-    if not torch._C._are_functorch_transforms_active():
+    """Return True inside of `torch.func.functionalize`."""
+    if not transforms_active():
         return False
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Functionalize
 
 
 def engine_entry() -> tuple[Any, str]:
-    """Module and name of the function by which `backward` and `grad` start the autograd engine."""
+    """Return the module and the name of the function by which `backward` and `grad` start the autograd engine."""
     return torch.autograd, "_engine_run_backward"
 
 
 @contextlib.contextmanager
 def attribute_patch(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Context in which `owner` has another attribute of its own."""
-    missing = object()
+    """Context in which `owner` has `value` as its own attribute `name`."""
+    missing = object()  # an attribute that `owner` only inherits is deleted again afterwards
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)
     try:
@@ -323,7 +328,7 @@ def attribute_patch(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Context in which `begin` is called before Dynamo reads code, as that of a branch or a loop, and `end` after."""
+    """Context in which `begin` is called before Dynamo reads the code of a branch or a loop, and `end` after."""
 
     def start(_: object) -> None:
         begin()
@@ -342,7 +347,7 @@ def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterato
 
 @contextlib.contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Context in which checkpoints that are not reentrant run their function and nothing else."""
+    """Context in which non-reentrant checkpoints run their function and nothing else."""
 
     def plain(*_: object, **__: object) -> Iterator[None]:
         yield
@@ -353,9 +358,10 @@ def without_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_root_buffers() -> Iterator[None]:
-    """Context in which torch.export does not write into the buffers of a root module what `forward` sets them to."""
+    """Context in which torch.export does not copy what `forward` assigns to buffers of the root module into them."""
 
     def follow_none(*_: object) -> Any:
+        # torch.export removes the handle of its hook, so there has to be one.
         return register_module_buffer_registration_hook(lambda *_: None)
 
     with attribute_patch(export_trace, "register_buffer_assignment_hook", follow_none):

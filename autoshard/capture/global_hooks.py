@@ -1,4 +1,4 @@
-"""Hooks that torch runs for every module: around the whole of a parallelised one, and not around its parts."""
+"""Hooks that torch runs for every module: a parallelised module runs them around the whole, not around its parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from autoshard.capture._torch import GLOBAL_HOOKS
 
 @contextlib.contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Context of a capture: around the root they run at every call, so that in the graph they would run twice."""
+    """Context of a capture in which the tables of global hooks are empty."""
+    # They run around the root at every call: in the graph, they would run a second time.
     before = [dict(table) for table in GLOBAL_HOOKS]
     for table in GLOBAL_HOOKS:
         table.clear()
@@ -23,13 +24,13 @@ def without_global_hooks() -> Iterator[None]:
 
 
 def warn_of_global_hooks() -> bool:
-    """Warn where there are such hooks; return whether there are."""
-    found = any(GLOBAL_HOOKS)
-    if found:
+    """Warn if there are global hooks, and return True then."""
+    has_hooks = any(GLOBAL_HOOKS)
+    if has_hooks:
         warnings.warn(
             "there are hooks for all modules (torch.nn.modules.module.register_module_forward_hook and the like): of a "
             "parallelised module they run around the whole, and not around its parts, which are one program. Set hooks "
             "on the parts instead: part.register_forward_hook(...).",
             stacklevel=4,
         )
-    return found
+    return has_hooks

@@ -1,10 +1,11 @@
-"""What `forward` does to gradients, seen while it is exported: kept as a call in the graph, or refused by its line."""
+"""Code of `forward` that acts on gradients: while it is exported, it becomes calls in the graph or is refused."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ from autoshard.capture.hooks import GradientNode, hook_tensor, set_requires_grad
 from autoshard.capture.python_calls import PythonCalls, collect_calls, tensors_of
 from autoshard.errors import CaptureError
 
-_attributes: Any = Tensor  # whose attributes are descriptors
+# torch passes the accessors of these attributes to a function mode as the functions that are called.
+_attributes: Any = Tensor
 _GET_GRAD_FN = _attributes.grad_fn.__get__
 _SET_GRAD = _attributes.grad.__set__
 _GET_DATA, _SET_DATA = _attributes.data.__get__, _attributes.data.__set__
@@ -39,22 +41,24 @@ _SET_REQUIRES_GRAD = _attributes.requires_grad.__set__
 
 
 class GradientCode(TorchFunctionMode):
-    """While the forward of a module runs in this mode, what it does to gradients goes into the exported graph.
+    """A mode that puts what the forward of a module does to gradients into the exported graph.
 
     Args:
-        calls: what was met.
+        calls: the calls of Python code in that graph.
     """
 
     def __init__(self, calls: PythonCalls) -> None:
         super().__init__()
         self.calls = calls
         self.running = False
-        self.differentiates = False  # whether backward goes through what runs
+        self.differentiates = False  # True if forward was called with gradients
         self._lost: list[str] = []  # lines of checkpoints whose results have no gradient
-        self._data: dict[int, Tensor] = {}  # what `.data` of tensors with a gradient gave
+        # The tensors that `.data` of tensors with a gradient returned, by id; holding them keeps the ids unique.
+        self._data: dict[int, Tensor] = {}
+        self._require = partial(set_requires_grad, calls)
         self._handlers: dict[Any, Callable[..., Any]] = {
-            _apply_by_modes: self._function,
-            Tensor.register_hook: self._hook,
+            _apply_by_modes: partial(call_function, calls),
+            Tensor.register_hook: partial(hook_tensor, calls),
             Tensor.register_post_accumulate_grad_hook: _refuse_accumulated,
             Tensor.retain_grad: _retain,
             Tensor.requires_grad_: self._require,
@@ -63,7 +67,7 @@ class GradientCode(TorchFunctionMode):
             _GET_GRAD_FN: self._gradient_node,
             _GET_DATA: self._numbers,
             _SET_DATA: _refuse_data,
-            torch.autograd.grad: self._gradients,
+            torch.autograd.grad: partial(take_gradients, calls),
         }
 
     def __torch_function__(
@@ -79,7 +83,8 @@ class GradientCode(TorchFunctionMode):
             if transforms_active():
                 _refuse_transform(func)
             return handler(*args, **(kwargs or {}))
-        if self.running and kwargs and kwargs.get("requires_grad") is True and not transforms_active():  # a new tensor
+        if self.running and kwargs and kwargs.get("requires_grad") is True and not transforms_active():
+            # A factory such as torch.zeros: the graph holds the operator without a gradient, then the call that sets it.
             return self._require(func(*args, **kwargs | {"requires_grad": False}))
         if args and id(args[0]) in self._data and _changes_first(func):
             raise CaptureError(
@@ -95,13 +100,14 @@ class GradientCode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _is_watched_leaf(self, args: tuple[Any, ...]) -> bool:
-        """Whether the first argument is a tensor that gradients are taken for, where autograd does not look."""
+        """Return True if the first argument is a leaf with a gradient, in a region without gradients."""
+        # With gradients enabled, torch raises an error of its own for in-place changes of such a leaf.
         watched = self.running and self.differentiates and not torch.is_grad_enabled()
         return watched and bool(args) and isinstance(args[0], Tensor) and args[0].is_leaf and args[0].requires_grad
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Context in which the mode is active, and looks at what runs in the forward of `module`."""
+        """Context in which the mode is active and handles what runs in the forward of `module`."""
 
         def begin(*_: Any) -> None:
             self.running, self.differentiates = True, torch.is_grad_enabled()
@@ -125,28 +131,14 @@ class GradientCode(TorchFunctionMode):
                 hook.remove()
 
     def checkpoint(self, run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """What a reentrant checkpoint computes, as operators: the plan decides what runs again.
-
-        Nothing in it has a gradient unless one of the arguments needs one.
-        """
-        wanted = any(isinstance(one, Tensor) and one.requires_grad for one in args)
-        if wanted or not torch.is_grad_enabled():
+        """Return the result of a reentrant checkpoint, traced as operators: the plan decides what is recomputed."""
+        has_gradient = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
+        if has_gradient or not torch.is_grad_enabled():
             return run(*args)
+        # As in torch: without an argument that needs a gradient, the results have none, whatever parameters are used.
         self._lost.append(running_line())
         with torch.no_grad():
             return run(*args)
-
-    def _function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
-        return call_function(self.calls, function, args, kwargs)
-
-    def _hook(self, tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        return hook_tensor(self.calls, tensor, hook)
-
-    def _require(self, tensor: Tensor, requires_grad: bool = True) -> Tensor:
-        return set_requires_grad(self.calls, tensor, requires_grad)
-
-    def _gradients(self, *args: Any, **kwargs: Any) -> Any:
-        return take_gradients(self.calls, *args, **kwargs)
 
     def _gradient_node(self, tensor: Tensor, owner: Any = None) -> Any:
         node = tensor.grad_fn
@@ -160,7 +152,7 @@ class GradientCode(TorchFunctionMode):
 
 
 def _changes_first(func: Callable[..., Any]) -> bool:
-    """Whether a function of torch changes its first argument in place, by its name."""
+    """Return True if a function of torch changes its first argument in place, by its name."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
@@ -204,11 +196,12 @@ def _retain(tensor: Tensor) -> None:
 
 
 def _apply_by_modes(function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
-    """Apply a function by way of the modes, of which `GradientCode` is the last to be asked."""
-    mode = _watching()
+    """Apply a `torch.autograd.Function` through the active modes."""
+    mode = _active_mode()
     if mode is not None:
         if function is CheckpointFunction:
             return mode.checkpoint(*args)
+        # Other modes see the call first; `GradientCode` then finds this function among its handlers.
         return handle_torch_function(_apply_by_modes, (), function, args, kwargs)
     if is_tracing() and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
         raise CaptureError(
@@ -218,8 +211,8 @@ def _apply_by_modes(function: type[torch.autograd.Function], args: Any, kwargs: 
     return apply_function(function, args, kwargs)
 
 
-def _watching() -> GradientCode | None:
-    """The mode that looks at the code of `forward` that runs now; None in a call that the graph keeps whole."""
+def _active_mode() -> GradientCode | None:
+    """Return the mode that handles the code that runs now; None inside of a call that the graph keeps whole."""
     modes = function_modes()
     if any(isinstance(mode, TensorScope) for mode in modes):
         return None
@@ -228,19 +221,16 @@ def _watching() -> GradientCode | None:
 
 @contextlib.contextmanager
 def _interception() -> Iterator[None]:
-    """Context in which torch tells of what no mode is told of.
-
-    That is: functions with their own backward, hooks of saved tensors, and inference mode.
-    """
+    """Context in which custom functions, hooks of saved tensors and inference mode, which no mode sees, are patched."""
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         return _apply_by_modes(function, args, kwargs)
 
     def enter(hooks: saved_tensors_hooks) -> None:
         _check_saved(hooks)
-        entered(hooks)
+        torch_enter(hooks)
 
-    entered = saved_tensors_hooks.__enter__
+    torch_enter = saved_tensors_hooks.__enter__
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_checkpoints())
         stack.enter_context(attribute_patch(FunctionBase, "apply", classmethod(apply)))
@@ -251,9 +241,9 @@ def _interception() -> Iterator[None]:
 
 
 def _check_saved(hooks: saved_tensors_hooks) -> None:
-    """Refuse hooks that may change what backward reads; those of checkpoints and of memory do not."""
+    """Refuse hooks that may change what backward reads; those of checkpoints and of `save_on_cpu` do not."""
     kind = type(hooks)
-    if _watching() and not isinstance(hooks, save_on_cpu) and kind.__module__ != "torch.utils.checkpoint":
+    if _active_mode() and not isinstance(hooks, save_on_cpu) and kind.__module__ != "torch.utils.checkpoint":
         raise CaptureError(
             f"{running_line()} sets hooks for the tensors that backward reads ({kind.__name__}), which may change "
             "them: the plan decides what is saved. Leave them out, or write the change as a torch.autograd.Function."
@@ -261,7 +251,7 @@ def _check_saved(hooks: saved_tensors_hooks) -> None:
 
 
 def _enter_inference(context: Any) -> None:
-    """`torch.inference_mode` as `torch.no_grad`, which a graph can hold."""
+    """Enter `torch.inference_mode` as `torch.no_grad`: a graph cannot hold inference tensors."""
     context.prev = torch.is_grad_enabled()
     torch.set_grad_enabled(not context.mode)
 
@@ -272,7 +262,7 @@ def _leave_inference(context: Any, *error: Any) -> None:
 
 @contextlib.contextmanager
 def no_accumulation() -> Iterator[None]:
-    """Context in which code that adds to `.grad` by running `backward` is refused: no graph can hold that."""
+    """Context in which code that adds to `.grad` by running `backward` is refused."""
     owner, name = engine_entry()
     engine = getattr(owner, name)
 

@@ -1,4 +1,4 @@
-"""What a captured graph must fulfil before anything is planned with it."""
+"""Checks of a captured graph before it is planned."""
 
 from __future__ import annotations
 
@@ -37,9 +37,13 @@ _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_f
 
 
 def check_sizes(graph: fx.Graph) -> None:
-    """Refuse an exported graph with sizes that depend on the numbers in a tensor: no plan can be made for them."""
+    """Refuse an exported graph with sizes that depend on the numbers in a tensor."""
     for node in graph.nodes:
-        if _depends_on_data(node.meta.get("val")):
+        if any(
+            free_unbacked_symbols(leaf)
+            for leaf in pytree.tree_leaves(node.meta.get("val"))
+            if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+        ):
             raise CaptureError(
                 f"{node_place(node, 'has a size or value that depends on the numbers in a tensor')}. Use an operator "
                 "of fixed size, such as torch.where in place of boolean indexing."
@@ -47,7 +51,7 @@ def check_sizes(graph: fx.Graph) -> None:
 
 
 def check_collectives(graph: fx.Graph) -> None:
-    """Refuse an exported graph in which devices talk to each other: it is to be the step of one device."""
+    """Refuse an exported graph with collectives: it has to be the step of one device."""
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") in _COLLECTIVES:
             raise CaptureError(
@@ -57,34 +61,28 @@ def check_collectives(graph: fx.Graph) -> None:
 
 
 def check_shapes(graph: fx.Graph) -> None:
-    """Refuse an exported graph that gives a tensor of the caller's, or of the module's, another shape in place."""
+    """Refuse an exported graph that changes the shape of an input, parameter or buffer in place."""
     for node in graph.nodes:
         if _name(node) in _CHANGES_OF_SHAPE and _mutation_base(node).op == "placeholder":
             raise shape_error(partial(node_place, node))
 
 
 def _name(node: fx.Node) -> str:
-    """The name of an operator without its overload; nothing for other nodes."""
+    """Return the name of an operator without its overload; an empty text for other nodes."""
     return node.target._schema.name.split("::")[1] if isinstance(node.target, OpOverload) else ""
 
 
 def _mutation_base(node: fx.Node) -> fx.Node:
-    """What made the tensor that a node changes in place, before all changes of it."""
+    """Return the node that made the tensor that a node changes in place, before all of its changes."""
+    # In-place operators return their first operand, so their nodes form a chain.
     while _name(node).endswith("_") and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
-def _depends_on_data(value: object) -> bool:
-    return any(
-        free_unbacked_symbols(leaf)
-        for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
-    )
-
-
 def check_effects(graph: fx.Graph) -> None:
-    """Refuse a traced graph with operators that act beyond their results: torch threads tokens through those."""
+    """Refuse a traced graph with operators that have effects besides their results."""
+    # torch wraps such operators in `with_effects`, which keeps them in order by tokens.
     names = {str(node.args[1]) for node in graph.nodes if getattr(node.target, "__name__", "") == "with_effects"}
     if names:
         raise CaptureError(
@@ -95,18 +93,18 @@ def check_effects(graph: fx.Graph) -> None:
 
 
 def check_gradients(exported: Exported, outputs: list[JointOutput], tangents: set[str]) -> None:
-    """Tracing must not have lost the backward half: what the differentiated outputs depend on has a gradient."""
-    wanted = [node for node, name in zip(exported.outputs, exported.result.names, strict=True) if name in tangents]
-    reached = _differentiable_ancestors(wanted)
+    """Refuse a traced graph without any gradient of the parameters that the differentiated outputs depend on."""
+    losses = [node for node, name in zip(exported.outputs, exported.result.names, strict=True) if name in tangents]
+    reached = _differentiable_ancestors(losses)
     placeholders = exported.graph_module.graph.find_nodes(op="placeholder")
     expected = {
         item.name
         for item, node in zip(exported.inputs, placeholders, strict=True)
         if item.kind == "parameter" and item.fake.requires_grad and node in reached
     }
-    found = {output.name for output in outputs if output.kind == "gradient" and output.node is not None}
-    missing = sorted(expected - found)
-    if missing and not found:
+    actual = {output.name for output in outputs if output.kind == "gradient" and output.node is not None}
+    missing = sorted(expected - actual)
+    if missing and not actual:
         raise CaptureError(
             f"the traced graph has no gradient for any of {len(missing)} parameters that {', '.join(sorted(tangents))} "
             f"depends on (such as {missing[0]}). Check that forward does not detach the loss."
@@ -121,10 +119,8 @@ def _differentiable_ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
     while waiting:
         node = waiting.pop()
         value = node.meta.get("val")
-        if node in reached or (isinstance(value, torch.Tensor) and not value.is_floating_point()):
-            continue
-        if node.target in (aten.detach.default, aten.detach_.default):
-            continue
-        reached.add(node)
-        waiting.extend(node.all_input_nodes)
+        is_differentiable = not isinstance(value, torch.Tensor) or value.is_floating_point()
+        if node not in reached and is_differentiable and node.target not in (aten.detach.default, aten.detach_.default):
+            reached.add(node)
+            waiting.extend(node.all_input_nodes)
     return reached

@@ -1,4 +1,4 @@
-"""Guards: what a capture read of the state of Python, and whether it is so still; made to be asked at every call."""
+"""Guards: the state of Python that a capture read, compared with the present state at every call."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 ABSENT = object()
-"""In place of a value: there is none, or none that can be compared."""
+"""Stand-in for a value that does not exist, or that cannot be compared."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""The tables of a module with the hooks that its call runs."""
+"""The attributes of a module with the hooks that its call runs."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, slice, range)
 _IDENTICAL = (nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -27,40 +27,42 @@ _SETS = (set, frozenset)
 CONTAINERS = (dict, *_SEQUENCES, *_SETS)
 
 _LONGEST = 100  # characters of a value that an error shows
-_LARGEST = 256  # entries of a container that are compared at every call: vocabularies are not settings
+# Entries of a container up to which it is compared at every call. Settings are smaller, vocabularies larger; the number
+# itself is a guess.
+_LARGEST = 256
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is a number, a text or the like: equal ones do the same."""
+    """Return True for numbers, texts and the like, which are interchangeable when they are equal."""
     return isinstance(value, _PLAIN)
 
 
 def copy_value(value: object) -> Any:
-    """A copy of a plain value or of nested containers of such; ABSENT where it holds what can't be compared."""
+    """Return a copy of a plain value or of nested containers of plain values; ABSENT if it cannot be compared."""
     if is_plain(value) or isinstance(value, _IDENTICAL):
         return value
     if isinstance(value, CONTAINERS) and len(value) > _LARGEST:
         return ABSENT
     if isinstance(value, dict):
-        items = {key: copy_value(one) for key, one in value.items()}
-        return ABSENT if any(one is ABSENT for one in items.values()) else items
+        items = {key: copy_value(item) for key, item in value.items()}
+        return ABSENT if any(item is ABSENT for item in items.values()) else items
     for kind in (*_SEQUENCES, *_SETS):
         if isinstance(value, kind):
-            parts = [copy_value(one) for one in value]
-            return ABSENT if any(one is ABSENT for one in parts) else kind(parts)
+            parts = [copy_value(item) for item in value]
+            return ABSENT if any(item is ABSENT for item in parts) else kind(parts)
     return ABSENT
 
 
 def is_equivalent(now: Any, copy: Any) -> bool:
-    """Whether a value does the same as the one that was copied: numbers of one type, in containers of one kind."""
+    """Return True if a value is interchangeable with a copy: numbers of one type, in containers of one kind."""
     if now is copy:
         return True
     if isinstance(copy, dict):
-        same = isinstance(now, dict) and list(now) == list(copy)
-        return same and all(map(is_equivalent, now.values(), copy.values()))
+        same_keys = isinstance(now, dict) and list(now) == list(copy)  # in order, as code may iterate over them
+        return same_keys and all(map(is_equivalent, now.values(), copy.values()))
     if isinstance(copy, _SEQUENCES):
-        same = isinstance(now, _SEQUENCES) and len(now) == len(copy)
-        return same and isinstance(now, list) == isinstance(copy, list) and all(map(is_equivalent, now, copy))
+        same_size = isinstance(now, _SEQUENCES) and len(now) == len(copy)
+        return same_size and isinstance(now, list) == isinstance(copy, list) and all(map(is_equivalent, now, copy))
     if isinstance(copy, _SETS):
         return isinstance(now, _SETS) and now == copy
     if not is_plain(copy) or type(now) is not type(copy):
@@ -75,10 +77,10 @@ class Guard(Protocol):
 
     @property
     def path(self) -> str:
-        """As a user writes it."""
+        """The expression by which a user writes it."""
 
     def holds(self) -> bool:
-        """Whether it is as it was."""
+        """Return True if the state is as it was."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,12 +88,12 @@ class ValueGuard:
     """A value that a capture read.
 
     Attributes:
-        path: as a user writes it, such as `self.layers.0.dropout.p`.
+        path: the expression by which a user writes it, such as `self.layers.0.dropout.p`.
         table: the attributes of a module, an object or a class.
-        name: its key there.
-        value: at the capture.
-        copy: of a container's contents; ABSENT for what is none, or holds what can't be compared.
-        size: of a container.
+        name: its key in `table`.
+        value: the value at the capture.
+        copy: a copy of a container; ABSENT if the value is no container, or cannot be compared.
+        size: the number of entries of a container.
     """
 
     path: str
@@ -108,18 +110,18 @@ class ValueGuard:
         self.size = len(self.value) if contains else None
 
     def holds(self) -> bool:
-        """Whether the value does what it did, be it the same object or not."""
+        """Return True if the value is interchangeable with that of the capture."""
         now = self.table.get(self.name, ABSENT)
         if isinstance(self.value, Tensor):  # its numbers are an input of the graph
             return isinstance(now, Tensor) and now.shape == self.value.shape and now.dtype == self.value.dtype
         if self.copy is not ABSENT:
             return is_equivalent(now, self.copy)
-        if self.size is not None:
+        if self.size is not None:  # contents that cannot be compared: the size is better than nothing
             return type(now) is type(self.value) and len(now) == self.size
         return is_equivalent(now, self.value)
 
     def describe_value(self) -> str:
-        """What the value is now, in words."""
+        """Return the present value in words."""
         now = self.table.get(self.name, ABSENT)
         if now is ABSENT:
             return "nothing"
@@ -129,15 +131,15 @@ class ValueGuard:
 
 @dataclass(slots=True, eq=False)
 class TableGuard:
-    """A table of which more was read than values: the submodules of a module, its attributes, its hooks.
+    """A table whose entries as such a capture read: the submodules of a module, its attributes, its hooks.
 
     Attributes:
-        path: of the module or object.
-        kind: what stands in it, in words.
-        table: it.
-        names: what of it was read: these keys; all of it where None.
-        keys_only: whether values of what is there are guarded elsewhere.
-        copy: of what was read of it, at the capture.
+        path: the path of the module or object.
+        kind: the kind of entries, in words.
+        table: the table.
+        names: the keys that were read; None: all of them.
+        keys_only: True if the values are guarded elsewhere.
+        copy: a copy of the entries that were read.
     """
 
     path: str
@@ -152,7 +154,7 @@ class TableGuard:
         self.copy = {name: None if self.keys_only else self.table[name] for name in names}
 
     def holds(self) -> bool:
-        """Whether the same objects stand there."""
+        """Return True if the table has the same objects."""
         if self.keys_only:
             return self.table.keys() == self.copy.keys()
         if self.names is None:
@@ -163,18 +165,19 @@ class TableGuard:
 
 @dataclass(slots=True, eq=False)
 class Guards:
-    """What a capture read, and whether all of it is as it was.
+    """All guards of one capture.
 
-    Values are compared one by one by identity, tables of submodules and containers in one comparison, and hooks by the
-    number of those that the process has made: where one of these differs, a slower and exact look decides.
+    `hold` runs at every call, so it has a fast path: values are compared by identity, tables of submodules and
+    containers in one comparison, and hooks by the number of hooks that the process has made. Only where one of these
+    differs, the exact comparison of every guard decides.
 
     Attributes:
         reads: values.
         submodules: tables of submodules.
-        attributes: tables of attributes, and names that were looked for and not found among them, as the class has
-            them; or tables of the attributes of objects, whose names are the same as long as they are as many.
+        attributes: tables of attributes, with the names that were found in the class and not in the table; or, with
+            `keys_only`, tables of the attributes of objects.
         hooks: tables of hooks.
-        mutations: what the call changes in objects, on which it may depend.
+        mutations: changes of objects by the call, on which it may depend.
     """
 
     reads: Sequence[ValueGuard] = ()
@@ -198,10 +201,8 @@ class Guards:
         self._prepare()
 
     def _compile_comparison(self) -> str:
-        """A function that compares values and looks for names: any loop would take twice its time.
-
-        Tables and values stand in its globals, as `t0` and `v0`.
-        """
+        """Return the source of a function that compares all values by identity, and looks for absent names."""
+        # One expression, with tables `t0` and values `v0` as globals of the function: a loop takes twice the time.
         tables: dict[int, str] = {}
         checks = []
         for number, read in enumerate(self.reads):
@@ -216,7 +217,8 @@ class Guards:
         return f"def are_identical():\n    return {' and '.join(checks) or 'True'}\n"
 
     def _prepare(self) -> None:
-        """Remember what is now, in the form in which it is compared fastest."""
+        """Store the present state in the form that is compared fastest."""
+        # Attributes of an object are hardly ever replaced by others of other names: the fast path counts them.
         self._counted = [attributes.table for attributes in self.attributes if attributes.keys_only]
         self._counts = list(map(len, self._counted))
         self._names |= {f"v{number}": read.table.get(read.name) for number, read in enumerate(self.reads)}
@@ -226,25 +228,27 @@ class Guards:
             for read in self.reads
             if isinstance(read.value, Tensor) or (read.size is not None and read.copy is ABSENT)
         ]
+        # Comparing two lists runs in C, and compares entries by identity first.
         contents = [(read.table[read.name], read.copy) for read in self.reads if read.copy is not ABSENT]
-        tables = [one.table for one in (*self.hooks, *self.submodules) if one.table]
+        tables = [guard.table for guard in (*self.hooks, *self.submodules) if guard.table]
         compared = [*contents, *((table, dict(table)) for table in tables)]
         self._live, self._copies = [live for live, _ in compared], [copy for _, copy in compared]
         self._without_hooks = tuple(hooks.table for hooks in self.hooks if not hooks.table)
         self._hooks_made = RemovableHandle.next_id
 
     def hold(self) -> bool:
-        """Whether a call now would be captured as the same graph, as far as Python's state goes."""
+        """Return True if a call with the present state of Python would be captured as the same graph."""
         with contextlib.suppress(KeyError):  # an attribute was deleted
             counts = list(map(len, self._counted)) == self._counts
             if counts and self._are_identical() and self._live == self._copies and self._has_no_new_hooks():
                 return all(read.holds() for read in self._slow)
         if next(self.changes(), None) is not None:
             return False
-        self._prepare()
+        self._prepare()  # with other objects that are interchangeable: the next call takes the fast path again
         return True
 
     def _has_no_new_hooks(self) -> bool:
+        # torch counts the hooks of the whole process: if there are no new ones, no table has one.
         if RemovableHandle.next_id != self._hooks_made:
             if any(self._without_hooks):
                 return False
@@ -252,7 +256,7 @@ class Guards:
         return True
 
     def changes(self) -> Iterator[tuple[str, str]]:
-        """What is not as it was: the paths, and what is there now."""
+        """Yield the subjects that changed, and their present values in words."""
         for read in self.reads:
             if not read.holds():
                 yield f"the attribute {read.path}", read.describe_value()
@@ -261,15 +265,19 @@ class Guards:
                 yield f"the attribute {mutation.path}", "other contents"
         for table in (*self.submodules, *self.attributes, *self.hooks):
             if not table.holds():
-                names = [getattr(one, "__name__", type(one).__name__) for one in table.table.values()]
+                names = [getattr(entry, "__name__", type(entry).__name__) for entry in table.table.values()]
                 shown = [name for name in table.names or () if name in table.table and name not in table.copy]
                 yield f"the {table.kind} of {table.path}", ", ".join(shown or names) or "none"
 
     @contextlib.contextmanager
     def captured_values(self) -> Iterator[None]:
-        """Context in which attributes have the values again that they had at the capture."""
-        missing = [(read, read.table.get(read.name, ABSENT)) for read in self.reads if not read.holds()]
-        changed = [(read, read.table, now) for read, now in missing if isinstance(read.table, dict)]
+        """Context in which attributes have the values that they had at the capture."""
+        # Tables of classes are read-only mappings, which stay as they are.
+        changed = [
+            (read, read.table, read.table.get(read.name, ABSENT))
+            for read in self.reads
+            if isinstance(read.table, dict) and not read.holds()
+        ]
         for read, table, _ in changed:
             table[read.name] = read.value if read.copy is ABSENT else copy_value(read.copy)
         try:

@@ -1,4 +1,4 @@
-"""Hooks that `forward` sets on tensors, and gradients that it asks for: calls of Python code in the exported graph."""
+"""Hooks that `forward` sets on tensors, and gradients that it takes: calls of Python code in the exported graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Hook = Callable[..., Any]
 
 
 class HookHandle:
-    """What setting a hook returns: `remove` takes it back, as that of torch's handle does."""
+    """Handle of a hook: `remove` takes the hook back, as that of torch's handle does."""
 
     def __init__(self) -> None:
         self.removed = False
@@ -33,8 +33,9 @@ class HookHandle:
 
 
 def hook_tensor(calls: PythonCalls, tensor: Tensor, hook: Hook) -> HookHandle:
-    """`tensor.register_hook(hook)` while a module is exported."""
-    if getattr(hook, "__globals__", None) is vars(torch.autograd.graph):  # it sets hooks of its own on every tensor
+    """Put `tensor.register_hook(hook)` into the graph of a module that is exported."""
+    # register_multi_grad_hook sets a hook from torch.autograd.graph on each of its tensors.
+    if getattr(hook, "__globals__", None) is vars(torch.autograd.graph):
         raise CaptureError(
             f"{running_line()} sets one hook for the gradients of several tensors, which changes none of them: it "
             "would run while the step is captured, without numbers, and not in the steps themselves. Set a hook on "
@@ -42,15 +43,12 @@ def hook_tensor(calls: PythonCalls, tensor: Tensor, hook: Hook) -> HookHandle:
             "torch.autograd.grad."
         )
     if not tensor.requires_grad:
-        tensor.register_hook(hook)  # torch says what is wrong with that
+        tensor.register_hook(hook)  # raises torch's own error
     return _set_hook(calls, "register_hook", tensor, hook, _identity)
 
 
 class GradientNode:
-    """A `grad_fn` as code sees it while it is exported: hooks of functions with their own backward become calls.
-
-    Other nodes are those of torch's operators, for which the graph may have others.
-    """
+    """A `grad_fn` as code sees it while it is exported: hooks on that of a custom function become calls."""
 
     def __init__(self, calls: PythonCalls, tensor: Tensor, node: Any) -> None:
         self._calls, self._tensor, self._node = calls, tensor, node
@@ -67,6 +65,7 @@ class GradientNode:
         return self._set("register_prehook", hook)
 
     def _set(self, method: str, hook: Hook) -> HookHandle:
+        # The traced graph may use other operators than torch's own backward would, so its nodes have no counterpart.
         if not isinstance(self._node, BackwardCFunction):
             raise CaptureError(
                 f"{running_line()} sets a hook on {self._node.name()}, a step of torch's own backward, which the graph "
@@ -78,7 +77,7 @@ class GradientNode:
 def _set_hook(
     calls: PythonCalls, method: str, tensor: Tensor, hook: Hook, owner: Callable[[Tensor], Any]
 ) -> HookHandle:
-    """Put a call that sets a hook into the graph."""
+    """Put a call that sets a hook into the graph; `owner` returns what the hook is set on: the tensor, or its node."""
     handle = HookHandle()
 
     def body(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
@@ -87,6 +86,7 @@ def _set_hook(
             with scope:
                 return hook(*gradients)
 
+        # In a scope of FreeTensors, the call is only tried, to find the tensors that the hook reads.
         if isinstance(scope, FreeTensors):
             if owner is _identity:
                 _try_hook(run, tensors[0], call.where, calls.mutations)
@@ -109,7 +109,7 @@ def _grad_fn(tensor: Tensor) -> Any:
 
 
 def _try_hook(run: Hook, tensor: Tensor, where: str, mutations: Mutations) -> None:
-    """Run a hook for the sake of what it reads; say so if it changes no gradient."""
+    """Run a hook to find what it reads, and warn if it changes no gradient."""
     gradient = torch.empty_like(tensor, requires_grad=False)
     version = version_of(gradient)
     with mutations.refusing(where):
@@ -123,19 +123,21 @@ def _try_hook(run: Hook, tensor: Tensor, where: str, mutations: Mutations) -> No
 
 
 def _text(calls: PythonCalls, method: str, hook: Hook) -> str:
-    """Text of a hook, numbered unless it is a plain function, which reads nothing of its surroundings."""
+    """Return the text of a hook in fingerprints."""
+    # Plain functions without surroundings are told apart by their source line. All others may read anything: each has
+    # a number of its own.
     if isinstance(hook, FunctionType) and not (hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__):
         return f"{method} {hook.__module__}.{hook.__qualname__}:{hook.__code__.co_firstlineno}"
     return f"{method} #{len(calls.calls)}"
 
 
-def set_requires_grad(calls: PythonCalls, tensor: Tensor, wanted: bool = True) -> Tensor:
-    """`tensor.requires_grad_(wanted)` while a module is exported.
+def set_requires_grad(calls: PythonCalls, tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    """Put `tensor.requires_grad_(requires_grad)` into the graph of a module that is exported.
 
     Raises:
         CaptureError: the tensor is a parameter or buffer: these keep what they had before the call.
     """
-    if tensor.requires_grad == wanted:
+    if tensor.requires_grad == requires_grad:
         return tensor
     if calls.is_module_tensor(tensor):
         raise CaptureError(
@@ -144,11 +146,11 @@ def set_requires_grad(calls: PythonCalls, tensor: Tensor, wanted: bool = True) -
         )
 
     def body(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
-        tensors[0].requires_grad_(wanted)
+        tensors[0].requires_grad_(requires_grad)
         return []
 
-    tensor.requires_grad_(wanted)
-    call = PythonCall("requires_grad_", f"requires_grad_({wanted})", body, has_effect=True, history=1)
+    tensor.requires_grad_(requires_grad)
+    call = PythonCall("requires_grad_", f"requires_grad_({requires_grad})", body, has_effect=True, history=1)
     calls.add(call, [tensor])
     return tensor
 
@@ -162,35 +164,39 @@ def take_gradients(
     create_graph: bool = False,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` while a module is exported: the graph asks for the gradient where the code does."""
-    made, wanted = _as_list(outputs), _as_list(inputs)
-    given = _as_list(grad_outputs) if grad_outputs is not None else [None] * len(made)
-    if not all(isinstance(one, Tensor) for one in (*made, *wanted)):
+    """Put a call of `torch.autograd.grad` into the graph of a module that is exported."""
+    sources, targets = _as_list(outputs), _as_list(inputs)
+    seeds = _as_list(grad_outputs) if grad_outputs is not None else [None] * len(sources)
+    if not all(isinstance(value, Tensor) for value in (*sources, *targets)):
         raise CaptureError(
             f"{running_line()} takes gradients of edges of the autograd graph, which the captured graph need not have. "
             "Pass tensors to torch.autograd.grad."
         )
-    found: list[bool] = []
+    has_gradient: list[bool] = []  # by target; filled when the call is tried
 
     def body(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
-        own = iter(tensors)
-        own_made, own_wanted = [next(own) for _ in made], [next(own) for _ in wanted]
-        own_given = [None if one is None else next(own) for one in given]
+        operands = iter(tensors)
         results = torch.autograd.grad(
-            own_made, own_wanted, own_given, retain_graph=True, create_graph=create_graph, **options
+            [next(operands) for _ in sources],
+            [next(operands) for _ in targets],
+            [None if seed is None else next(operands) for seed in seeds],
+            retain_graph=True,  # the traced graph runs its own backward later
+            create_graph=create_graph,
+            **options,
         )
-        found[:] = [one is not None for one in results]
+        has_gradient[:] = [result is not None for result in results]
         return tensors_of(results)
 
     def alone(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
-        own_wanted = tensors[len(made) : len(made) + len(wanted)]
-        results = [one.clone() if create_graph else one.detach().clone() for one in own_wanted]
-        return [result for result, one in zip(results, found, strict=True) if one]
+        # A gradient has the shape and dtype of its target.
+        operands = tensors[len(sources) : len(sources) + len(targets)]
+        results = [tensor.clone() if create_graph else tensor.detach().clone() for tensor in operands]
+        return [result for result, exists in zip(results, has_gradient, strict=True) if exists]
 
-    text = f"grad {len(made)} {len(wanted)} {[one is None for one in given]} {create_graph} {options}"
-    call = PythonCall("grad", text, body, history=len(made) + len(wanted), alone=alone)
-    results = iter(calls.add(call, tensors_of([made, wanted, given])))
-    return tuple(next(results) if one else None for one in found)
+    text = f"grad {len(sources)} {len(targets)} {[seed is None for seed in seeds]} {create_graph} {options}"
+    call = PythonCall("grad", text, body, history=len(sources) + len(targets), alone=alone)
+    results = iter(calls.add(call, tensors_of([sources, targets, seeds])))
+    return tuple(next(results) if exists else None for exists in has_gradient)
 
 
 def _as_list(values: Any) -> list[Any]:

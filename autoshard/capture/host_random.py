@@ -1,4 +1,4 @@
-"""Random numbers that `forward` draws from Python and NumPy: no graph can hold what is another in every call."""
+"""Random numbers that `forward` draws from Python and NumPy, which no graph can hold."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
 @dataclass(slots=True, eq=False)
 class RandomStandIn:
-    """In place of a number that was drawn: it knows its bounds, and refuses what depends on more.
+    """Stand-in for a random number: an interval, which refuses comparisons that the interval does not decide.
 
-    So a layer that is dropped with probability 0 is captured, and one that is with another probability is not.
+    A layer that is dropped with probability 0 is captured; a layer with another probability is refused.
 
     Attributes:
         low, high: the least and the greatest number that it may be.
-        line: the user's that drew it.
+        line: the user's line that drew it.
     """
 
     low: float
@@ -44,53 +44,53 @@ class RandomStandIn:
     def __getattr__(self, name: str) -> NoReturn:
         raise _refusal(self.line)
 
-    def __add__(self, other: Any) -> RandomStandIn:
-        return RandomStandIn(self.low + _plain(other, self), self.high + other, self.line)
+    def __add__(self, number: Any) -> RandomStandIn:
+        return RandomStandIn(self.low + _plain(number, self), self.high + number, self.line)
 
-    def __mul__(self, other: Any) -> RandomStandIn:
-        ends = self.low * _plain(other, self), self.high * other
+    def __mul__(self, number: Any) -> RandomStandIn:
+        ends = self.low * _plain(number, self), self.high * number
         return RandomStandIn(min(ends), max(ends), self.line)
 
     def __neg__(self) -> RandomStandIn:
         return self * -1
 
-    def __sub__(self, other: Any) -> RandomStandIn:
-        return self + -_plain(other, self)
+    def __sub__(self, number: Any) -> RandomStandIn:
+        return self + -_plain(number, self)
 
-    def __rsub__(self, other: Any) -> RandomStandIn:
-        return -self + other
+    def __rsub__(self, number: Any) -> RandomStandIn:
+        return -self + number
 
-    def __lt__(self, other: Any) -> bool:
-        if self.high < _plain(other, self) or self.low >= other:
-            return self.high < other
+    def __lt__(self, number: Any) -> bool:
+        if self.high < _plain(number, self) or self.low >= number:
+            return self.high < number
         raise _refusal(self.line)
 
-    def __le__(self, other: Any) -> bool:
-        if self.high <= _plain(other, self) or self.low > other:
-            return self.high <= other
+    def __le__(self, number: Any) -> bool:
+        if self.high <= _plain(number, self) or self.low > number:
+            return self.high <= number
         raise _refusal(self.line)
 
-    def __gt__(self, other: Any) -> bool:
-        return not self <= other
+    def __gt__(self, number: Any) -> bool:
+        return not self <= number
 
-    def __ge__(self, other: Any) -> bool:
-        return not self < other
+    def __ge__(self, number: Any) -> bool:
+        return not self < number
 
     __radd__, __rmul__ = __add__, __mul__
 
 
-def _plain(value: Any, drawn: RandomStandIn) -> Number:
+def _plain(value: Any, stand_in: RandomStandIn) -> Number:
     if type(value) not in (int, float, bool):
-        raise _refusal(drawn.line)
+        raise _refusal(stand_in.line)
     number: Number = value
     return number
 
 
-def _refuse_read(drawn: RandomStandIn, *_: Any, **__: Any) -> NoReturn:
-    raise _refusal(drawn.line)
+def _refuse_read(stand_in: RandomStandIn, *_: Any, **__: Any) -> NoReturn:
+    raise _refusal(stand_in.line)
 
 
-for _name in READS:
+for _name in READS:  # all other operators that read a number
     if f"__{_name}__" not in vars(RandomStandIn):
         setattr(RandomStandIn, f"__{_name}__", _refuse_read)
 
@@ -104,23 +104,23 @@ def _refusal(line: str) -> CaptureError:
 
 
 class HostRandom:
-    """While `forward` is exported, finds what it draws from generators of Python and NumPy that it has not seeded.
+    """Watch of what `forward` draws, while it is exported, from unseeded generators of Python and NumPy.
 
     Args:
-        mutations: knows the generators of NumPy that `forward` can reach, whose methods can't be replaced: their states
-            are compared.
+        mutations: its `generators` are those of NumPy that `forward` can reach.
     """
 
     def __init__(self, mutations: Mutations) -> None:
         self._mutations = mutations
+        # Methods of NumPy's generators cannot be patched, so their pickled states before and after are compared.
         self._states: list[tuple[str, NumPyGenerator, bytes]] = []
         self._running = False
-        self._seeded: dict[int, object] = {}  # generators that give the same numbers in every call
-        self._drawn_by_others = False
+        self._seeded: dict[int, object] = {}  # generators that return the same numbers in every call, by id
+        self._drawn_by_others = False  # True once a library, such as torch itself, has drawn a number
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Context of the export of a module."""
+        """Context of the export of a module, in which its forward is watched."""
         hooks = module.register_forward_pre_hook(self._begin), module.register_forward_hook(self._end)
         try:
             with contextlib.ExitStack() as stack:
@@ -134,7 +134,9 @@ class HostRandom:
 
     def _begin(self, *_: Any) -> None:
         self._state, self._running = _state(), True
-        self._states = [(path, one, pickle.dumps(_state_of(one))) for path, one in self._mutations.generators()]
+        self._states = [
+            (path, generator, pickle.dumps(_state_of(generator))) for path, generator in self._mutations.generators()
+        ]
 
     def _end(self, module: nn.Module, *_: Any) -> None:
         self._running = False
@@ -142,25 +144,27 @@ class HostRandom:
             if pickle.dumps(_state_of(generator)) != state:
                 _set_state(generator, pickle.loads(state))
                 raise _refusal(self._mutations.line_of(path))
+        # The shared generators may also be drawn from in ways that no patch sees, such as methods kept in variables.
         if not (self._seeded or self._drawn_by_others or _state() == self._state):
             raise _refusal(f"forward of {type(module).__name__}")
 
     def _patches(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Owners and names of what draws or seeds, and what stands in its place."""
+        """Yield the owners and names of functions that draw or seed, with their replacements."""
+        # Functions of `random` are methods bound to one shared generator: both the class and the module are patched.
         kind, shared = random.Random, random.random.__self__  # type: ignore[attr-defined]
         draw, bits, seed = kind.random, kind.getrandbits, kind.seed
 
-        def drawing(own: Any) -> Any:
-            return RandomStandIn(0.0, 1.0, running_line()) if self._is_watched(own) else draw(own)
+        def drawing(generator: Any) -> Any:
+            return RandomStandIn(0.0, 1.0, running_line()) if self._is_watched(generator) else draw(generator)
 
-        def drawing_bits(own: Any, count: int) -> int:
-            if self._is_watched(own):
+        def drawing_bits(generator: Any, count: int) -> int:
+            if self._is_watched(generator):
                 raise _refusal(running_line())
-            return bits(own, count)
+            return bits(generator, count)
 
-        def seeding(own: Any, a: Any = None, version: int = 2) -> None:
-            self._note_seed(own, a)
-            seed(own, a, version)
+        def seeding(generator: Any, a: Any = None, version: int = 2) -> None:
+            self._note_seed(generator, a)
+            seed(generator, a, version)
 
         for name, value in (("random", drawing), ("getrandbits", drawing_bits), ("seed", seeding)):
             yield kind, name, value
@@ -181,19 +185,19 @@ class HostRandom:
         return _default_rng(seed)
 
     def _wrap_numpy(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        own = function.__self__  # type: ignore[attr-defined]
+        generator = function.__self__  # type: ignore[attr-defined]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if name == "seed":
-                self._note_seed(own, args[0] if args else kwargs.get("seed"))
-            elif self._is_watched(own):
+                self._note_seed(generator, args[0] if args else kwargs.get("seed"))
+            elif self._is_watched(generator):
                 if name in _UNIT and not (args or kwargs):
                     return RandomStandIn(0.0, 1.0, running_line())
                 if (
                     name == "uniform"
                     and not kwargs
                     and len(args) == 2
-                    and all(type(one) in (int, float) for one in args)
+                    and all(type(bound) in (int, float) for bound in args)
                 ):
                     return RandomStandIn(*args, running_line())
                 raise _refusal(running_line())
@@ -213,13 +217,13 @@ class HostRandom:
 
         return run
 
-    def _note_seed(self, own: object, seed: object) -> None:
+    def _note_seed(self, generator: object, seed: object) -> None:
         if self._running and seed is not None:
-            self._seeded[id(own)] = own
+            self._seeded[id(generator)] = generator
 
-    def _is_watched(self, own: object) -> bool:
-        """Whether code of the user's draws what it has not seeded."""
-        if not self._running or id(own) in self._seeded:
+    def _is_watched(self, generator: object) -> bool:
+        """Return True if the user's code draws from a generator that it has not seeded."""
+        if not self._running or id(generator) in self._seeded:
             return False
         if _called_by_user():
             return True
@@ -238,12 +242,12 @@ def _set_state(generator: NumPyGenerator, state: Any) -> None:
         generator.set_state(state)
 
 
-def _bound(function: Callable[..., Any], own: object) -> Callable[..., Any]:
-    return lambda *args, **kwargs: function(own, *args, **kwargs)
+def _bound(function: Callable[..., Any], generator: object) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(generator, *args, **kwargs)
 
 
 def _called_by_user() -> bool:
-    """Whether what called a function of this file, by way of the module `random` or not, is code of the user's."""
+    """Return True if the caller of this file's functions is the user's code, directly or through `random`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename in (__file__, random.__file__):
         frame = frame.f_back
@@ -251,6 +255,6 @@ def _called_by_user() -> bool:
 
 
 def _state() -> tuple[Any, bytes]:
-    """The state of the generators that Python and NumPy share with everybody."""
-    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002, what models draw from
+    """Return the states of the shared generators of Python and NumPy."""
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002, models draw from it
     return (random.getstate(), kind, *rest), np.asarray(keys).tobytes()
