@@ -84,7 +84,7 @@ class GradientCode(TorchFunctionMode):
                 _refuse_transform(func)
             return handler(*args, **(kwargs or {}))
         if self.running and kwargs and kwargs.get("requires_grad") is True and not transforms_active():
-            # A factory such as torch.zeros: the graph holds the operator without a gradient, then the call that sets it.
+            # A factory such as torch.zeros: the graph has the operator without a gradient, and a call that sets it.
             return self._require(func(*args, **kwargs | {"requires_grad": False}))
         if args and id(args[0]) in self._data and _changes_first(func):
             raise CaptureError(

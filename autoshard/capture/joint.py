@@ -1,4 +1,4 @@
-"""`capture`: a module and an example call become one functional graph of forward and backward."""
+"""`capture`: one functional graph of forward and backward from a module and an example call."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ def capture(
     counting: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> JointGraph:
-    """Capture one call of a module as a joint graph. Real weights are never touched: all runs on fake tensors.
+    """Capture one call of a module as a joint graph, on fake tensors: real weights are never touched.
 
-    These are on the CPU wherever the module is, so that the graph is the same on every machine. Devices and their
-    kernels come in when the program of a rank is made.
+    The fake tensors are on the CPU wherever the module is, so that the graph is the same on every machine. The program
+    of a rank is made for its device.
 
     Args:
-        module: the module; its parameters may be real, on the meta device, or DTensors (global shapes are meant).
+        module: the module; its parameters may be real, on the meta device, or DTensors, of global shapes.
         args: positional arguments: real, meta or fake tensors, DTensors, plain values; captured as if contiguous.
         kwargs: keyword arguments.
-        training: capture as after `module.train(training)`; as the module is when None.
+        training: capture as after `module.train(training)`; None: as the module is.
         grad: capture forward and backward; only the forward when False, or when nothing requires a gradient.
-        tangents: "loss": where outputs are differentiable scalars, only these are differentiated, and gradients into
+        tangents: "loss": if some outputs are differentiable scalars, only these are differentiated, and gradients into
             other outputs are not propagated; "all": every differentiable output is.
         dynamic: for inputs by name, the dims whose sizes later calls may change, each with a name (dims of one name
-            are of one size) or a `torch.export.Dim`. The graph then holds `Size`s.
-        mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph. In a flat module
-            (`capture.flat`) those of the forward half are there already.
+            are of one size) or a `torch.export.Dim`. The graph then holds `DynamicSize`s.
+        mp_policy: precisions of parameters, inputs, outputs and reductions, as casts in the graph. A flat module
+            (`capture.flat_modules`) has those of the forward half already.
         counting: paths of numbers of the module that are taken for counters, on which nothing depends.
-        progress: is called with the name of every part of the work when it begins.
+        progress: called with the name of every part of the work when it begins.
 
     Returns:
         The graph, with dead code, identities and common subexpressions removed.
@@ -108,9 +108,12 @@ def capture(
             traced = _trace(exported, everything)  # the scalars do not require a gradient: they are no losses
     begin(f"simplification of {len(traced.graph.nodes)} nodes")
     graph = describe(traced, exported, signature, mp_policy, defaults_of(module))
-
-    def capture_with_counters(counters: Sequence[str]) -> JointGraph:
-        return capture(
+    if counting or not graph.state.counters:
+        return graph
+    # Numbers that forward reads and sets may be counters that only count. Stand-ins for them refuse to be read: if the
+    # graph is the same with these, nothing depends on the numbers, and they need no guards.
+    with _ignoring_failures():
+        with_counters = capture(
             module,
             args,
             kwargs,
@@ -119,11 +122,20 @@ def capture(
             tangents=tangents,
             dynamic=dynamic,
             mp_policy=mp_policy,
-            counting=counters,
+            counting=graph.state.counters,
             progress=progress,
         )
+        if with_counters.state.are_counters_unread and with_counters.fingerprint == graph.fingerprint:
+            return with_counters
+    return graph
 
-    return graph if counting else _with_counters(graph, capture_with_counters)
+
+@contextlib.contextmanager
+def _ignoring_failures() -> Iterator[None]:
+    """Context of a second capture, which any code that meets a stand-in may end."""
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def capture_forward(
@@ -136,14 +148,14 @@ def capture_forward(
     mp_policy: MixedPrecisionPolicy | None = None,
     counting: Sequence[str] = (),
 ) -> tuple[Exported, Effects]:
-    """The forward graph that `capture` differentiates, and what its nodes do.
+    """Capture the forward graph that `capture` differentiates, and the effects of its nodes.
 
     Args:
         module, args, kwargs, grad, dynamic, mp_policy, counting: as for `capture`.
 
     Returns:
-        The graph, as export gives it, with the operators of autoshard in it; and which of its values have a gradient,
-        share memory, and are changed in place.
+        The exported graph with operators of autoshard in it; and which of its values have a gradient, share memory,
+        and are changed in place.
 
     Raises:
         CaptureError, InputError: as for `capture`.
@@ -152,26 +164,25 @@ def capture_forward(
         mode = fake_mode()
         twin, watch = _watched_copy(module, mode, None, counting)
         surroundings.enter_context(watch.mutations.restoring())
-        signature_of(twin, args, kwargs, grad)  # refuses what no call can be known by
+        signature_of(twin, args, kwargs, grad)  # raises InputError for arguments that cannot be part of a signature
         exported = with_copies(_export(twin, args, kwargs, mode, dynamic, mp_policy, watch))
         _refuse_transforms(exported.graph_module.graph)
         if exported.dynamic:
             exported = _with_sizes(exported)
-        found = exported, effects_of(exported, mode)
+        effects = effects_of(exported, mode)
     if counting or not exported.state.counters:
-        return found
-    with warnings.catch_warnings(), contextlib.suppress(Exception):
-        warnings.simplefilter("ignore")
-        again = capture_forward(
+        return exported, effects
+    with _ignoring_failures():  # as in `capture`
+        counted, counted_effects = capture_forward(
             module, args, kwargs, grad=grad, dynamic=dynamic, mp_policy=mp_policy, counting=exported.state.counters
         )
-        if again[0].state.are_counters_unread and again[0].graph_module.code == exported.graph_module.code:
-            return again
-    return found
+        if counted.state.are_counters_unread and counted.graph_module.code == exported.graph_module.code:
+            return counted, counted_effects
+    return exported, effects
 
 
 def _refuse_transforms(graph: fx.Graph) -> None:
-    """`CaptureError` where a transform wraps tensors: what is wrapped has no memory that effects could be found by."""
+    """Refuse a graph with a transform of torch.func: effects are found by memory, which wrapped tensors do not have."""
     for node in graph.nodes:
         if is_transform(node):
             raise CaptureError(
@@ -183,26 +194,14 @@ def _refuse_transforms(graph: fx.Graph) -> None:
 def _watched_copy(
     module: nn.Module, mode: FakeTensorMode, training: bool | None, counting: Sequence[str]
 ) -> tuple[nn.Module, StateWatch]:
-    """A fake twin, and what watches its state of Python."""
+    """Return a fake copy of a module, and the watch of its Python state."""
     reachable, copies = Reachable(module), dict[int, Any]()
     twin = fake_copy(module, mode, training, held=reachable.tensors(), copies=copies)
     return twin, StateWatch(module, twin, reachable, copies, counting)
 
 
-def _with_counters(graph: JointGraph, capture_again: Callable[[Sequence[str]], JointGraph]) -> JointGraph:
-    """The graph in which numbers that `forward` counts with are counted on, if it is the same without them."""
-    if not graph.state.counters:
-        return graph
-    with warnings.catch_warnings(), contextlib.suppress(Exception):  # whatever meets a counter may refuse it
-        warnings.simplefilter("ignore")
-        again = capture_again(graph.state.counters)
-        if again.state.are_counters_unread and again.fingerprint == graph.fingerprint:
-            return again
-    return graph
-
-
 def _with_sizes(exported: Exported) -> Exported:
-    """The graph with `Size`s in place of torch's symbols, and inputs of the example's shapes."""
+    """Return the graph with `DynamicSize`s in place of torch's symbols, and inputs of the example's shapes."""
     nodes = exported.graph_module.graph.find_nodes(op="placeholder")
     items = list(zip(exported.inputs, nodes, strict=True))
     named = [(item.name, node) for item, node in items if item.kind == "input"]
@@ -223,7 +222,7 @@ def _export(
     mp_policy: MixedPrecisionPolicy | None,
     state: StateWatch,
 ) -> Exported:
-    """The forward graph of a twin, in the precisions of a policy."""
+    """Return the forward graph of a fake copy, in the precisions of a policy."""
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda leaf: fake_like(leaf, mode), (real_args, dict(real_kwargs))
     )
@@ -232,11 +231,10 @@ def _export(
         exported = with_symbols(exported, mode) if dynamic else without_sizes(exported)
         check_sizes(exported.graph_module.graph)
         return canonicalize_order(exported)
-    if dynamic:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        dynamic = without_omitted_arguments(twin, dynamic, call_layout(twin, structure, leaves).leaves)
     real_leaves, structure = pytree.tree_flatten((real_args, dict(real_kwargs)))
     names = call_layout(twin, structure, real_leaves).leaves
+    if dynamic:
+        dynamic = without_omitted_arguments(twin, dynamic, names)
     examples = {name: leaf for name, leaf in zip(names, real_leaves, strict=True) if isinstance(name, str)}
     if mp_policy is None:
         exported = export_forward(twin, args, kwargs, mode, dynamic, state, examples)
@@ -253,10 +251,7 @@ def _export(
 
 @contextlib.contextmanager
 def _isolated_modes(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitStack]:
-    """Nothing of the caller's modes reaches the capture: grad mode, dispatch modes, default device.
-
-    Whatever goes wrong in it is a `CaptureError` that names the line of the user's code.
-    """
+    """Context of a capture without the caller's modes, in which errors become `CaptureError`s with the user's line."""
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_without_garbage_collection())
@@ -283,7 +278,8 @@ def _isolated_modes(module: nn.Module, grad: bool) -> Iterator[contextlib.ExitSt
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Tracing makes many objects that stay: looking for garbage among them takes a fifth of its time."""
+    """Context without garbage collection."""
+    # Tracing makes many objects that stay: the collection takes a fifth of its time.
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -294,24 +290,22 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _losses(exported: Exported) -> tuple[bool, ...]:
-    """Which outputs to differentiate: floating scalars, or all if there are none."""
+    """Return which outputs to differentiate: floating scalars, or all if there are none."""
     values = [node.meta["val"] for node in exported.outputs]
     scalars = tuple(value.ndim == 0 and value.is_floating_point() for value in values)
     return scalars if any(scalars) else tuple(True for _ in values)
 
 
 def _trace(exported: Exported, differentiated: tuple[bool, ...]) -> fx.GraphModule:
-    """The joint graph, with outputs that are not differentiated cut off from the backward half.
-
-    Every output is a fresh copy while it is traced, so that outputs that alias inputs, parameters or each other are
-    treated like all others; the copies are removed again. What is assigned to buffers follows the outputs.
-    """
+    """Trace the joint graph; outputs that are not differentiated are detached, assigned buffers follow the outputs."""
     module = exported.graph_module
     module.graph.erase_node(next(reversed(module.graph.nodes)))
     results = []
     assigned = [(node, False) for _, node in exported.assigned]
-    for node, wanted in [*zip(exported.outputs, differentiated, strict=True), *assigned]:
-        source = node if wanted else module.graph.call_function(aten.detach.default, (node,))
+    for node, has_tangent in [*zip(exported.outputs, differentiated, strict=True), *assigned]:
+        source = node if has_tangent else module.graph.call_function(aten.detach.default, (node,))
+        # torch treats outputs that alias inputs, parameters or each other in ways of their own: every output is a copy
+        # while it is traced. `describe` removes the copies.
         results.append(module.graph.call_function(aten.clone.default, (source,)))
     module.graph.output(tuple(results))
     module.recompile()

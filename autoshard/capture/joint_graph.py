@@ -1,4 +1,4 @@
-"""`JointGraph`: the captured training step, and what is known of its nodes."""
+"""`JointGraph`: the captured training step, with properties of its nodes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ _PIN = torch.ops.autoshard.pin.default
 class JointInput:
     """A placeholder of the joint graph.
 
-    `name` is the qualified name of a parameter or buffer (the first, if it has several), the path of an input such as
-    `input_ids`, or, for a tangent, the name of the output whose gradient it is. `value` holds the numbers of a
-    constant that the module makes or holds (None where the module was on the meta device).
+    Attributes:
+        kind: the kind of input.
+        name: the qualified name of a parameter or buffer (the first, if it has several); the path of an input such as
+            `input_ids`; for a tangent, the name of the output whose gradient it is.
+        node: the placeholder.
+        value: the numbers of a constant that the module makes or holds; None if the module was on the meta device.
     """
 
     kind: InputKind
@@ -42,9 +45,12 @@ class JointInput:
 class JointOutput:
     """An output of the joint graph.
 
-    `name` is the output's path such as `loss`; for a mutation, the buffer or input that takes the new value; for a
-    gradient, the parameter or input that it belongs to. `node` is None for the gradient of what the outputs do not
-    depend on. `tangent` is the name of the output's tangent, if it has one.
+    Attributes:
+        kind: the kind of output.
+        name: the output's path such as `loss`; for a mutation, the buffer or input that takes the new value; for a
+            gradient, the parameter or input that it belongs to.
+        node: the node of the value; None for the gradient of an input on which no output depends.
+        tangent: the name of the output's tangent, if it has one.
     """
 
     kind: OutputKind
@@ -62,13 +68,13 @@ class JointGraph:
         inputs: the placeholders, in order.
         outputs: the outputs, in order.
         aliases: parameter or buffer -> all names under which it is registered.
-        signature: key of the call that was captured, equal to `signature_of` of the like calls.
+        signature: key of the call that was captured: the `signature_of` all calls that the graph may serve.
         fingerprint: hash of the graph as hexadecimal text, equal on all ranks and in all runs.
         dynamic: the sizes that calls may change, if there are any: `meta["val"]` then has the example's shapes, and
-            `meta["sizes"]` of a node the shapes of its results with `Size`s in them.
-        recomputed: names of the layers that the backward half runs again (see `capture.recompute`).
-        state: the flags, numbers, submodules and hooks that the graph depends on, and what a call changes of them; and
-            what it depends on of the numbers in inputs.
+            `meta["sizes"]` of a node the shapes of its results with `DynamicSize`s in them.
+        recomputed: names of the layers that the backward half runs again (see `capture.recomputation`).
+        state: the flags, numbers, submodules and hooks that the graph depends on, the changes of these by a call, and
+            the conditions on the numbers in inputs.
     """
 
     graph_module: fx.GraphModule
@@ -85,7 +91,7 @@ class JointGraph:
 
     @property
     def graph(self) -> fx.Graph:
-        """The nodes."""
+        """The `fx.Graph` of `graph_module`."""
         return self.graph_module.graph
 
     @property
@@ -95,15 +101,15 @@ class JointGraph:
 
     @property
     def gradient_sources(self) -> dict[str, frozenset[str]]:
-        """The outputs whose tangents a gradient is made of, by the name of its parameter or input."""
+        """Names of the outputs whose tangents a gradient depends on, by the name of its parameter or input."""
         sources: dict[fx.Node, frozenset[str]] = {
             item.node: frozenset([item.name]) for item in self.inputs if item.kind == "tangent"
         }
         for node in self.graph.nodes:
             if node.op == "call_function":
-                met = [sources[source] for source in node.all_input_nodes if source in sources]
-                if met:
-                    sources[node] = met[0].union(*met[1:])
+                operands = [sources[operand] for operand in node.all_input_nodes if operand in sources]
+                if operands:
+                    sources[node] = operands[0].union(*operands[1:])
         return {
             item.name: sources.get(item.node, frozenset())
             for item in self.outputs
@@ -111,47 +117,47 @@ class JointGraph:
         }
 
     def phase(self, node: fx.Node) -> Phase:
-        """The half of the step that the node belongs to."""
+        """Return the half of the step that the node belongs to."""
         return "backward" if "backward" in node.meta.get("partitioner_tag", "") else "forward"
 
     def module_path(self, node: fx.Node) -> str:
-        """Path of the module that the node, or the forward node it differentiates, was called in; "" for the root."""
+        """Return the path of the module in which the node, or the forward node it differentiates, was called."""
         return node.meta.get("module_path", "")
 
     def task_graph(self, node: fx.Node) -> TaskGraph | None:
-        """The task graph, of `autoshard.replicate` or `autoshard.split`, that the node belongs to, if any."""
+        """Return the task graph, of `autoshard.replicate` or `autoshard.split`, that the node belongs to, if any."""
         return node.meta.get("task_graph")
 
     def pin(self, node: fx.Node) -> tuple[Placement, ...] | None:
-        """The placements that the user pinned, if the node is such a mark."""
+        """Return the placements that the user pinned, if the node is a call of `autoshard.shard`."""
         if node.op == "call_function" and node.target is _PIN:
             return parse_pin(str(node.args[1]))
         return None
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call in the order of the inputs of kind "input".
+        """Return the tensors of a call in the order of the inputs of kind "input".
 
         Raises:
-            InputError: the call has another structure, or other values that are no tensors.
+            InputError: the call has another structure, or other values besides its tensors.
         """
         return self.call.flatten(args, kwargs)
 
     def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call of this signature would be captured as the same graph, by state of the module and inputs."""
+        """Return True if a call of this signature would be captured as the same graph, by state and inputs."""
         return self.state.guards.hold() and self.state.conditions.hold(self._condition_inputs(args, kwargs))
 
     def changes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """What is not as it was captured in a call of this signature: subjects, and what is there now."""
+        """Yield the subjects that a call of this signature finds changed, and their present values in words."""
         yield from self.state.guards.changes()
         yield from self.state.conditions.changes(self._condition_inputs(args, kwargs))
 
     def _condition_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of a call by name, where the graph depends on their numbers."""
+        """Return the tensors of a call by name; nothing if the graph depends on no numbers in them."""
         if not self.state.conditions.inputs:
             return {}
         names = [leaf for leaf in self.call.leaves if isinstance(leaf, str)]
         return dict(zip(names, self.call.flatten(args, kwargs), strict=True))
 
     def unflatten_outputs(self, tensors: list[torch.Tensor]) -> Any:
-        """What `forward` returns, made of tensors in the order of the outputs of kind "output"."""
+        """Return the value of `forward`, from tensors in the order of the outputs of kind "output"."""
         return self.result.unflatten(tensors)

@@ -1,4 +1,4 @@
-"""The layers of a model: stretches of its forward half that the backward half can run again from what enters them."""
+"""The layers of a model: parts of its forward half that the backward half can recompute from their inputs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch import fx
 from autoshard.capture._torch import OpOverload
 from autoshard.capture.joint_graph import JointGraph
 
-_MIN_OPERATORS = 3  # operators that a layer has, on average
-_UNCUTTABLE_BYTES = 10**18  # more bytes than anything crosses: no cut parts an operator from the names of its results
 aten = torch.ops.aten
 Key = TypeVar("Key")
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
+_MIN_OPERATORS = 3  # operators that a layer has on average: lists of single operators say nothing of layers
+_UNCUTTABLE_BYTES = 10**18  # more than any tensor has: no cut parts an operator of several results from its getitems
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 PREPARATIONS = frozenset(
     (
-        operator.getitem,  # names one of several that were gathered together
+        operator.getitem,  # one of several parameters that were gathered together
         aten._to_copy.default,  # the cast of a policy of precisions
         aten.alias.default,
         aten.clone.default,
@@ -48,7 +48,9 @@ PREPARATIONS = frozenset(
 class Layer:
     """Nodes of the forward half that belong together, in the order of the graph.
 
-    `name` is the path of their module, such as `"model.layers.3"`, or `"part 3"` where modules do not tell layers.
+    Attributes:
+        name: the path of their module, such as `"model.layers.3"`; or `"part 3"` if modules do not show layers.
+        nodes: the nodes.
     """
 
     name: str
@@ -56,34 +58,32 @@ class Layer:
 
 
 def layers(graph: JointGraph) -> tuple[Layer, ...]:
-    """The layers of a model, in the order in which they run.
+    """Return the layers of a model, in the order in which they run.
 
     Layers are the elements of the module's lists and sequences, outermost first, as long as none of them is most of the
-    model. Where that says nothing (a module called many times, a sequence of single operators), the forward half is cut
-    into about as many parts as a part has operators, where least crosses.
+    model. If these show no layers (a module called many times, a sequence of single operators), the forward half is cut
+    into about as many parts as a part has operators, at places where few bytes cross.
     """
     nodes = [node for node in graph.graph.nodes if node.op == "call_function" and graph.phase(node) == "forward"]
-    named = group_by_list_element({node: _path(graph, node) for node in nodes})
-    found = [Layer(name, tuple(members)) for name, members in named.items()]
-    inside = sum(len(_compute_nodes(layer.nodes)) for layer in found)
-    if len(found) > 1 and inside >= max(_MIN_OPERATORS * len(found), len(_compute_nodes(nodes)) / 2):
-        return tuple(found)
+    # The results of an operator belong to the module of the operator.
+    callers = {node: node.all_input_nodes[0] if node.target is operator.getitem else node for node in nodes}
+    groups = group_by_list_element({node: graph.module_path(caller) for node, caller in callers.items()})
+    candidates = [Layer(name, tuple(members)) for name, members in groups.items()]
+    inside = sum(_compute_count(layer.nodes) for layer in candidates)
+    if len(candidates) > 1 and inside >= max(_MIN_OPERATORS * len(candidates), _compute_count(nodes) / 2):
+        return tuple(candidates)
     return tuple(Layer(f"part {number}", part) for number, part in enumerate(_parts(nodes)))
 
 
 def parameter_layers(graph: JointGraph) -> dict[str, str]:
-    """The layer of every parameter: the element of a list that it belongs to, or the module where there is none.
-
-    Returns:
-        Parameter name -> path of the layer.
-    """
+    """Return the path of each parameter's layer: the element of a list that holds it, or else its module."""
     modules = {source.name: source.name.rpartition(".")[0] for source in graph.inputs if source.kind == "parameter"}
-    named = group_by_list_element(modules)
-    return modules | {name: layer for layer, names in named.items() for name in names}
+    groups = group_by_list_element(modules)
+    return modules | {name: layer for layer, names in groups.items() for name in names}
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node makes no tensor of its own: it looks at another one's memory, or names one of several."""
+    """Return True if the node makes no tensor: it is a view of another node's memory, or one of several results."""
     if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
         return True
     return isinstance(node.target, OpOverload) and any(
@@ -91,43 +91,38 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
-def _compute_nodes(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    return [node for node in nodes if not is_view(node)]
+def _compute_count(nodes: Sequence[fx.Node]) -> int:
+    return sum(not is_view(node) for node in nodes)
 
 
 def group_by_list_element(paths: Mapping[Key, str]) -> dict[str, list[Key]]:
-    """Nodes, or parameters, by the path of the list element that they belong to, of which none is most of the model.
+    """Group keys by the outermost list element in their module path that holds at most half of them.
 
     Args:
-        paths: of the modules of all of them.
+        paths: nodes or names of parameters, with the paths of their modules.
     """
-    sizes = Counter(prefix for path in paths.values() for prefix in _indexed_prefixes(path))
-    named: dict[str, list[Key]] = {}
-    for node, path in paths.items():
-        name = next((prefix for prefix in _indexed_prefixes(path) if sizes[prefix] <= len(paths) / 2), None)
+    # The parts of a path that end in an index, shortest first: `layers.3.experts.0` has `layers.3`, then itself.
+    prefixes = {key: [path[: match.end()] for match in _INDEX.finditer(path)] for key, path in paths.items()}
+    sizes = Counter(prefix for parts in prefixes.values() for prefix in parts)
+    groups: dict[str, list[Key]] = {}
+    for key, parts in prefixes.items():
+        name = next((prefix for prefix in parts if sizes[prefix] <= len(paths) / 2), None)
         if name is not None:
-            named.setdefault(name, []).append(node)
-    return named
-
-
-def _path(graph: JointGraph, node: fx.Node) -> str:
-    """Module path of a node; the results of an operator belong where the operator does."""
-    return graph.module_path(node.all_input_nodes[0] if node.target is operator.getitem else node)
-
-
-def _indexed_prefixes(path: str) -> Iterator[str]:
-    """The parts of a path that end in an index, shortest first."""
-    return (path[: match.end()] for match in _INDEX.finditer(path))
+            groups.setdefault(name, []).append(key)
+    return groups
 
 
 def _parts(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
-    """The nodes in about as many parts as a part has operators, each cut near its place where least crosses."""
-    count = math.isqrt(len(_compute_nodes(nodes)))
+    """Yield the nodes in about as many parts as a part has operators."""
+    # Of n operators in k parts, k tensors are kept between parts, and n / k inside of the one that is recomputed: the
+    # sum is least for k = sqrt(n).
+    count = math.isqrt(_compute_count(nodes))
     if count < 2:
         return
     crossing = _crossing_bytes(nodes)
     start, step = 0, len(nodes) / count
     for number in range(1, count):
+        # Each cut is within a quarter of a part around its even place, where the fewest bytes cross.
         low, high = (round((number + side / 4) * step) for side in (-1, 1))
         end = min(range(max(low, start + 1), max(high, start + 1) + 1), key=lambda place: crossing[place])
         yield tuple(nodes[start:end])
@@ -136,7 +131,7 @@ def _parts(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
 
 
 def _crossing_bytes(nodes: Sequence[fx.Node]) -> list[int]:
-    """For every place between two nodes, bytes made before it and used after it."""
+    """Return, for every place between two nodes, the bytes made before it and used after it."""
     position = {node: place for place, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for place, node in enumerate(nodes):

@@ -1,8 +1,8 @@
-"""Masks of attention that come from positions alone are evaluated while capturing, and said by a flag if they can be.
+"""Attention masks that depend on positions alone: evaluated during capture and replaced by flags of the operator.
 
-Models write a causal mask, or one of a window, as comparisons of positions, which take the memory of all scores and
-keep attention from its fast kernels. What no input decides has its numbers here. A mask that hides nothing is left
-out; one that hides later keys alone, all of them or all but a window, becomes `is_causal` and `window`.
+Models write a causal mask, or a sliding window, as comparisons of positions. Such a mask takes the memory of all
+scores and keeps attention from its fast kernels. A mask that hides nothing is dropped; a mask that hides later keys,
+or all keys outside of a window as well, becomes `is_causal` and `window`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from torch import Tensor, fx
 
 from autoshard.capture._torch import OpOverload, pytree
 from autoshard.capture.attention_operator import attention, attention_with_dropout
-from autoshard.capture.position_forms import Meaning, meaning_at_all_sizes
+from autoshard.capture.position_forms import FACTORIES, Meaning, meaning_at_all_sizes
 from autoshard.capture.simplify import is_random
 
 aten = torch.ops.aten
 
-_SMALL = 1 << 22
-"""Elements up to which a tensor is held as it is; larger ones are computed rows at a time."""
-
-_MOST = 1 << 30
-"""Elements up to which a mask is looked at: a second or two of comparisons for a sequence of 32,768."""
+_SMALL = 1 << 22  # elements up to which a tensor is held whole; larger ones are computed some rows at a time
+_MOST = 1 << 30  # elements up to which a mask is evaluated: 32,768 positions take a second or two
 
 _ELEMENTWISE = frozenset(
     {
@@ -40,32 +37,19 @@ _ELEMENTWISE = frozenset(
         aten.__xor__.Tensor,
     }
 )
-"""Element-wise operators that torch does not mark so."""
+"""Element-wise operators without `torch.Tag.pointwise`."""
 
 _VIEWS = frozenset({aten.unsqueeze.default, aten.slice.Tensor})
-
-_FILLED = frozenset(
-    {
-        aten.ones.default,
-        aten.zeros.default,
-        aten.full.default,
-        aten.new_ones.default,
-        aten.new_zeros.default,
-        aten.new_full.default,
-    }
-)
-"""Operators that make a tensor of one number."""
-
 _TRIANGLES = frozenset({aten.tril.default, aten.triu.default})
 _BROADCASTS = frozenset({aten.expand.default, aten.clone.default, aten.contiguous.default, aten.alias.default})
 
 
 def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> None:
-    """Say by flags what the masks of attention say that no input decides.
+    """Replace attention masks that depend on no input by flags of the operator, where flags can express them.
 
     Args:
-        graph: an exported graph; where sizes are symbols, flags have to say it at all of them.
-        constants: placeholders that stand for tensors with known numbers.
+        graph: an exported graph; if sizes are symbols, a flag has to hold at all sizes.
+        constants: placeholders of tensors with known numbers.
     """
     changed = _changed_in_place(graph)
     evaluation = _MaskEvaluation({node: value for node, value in constants.items() if node not in changed}, changed)
@@ -79,20 +63,20 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
             meanings[mask] = _meaning(mask, node, evaluation)
         meaning = meanings[mask]
         if meaning is not None:
-            kept = {name: value for name, value in node.kwargs.items() if name not in ("attn_mask", "is_causal")}
+            options = {name: value for name, value in node.kwargs.items() if name not in ("attn_mask", "is_causal")}
             if len(node.args) > 4:
-                kept["dropout_p"] = node.args[4]
+                options["dropout_p"] = node.args[4]
             node.args = node.args[:3]
-            node.kwargs = kept | {"is_causal": meaning.causal, "window": meaning.window}
+            node.kwargs = options | {"is_causal": meaning.causal, "window": meaning.window}
             _erase_unused(mask)
 
 
 def _changed_in_place(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Nodes whose memory some operator writes to: they do not keep the numbers that they were made with."""
+    """Return the nodes whose memory some operator writes to, views included."""
     base: dict[fx.Node, fx.Node] = {}
     written: set[fx.Node] = set()
     for node in graph.nodes:
-        base[node] = node
+        base[node] = node  # the node that made the memory of this one
         if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
             continue
         schema = node.target._schema
@@ -101,11 +85,11 @@ def _changed_in_place(graph: fx.Graph) -> frozenset[fx.Node]:
         for argument, value in zip(schema.arguments, node.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
                 written.add(base[value])
-    return frozenset(node for node, own in base.items() if own in written)
+    return frozenset(node for node, root in base.items() if root in written)
 
 
 def _erase_unused(node: fx.Node) -> None:
-    """Erase a node that nothing reads any more, and what was computed for it alone."""
+    """Erase a node without users, and its operands that have no other users."""
     stack = {node: None}
     while stack:
         latest, _ = stack.popitem()
@@ -115,6 +99,7 @@ def _erase_unused(node: fx.Node) -> None:
 
 
 def _meaning(mask: fx.Node, call: fx.Node, evaluation: _MaskEvaluation) -> Meaning | None:
+    """Return the meaning of the mask of an attention call; None if flags cannot express it."""
     operands: Any = call.args
     query, key = (operand.meta["val"].shape[-2] for operand in operands[:2])
     shape = mask.meta["val"].shape
@@ -127,13 +112,14 @@ def _meaning(mask: fx.Node, call: fx.Node, evaluation: _MaskEvaluation) -> Meani
         return None
     try:
         value = evaluation.of(mask)
+        # The last query sees all keys of a causal mask, and exactly its window otherwise: there are two candidates.
         window = int(_kept_scores(value.rows(query - 1, query), 1, key)[0].sum())
-        none, causal = Meaning(False), Meaning(True, 0 if window == key else window)
-        candidates = [none] if query != key else [none, causal]
+        unmasked, causal = Meaning(False), Meaning(True, 0 if window == key else window)
+        candidates = [unmasked] if query != key else [unmasked, causal]
         for first in range(0, query, step := max(1, _SMALL // key)):
             end = min(first + step, query)
-            found = _kept_scores(value.rows(first, end), end - first, key)
-            candidates = [one for one in candidates if _equals(found, one, first, end, key)]
+            kept = _kept_scores(value.rows(first, end), end - first, key)
+            candidates = [candidate for candidate in candidates if _equals(kept, candidate, first, end, key)]
             if not candidates:
                 return None
     except _UnknownValueError:
@@ -142,8 +128,8 @@ def _meaning(mask: fx.Node, call: fx.Node, evaluation: _MaskEvaluation) -> Meani
 
 
 def _kept_scores(rows: Tensor, queries: int, keys: int) -> Tensor:
-    """Which scores rows of a mask keep, `[samples and heads, queries, keys]`."""
-    if rows.dtype != torch.bool:
+    """Return which scores the rows of a mask keep, `[samples and heads, queries, keys]`."""
+    if rows.dtype != torch.bool:  # a mask that is added to the scores
         lowest = torch.finfo(rows.dtype).min
         if not ((rows == 0) | (rows <= lowest)).all():
             raise _UnknownValueError
@@ -151,18 +137,18 @@ def _kept_scores(rows: Tensor, queries: int, keys: int) -> Tensor:
     return rows.expand(*rows.shape[:-2], queries, keys).reshape(-1, queries, keys)
 
 
-def _equals(found: Tensor, meaning: Meaning, first: int, end: int, keys: int) -> bool:
+def _equals(kept: Tensor, meaning: Meaning, first: int, end: int, keys: int) -> bool:
     if not meaning.causal:
-        return bool(found.all())
-    position, others = torch.arange(first, end).unsqueeze(1), torch.arange(keys)
-    expected = others <= position
+        return bool(kept.all())
+    position, keys_row = torch.arange(first, end).unsqueeze(1), torch.arange(keys)
+    expected = keys_row <= position
     if meaning.window:
-        expected &= others > position - meaning.window
-    return bool((found == expected).all())
+        expected &= keys_row > position - meaning.window
+    return bool((kept == expected).all())
 
 
 class _UnknownValueError(Exception):
-    """A value hangs on an input, or on an operator that is not computed here."""
+    """A value depends on an input, or on an operator that is not evaluated here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,29 +158,29 @@ class _KnownTensor:
     value: Tensor
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Stretch of the last but one dim, which may be of size one for all."""
+        """Return a range of the last but one dim, which may be of size one for all rows."""
         value = self.value
         return value[..., first:end, :] if value.dim() > 1 and value.shape[-2] > 1 else value
 
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """An element-wise operator on other values, computed where it is asked for."""
+    """An element-wise operator on other values, computed for the rows that are needed."""
 
     op: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Stretch of the last but one dim."""
-        args = [each.rows(first, end) if isinstance(each, _Value) else each for each in self.args]
+        """Return a range of the last but one dim."""
+        args = [value.rows(first, end) if isinstance(value, _Value) else value for value in self.args]
         result: Tensor = self.op(*args, **self.kwargs)
         return result
 
 
 @dataclass(frozen=True, slots=True)
 class _Triangle:
-    """What a triangle leaves of another value of `columns` columns, computed where it is asked for."""
+    """`tril` or `triu` of another value with `columns` columns, computed for the rows that are needed."""
 
     op: OpOverload
     value: Any
@@ -202,10 +188,10 @@ class _Triangle:
     columns: int
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Stretch of the last but one dim."""
+        """Return a range of the last but one dim."""
         rows = self.value.rows(first, end)
         whole = rows.expand(*rows.shape[:-2], end - first, self.columns)
-        result: Tensor = self.op(whole, self.diagonal + first)
+        result: Tensor = self.op(whole, self.diagonal + first)  # rows that begin later shift the diagonal
         return result
 
 
@@ -213,16 +199,16 @@ _Value = _KnownTensor | _Computed | _Triangle
 
 
 class _MaskEvaluation:
-    """The numbers of nodes that no input decides."""
+    """The numbers of nodes that depend on no input."""
 
     def __init__(self, constants: Mapping[fx.Node, Tensor], changed: frozenset[fx.Node]) -> None:
         self.constants, self.changed = constants, changed
         self._values: dict[fx.Node, _Value] = {node: _KnownTensor(value) for node, value in constants.items()}
 
     def of(self, node: fx.Node) -> _Value:
-        """The value of a node, or `_UnknownError`."""
-        for each in _unevaluated_nodes(node, self._values):
-            self._values[each] = self._value(each)
+        """Return the value of a node, or raise `_UnknownValueError`."""
+        for operand in _unevaluated_nodes(node, self._values):
+            self._values[operand] = self._value(operand)
         return self._values[node]
 
     def _value(self, node: fx.Node) -> _Value:
@@ -237,11 +223,12 @@ class _MaskEvaluation:
         if math.prod(val.shape) <= _SMALL:
             return _KnownTensor(op(*_numbers(args), **_numbers(kwargs)))
         if op in _BROADCASTS or (op in _VIEWS and _adds_no_rows(node)):
+            # Broadcasting later has the same result. `alias` stands for the identity.
             return _Computed(aten.alias.default, (_collapse_repeats(args[0]),), {})
-        if op in _FILLED:
+        if op in FACTORIES:
             shape = next(place for place, argument in enumerate(op._schema.arguments) if argument.name == "size")
-            one = op(*_numbers(args[:shape]), [1] * len(val.shape), *args[shape + 1 :], **_numbers(kwargs))
-            return _Computed(aten.alias.default, (_KnownTensor(one),), {})
+            element = op(*_numbers(args[:shape]), [1] * len(val.shape), *args[shape + 1 :], **_numbers(kwargs))
+            return _Computed(aten.alias.default, (_KnownTensor(element),), {})
         if op in _TRIANGLES:
             return _Triangle(op, _collapse_repeats(args[0]), args[1] if len(args) > 1 else 0, val.shape[-1])
         elementwise = torch.Tag.pointwise in op.tags or op in _ELEMENTWISE
@@ -251,24 +238,24 @@ class _MaskEvaluation:
 
 
 def _adds_no_rows(node: fx.Node) -> bool:
-    """Whether a view leaves the last two dims of its operand, and has at most others of size one."""
+    """Return True if a view keeps the last two dims of its operand, and adds or drops only dims of size one."""
     source, shape = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
     return source[-2:] == shape[-2:] and math.prod(source) == math.prod(shape)
 
 
 def _unevaluated_nodes(node: fx.Node, known: Mapping[fx.Node, Any]) -> Iterator[fx.Node]:
-    """What the node is made of and is not known yet, operands first; `_UnknownError` where that is an input."""
-    order: dict[fx.Node, None] = {}
+    """Yield the node and its operands without a value, operands first; raise `_UnknownValueError` at an input."""
+    order: dict[fx.Node, None] = {}  # an explicit stack: chains of nodes may be longer than Python's recursion limit
     stack = [node]
     while stack:
         latest = stack[-1]
-        missing = [each for each in latest.all_input_nodes if each not in known and each not in order]
+        missing = [operand for operand in latest.all_input_nodes if operand not in known and operand not in order]
         if latest in known or latest in order or not missing:
             stack.pop()
             if latest not in known:
                 order[latest] = None
             continue
-        if any(each.op != "call_function" for each in missing):
+        if any(operand.op != "call_function" for operand in missing):
             raise _UnknownValueError
         stack += missing
     return iter(order)
@@ -284,7 +271,7 @@ def _numbers(arguments: Any) -> Any:
 
 
 def _collapse_repeats(value: Any) -> Any:
-    """The value with size one in every dim along which it repeats itself."""
+    """Return the value with size one in every dim along which it repeats itself."""
     if not isinstance(value, _KnownTensor):
         return value
     tensor = value.value

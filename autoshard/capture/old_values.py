@@ -1,4 +1,4 @@
-"""Old values of what a step changes: kept where they are read when the new ones are written already."""
+"""Copies of the old values of buffers and inputs that a step changes, for nodes that read them late."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ aten = torch.ops.aten
 
 
 def keep_old_values(graph: fx.Graph, inputs: Sequence[JointInput], outputs: Sequence[JointOutput]) -> None:
-    """Copy a changed input where the backward half or the caller reads its old value, in place of the input itself.
-
-    New values are written into buffers (and other inputs) when the forward half is done. A functional graph knows
-    nothing of that: in it, the copy that a queue of keys is read from is the queue.
+    """Copy every changed input whose old value the backward half or the caller reads.
 
     Args:
         graph: a joint graph without dead code; its output node names the nodes of `outputs`.
-        inputs: its placeholders.
-        outputs: what the step hands back.
+        inputs: the placeholders of the graph.
+        outputs: the outputs of the step.
     """
+    # New values are written into buffers and inputs at the end of the forward half, which a functional graph does not
+    # show: simplification has removed copies that models make themselves, such as that of a queue of keys.
     changed = {output.name: output.node for output in outputs if output.kind == "mutation"}
     last = graph.find_nodes(op="placeholder")[-1]
     for source in inputs:
@@ -36,7 +35,7 @@ def keep_old_values(graph: fx.Graph, inputs: Sequence[JointInput], outputs: Sequ
 
 
 def _is_read_late(changed: fx.Node) -> bool:
-    """Whether the backward half or the caller reads an input, or views of it."""
+    """Return True if the backward half or the caller reads an input, or a view of it."""
     seen = {changed}
     waiting = [changed]
     while waiting:

@@ -1,4 +1,4 @@
-"""Objects that no graph can hand back, such as key-value caches: left out of what `forward` returns."""
+"""Objects that no graph can return, such as key-value caches: `forward` returns None in their place."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, tor
 
 
 class OpaqueOutputs:
-    """A forward hook that puts None in the place of objects that are neither tensors nor plain nor known containers.
+    """A forward hook that replaces objects other than tensors, plain values and known containers by None.
 
-    Hugging Face models return their key-value cache beside the loss unless they are told not to. A training step has
-    no use for it, and the graph can give back tensors alone.
+    Hugging Face models return their key-value cache beside the loss by default. A training step has no use for it, and
+    a graph returns tensors alone.
 
     Attributes:
-        found: path in the output -> name of the type that was left out there.
+        found: path in the output -> name of the type that was replaced.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Return the output without such objects, dataclasses recorded; itself where nothing else would be left."""
+        """Return the output with None for such objects; the output itself if no tensor would be left."""
         recorded = record_dataclasses(output)
         leaves = leaves_by_path(recorded)
         opaque = {leaf_name(path): type(leaf).__name__ for path, leaf in leaves if not isinstance(leaf, _PLAIN)}
@@ -40,12 +40,12 @@ class OpaqueOutputs:
         return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, recorded)
 
     def warn(self, model: str) -> None:
-        """Tell the user what was left out, if anything was."""
+        """Warn of the replaced objects, if there are any."""
         if self.found:
-            said = ", ".join(f"{path} ({kind})" for path, kind in self.found.items())
+            left_out = ", ".join(f"{path} ({kind})" for path, kind in self.found.items())
             warnings.warn(
-                f"{model} returns what no graph can hold: {said}. The parallelised module returns None there. Ask the "
-                "model not to make it (Hugging Face: use_cache=False for the key-value cache), or register the type "
-                "with torch.utils._pytree.register_pytree_node to keep it.",
+                f"{model} returns what no graph can hold: {left_out}. The parallelised module returns None there. Ask "
+                "the model not to make it (Hugging Face: use_cache=False for the key-value cache), or register the "
+                "type with torch.utils._pytree.register_pytree_node to keep it.",
                 stacklevel=2,
             )

@@ -1,8 +1,8 @@
-"""Outputs that look at the memory of an input or a buffer: what `forward` changes in place, and returns."""
+"""Outputs that are views of an input or a buffer, such as a buffer that `forward` changes in place and returns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,12 @@ from autoshard.capture._torch import storage_of
 
 @dataclass(frozen=True, slots=True)
 class OutputView:
-    """The memory that an output of a call looks at.
+    """An output that is a view of an input or a buffer.
 
     Attributes:
-        kind: of the tensor whose memory it is: `"input"` or `"buffer"`.
-        name: of that tensor.
-        layout: sizes, strides and offset in that memory, in which the tensor lies in order; None: it is that tensor.
+        kind: `"input"` or `"buffer"`.
+        name: the name of the input or buffer.
+        layout: sizes, strides and offset of the view, for a contiguous input or buffer; None: the whole tensor itself.
     """
 
     kind: str
@@ -26,7 +26,7 @@ class OutputView:
     layout: tuple[tuple[int, ...], tuple[int, ...], int] | None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The view of a tensor of the kind that was captured; None where it lies otherwise in memory."""
+        """Return the view of an input or buffer; None if that has another layout in memory than at the capture."""
         if self.layout is None:
             return tensor
         if not tensor.is_contiguous():
@@ -38,11 +38,11 @@ class OutputView:
 def find_output_views(
     outputs: Mapping[str, fx.Node], sources: Iterable[tuple[str, str, fx.Node]]
 ) -> Iterator[tuple[str, OutputView]]:
-    """The outputs, by name, that look at the memory of a buffer or an input.
+    """Yield the names of outputs that are views of a buffer or an input, with these views.
 
     Args:
         outputs: nodes of an exported graph, in which tensors are changed in place.
-        sources: kinds, names and placeholders of what the graph takes.
+        sources: kinds, names and placeholders of the inputs of the graph.
     """
     held = {
         storage_of(node.meta["val"]): (kind, name, node.meta["val"])
@@ -55,12 +55,9 @@ def find_output_views(
         if not kind or value.dtype != source.dtype:
             continue
         layout = (tuple(value.shape), tuple(value.stride()), value.storage_offset())
-        if _is_same_layout(layout, (tuple(source.shape), tuple(source.stride()), source.storage_offset())):
+        source_layout = (tuple(source.shape), tuple(source.stride()), source.storage_offset())
+        # As texts: a comparison of symbolic sizes would be recorded as a condition on them.
+        if str(layout) == str(source_layout):
             yield output, OutputView(kind, name, None)
         elif all(isinstance(number, int) for number in (*layout[0], *layout[1], layout[2])):
             yield output, OutputView(kind, name, layout)
-
-
-def _is_same_layout(one: Sequence[object], other: Sequence[object]) -> bool:
-    """Whether two layouts are equal, symbols by their names: a comparison of these would be a condition on sizes."""
-    return str(one) == str(other)

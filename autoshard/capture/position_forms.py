@@ -1,8 +1,8 @@
-"""Masks of attention as inequalities of positions, which hold at all sizes: what a mask of dynamic sizes says.
+"""Attention masks of dynamic sizes as linear inequalities of positions, which hold at all sizes.
 
-A tensor of integers is followed as a linear form of its own indices, as `arange` is one, and one of booleans as linear
-forms that all are zero or less. Each operator here is exact in these terms for tensors of every size; where one is not,
-the mask stays as it is.
+A tensor of integers is represented by a linear form of its own indices, as `arange` is one; a tensor of booleans by
+linear forms that all have to be zero or less. The rule of each operator is exact for tensors of every size; without a
+rule, the mask stays as it is.
 """
 
 from __future__ import annotations
@@ -15,38 +15,51 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.capture._torch import OpOverload
+from autoshard.capture.simplify import argument_of
 
 aten = torch.ops.aten
+
+FACTORIES = frozenset(
+    {
+        aten.ones.default,
+        aten.zeros.default,
+        aten.full.default,
+        aten.new_ones.default,
+        aten.new_zeros.default,
+        aten.new_full.default,
+    }
+)
+"""Operators that make a tensor of one number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a mask says: that keys behind a query are hidden, and those more than a window before it."""
+    """The meaning of a mask: whether later keys are hidden, and the size of the window of visible keys (0: none)."""
 
     causal: bool
     window: int = 0
 
 
 class _NotLinearError(Exception):
-    """A value is no linear form of positions, or is not known to be one."""
+    """A value is not a linear form of positions, or is not known to be one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """Integers: the sum of the indices of an element times `slopes`, plus `start`."""
+    """Integers: every element is the sum of its indices times `slopes`, plus `start`."""
 
     slopes: tuple[int, ...]
     start: int
 
-    def plus(self, other: _Linear, times: int) -> _Linear:
-        """The sum with `times` another, broadcast."""
-        ndim = max(len(self.slopes), len(other.slopes))
-        pairs = zip(_pad_slopes(self.slopes, ndim), _pad_slopes(other.slopes, ndim), strict=True)
-        return _Linear(tuple(left + times * right for left, right in pairs), self.start + times * other.start)
+    def plus(self, form: _Linear, times: int) -> _Linear:
+        """Return the sum with `times` another form, broadcast."""
+        ndim = max(len(self.slopes), len(form.slopes))
+        pairs = zip(_pad_slopes(self.slopes, ndim), _pad_slopes(form.slopes, ndim), strict=True)
+        return _Linear(tuple(left + times * right for left, right in pairs), self.start + times * form.start)
 
     @property
     def constant(self) -> int:
-        """The number that all elements are."""
+        """The value of all elements; `_NotLinearError` if they differ."""
         if any(self.slopes):
             raise _NotLinearError
         return self.start
@@ -54,15 +67,11 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _Truth:
-    """Booleans: whether all of some linear forms are zero or less; or whether none of the elements is true."""
+    """Booleans: true where all `forms` are zero or less; nowhere if `never`."""
 
     ndim: int
     forms: frozenset[_Linear] = frozenset()
     never: bool = False
-
-    def of(self, ndim: int, change: Callable[[_Linear], _Linear]) -> _Truth:
-        """The value whose forms are changed."""
-        return replace(self, ndim=ndim, forms=frozenset(map(change, self.forms)))
 
 
 _Form = _Linear | _Truth
@@ -71,12 +80,12 @@ _Form = _Linear | _Truth
 def meaning_at_all_sizes(
     mask: fx.Node, constants: Mapping[fx.Node, Tensor], changed: Collection[fx.Node]
 ) -> Meaning | None:
-    """What a mask `[..., queries, keys]`, as many keys as queries, says at every size; None where that is not known.
+    """Return the meaning of a square mask `[..., queries, keys]` at every size; None if it is not known.
 
     Args:
         mask: a node of an exported graph, whose sizes may be symbols.
-        constants: placeholders that stand for tensors with known numbers.
-        changed: nodes that are changed in place somewhere, of which nothing is known.
+        constants: placeholders of tensors with known numbers.
+        changed: nodes that are changed in place, of which nothing is known.
     """
     try:
         truth = _Forms(constants, changed).of(mask)
@@ -84,19 +93,20 @@ def meaning_at_all_sizes(
         return None
     if not isinstance(truth, _Truth) or truth.never or truth.ndim < 2:
         return None
-    left = {(*_pad_slopes(form.slopes, truth.ndim), form.start) for form in truth.forms if not _always_holds(form)}
-    if not left:
+    limiting = [form for form in truth.forms if not _always_holds(form)]
+    restrictions = {(*_pad_slopes(form.slopes, truth.ndim), form.start) for form in limiting}
+    if not restrictions:
         return Meaning(False)
-    others = (0,) * (truth.ndim - 2)
-    behind = (*others, -1, 1, 0)  # key - query <= 0
-    before = {form for form in left if form[:-1] == (*others, 1, -1)}  # query - key - window + 1 <= 0
-    if behind not in left or left - before != {behind} or any(form[-1] >= 0 for form in before):
+    other_dims = (0,) * (truth.ndim - 2)
+    behind = (*other_dims, -1, 1, 0)  # key - query <= 0
+    before = {form for form in restrictions if form[:-1] == (*other_dims, 1, -1)}  # query - key - window + 1 <= 0
+    if behind not in restrictions or restrictions - before != {behind} or any(form[-1] >= 0 for form in before):
         return None
     return Meaning(True, min((1 - form[-1] for form in before), default=0))
 
 
 def _always_holds(form: _Linear) -> bool:
-    """Whether the form is zero or less at all indices, none of which is negative."""
+    """Return True if the form is zero or less at all indices, which are never negative."""
     return form.start <= 0 and all(slope <= 0 for slope in form.slopes)
 
 
@@ -108,7 +118,7 @@ class _Forms:
         self._known: dict[fx.Node, _Form] = {}
 
     def of(self, node: fx.Node) -> _Form:
-        """The form of a node, or `_UnknownError`."""
+        """Return the form of a node, or raise `_NotLinearError`."""
         if node not in self._known:
             self._known[node] = _drop_unit_dims(self._form(node), node)
         return self._known[node]
@@ -132,7 +142,7 @@ class _Forms:
         return form
 
     def linear(self, value: object) -> _Linear:
-        """The form of an operand that is a tensor of integers, or a number."""
+        """Return the form of an operand that is a tensor of integers, or a number."""
         if isinstance(value, int) and not isinstance(value, bool):
             return _Linear((), value)
         form = self.of(value) if isinstance(value, fx.Node) else None
@@ -141,7 +151,7 @@ class _Forms:
         return form
 
     def truth(self, value: object) -> _Truth:
-        """The form of an operand that is a tensor of booleans."""
+        """Return the form of an operand that is a tensor of booleans."""
         form = self.of(value) if isinstance(value, fx.Node) else None
         if not isinstance(form, _Truth):
             raise _NotLinearError
@@ -149,7 +159,7 @@ class _Forms:
 
 
 def _drop_unit_dims(form: _Form, node: fx.Node) -> _Form:
-    """The form without indices of dims of size one, which are zero."""
+    """Return the form without slopes in dims of size one, whose index is always zero."""
     shape = node.meta["val"].shape
 
     def change(linear: _Linear) -> _Linear:
@@ -157,7 +167,13 @@ def _drop_unit_dims(form: _Form, node: fx.Node) -> _Form:
         kept = (0 if isinstance(size, int) and size == 1 else slope for slope, size in zip(slopes, shape, strict=True))
         return replace(linear, slopes=tuple(kept))
 
-    return change(form) if isinstance(form, _Linear) else form.of(len(shape), change)
+    return _on_dims(form, len(shape), change)
+
+
+def _on_dims(form: _Form, ndim: int, change: Callable[[_Linear], _Linear]) -> _Form:
+    if isinstance(form, _Linear):
+        return change(form)
+    return replace(form, ndim=ndim, forms=frozenset(map(change, form.forms)))
 
 
 def _pad_slopes(slopes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
@@ -165,7 +181,7 @@ def _pad_slopes(slopes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
 
 
 def _number(value: object) -> int:
-    """An argument that is a number in the graph."""
+    """Return an argument that is an integer in the graph, not a symbol."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise _NotLinearError
     return value
@@ -177,14 +193,8 @@ def _constant_form(value: Tensor, number: object) -> _Form:
     return _Linear((0,) * value.dim(), int(number))  # type: ignore[call-overload]
 
 
-def _argument(node: fx.Node, name: str, default: object = None) -> Any:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    place = names.index(name) if name in names else len(node.args)
-    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
-
-
 def _arange(forms: _Forms, node: fx.Node) -> _Form:
-    return _Linear((_number(_argument(node, "step", 1)),), _number(_argument(node, "start", 0)))
+    return _Linear((_number(argument_of(node, "step", 1)),), _number(argument_of(node, "start", 0)))
 
 
 def _identity(forms: _Forms, node: fx.Node) -> _Form:
@@ -193,7 +203,7 @@ def _identity(forms: _Forms, node: fx.Node) -> _Form:
 
 def _fill(forms: _Forms, node: fx.Node) -> _Form:
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
-    number = 1 if "ones" in name else 0 if "zeros" in name else _argument(node, "fill_value")
+    number = 1 if "ones" in name else 0 if "zeros" in name else argument_of(node, "fill_value")
     if not isinstance(number, int):
         raise _NotLinearError
     return _constant_form(node.meta["val"], number)
@@ -205,10 +215,6 @@ def _sum(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
         return forms.linear(node.args[0]).plus(forms.linear(node.args[1]), times)
 
     return form
-
-
-def _on_dims(form: _Form, ndim: int, change: Callable[[_Linear], _Linear]) -> _Form:
-    return change(form) if isinstance(form, _Linear) else form.of(ndim, change)
 
 
 def _unsqueeze(forms: _Forms, node: fx.Node) -> _Form:
@@ -224,9 +230,9 @@ def _unsqueeze(forms: _Forms, node: fx.Node) -> _Form:
 
 def _slice(forms: _Forms, node: fx.Node) -> _Form:
     source, ndim = node.all_input_nodes[0], node.meta["val"].dim()
-    dim = _number(_argument(node, "dim", 0)) % ndim
-    start = _number(_argument(node, "start") or 0)
-    if start < 0 or _number(_argument(node, "step", 1)) != 1:
+    dim = _number(argument_of(node, "dim", 0)) % ndim
+    start = _number(argument_of(node, "start") or 0)
+    if start < 0 or _number(argument_of(node, "step", 1)) != 1:
         raise _NotLinearError
 
     def change(linear: _Linear) -> _Linear:
@@ -249,15 +255,18 @@ def _select(forms: _Forms, node: fx.Node) -> _Form:
 
 
 def _differences(forms: _Forms, node: fx.Node) -> _Form:
-    """One number where the first element follows the one put before it as all others follow theirs."""
-    source, before = forms.linear(node.args[0]), forms.linear(_argument(node, "prepend"))
-    dim = _number(_argument(node, "dim", -1))
+    """`diff` with one prepended element: a constant if that element continues the sequence.
+
+    Models find the starts of packed samples so: positions of a single sample have differences of 1 everywhere.
+    """
+    source, before = forms.linear(node.args[0]), forms.linear(argument_of(node, "prepend"))
+    dim = _number(argument_of(node, "dim", -1))
     ndim = node.meta["val"].dim()
     slopes = list(_pad_slopes(source.slopes, ndim))
     step, slopes[dim] = slopes[dim], 0
-    single = _argument(node, "prepend").meta["val"].shape[dim]
+    single = argument_of(node, "prepend").meta["val"].shape[dim]
     at_first = replace(source, slopes=tuple(slopes)).plus(before, -1)
-    if _number(_argument(node, "n", 1)) != 1 or _argument(node, "append") is not None or str(single) != "1":
+    if _number(argument_of(node, "n", 1)) != 1 or argument_of(node, "append") is not None or str(single) != "1":
         raise _NotLinearError
     if at_first.constant != step:
         raise _NotLinearError
@@ -265,7 +274,7 @@ def _differences(forms: _Forms, node: fx.Node) -> _Form:
 
 
 def _running_sum(forms: _Forms, node: fx.Node) -> _Form:
-    """Of zeros alone."""
+    """`cumsum` of zeros, which is zero at all sizes."""
     form = forms.of(node.all_input_nodes[0])
     if not (form.never if isinstance(form, _Truth) else form.constant == 0):
         raise _NotLinearError
@@ -273,7 +282,8 @@ def _running_sum(forms: _Forms, node: fx.Node) -> _Form:
 
 
 def _read_at(forms: _Forms, node: fx.Node) -> _Form:
-    """Numbers read at positions, none of them negative, of all dims."""
+    """Indexing of all dims by positions: the composition of linear forms."""
+    # A negative index would count from the end, at a place that depends on the size.
     source, places = forms.linear(node.args[0]), node.args[1]
     assert isinstance(places, Sequence)
     indices = [forms.linear(place) for place in places]
@@ -287,7 +297,7 @@ def _read_at(forms: _Forms, node: fx.Node) -> _Form:
 
 
 def _comparison(sign: int, margin: int) -> Callable[[_Forms, fx.Node], _Form]:
-    """`sign` times the difference, plus `margin`, is zero or less."""
+    """Return the rule of a comparison that is true where `sign` times the difference plus `margin` is at most 0."""
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
         difference = forms.linear(node.args[0]).plus(forms.linear(node.args[1]), -1)
@@ -299,12 +309,12 @@ def _comparison(sign: int, margin: int) -> Callable[[_Forms, fx.Node], _Form]:
     return form
 
 
-def _equal(wanted: bool) -> Callable[[_Forms, fx.Node], _Form]:
-    """Of numbers whose difference is the same everywhere."""
+def _equal(expected: bool) -> Callable[[_Forms, fx.Node], _Form]:
+    """Return the rule of `eq` or `ne` for numbers whose difference is the same everywhere."""
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
         difference = forms.linear(node.args[0]).plus(forms.linear(node.args[1]), -1).constant
-        return _Truth(node.meta["val"].dim(), never=(difference == 0) != wanted)
+        return _Truth(node.meta["val"].dim(), never=(difference == 0) != expected)
 
     return form
 
@@ -317,10 +327,10 @@ def _logical_and(forms: _Forms, node: fx.Node) -> _Form:
 
 
 def _triangle(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
-    """What is left of booleans on one side of a diagonal; `sign` is 1 for the lower one."""
+    """Return the rule of a triangle of booleans; `sign` is 1 for the lower one."""
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
-        truth, diagonal = forms.truth(node.args[0]), _number(_argument(node, "diagonal", 0))
+        truth, diagonal = forms.truth(node.args[0]), _number(argument_of(node, "diagonal", 0))
         inside = _Linear((0,) * (truth.ndim - 2) + (-sign, sign), -sign * diagonal)
         return replace(truth, forms=truth.forms | {inside})
 
@@ -342,17 +352,7 @@ _RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
         ),
         _identity,
     ),
-    **dict.fromkeys(
-        (
-            aten.ones.default,
-            aten.zeros.default,
-            aten.full.default,
-            aten.new_ones.default,
-            aten.new_zeros.default,
-            aten.new_full.default,
-        ),
-        _fill,
-    ),
+    **dict.fromkeys(FACTORIES, _fill),
     aten.add.Tensor: _sum(1),
     aten.sub.Tensor: _sum(-1),
     aten.unsqueeze.default: _unsqueeze,
@@ -371,4 +371,4 @@ _RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
     **dict.fromkeys((aten.ne.Tensor, aten.ne.Scalar), _equal(False)),
     **dict.fromkeys((aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default), _logical_and),
 }
-"""How the form of a result follows from those of operands, by operator."""
+"""The rule of each operator: the form of its result from those of its operands."""

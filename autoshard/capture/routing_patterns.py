@@ -1,7 +1,7 @@
-"""Stretches of a graph that send rows to groups and bring them back, found by what they do.
+"""Routing of rows to groups and back, as mixtures of experts do it, found in a graph by its operators.
 
 Models sort the group of every row, gather the rows in that order, count where each group ends, and put the rows back by
-the inverse order. Such a stretch is replaced by the operators of `routing.py`.
+the inverse order. The operators of `routing_operators` replace these.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import torch
 from torch import fx
 
 from autoshard.capture.routing_operators import routing
+from autoshard.capture.simplify import argument_of
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class _RoutingMatch:
-    """A stretch of a graph that sends rows to groups and brings them back.
+    """The nodes that send rows to groups and bring them back.
 
     Attributes:
         ids: the group of every row.
-        groups: their number.
-        ends: nodes that say where groups end.
-        gathered: nodes that gather rows in the order of their groups, and what they gather from.
-        returned: nodes that put rows back, and the rows.
-        looked_up: nodes that look up the group of every row in a table, such as a bias of each group, and the table.
+        groups: the number of groups.
+        ends: nodes that compute where groups end.
+        gathered: nodes that gather rows in the order of their groups, with the nodes that they gather from.
+        returned: nodes that put rows back, with the rows.
+        looked_up: nodes that look up the group of every row in a table, such as a bias of each group, with the table.
     """
 
     ids: fx.Node
@@ -41,18 +42,17 @@ class _RoutingMatch:
 
 
 def replace_routing(module: fx.GraphModule) -> None:
-    """Put the operators of `routing.py` in the place of what sorts rows by group, gathers them, and puts them back.
+    """Replace nodes that sort rows by group, gather them, and put them back, by the operators of `routing_operators`.
 
-    What does not do all of that stays as it is. The numbers stay the same, but for the order in which gradients of a
-    value are added that became several rows. Regions under autocast or without gradients are modules of their own
-    inside of the exported one.
+    A sort without the other steps stays as it is. Numbers stay the same, except for the order in which the gradients of
+    a value that became several rows are added.
     """
-    for part in module.modules():
+    for part in module.modules():  # regions under autocast or without gradients are submodules of the exported module
         if isinstance(part, fx.GraphModule):
             for sort in [node for node in part.graph.nodes if node.op == "call_function" and node.target in _SORTS]:
-                routed = _match_routing(sort)
-                if routed is not None:
-                    _replace(part.graph, sort, routed)
+                match = _match_routing(sort)
+                if match is not None:
+                    _replace(part.graph, sort, match)
 
 
 _SORTS = frozenset({aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable})
@@ -62,13 +62,13 @@ _CASTS = frozenset({aten.to.dtype, aten._to_copy.default})
 
 
 def _sorted_and_order(sort: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes that are the sorted numbers, and those that are their order; none where it sorts downwards."""
-    if _argument(sort, "descending", False):
+    """Return the nodes of the sorted numbers and those of their order; empty lists for a descending sort."""
+    if argument_of(sort, "descending", False):
         return [], []
     if sort.target in (aten.argsort.default, aten.argsort.stable):
         return [], [sort]
-    items = [user for user in sort.users if user.target is getitem]
-    return [item for item in items if item.args[1] == 0], [item for item in items if item.args[1] == 1]
+    results = [user for user in sort.users if user.target is getitem]
+    return [result for result in results if result.args[1] == 0], [result for result in results if result.args[1] == 1]
 
 
 def _match_routing(sort: fx.Node) -> _RoutingMatch | None:
@@ -76,8 +76,8 @@ def _match_routing(sort: fx.Node) -> _RoutingMatch | None:
     if not isinstance(ids, fx.Node) or ids.meta["val"].dim() != 1 or ids.meta["val"].dtype != torch.int64:
         return None
     values, orders = _sorted_and_order(sort)
-    counted = [found for value in (*values, ids) for found in _ends_of(value)]
-    gathered = [found for order in orders for found in _gathered_by(order)]
+    counted = [end for value in (*values, ids) for end in _ends_of(value)]
+    gathered = [end for order in orders for end in _gathered_by(order)]
     inverses = [inverse for order in orders for inverse in _inverses(order)]
     returned = [(node, rows) for inverse in inverses for node, rows in _indexed_with(inverse)]
     numbers = {groups for _, groups in counted}
@@ -92,22 +92,21 @@ def _match_routing(sort: fx.Node) -> _RoutingMatch | None:
 
 
 def _ends_of(value: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """Nodes that say where each of so many groups ends, counted from the groups of all rows."""
+    """Yield the nodes that count, from the groups of all rows, where each group ends, with the number of groups."""
     for user in value.users:
         if user.target in _CASTS:
             yield from _ends_of(user)
         elif user.target is aten.histc.default:
-            groups, low, high = (_argument(user, name, None) for name in ("bins", "min", "max"))
+            groups, low, high = (argument_of(user, name, None) for name in ("bins", "min", "max"))
             if low == 0 and high == groups - 1:
-                yield from ((total, groups) for total in user.users if _counts_up(total))
-
-
-def _counts_up(node: fx.Node) -> bool:
-    return node.target is aten.cumsum.default and node.meta["val"].dtype == torch.int32
+                for total in user.users:
+                    if total.target is aten.cumsum.default and total.meta["val"].dtype == torch.int32:
+                        yield total, groups
 
 
 def _gathered_by(order: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Nodes that gather in this order from rows, or from values of which each becomes several rows."""
+    """Yield the nodes that gather in this order from rows, or from values that become several rows each."""
+    # A token that goes to k experts has k rows in turn: row // k is its place.
     rows = order.meta["val"].shape[0]
     for index, repeats in [(order, 1), *_floor_divisions(order)]:
         for node, values in _indexed_with(index):
@@ -125,7 +124,7 @@ def _floor_divisions(order: fx.Node) -> Iterator[tuple[fx.Node, int]]:
 
 
 def _indexed_with(index: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Nodes that take the rows at `index` of another node, and that node."""
+    """Yield the nodes that take the rows at `index` of another node, with that node."""
     for user in index.users:
         source = user.args[0] if user.target in _GATHERS else None
         if not isinstance(source, fx.Node) or source is index:
@@ -138,7 +137,7 @@ def _indexed_with(index: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _inverses(order: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that are the inverse of a permutation: its own order, or its numbers' places written at them."""
+    """Yield the nodes that are the inverse of a permutation: its argsort, or `arange` written at its indices."""
     for user in order.users:
         if user.target in _SORTS:
             yield from _sorted_and_order(user)[1]
@@ -152,70 +151,59 @@ def _counts_from_zero(node: Any) -> bool:
     )
 
 
-def _argument(node: fx.Node, name: str, default: Any) -> Any:
-    """An argument of an operator call by its name."""
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
-    return default
-
-
-def _replace(graph: fx.Graph, sort: fx.Node, routed: _RoutingMatch) -> None:
+def _replace(graph: fx.Graph, sort: fx.Node, match: _RoutingMatch) -> None:
     with graph.inserting_before(sort):
-        group = graph.call_function(routing.group.default, (routed.ids, routed.groups))
+        group = graph.call_function(routing.group.default, (match.ids, match.groups))
         route = tuple(graph.call_function(getitem, (group, index)) for index in range(4))
-    group.meta = sort.meta | {"val": routing.group(routed.ids.meta["val"], routed.groups)}
+    group.meta = sort.meta | {"val": routing.group(match.ids.meta["val"], match.groups)}
     for index, node in enumerate(route):
         node.meta = sort.meta | {"val": group.meta["val"][index]}
     order, places, splits, ends = route
-    for node in routed.ends:
+    for node in match.ends:
         _substitute(node, ends)
-    for node, rows in routed.returned:
-        weights, rows = _weights_and_rows(rows, dict(routed.gathered))
+    for node, rows in match.returned:
+        weights, rows = _weights_and_rows(rows, dict(match.gathered))
         with graph.inserting_before(node):
             back = _call(graph, routing.combine.default, (rows, order, places, splits), node)
             if weights is not None:
                 column = _call(graph, aten.unsqueeze.default, (weights, -1), node)
                 back = _call(graph, aten.mul.Tensor, (back, column), node)
         _substitute(node, back)
-    for node, values in routed.gathered:
+    for node, values in match.gathered:
         with graph.inserting_before(node):
             rows = _call(graph, routing.dispatch.default, (values, order, places, splits), node)
         _substitute(node, rows)
-    for node, table in routed.looked_up:
+    for node, table in match.looked_up:
         with graph.inserting_before(node):
             rows = _call(graph, routing.spread.default, (table, places, ends), node)
         _substitute(node, rows)
-    for found in _sorted_and_order(sort)[1]:
-        found.replace_all_uses_with(order)  # equal numbers may be sorted otherwise there
+    for sort_order in _sorted_and_order(sort)[1]:
+        sort_order.replace_all_uses_with(order)  # an unstable sort may order equal numbers in another way
 
 
 def _weights_and_rows(rows: fx.Node, gathered: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, fx.Node]:
-    """The weights that rows are multiplied by before they are put back, in the order in which they are there, and the
-    rows without them; None without such.
-
-    The product is the same after the rows are back. Then no weights are sent, and rows of half precision are not sent
-    as the float32 that their weights make of them.
-    """
+    """Return the weights, in the order before the sort, by which `rows` were multiplied, and the rows without."""
+    # The product is the same after the rows are back. Then no weights are sent, and rows of half precision are not sent
+    # as the float32 that the product with their weights has.
     if rows.target is not aten.mul.Tensor or len(rows.users) > 1 or rows.meta["val"].dim() != 2:
         return None, rows
-    for factor, other in (rows.args, reversed(rows.args)):
-        if not isinstance(factor, fx.Node) or not isinstance(other, fx.Node):
+    for factor, values in (rows.args, reversed(rows.args)):
+        if not isinstance(factor, fx.Node) or not isinstance(values, fx.Node):
             continue
         weights = gathered.get(factor.all_input_nodes[0]) if factor.target is aten.unsqueeze.default else None
-        one_each = weights is not None and weights.meta["val"].shape == rows.meta["val"].shape[:1]
-        if one_each and factor.args[1] in (1, -1) and other.meta["val"].shape == rows.meta["val"].shape:
-            return weights, other
+        is_per_row = weights is not None and weights.meta["val"].shape == rows.meta["val"].shape[:1]
+        if is_per_row and factor.args[1] in (1, -1) and values.meta["val"].shape == rows.meta["val"].shape:
+            return weights, values
     return None, rows
 
 
 def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-    """A call where `like` stands, in its module."""
+    """Return a call with the meta of `like`."""
     node = graph.call_function(op, args)
     node.meta = like.meta | {"val": op(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))}
     return node
 
 
-def _substitute(node: fx.Node, other: fx.Node) -> None:
-    node.replace_all_uses_with(other)
+def _substitute(node: fx.Node, replacement: fx.Node) -> None:
+    node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)

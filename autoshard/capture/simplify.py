@@ -1,4 +1,4 @@
-"""Rewrites of the joint graph that change no number: identities, common subexpressions, dead code."""
+"""Simplification of the joint graph without a change of any number: identities, common subexpressions, dead code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ aten = torch.ops.aten
 
 _ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
 _COPIES = frozenset({aten.clone.default, aten.lift_fresh_copy.default})
-_NEUTRAL: dict[Any, int] = {
-    aten.mul.Tensor: 1,
-    aten.mul.Scalar: 1,
-    aten.div.Tensor: 1,
-    aten.div.Scalar: 1,
-    aten.pow.Tensor_Scalar: 1,
-}
+# Operators that are the identity when their second operand is 1. Adding 0 is none: -0.0 + 0 is 0.0.
+_NEUTRAL_AT_ONE = frozenset(
+    {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
+)
 _SAME_SHAPE = frozenset(
     {
         aten.view.default,
@@ -51,7 +48,7 @@ _VIEWS = frozenset(
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Remove from a functional graph what computes nothing new; nodes carry `meta["partitioner_tag"]`."""
+    """Simplify a functional graph, whose nodes carry `meta["partitioner_tag"]`, in place."""
     _remove_empty_operands(graph)
     _remove_identities(graph)
     _merge_common(graph)
@@ -65,29 +62,25 @@ def _is_impure(node: fx.Node) -> bool:
 
 
 def _remove_empty_operands(graph: fx.Graph) -> None:
-    """Concatenate without the operands that have no elements, such as a key-value cache before its first token."""
+    """Drop operands of `cat` without elements, such as a key-value cache before its first token."""
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         kept = [operand for operand in node.args[0] if operand.meta["val"].numel()]
         types = {operand.meta["val"].dtype for operand in kept}
-        if kept and types == {node.meta["val"].dtype}:
+        if kept and types == {node.meta["val"].dtype}:  # an empty operand may be what promotes the result's dtype
             node.update_arg(0, kept)
 
 
 def _remove_identities(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         source = _same_value(node)
-        if source is not None and not (node.target in _COPIES and _is_output(node)):
+        is_returned_copy = node.target in _COPIES and any(user.op == "output" for user in node.users)
+        if source is not None and not is_returned_copy:  # the user gets a copy where the model makes one
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
 
-def _is_output(node: fx.Node) -> bool:
-    """Whether the user gets the node: a copy made for them stays a copy."""
-    return any(user.op == "output" for user in node.users)
-
-
 def _same_value(node: fx.Node) -> fx.Node | None:
-    """An earlier node with the same numbers in the same layout, if `node` is an identity."""
+    """Return an earlier node with the same numbers in the same layout, if `node` is an identity."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
@@ -99,18 +92,17 @@ def _same_value(node: fx.Node) -> fx.Node | None:
         return source.all_input_nodes[0]
     if node.target is aten.transpose.int and source.target is aten.transpose.int:
         ndim = node.meta["val"].ndim
-        dims = [{dim % ndim for dim in other.args[1:]} for other in (node, source)]
+        dims = [{dim % ndim for dim in transpose.args[1:]} for transpose in (node, source)]
         return source.all_input_nodes[0] if dims[0] == dims[1] else None
     return None
 
 
 def _is_neutral(node: fx.Node) -> bool:
-    """Whether the node multiplies by one, or the like: exact for every number."""
-    neutral = _NEUTRAL.get(node.target)
-    if neutral is None or node.kwargs:
+    """Return True if the node multiplies by one or the like, which is exact for every number."""
+    if node.target not in _NEUTRAL_AT_ONE or node.kwargs:
         return False
-    other = node.args[1]
-    return isinstance(other, (int, float)) and other == neutral
+    factor = node.args[1]
+    return isinstance(factor, (int, float)) and factor == 1
 
 
 def _layout(node: fx.Node) -> Hashable:
@@ -120,10 +112,7 @@ def _layout(node: fx.Node) -> Hashable:
 
 
 def _merge_common(graph: fx.Graph) -> None:
-    """Merge nodes of one task graph that compute the same from the same, never random ones, across phases only views.
-
-    What the backward half computes again is left there: it was perhaps put there to save memory.
-    """
+    """Merge nodes of one task graph with equal operators and operands, except random ones."""
     seen: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
         key = _expression(node)
@@ -143,19 +132,28 @@ def _expression(node: fx.Node) -> Hashable | None:
             return None
     elif node.target is not operator.getitem:
         return None
+    # Across the halves only views are merged: an operator that the backward half repeats may be there to save memory.
     phase = None if node.target in _VIEWS else node.meta.get("partitioner_tag")
     return (node.target, phase, node.meta.get("task_graph"), freeze(node.args), freeze(node.kwargs))
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether two calls of the operator may give different numbers."""
+    """Return True if two calls of the operator may have different results."""
     if not isinstance(node.target, OpOverload):
         return False
     return torch.Tag.nondeterministic_seeded in node.target.tags or "dropout" in str(node.target)
 
 
+def argument_of(node: fx.Node, name: str, default: Any = None) -> Any:
+    """Return an argument of an operator call by its name; `default` if the call or the operator does not have it."""
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+    return default
+
+
 def freeze(value: Any) -> Hashable:
-    """A hashable copy of an argument, in which 1, 1.0 and True differ."""
+    """Return a hashable copy of an argument, in which 1, 1.0 and True differ."""
     if isinstance(value, (list, tuple)):
         return tuple(freeze(item) for item in value)
     if isinstance(value, dict):
