@@ -1,4 +1,4 @@
-"""From a module and an example call to one functional graph of forward and backward."""
+"""Capture of a module and an example call as one functional graph of forward and backward."""
 
 from __future__ import annotations
 
