@@ -188,8 +188,7 @@ class InputProgram:
         for source in sources:
             if source in self._inputs and self._inputs[source][1] is None:
                 raise NoNumbersError(self._inputs[source][0])
-        # Copies are shared unless memory is changed in place: a copied tensor would be changed once per copied change,
-        # and a value read earlier is that before the change.
+        # Copies are shared only where no memory is changed in place: another node may need the value before a change.
         changes = any(_is_change(source) for source in sources)
         copies = {} if changes else self._copies
         for source in sources:
