@@ -1,4 +1,4 @@
-"""`shard`: a placement written into `forward`, kept in the captured graph by an operator that does nothing."""
+"""`shard`: placements of an activation, written into `forward` and kept in the graph by an identity operator."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def shard(x: torch.Tensor, *placements: Placement) -> torch.Tensor:
         `x` itself; during capture, a tensor equal to it whose placements the planner keeps.
 
     Raises:
-        HintError: (during capture) something passed is no placement, or its dim is out of range.
+        HintError: (during capture) an argument is not a placement, or its dim is out of range.
     """
+    # Outside of a capture the code also runs where autoshard plans nothing: there the call must cost nothing.
     if not _capturing.get():
         return x
     return torch.ops.autoshard.pin(x, pin_text(placements, x.ndim))
@@ -36,7 +37,7 @@ def shard(x: torch.Tensor, *placements: Placement) -> torch.Tensor:
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Context in which `shard` leaves its mark in the graph."""
+    """Context in which `shard` writes its operator into the graph."""
     token = _capturing.set(True)
     try:
         yield
@@ -45,15 +46,16 @@ def capturing() -> Iterator[None]:
 
 
 def pin_text(placements: tuple[Placement, ...], ndim: int) -> str:
-    """Text of the placements of a tensor of `ndim` dims, such as `"R;S(0);S(1,f=3);P(sum)"`."""
+    """Return the text of the placements of a tensor of `ndim` dims, such as `"R;S(0);S(1,f=3);P(sum)"`."""
+    # An operator's schema has no type for placements. Text is an argument that every pass over a graph keeps.
     if not placements:
         raise HintError(
             "shard(x) needs one placement per mesh axis, such as shard(x, Shard(0), Replicate()); got none."
         )
-    return ";".join(_text(placement, ndim) for placement in placements)
+    return ";".join(_placement_text(placement, ndim) for placement in placements)
 
 
-def _text(placement: Placement, ndim: int) -> str:
+def _placement_text(placement: Placement, ndim: int) -> str:
     if isinstance(placement, (Shard, StridedShard)):
         if not -ndim <= placement.dim < ndim:
             raise HintError(f"shard(x, ...): {placement} is out of range for a tensor of {ndim} dims.")
@@ -70,15 +72,15 @@ _PLACEMENT = re.compile(r"R|S\((?P<dim>\d+)(?:,f=(?P<factor>\d+))?\)|P\((?P<op>\
 
 
 def parse_pin(text: str) -> tuple[Placement, ...]:
-    """The placements that `pin_text` wrote.
+    """Return the placements that `pin_text` wrote.
 
     Raises:
         HintError: the text was not written by `pin_text`.
     """
-    return tuple(_parse(part) for part in text.split(";"))
+    return tuple(_parse_placement(part) for part in text.split(";"))
 
 
-def _parse(text: str) -> Placement:
+def _parse_placement(text: str) -> Placement:
     match = _PLACEMENT.fullmatch(text)
     if match is None:
         raise HintError(f"{text!r} is not a placement: expected R, S(dim), S(dim,f=factor) or P(operation).")
@@ -91,7 +93,8 @@ def _parse(text: str) -> Placement:
 
 @torch.library.custom_op("autoshard::pin", mutates_args=())
 def pin(x: torch.Tensor, placements: str) -> torch.Tensor:
-    """The identity; marks in a graph that the planner must give `x` these placements."""
+    """Return `x`; the planner must give it these placements."""
+    # A custom operator must not return its operand itself.
     return x.clone()
 
 
@@ -100,12 +103,15 @@ def _(x: torch.Tensor, placements: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _remember(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+def _setup_context(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[torch.Tensor, str], output: torch.Tensor
+) -> None:
     ctx.placements = inputs[1]  # type: ignore[attr-defined]
 
 
 def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    # The gradient of a pinned activation is pinned as the activation is.
     return torch.ops.autoshard.pin(gradient, ctx.placements), None  # type: ignore[attr-defined]
 
 
-pin.register_autograd(_backward, setup_context=_remember)
+pin.register_autograd(_backward, setup_context=_setup_context)

@@ -1,4 +1,4 @@
-"""Tensors that `forward` leaves in attributes and buffers of its modules: outputs of the graph beside its results."""
+"""Tensors that `forward` assigns to attributes and buffers of its modules: outputs of the graph beside its results."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from autoshard.capture.capture_errors import running_line
 from autoshard.capture.mutations import Mutations
 from autoshard.errors import CaptureError
 
+# How torch.export's warning of an assignment that is lost begins.
 _ASSIGNMENT_WARNING = "The tensor attribute"
 
 
 @dataclass(frozen=True, slots=True)
 class SetBuffer:
-    """A buffer that forward set to another tensor.
+    """A buffer that `forward` set to another tensor.
 
     Attributes:
         name: of the buffer.
-        fault: why the module can't hold the new tensor; None where it can.
+        fault: the reason why the module cannot hold the new tensor; None where it can.
     """
 
     name: str
@@ -35,16 +36,16 @@ class SetBuffer:
 
 
 class AssignedTensors:
-    """Hooks of a root module by which a call returns, beside its output, the tensors that it left in the module.
+    """Hooks of a root module by which a call returns, beside its output, the tensors that it assigned in the module.
 
-    Mixtures of experts leave the loss that balances them in an attribute, and networks with a memory their state;
-    running statistics are buffers. torch.export takes assignments to attributes back, and follows those to buffers in
-    the root module alone.
+    Mixtures of experts keep their balancing loss in an attribute, and recurrent networks their state; running
+    statistics are buffers. torch.export undoes assignments to attributes, and follows those to buffers in the root
+    module alone.
 
     Args:
         root: the module, before its call.
-        checked: gives, once the call is done, flags that are returned behind everything else.
-        mutations: what sees which tensors the call leaves in other objects.
+        mutations: records which tensors the call leaves in other objects.
+        flags: returns, after the call, flags that are outputs behind everything else.
 
     Attributes:
         found: the attributes that the call set to tensors.
@@ -52,27 +53,27 @@ class AssignedTensors:
     """
 
     def __init__(
-        self, root: nn.Module, mutations: Mutations, checked: Callable[[], Sequence[torch.Tensor]] = tuple
+        self, root: nn.Module, mutations: Mutations, flags: Callable[[], Sequence[torch.Tensor]] = tuple
     ) -> None:
         self.root = root
         self._mutations = mutations
-        self._checked = checked
+        self._flags = flags
         self.before = dict(_tensors(root))
         self.found: tuple[Attribute, ...] = ()
         self.buffers: tuple[SetBuffer, ...] = ()
-        self._held: dict[str, torch.Tensor | None] = {}
-        self._lines: dict[tuple[int, str], str] = {}  # where a buffer of a module was set last
+        self._buffers_before: dict[str, torch.Tensor | None] = {}
+        self._lines: dict[tuple[int, str], str] = {}  # the line that set a buffer of a module last
 
     def _begin(self, *_: Any) -> None:
-        """Remember the buffers as the call finds them: torch.export has put others in the place of the module's."""
-        self._held = dict(_buffers(self.root))
+        # Not in `__init__`: when the call begins, torch.export has put other buffers in place of the module's.
+        self._buffers_before = dict(_buffers(self.root))
         self._mutations.begin()
 
     def _set(self, module: nn.Module, name: str, buffer: object) -> None:
         self._lines[id(module), name] = running_line()
 
     def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The output, what attributes and buffers were set to, and flags; the output alone where there is no more."""
+        """Return the output, the values of attributes and buffers, and flags; the output alone where there are none."""
         found = {path: value for path, value in _tensors(root) if self.before.get(path) is not value}
         for path, value in found.items():
             self._mutations.check_traced(value, f"self.{path}")
@@ -84,18 +85,18 @@ class AssignedTensors:
         )
         buffers = dict(self._new_buffers())
         self.buffers = tuple(buffers)
-        more = (*found.values(), *(value for _, value in kept)), tuple(buffers.values()), tuple(self._checked())
+        more = (*found.values(), *(value for _, value in kept)), tuple(buffers.values()), tuple(self._flags())
         return (output, *more) if any(more) else output
 
     def _new_buffers(self) -> Iterator[tuple[SetBuffer, torch.Tensor]]:
-        """The buffers that were set to other tensors, and these.
+        """Yield the buffers that were set to other tensors, and these tensors.
 
         Raises:
-            CaptureError: no graph can hold what was done.
+            CaptureError: no graph can hold the assignment.
         """
         now = dict(_buffers(self.root))
-        for name in self._held | now:
-            old, new = self._held.get(name), now.get(name)
+        for name in self._buffers_before | now:
+            old, new = self._buffers_before.get(name), now.get(name)
             if new is old:
                 continue
             owner, _, last = name.rpartition(".")
@@ -105,10 +106,10 @@ class AssignedTensors:
                     f"{line} sets the buffer {name} to None or deletes it: a parallelised module keeps its buffers. "
                     f"Fill it with zeros (self.{last}.zero_()), or keep a flag in a plain attribute."
                 )
-            others = [other for other, held in self._held.items() if held is old and other != name]
-            if old is not None and others:
+            aliases = [alias for alias, buffer in self._buffers_before.items() if buffer is old and alias != name]
+            if old is not None and aliases:
                 raise CaptureError(
-                    f"{line} sets the buffer {name}, which is registered as {', '.join(others)} too: these would be "
+                    f"{line} sets the buffer {name}, which is registered as {', '.join(aliases)} too: these would be "
                     f"different tensors from then on. Change it in place (self.{last}.copy_(new)), or register two "
                     "tensors."
                 )
@@ -124,11 +125,12 @@ class AssignedTensors:
                 "shapes and dtypes. Register it as it will be, keep "
                 f"what changes in a plain attribute (self.{last} = ... without register_buffer), or return it."
             )
+            # Whether a fault is an error is known only from the graph: a cache of constants may be made anew.
             yield SetBuffer(name, None if fits else fault), new
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context of a call of torch.export."""
+        """Context of a call of torch.export, whose warnings of lost assignments are dropped: none is lost."""
         hooks = (
             self.root.register_forward_pre_hook(self._begin),
             self.root.register_forward_hook(self._end),
@@ -141,18 +143,13 @@ class AssignedTensors:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._reissue_warnings(raised)
-
-    @staticmethod
-    def _reissue_warnings(raised: list[warnings.WarningMessage]) -> None:
-        """Raise warnings again, but for those of lost assignments: none is."""
         for warning in raised:
             if not str(warning.message).startswith(_ASSIGNMENT_WARNING):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Plain attributes that are tensors, by path."""
+    """Yield plain attributes that are tensors, by path."""
     for path, part in root.named_modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor):
@@ -160,14 +157,14 @@ def _tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """All buffers by path, also those that are None."""
+    """Yield all buffers by path, also those that are None."""
     for path, part in root.named_modules():
         for name, value in part._buffers.items():
             yield (f"{path}.{name}" if path else name), value
 
 
 def _shape(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The shape, symbols by their names: a comparison of these would be a condition on the sizes."""
+    # Symbolic sizes as text: comparing the symbols would add a condition on the sizes to the graph.
     return tuple(map(str, tensor.shape))
 
 

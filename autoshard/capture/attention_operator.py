@@ -1,8 +1,8 @@
 """Scaled dot-product attention as an operator of the `autoshard` namespace, the same in every captured graph.
 
-Which kernel computes it is decided where it runs (`attention_kernels`): by the device, the element type, the width of
-heads and the mask, of the shards that a rank has. So a graph that was captured on one machine holds on all others.
-Causal calls may be of a stretch of the queries, the first of which stands at `start` (a 0-d tensor on the host).
+The kernel is chosen where the operator runs (`attention_kernels`), by the device, the dtype, the width of heads and the
+mask of the rank's shards. A graph that was captured on one machine is therefore valid on all others. Causal calls may
+be of a range of the queries, the first of which stands at position `start` (a 0-d tensor on the host).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _library.define(
 _library.define("attention_seed() -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
 
 operators = torch.ops.autoshard
-"""`attention(query, key, value, attn_mask, start, is_causal, window, scale, dropout_p, seed)`: result and logarithms.
+"""`attention(query, key, value, attn_mask, start, is_causal, window, scale, dropout_p, seed)`: output and logsumexp.
 
 `query` is `[b, h, s, d]`, `key` `[b, g, t, d]`, `value` `[b, g, t, e]`, and `g` divides `h`. `attn_mask` is broadcast
 to `[b, h, s, t]`: numbers to add to the scores, or truth values that keep a score. A causal call has no mask; its query
-`i` attends to the keys up to `i + start`, at most the last `window` of them unless that is 0. The result is
-`[b, h, s, e]`, and the natural logarithms of the sums of exponentials `[b, h, s]`, in the element type in which kernels
-add up. Dropout draws by `seed`, a 0-d tensor on the host; the third result, there too, is the number of the kernel
-that drew.
+`i` attends to the keys up to `i + start`, at most the last `window` of them unless that is 0. The output is
+`[b, h, s, e]`; logsumexp, the natural logarithms of the sums of exponentials, is `[b, h, s]`, in the dtype in which
+kernels add up. Dropout draws by `seed`, a 0-d tensor on the host; the third result, also on the host, is the number of
+the kernel that drew.
 
-`attention_backward` gives the gradients of query, key, value and, if `mask_gradient`, of the mask.
+`attention_backward` returns the gradients of query, key, value and, if `mask_gradient`, of the mask.
 
-`attention_seed` gives a seed: a number of torch's default generator.
+`attention_seed` returns a seed: a number of torch's default generator.
 """
 
 
@@ -94,8 +94,10 @@ def _backward(
     if dropout:
         kernel, call = dropout_kernel(call, _number(number))
     else:
+        # Not every kernel gives a gradient of the mask; the reference does.
         kernel, call = (MATH, call.with_repeated_keys()) if mask_gradient else choose_kernel(call)
     gradients = kernel.backward(call, AttentionBackwardInputs(out, logsumexp, grad_out, mask_gradient))
+    # Gradients of repeated key heads are added up, and keys that no query reaches have gradients of zero.
     copies = call.key.shape[1] // key.shape[1]
     of_keys = (each.unflatten(1, (-1, copies)).sum(2) if copies > 1 else each for each in gradients[1:3])
     grad_key, grad_value = (pad(each, (0, 0, first, behind)) if first or behind else each for each in of_keys)
@@ -103,7 +105,7 @@ def _backward(
 
 
 def _number(value: Tensor | None) -> int:
-    """A number on the host; 0 where it is not given."""
+    """Return a number on the host; 0 for None."""
     return 0 if value is None else int(value)
 
 
@@ -116,7 +118,9 @@ def _fake_seed() -> Tensor:
 
 
 def _heads_last(value: Tensor) -> Tensor:
-    """`value` `[b, h, s, d]`, in memory that lies as `[b, s, h, d]`."""
+    """Return `value` `[b, h, s, d]` in memory of the layout `[b, s, h, d]`."""
+    # One layout for all kernels, so that the traced graph is right whichever runs. This one needs no copy where
+    # a model merges the heads behind attention.
     return value.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -134,8 +138,8 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[T
 def _fake_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *options: Any
 ) -> Gradients:
-    mask, wanted = options[0], options[5]
-    grad_mask = mask.new_empty(mask.shape) if wanted else query.new_empty(0)
+    mask, mask_gradient = options[0], options[5]
+    grad_mask = mask.new_empty(mask.shape) if mask_gradient else query.new_empty(0)
     return (*(_empty(each, *each.shape) for each in (query, key, value)), grad_mask)  # type: ignore[return-value]
 
 
@@ -153,18 +157,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.options = options
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    drawn = (seed, output[2]) if ctx.dropout else ()
-    ctx.save_for_backward(query, key, value, *output[:2], mask, start, *drawn)
+    dropout_state = (seed, output[2]) if ctx.dropout else ()
+    ctx.save_for_backward(query, key, value, *output[:2], mask, start, *dropout_state)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad_out is None:
         return (None,) * 10
-    wanted = ctx.needs_input_grad[3]
-    kept = ctx.saved_tensors
-    drawn = (ctx.dropout, *kept[7:]) if ctx.dropout else ()
-    gradients = operators.attention_backward(grad_out, *kept[:7], *ctx.options, wanted, *drawn)
-    return (*gradients[:3], gradients[3] if wanted else None, *(None,) * 6)
+    mask_gradient = ctx.needs_input_grad[3]
+    saved = ctx.saved_tensors
+    dropout = (ctx.dropout, *saved[7:]) if ctx.dropout else ()
+    gradients = operators.attention_backward(grad_out, *saved[:7], *ctx.options, mask_gradient, *dropout)
+    return (*gradients[:3], gradients[3] if mask_gradient else None, *(None,) * 6)
 
 
 torch.library.register_autograd("autoshard::attention", _differentiate, setup_context=_keep, lib=_library)
@@ -183,12 +187,12 @@ def attention(
     window: int = 0,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`aten.scaled_dot_product_attention` as a call of `autoshard::attention`.
+    """Return `aten.scaled_dot_product_attention` of the operands, computed by `autoshard::attention`.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as of the operator.
-        window: how many keys a query of a causal call attends to at most; 0 for all.
-        dtype: of the result, which `torch.export` noted: under autocast, that in which attention is computed.
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as of the ATen operator.
+        window: number of keys that a query of a causal call attends to at most; 0 for all.
+        dtype: of the result, as `torch.export` noted it: under autocast, the dtype that attention is computed in.
     """
     query, key, value = (each.to(dtype) for each in (query, key, value))
     if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -196,21 +200,23 @@ def attention(
     shape = query.shape
     query, key, value, attn_mask = _with_four_dims(query, key, value, attn_mask)
     scale = 1 / math.sqrt(shape[-1]) if scale is None else scale
-    drawn = (dropout_p, operators.attention_seed()) if dropout_p else ()
-    out: Tensor = operators.attention(query, key, value, attn_mask, None, is_causal, window, scale, *drawn)[0]
+    dropout = (dropout_p, operators.attention_seed()) if dropout_p else ()
+    out: Tensor = operators.attention(query, key, value, attn_mask, None, is_causal, window, scale, *dropout)[0]
     return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
 
 
 def attention_with_dropout(*args: Any, **kwargs: Any) -> Tensor:
-    """`attention` of which two calls give different numbers."""
+    """Return `attention` with random dropout."""
+    # A target of its own: passes over an exported graph see by it that the call draws random numbers.
     return attention(*args, **kwargs)
 
 
 def _with_four_dims(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The operands as samples of heads: dims before the heads are samples, and what is broadcast is expanded."""
-    if max(each.dim() for each in (query, key, value)) < 4:  # the dim of heads is that of samples
+    """Return the operands as `[b, h, s, d]`: dims before the heads are samples, and broadcast dims are expanded."""
+    # Of three dims, the first is that of samples; a dim of one head follows it.
+    if max(each.dim() for each in (query, key, value)) < 4:
         query, key, value = (each.unsqueeze(-3) for each in (query, key, value))
         mask = mask.unsqueeze(-3) if mask is not None and mask.dim() > 2 else mask
     heads = max(each.shape[-3] for each in (query, key, value))
@@ -224,7 +230,7 @@ def _with_four_dims(
 
 
 def _with_samples(value: Tensor, batch: torch.Size) -> Tensor:
-    """`value` `[..., h, s, d]` with one dim of samples, as many as there are in `batch`."""
+    """Return `value` `[..., h, s, d]` with one dim of samples, expanded to the shape `batch` and flattened."""
     if len(batch) == 1 and value.shape[:-3] == batch:
         return value
     return value.expand(*batch, *value.shape[-3:]).reshape(math.prod(batch), *value.shape[-3:])

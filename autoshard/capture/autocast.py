@@ -1,7 +1,7 @@
 """`torch.autocast("cuda")` on the tensors of a capture, which are on the CPU.
 
-Torch decides by the device of a tensor what autocast does, and has another list of operators for either device. While
-a model is captured that was put under the autocast of GPUs, autocast of the CPU stands for it, with that list.
+Autocast acts by the device of a tensor, and has one list of operators for GPUs and another for the CPU. While a model
+under the autocast of GPUs is captured, autocast of the CPU stands for it, with the list of GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOWER_PRECISION = (
     "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
     "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "scaled_dot_product_attention",
 )
-"""Operators that compute in the element type of autocast."""
+"""Operators that compute in the dtype of autocast."""
 
 _FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
@@ -43,13 +43,13 @@ _FLOAT32_BY_ARGUMENT = (
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
     "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
 )
-"""Operators that are asked for float32 unless the caller asks for an element type."""
+"""Operators that are called with the dtype float32 unless the caller passes a dtype."""
 
 _WIDEST = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 )
-"""Operators that compute in the widest element type among their operands."""
+"""Operators that compute in the widest dtype among their operands."""
 
 # fmt: on
 
@@ -58,14 +58,14 @@ _FLOAT32_NORMS = {
     "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
     "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",  # in builds with named tensors
 }
-"""Norms that are asked for float32 in place of the first."""
+"""Norms, and the overloads with a dtype that are called with float32 in their place."""
 
 _Kernel = Callable[..., Any]
 
 
 @contextlib.contextmanager
 def autocast_of_gpus() -> Iterator[None]:
-    """Context in which autocast of GPUs, if it is active or becomes so, casts what is on the CPU."""
+    """Context in which autocast of GPUs, active already or entered later, acts on tensors of the CPU."""
     initialize = torch.autocast.__init__
     with contextlib.ExitStack() as stack:
         kernels = _Kernels(stack)
@@ -77,6 +77,7 @@ def autocast_of_gpus() -> Iterator[None]:
             enabled: bool = True,
             cache_enabled: bool | None = None,
         ) -> None:
+            # The user's `torch.autocast("cuda")` in `forward` becomes one of the CPU, with the kernels of GPUs.
             if device_type == "cuda":
                 device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
                 kernels.install()
@@ -84,13 +85,14 @@ def autocast_of_gpus() -> Iterator[None]:
 
         stack.callback(setattr, torch.autocast, "__init__", initialize)
         torch.autocast.__init__ = initialize_on_cpu  # type: ignore[method-assign]
+        # The capture was called under autocast: enter it again, by the replaced `__init__`.
         if torch.is_autocast_enabled("cuda"):
             stack.enter_context(torch.autocast("cuda", torch.get_autocast_dtype("cuda")))
         yield
 
 
 class _Kernels:
-    """What autocast of the CPU runs for every operator in place of its own, as long as a context lasts."""
+    """Kernels of GPUs that replace those of the CPU's autocast until a context ends."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
@@ -98,45 +100,38 @@ class _Kernels:
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def install(self) -> None:
-        """Take the list of GPUs from now on."""
+        """Replace the kernels, once."""
         if self._installed:
             return
         self._installed = True
         library = self._stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are replaced, which is meant
+            warnings.simplefilter("ignore")  # torch warns of replaced kernels
             for name, kernel in self._by_name().items():
                 library.impl(name, kernel, "AutocastCPU")
 
     def _by_name(self) -> dict[str, _Kernel]:
-        known = operators_under_autocast("CUDA")
+        # An operator on the CPU's list alone is not cast on a GPU.
         kernels = dict.fromkeys(operators_under_autocast("CPU"), torch.library.fallthrough_kernel)
+        known = operators_under_autocast("CUDA")  # the lists above have names of several versions of torch
         for names, make in (
-            (_LOWER_PRECISION, self._lower_precision),
-            (_FLOAT32, self._float32),
+            (_LOWER_PRECISION, lambda name: self._casting(name, lambda _: torch.get_autocast_dtype("cpu"))),
+            (_FLOAT32, lambda name: self._casting(name, lambda _: torch.float32)),
             (_FLOAT32_BY_ARGUMENT, self._float32_by_argument),
             (_FLOAT32_NORMS, self._float32_norm),
-            (_WIDEST, self._widest),
+            (_WIDEST, lambda name: self._casting(name, _widest_dtype)),
         ):
             kernels |= {name: make(name) for name in names if name in known}
         return kernels | {"binary_cross_entropy": _refuse_probabilities}
 
-    def _lower_precision(self, name: str) -> _Kernel:
+    def _casting(self, name: str, dtype_of: Callable[[Any], torch.dtype]) -> _Kernel:
+        """Return a kernel that casts operands to the dtype that a function of all arguments chooses."""
         op = operator_of(name)
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            dtype = torch.get_autocast_dtype("cpu")
+            dtype = dtype_of((args, kwargs))
             with below_autocast():
                 return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
-
-        return kernel
-
-    def _float32(self, name: str) -> _Kernel:
-        op = operator_of(name)
-
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            with below_autocast():
-                return op(*self._cast(args, torch.float32), **self._cast(kwargs, torch.float32))
 
         return kernel
 
@@ -145,8 +140,8 @@ class _Kernels:
         position = [argument.name for argument in op._schema.arguments].index("dtype")
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            given = args[position] if len(args) > position else kwargs.get("dtype")
-            if given is None and _is_cast(args[0]):
+            passed = args[position] if len(args) > position else kwargs.get("dtype")
+            if passed is None and _is_cast(args[0]):
                 args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
             with below_autocast():
                 return op(*args, **kwargs)
@@ -160,20 +155,9 @@ class _Kernels:
             with below_autocast():
                 if not _is_cast(args[0]):
                     return op(*args, **kwargs)
+                # By name: the overloads have their arguments at different positions.
                 names = [argument.name for argument in op._schema.arguments]
-                given = dict(zip(names, args, strict=False)) | kwargs
-                return with_dtype(**given, dtype=torch.float32)
-
-        return kernel
-
-    def _widest(self, name: str) -> _Kernel:
-        op = operator_of(name)
-
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            cast = [leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if _is_cast(leaf)]
-            dtype = torch.float32 if torch.float32 in cast else torch.get_autocast_dtype("cpu")
-            with below_autocast():
-                return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
+                return with_dtype(**dict(zip(names, args, strict=False)), **kwargs, dtype=torch.float32)
 
         return kernel
 
@@ -181,12 +165,14 @@ class _Kernels:
         return pytree.tree_map_only(Tensor, lambda leaf: self._cast_of(leaf, dtype) if _is_cast(leaf) else leaf, value)
 
     def _cast_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor in another element type; of a parameter, one for all uses, as autocast keeps it."""
+        """Return the tensor in another dtype."""
         if tensor.dtype == dtype:
             return tensor
-        kept = tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32 and torch.is_grad_enabled()
-        if not kept or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
+        # torch's own autocast caches the casts of parameters, under these conditions: one cast serves all uses.
+        cached = tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32 and torch.is_grad_enabled()
+        if not cached or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
             return tensor.to(dtype)
+        # The tensor itself is kept so that its id stays its own.
         if id(tensor) not in self._casts:
             self._casts[id(tensor)] = tensor, tensor.to(dtype)
         return self._casts[id(tensor)][1]
@@ -200,5 +186,10 @@ def _refuse_probabilities(*args: Any, **kwargs: Any) -> Any:
 
 
 def _is_cast(value: Any) -> bool:
-    """Whether autocast changes the element type of a value."""
+    """Return True if autocast changes the dtype of a value."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _widest_dtype(arguments: Any) -> torch.dtype:
+    dtypes = {leaf.dtype for leaf in pytree.tree_leaves(arguments) if _is_cast(leaf)}
+    return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cpu")

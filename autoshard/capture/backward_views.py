@@ -1,4 +1,7 @@
-"""Views of parameters are taken anew in the backward half: a gathered parameter need not outlive the forward."""
+"""Views of parameters, taken again in the backward half.
+
+A gathered parameter then need not stay in memory from the forward half to the backward half.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,9 @@ aten = torch.ops.aten
 
 _VIEWS = frozenset(
     {
-        aten.t.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.expand.default,
-        aten.alias.default,
+        *(aten.t.default, aten.permute.default, aten.transpose.int, aten.expand.default, aten.alias.default),
+        *(aten.view.default, aten.reshape.default, aten._unsafe_view.default),
+        *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
     }
 )
 
@@ -35,37 +30,31 @@ def refresh_views(graph: fx.Graph, parameters: Collection[fx.Node], is_backward:
     Args:
         graph: a joint graph.
         parameters: its parameter placeholders.
-        is_backward: the half that a node belongs to.
+        is_backward: returns True for nodes of the backward half.
     """
-    chains = _chains(graph, parameters)
+    views: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        # Nodes are in topological order: the views that a view is taken of are in the set before it.
+        if node.target in _VIEWS and len(sources) == 1 and (sources[0] in views or sources[0] in parameters):
+            views.add(node)
+    # One copy of each view serves all backward nodes: it stands before the first of them.
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not is_backward(node):
             continue
         for source in node.all_input_nodes:
-            if source in chains and not is_backward(source):
+            if source in views and not is_backward(source):
                 with graph.inserting_before(node):
-                    node.replace_input_with(source, _copy_view_chain(graph, source, chains, copies, node))
+                    node.replace_input_with(source, _copy_view_chain(source, views, copies, node))
 
 
-def _chains(graph: fx.Graph, parameters: Collection[fx.Node]) -> set[fx.Node]:
-    """Nodes that are views of a parameter."""
-    chains: set[fx.Node] = set()
-    for node in graph.nodes:
-        sources = node.all_input_nodes
-        if node.target in _VIEWS and len(sources) == 1 and (sources[0] in chains or sources[0] in parameters):
-            chains.add(node)
-    return chains
-
-
-def _copy_view_chain(
-    graph: fx.Graph, source: fx.Node, chains: set[fx.Node], copies: dict[fx.Node, fx.Node], user: fx.Node
-) -> fx.Node:
-    if source not in chains:
-        return source
-    if source not in copies:
-        parent = _copy_view_chain(graph, source.all_input_nodes[0], chains, copies, user)
-        copy = graph.node_copy(source, lambda _: parent)
+def _copy_view_chain(view: fx.Node, views: set[fx.Node], copies: dict[fx.Node, fx.Node], user: fx.Node) -> fx.Node:
+    """Return a copy of a view, and of the views that it is taken of, in the half of `user`."""
+    if view not in views:
+        return view  # the parameter itself
+    if view not in copies:
+        parent = _copy_view_chain(view.all_input_nodes[0], views, copies, user)
+        copies[view] = copy = view.graph.node_copy(view, lambda _: parent)
         copy.meta["partitioner_tag"] = user.meta["partitioner_tag"]
-        copies[source] = copy
-    return copies[source]
+    return copies[view]

@@ -1,4 +1,4 @@
-"""Call signatures: the structure of a call's arguments, the names of its tensors, and a key to cache by."""
+"""Call signatures: the structure of a call's arguments, the names of its tensors, and a key for caches."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ InputInfo = TypeVar("InputInfo")
 
 
 def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> Hashable:
-    """Key of everything in a call that the captured graph depends on.
+    """Return a key of everything in a call that the captured graph depends on.
 
     Args:
-        module: the module called; its training flags and frozen parameters count.
+        module: the called module; its training flags and frozen parameters count.
         args: positional arguments, tensors (global shapes) or plain values, nested as `torch.utils._pytree` knows.
         kwargs: keyword arguments, in any order.
-        grad: whether gradients are wanted.
+        grad: True if gradients are wanted.
 
     Returns:
         A hashable key: structure, shape, dtype and `requires_grad` of tensors, plain values, module state, autocast,
@@ -43,8 +43,10 @@ def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 def _leaf(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return (value.shape, value.dtype, value.requires_grad)
+    # As text, nan is equal to nan, and 0.0 is not -0.0.
     if isinstance(value, float):
-        return (type(value), repr(value))  # nan is equal to nan here, and 0.0 is not -0.0
+        return (type(value), repr(value))
+    # The type counts: True, 1 and 1.0 are equal in Python, and lead to different graphs.
     if value is None or isinstance(value, (bool, int, str)):
         return (type(value), value)
     leaves, structure = pytree.tree_flatten(value)
@@ -61,10 +63,12 @@ def _leaf(value: Any) -> Hashable:
 
 
 def _module_state(module: nn.Module) -> tuple[bool, ...]:
-    """Training flag of every submodule and `requires_grad` of every parameter: a walk made for speed."""
+    """Return the training flag of every submodule and `requires_grad` of every parameter."""
+    # Every call of a parallelised module comes here: `modules()` and `parameters()`, which build names and sets of
+    # visited objects, would take several times as long.
     flags: list[bool] = []
     waiting = [module]
-    for current in waiting:  # grows while it is walked
+    for current in waiting:  # the list grows in the loop
         flags.append(current.training)
         if current._parameters:
             flags += [parameter.requires_grad for parameter in current._parameters.values() if parameter is not None]
@@ -74,7 +78,7 @@ def _module_state(module: nn.Module) -> tuple[bool, ...]:
 
 
 def _surrounding_dtypes() -> Hashable:
-    """The default dtype, in which tensors are made and integers divided, and what autocast casts to."""
+    """Return the default dtype, in which tensors are made and integers divided, and the dtypes of autocast."""
     casts = (
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )
@@ -83,16 +87,19 @@ def _surrounding_dtypes() -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A leaf that is no tensor."""
+    """A leaf that is not a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """How the arguments of a call flatten to its tensors.
+    """The flattening of the arguments of a call to its tensors.
 
-    `leaves` has, in flattening order, the name of each tensor and the value of each other leaf.
+    Attributes:
+        structure: of `(args, kwargs)`.
+        keywords: the names of the keyword arguments, in the order of the structure.
+        leaves: in flattening order, the name of each tensor and the value of each other leaf.
     """
 
     structure: pytree.TreeSpec
@@ -100,10 +107,10 @@ class CallLayout:
     leaves: tuple[str | Constant, ...]
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call, in the order in which they were captured.
+        """Return the tensors of a call, in the order in which they were captured.
 
         Raises:
-            InputError: the call has another structure, or other values that are no tensors.
+            InputError: the call has another structure, or other values that are not tensors.
         """
         if kwargs.keys() != set(self.keywords):
             raise InputError(
@@ -128,24 +135,19 @@ class CallLayout:
 
 
 def call_layout(module: nn.Module, structure: pytree.TreeSpec, leaves: list[Any]) -> CallLayout:
-    """The layout of a call from the structure and the leaves of `(args, kwargs)`."""
-    names = _leaf_names(module, structure)
-    keywords = tuple(structure.unflatten(range(structure.num_leaves))[1])
-    return CallLayout(
-        structure,
-        keywords,
-        tuple(
-            name if isinstance(leaf, torch.Tensor) else Constant(leaf) for name, leaf in zip(names, leaves, strict=True)
-        ),
-    )
+    """Return the layout of a call from the structure and the leaves of `(args, kwargs)`."""
+    named = zip(_leaf_names(module, structure), leaves, strict=True)
+    layout = tuple(name if isinstance(leaf, torch.Tensor) else Constant(leaf) for name, leaf in named)
+    return CallLayout(structure, tuple(structure.unflatten(range(structure.num_leaves))[1]), layout)
 
 
 def _leaf_names(module: nn.Module, structure: pytree.TreeSpec) -> list[str]:
-    """Names such as `input_ids` or `batch['x'][0]`, from the parameter names of the module's `forward`."""
+    """Return names such as `input_ids` or `batch['x'][0]`, from the parameter names of the module's `forward`."""
     example = structure.unflatten(range(structure.num_leaves))
     positional = _positional_names(module, len(example[0]))
     names = []
     for path, _ in leaves_by_path(example):
+        # The first key of a path chooses between `args` and `kwargs`, the second the argument.
         first, rest = path[1], path[2:]
         head = positional[first.idx] if isinstance(first, pytree.SequenceKey) else str(first.key)
         names.append(head + pytree.keystr(rest))
@@ -155,19 +157,19 @@ def _leaf_names(module: nn.Module, structure: pytree.TreeSpec) -> list[str]:
 def _positional_names(module: nn.Module, count: int) -> list[str]:
     parameters = inspect.signature(type(module).forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds][1:]
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds][1:]  # without `self`
     return [names[index] if index < len(names) else f"args[{index}]" for index in range(count)]
 
 
 def without_omitted_arguments(
-    module: nn.Module, said: Mapping[str, InputInfo], passed: Container[str | Constant]
+    module: nn.Module, inputs: Mapping[str, InputInfo], passed: Container[str | Constant]
 ) -> dict[str, InputInfo]:
-    """What is said of inputs by name, without the arguments of `forward` that a call leaves out, such as labels.
-
-    Names that are no argument stay, for an error to tell them.
-    """
+    """Return information on inputs by name, without arguments of `forward` that a call omits, such as labels."""
     arguments = inspect.signature(type(module).forward).parameters
-    return {name: one for name, one in said.items() if name in passed or re.split(r"[.\[]", name)[0] not in arguments}
+    # Names that are not arguments stay, for an error to name them.
+    return {
+        name: info for name, info in inputs.items() if name in passed or re.split(r"[.\[]", name)[0] not in arguments
+    }
 
 
 def _join_names(names: tuple[str, ...]) -> str:
@@ -176,7 +178,7 @@ def _join_names(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A tensor that forward leaves in Python.
+    """A tensor that `forward` leaves in Python.
 
     Attributes:
         name: as a user writes it.
@@ -192,14 +194,14 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeCheck:
-    """A flag that a run computes, and what the captured graph takes it for.
+    """A flag that a run computes, and the value that the captured graph assumes.
 
     Attributes:
-        line: the user's that asks for it, such as `model.py:12 (if not x.isfinite().all():)`.
-        wanted: what the graph takes it for.
-        message: of the error that the line raises otherwise; empty where it takes another way.
+        line: the user's line that reads it, such as `model.py:12 (if not x.isfinite().all():)`.
+        wanted: the value that the graph assumes.
+        message: of the error that the line raises otherwise; empty where it takes another branch.
         error: the type of that error.
-        decides: whether anything that `forward` computes or leaves behind depends on the flag.
+        decides: True if anything that `forward` computes or leaves behind depends on the flag.
     """
 
     line: str
@@ -209,19 +211,16 @@ class RuntimeCheck:
     decides: bool = True
 
     def fail(self) -> None:
-        """Raise the error of a run in which the flag is another one; warn where nothing depends on it."""
-        if self.decides:
-            raise self._failure()
-        warn_caller(
-            f"{self.line} asks for numbers that forward computes, and the answer is {not self.wanted} in this call. "
-            "Nothing that is computed depends on it. What the line does then, such as a warning, is left out."
-        )
-
-    def _failure(self) -> Exception:
-        """The error of a run in which the flag is another one."""
+        """Raise the error of a run in which the flag has another value; warn where nothing depends on it."""
+        if not self.decides:
+            warn_caller(
+                f"{self.line} asks for numbers that forward computes, and the answer is {not self.wanted} in this "
+                "call. Nothing that is computed depends on it. What the line does then, such as a warning, is left out."
+            )
+            return
         if self.message:
-            return self.error(f"{self.message} ({self.line})")
-        return self.error(
+            raise self.error(f"{self.message} ({self.line})")
+        raise self.error(
             f"{self.line} asks for numbers that forward computes. The graph was captured for the answer "
             f"{self.wanted}, which all ordinary numbers give, and in this call it is {not self.wanted}: look for what "
             "is not finite, or too large, in the inputs and the parameters. Where both answers are to be served, write "
@@ -231,11 +230,14 @@ class RuntimeCheck:
 
 @dataclass(frozen=True, slots=True)
 class ResultLayout:
-    """How a flat list of output tensors becomes the object that `forward` returned, and the attributes that it set.
+    """The order of a flat list of output tensors: returned tensors, then attributes, then flags of checks.
 
-    `leaves` has, in flattening order, the name of each tensor and the value of each other leaf; `attributes` are those
-    that forward set to tensors, which follow the returned ones; flags of `checks` are the last. `views` are those that
-    look at the memory of an input or a buffer, by name.
+    Attributes:
+        structure: of the object that `forward` returned.
+        leaves: in flattening order, the name of each returned tensor and the value of each other leaf.
+        attributes: those that `forward` set to tensors.
+        checks: of the run, one flag each.
+        views: outputs in the memory of an input or a buffer, by name.
     """
 
     structure: pytree.TreeSpec
@@ -252,23 +254,24 @@ class ResultLayout:
         return (*returned, *assigned, *(f"check {place}" for place in range(len(self.checks))))
 
     def check(self, tensors: list[torch.Tensor]) -> None:
-        """Raise the error of the first check that does not hold, or warn, found with one synchronisation."""
+        """Raise the error of the first check that does not hold, or warn."""
         if not self.checks:
             return
+        # Stacked, all flags come from the device with one synchronisation.
         flags = torch.stack([tensor.detach() for tensor in tensors[-len(self.checks) :]]).tolist()
         for check, flag in zip(self.checks, flags, strict=True):
             if flag is not check.wanted:
                 check.fail()
 
     def unflatten(self, tensors: list[Any]) -> Any:
-        """The user's output object with these tensors in it."""
+        """Return the user's output object with these tensors in it."""
         assert len(tensors) == len(self.names), f"{len(self.names)} output tensors were captured, got {len(tensors)}"
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, str) else leaf.value for leaf in self.leaves]
         return restore_dataclasses(self.structure.unflatten(leaves))
 
     def assigned_tensors(self, tensors: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Paths of attributes and the tensors that they are set to, among all output tensors; those of mutations."""
+        """Return the tensors that attributes are set to, by path, and those of mutations, of all output tensors."""
         end = len(tensors) - len(self.checks)
         values = [
             (attribute, value if attribute.differentiable else value.detach())
@@ -279,6 +282,6 @@ class ResultLayout:
 
 
 def result_names(structure: pytree.TreeSpec) -> list[str]:
-    """A readable name for every leaf of an output of this structure."""
+    """Return a readable name for every leaf of an output of this structure."""
     example = structure.unflatten(range(structure.num_leaves))
     return [leaf_name(path) for path, _ in leaves_by_path(example)]

@@ -1,4 +1,4 @@
-"""One order of an exported graph for all processes, whatever order Python's sets had in each."""
+"""One order of an exported graph in all processes, whatever order Python's sets have in each."""
 
 from __future__ import annotations
 
@@ -19,40 +19,42 @@ from autoshard.capture.simplify import is_random
 
 aten = torch.ops.aten
 
+# torch.export asserts the metadata of a tensor that is cast: the assertion holds on the example's device only.
 _ASSERTIONS = frozenset({aten._assert_tensor_metadata.default})
-"""What export notes of a tensor that is cast: it holds of the example's device only."""
 
-_DETACHES = aten.detach_.default
-"""Changes in place no number, and follows every constant that is written in `forward`."""
+# The schema calls it mutable, but it changes no number; it follows every constant that is written in `forward`.
+_DETACH = aten.detach_.default
 
 _NUMBERED = re.compile(r"_\d+$")
 _LIFTED = "lifted_tensor"
 
 
 def canonicalize_order(exported: Exported) -> Exported:
-    """The same graph with nodes, constants and names in an order that does not hang on a process's hash seed.
+    """Return the same graph with nodes, constants and names in an order that does not depend on the hash seed.
 
-    A model may walk over a set, such as that of the kinds of its layers, and make a table of positions or a mask for
-    each. What depends on no parameter therefore comes right before the first node that reads it. All else stays in the
-    order of the user's code: what depends on parameters, draws random numbers, or meets memory that is changed in
-    place. Assertions about a cast tensor go.
+    A model may iterate over a set, such as the kinds of its layers, and make a table of positions or a mask for each.
+    Nodes that depend on no parameter therefore move right before the first node that reads them. All other nodes stay
+    in the order of the user's code: those that depend on parameters, draw random numbers, or touch memory that is
+    changed in place. Assertions about a cast tensor are removed.
     """
     graph = exported.graph_module.graph
     roots = [*exported.outputs, *(node for _, node in exported.assigned)]
     ordered = _order_nodes(graph, _movable(exported), roots)
     placeholders = dict(zip(graph.find_nodes(op="placeholder"), exported.inputs, strict=True))
     inputs = _inputs_in_order(placeholders, ordered)
-    made = fx.Graph(exported.graph_module)
+    new_graph = fx.Graph(exported.graph_module)
     copies: dict[fx.Node, fx.Node] = {}
     for node in [*inputs, *ordered]:
         args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        # Numbers in names count nodes in the old order: without them, `create_node` numbers names in the new one.
         name = node.name if node.op == "placeholder" else _NUMBERED.sub("", node.name)
         if node in inputs and inputs[node].kind == "constant":
             name = f"c_{inputs[node].name}".replace(".", "_")
         target = name if node.op == "placeholder" else node.target
-        copies[node] = made.create_node(node.op, target, args, kwargs, name, node.type)
+        copies[node] = new_graph.create_node(node.op, target, args, kwargs, name, node.type)
         copies[node].meta = node.meta
-    exported.graph_module.graph = made  # regions, which were changed before, have new code from here on, too
+    # The assignment also writes the code of regions, which were changed before.
+    exported.graph_module.graph = new_graph
     return replace(
         exported,
         inputs=tuple(inputs.values()),
@@ -62,93 +64,98 @@ def canonicalize_order(exported: Exported) -> Exported:
 
 
 def _order_nodes(graph: fx.Graph, movable: set[fx.Node], roots: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes but placeholders and assertions; movable ones before the first that reads them."""
+    """Return the nodes but placeholders and assertions, movable ones before the first node that reads them."""
     ordered: dict[fx.Node, None] = {}
     fixed = [node for node in graph.nodes if node not in movable and node.op != "placeholder"]
-    for first in [*fixed[:-1], *roots, fixed[-1]]:  # the output is the last
-        if first.target in _ASSERTIONS:
+    # Movable results that only the output reads come in the order of the outputs, before the output node itself.
+    for root in [*fixed[:-1], *roots, fixed[-1]]:
+        if root.target in _ASSERTIONS:
             continue
-        waiting = [(first, iter(first.all_input_nodes))]
-        while waiting:
-            node, operands = waiting[-1]
-            operand = next((one for one in operands if one in movable and one not in ordered), None)
+        # Depth first with an explicit stack: chains of operators may be longer than Python's recursion limit.
+        stack = [(root, iter(root.all_input_nodes))]
+        while stack:
+            node, operands = stack[-1]
+            operand = next((operand for operand in operands if operand in movable and operand not in ordered), None)
             if operand is None:
-                waiting.pop()
+                stack.pop()
                 if node.op != "placeholder":
                     ordered[node] = None
             else:
-                waiting.append((operand, iter(operand.all_input_nodes)))
+                stack.append((operand, iter(operand.all_input_nodes)))
     return list(ordered)
 
 
 def _movable(exported: Exported) -> set[fx.Node]:
-    """The nodes that may run at any time after what they read, and depend on nothing that is trained."""
+    """Return the nodes that may run at any time after their operands, and depend on nothing that is trained."""
     graph = exported.graph_module.graph
-    changing = _mutation_neighbours(graph, exported.graph_module)
+    ordered_by_memory = _mutation_neighbours(graph, exported.graph_module)
     placeholders = zip(graph.find_nodes(op="placeholder"), exported.inputs, strict=True)
     trained = {node for node, item in placeholders if item.kind == "parameter" or item.fake.requires_grad}
     movable = set()
     for node in graph.nodes:
         if not trained.isdisjoint(node.all_input_nodes):
             trained.add(node)
-        elif node not in changing and _is_pure(node, exported.graph_module):
+        elif node not in ordered_by_memory and _is_pure(node, exported.graph_module):
             movable.add(node)
     return movable
 
 
 def _is_pure(node: fx.Node, module: torch.nn.Module) -> bool:
-    """Whether a node does nothing but compute the same result from the same operands."""
+    """Return True if a node only computes the same result from the same operands."""
     if node.op == "get_attr":
         return True
     if node.op != "call_function":
         return False
-    if node.target is _DETACHES:
+    if node.target is _DETACH:
         return True
     if isinstance(node.target, OpOverload):
         schema = node.target._schema
         return bool(schema.returns) and not schema.is_mutable and not is_random(node)
     regions = list(_regions(node, module))
     if regions:
-        inner = ((one, region) for region in regions for one in region.graph.nodes if one.op == "call_function")
-        return all(one.target in _ASSERTIONS or _is_pure(one, region) for one, region in inner)
+        inner = ((call, region) for region in regions for call in region.graph.nodes if call.op == "call_function")
+        return all(call.target in _ASSERTIONS or _is_pure(call, region) for call, region in inner)
+    # Functions of Python's `operator` are pure, such as `getitem` and arithmetic on sizes; other code may not be.
     return getattr(operator, getattr(node.target, "__name__", ""), None) is node.target
 
 
 def _mutation_neighbours(graph: fx.Graph, module: torch.nn.Module) -> set[fx.Node]:
-    """The nodes that lie in memory that some node changes in place, and those that read it."""
-    changed = {one for node in graph.nodes for one in _mutated_operands(node, module)}
+    """Return the nodes in memory that some node changes in place, and the readers of that memory."""
+    changed = {operand for node in graph.nodes for operand in _mutated_operands(node, module)}
     waiting = list(changed)
+    # Sharing memory is transitive, towards users (views of a node) and towards operands (what a node is a view of).
     while waiting:
         node = waiting.pop()
         near = [user for user in node.users if _may_share(user)]
         near += node.all_input_nodes if _may_share(node) else []
-        waiting += [one for one in near if one not in changed]
+        waiting += [neighbour for neighbour in near if neighbour not in changed]
         changed.update(near)
     return changed | {user for node in changed for user in node.users}
 
 
 def _mutated_operands(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
-    """The operands that a node may change in place."""
+    """Yield the operands that a node may change in place."""
     if node.op != "call_function" or node.target in _ASSERTIONS:
         return
     yield from statistics(node, module)
     if isinstance(node.target, OpOverload):
-        if node.target._schema.is_mutable and node.target is not _DETACHES:
+        if node.target._schema.is_mutable and node.target is not _DETACH:
             yield from node.all_input_nodes
     elif any(not _is_pure(node, module) for _ in _regions(node, module)):
         yield from node.all_input_nodes
 
 
 def _may_share(node: fx.Node) -> bool:
-    """Whether a result of a node may lie in the memory of an operand."""
+    """Return True if a result of a node may lie in the memory of an operand."""
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
+    # Composite operators such as `reshape` alias without an annotation; core and pointwise ones do not.
     annotated = any(result.alias_info is not None for result in node.target._schema.returns)
     return annotated or not {torch.Tag.core, torch.Tag.pointwise}.intersection(node.target.tags)
 
 
 def _regions(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.GraphModule]:
-    """The graphs that a node runs, such as those under another autocast."""
+    """Yield the graphs that a node runs, such as those under another autocast."""
     for source in node.all_input_nodes:
         region = module.get_submodule(str(source.target)) if source.op == "get_attr" else None
         if isinstance(region, fx.GraphModule):
@@ -158,7 +165,10 @@ def _regions(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.GraphModule]
 def _inputs_in_order(
     placeholders: dict[fx.Node, ExportedInput], ordered: Iterable[fx.Node]
 ) -> dict[fx.Node, ExportedInput]:
-    """The placeholders, constants among them by their first use, and numbered so where they have no other name."""
+    """Return the placeholders, the constants among them in the order of their first use.
+
+    Constants that torch.export named by a number are numbered in that order.
+    """
     place: dict[Any, int] = {}
     for node in ordered:
         for operand in node.all_input_nodes:
@@ -167,8 +177,11 @@ def _inputs_in_order(
     used = iter(sorted(constants, key=lambda node: (place.get(node, len(place)), placeholders[node].name)))
     inputs, numbers = {}, count()
     for node, item in placeholders.items():
-        taken, known = (node, item) if item.kind != "constant" else ((chosen := next(used)), placeholders[chosen])
-        if known.kind == "constant" and _NUMBERED.sub("", known.name) == _LIFTED:
-            known = replace(known, name=f"{_LIFTED}_{next(numbers)}")
-        inputs[taken] = known
+        if item.kind == "constant":
+            # The places of constants among the placeholders stay; which constant has which place changes.
+            node = next(used)
+            item = placeholders[node]
+            if _NUMBERED.sub("", item.name) == _LIFTED:
+                item = replace(item, name=f"{_LIFTED}_{next(numbers)}")
+        inputs[node] = item
     return inputs

@@ -1,4 +1,4 @@
-"""What went wrong in capture, said with the user's own line."""
+"""Errors of capture, with the user's own line and advice."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from torch import fx, nn
 from autoshard.capture._torch import GuardOnDataDependentSymNode, around_dynamo
 from autoshard.errors import AutoshardError, CaptureError
 
-# Sympy is torch's for sizes; it draws random numbers on the way.
+# Torch computes sizes with sympy, which draws random numbers.
 _FOLDERS = (*(Path(str(module.__file__)).parent for module in (torch, sympy)), Path(__file__).parents[1])
-_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)  # torchvision's files begin as torch's do
+# With a separator, since torchvision's path begins with torch's.
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
+# A frame of the text that torch.export keeps of a node's stack.
 _TRACED = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 
+# Words in the text of an error, and advice; the first entry that fits is given.
 _ADVICE = (
     (
         ("data-dependent", "Could not guard", "unbacked", "torch.cond", ".item()", "control flow"),
@@ -75,17 +78,19 @@ _ADVICE = (
 
 
 def advice_for(text: str) -> str | None:
-    """What to do about an error of this text; None where nothing is known."""
+    """Return advice on an error of this text; None where there is none."""
     return next((advice for words, advice in _ADVICE if any(word in text for word in words)), None)
 
 
 def capture_error(model: str, error: BaseException) -> CaptureError:
-    """A `CaptureError` for an exception that came out of `torch.export` or of tracing the backward pass."""
+    """Return a `CaptureError` for an exception of `torch.export` or of tracing the backward pass."""
     where = user_line(error.__traceback__)
     text = str(error).strip()
     reason = text.splitlines()[0].split(" (unhinted:")[0] if text else "no further message"
-    said = [line.strip(" -") for line in text.splitlines() if line.startswith("  - ")]  # of every dynamic size
-    reason = " ".join([reason.split("!")[0] + ":", *said]) if "Constraints violated" in reason else reason
+    if "Constraints violated" in reason:
+        # The first line names no size; a list with one item per dynamic size follows.
+        items = [line.strip(" -") for line in text.splitlines() if line.startswith("  - ")]
+        reason = " ".join([reason.split("!")[0] + ":", *items])
     advice = advice_for(text)
     return CaptureError(
         f"{model} could not be captured as one graph{where}: {type(error).__name__}: {reason.rstrip('.')}. "
@@ -94,7 +99,7 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
 
 
 class ModelError(Exception):
-    """Carries an error that `forward` itself raises for the numbers in its inputs out of a capture."""
+    """Carrier, out of a capture, of an error that `forward` itself raises for the numbers in its inputs."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -103,13 +108,14 @@ class ModelError(Exception):
 
 @contextlib.contextmanager
 def refusing_branches(module: nn.Module, has_read: Callable[[], bool]) -> Iterator[None]:
-    """While active, a branch on data in `forward` is a `CaptureError` at once: torch would write out the graph.
+    """Context in which a branch on data in `forward` is a `CaptureError`, before torch writes out the whole graph.
 
     Args:
-        module: that is captured.
-        has_read: whether `forward` takes a way that depends on the numbers in its inputs: an error there is its own.
+        module: the module that is captured.
+        has_read: returns True if a branch that `forward` took depends on the numbers in its inputs. An error behind it
+            is the model's own.
     """
-    forward, own = module.forward, module.__dict__.get("forward")
+    forward, instance_forward = module.forward, module.__dict__.get("forward")
 
     @functools.wraps(forward)
     def refusing(*args: Any, **kwargs: Any) -> Any:
@@ -127,12 +133,12 @@ def refusing_branches(module: nn.Module, has_read: Callable[[], bool]) -> Iterat
         yield
     finally:
         del module.__dict__["forward"]
-        if own is not None:
-            module.__dict__["forward"] = own
+        if instance_forward is not None:
+            module.__dict__["forward"] = instance_forward
 
 
 class Regions:
-    """The user's lines at which code is read for graphs of its own, as that of a branch or a loop is."""
+    """The user's lines at which Dynamo reads code for a graph of its own, such as that of a branch or a loop."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -142,8 +148,9 @@ class Regions:
         return around_dynamo(lambda: self._lines.append(running_line()), lambda: None)
 
     def check(self, graph: fx.Graph) -> None:
-        """Refuse a branch or a loop; regions without gradients, or under autocast, are plain code."""
+        """Raise a `CaptureError` for a branch or a loop with graphs of its own."""
         for node in graph.nodes:
+            # Operators named `wrap_` are regions without gradients, or under autocast: plain code.
             if getattr(node.target, "namespace", "") == "higher_order" and not str(node.target).startswith("wrap_"):
                 where = f"{self._lines[0]}: " if self._lines else ""
                 raise CaptureError(
@@ -154,14 +161,14 @@ class Regions:
 
 
 def _is_raised_by_user(error: Exception) -> bool:
-    """Whether a `raise` or an `assert` of the user's raised an error."""
+    """Return True if a `raise` or an `assert` of the user's raised the error."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     line = last.line or ""
     return not last.filename.startswith(_LIBRARIES) and ("raise " in line or line.startswith("assert "))
 
 
 def known_error(error: BaseException) -> AutoshardError | None:
-    """The error of ours that made torch raise another one; None where there is none."""
+    """Return the error of autoshard that made torch raise another one; None where there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, AutoshardError):
         cause = cause.__cause__ or cause.__context__
@@ -169,13 +176,13 @@ def known_error(error: BaseException) -> AutoshardError | None:
 
 
 def user_line(trace: TracebackType | None) -> str:
-    """Text such as ` at model.py:12 (if x.sum() > 0:)`: the innermost frame outside of torch and autoshard."""
-    line = _innermost_user_frame(traceback.extract_tb(trace))
+    """Return text such as ` at model.py:12 (if x.sum() > 0:)` of the innermost frame outside of torch and autoshard."""
+    line = _line_of(traceback.extract_tb(trace))
     return f" at {line}" if line else ""
 
 
 def node_place(node: fx.Node, what: str) -> str:
-    """What is wrong with a node, with its module and the user's line."""
+    """Return the start of an error: a node with its module, what is wrong with it, and the user's line."""
     stack = node.meta.get("nn_module_stack")
     path = next(reversed(stack.values()))[0] if stack else ""
     line = node_line(node)
@@ -183,10 +190,10 @@ def node_place(node: fx.Node, what: str) -> str:
 
 
 def shape_error(say: Callable[[str], str]) -> CaptureError:
-    """The error for code that gives a tensor of the caller's, or of the module's, another shape in place.
+    """Return the error for code that changes the shape of a tensor of the caller or the module in place.
 
     Args:
-        say: puts what is wrong into words that name the code.
+        say: returns a sentence with the code as its subject and the argument as its predicate.
     """
     return CaptureError(
         f"{say('gives a tensor that forward did not make another shape, in place')}. Compute a new tensor, such as "
@@ -195,44 +202,42 @@ def shape_error(say: Callable[[str], str]) -> CaptureError:
 
 
 def node_line(node: fx.Node) -> str:
-    """Text such as `model.py:12 (y = x + 1)` of the user's line that a node comes from; empty where none is known."""
+    """Return text such as `model.py:12 (y = x + 1)` of the user's line of a node; empty where it is not known."""
     frames = [
         traceback.FrameSummary(name, int(number), "", line=source)
         for name, number, source in _TRACED.findall(node.meta.get("stack_trace") or "")
     ]
-    return _innermost_user_frame(traceback.StackSummary.from_list(frames))
+    return _line_of(traceback.StackSummary.from_list(frames))
 
 
 def code_line(filename: str, number: int) -> str:
-    """Text such as `model.py:12 (y = x + 1)` of a line of a file."""
+    """Return text such as `model.py:12 (y = x + 1)` of a line of a file."""
     source = linecache.getline(filename, number).strip()
     return f"{filename}:{number}" + (f" ({source})" if source else "")
 
 
 def running_line() -> str:
-    """Text such as `model.py:12 (if x.sum() > 0:)` of the user's line that is running now."""
-    return _innermost_user_frame(traceback.extract_stack())
+    """Return text such as `model.py:12 (if x.sum() > 0:)` of the user's line that is running now."""
+    return _line_of(traceback.extract_stack())
 
 
 def running_frame() -> traceback.FrameSummary | None:
-    """The frame of the user's line that is running now."""
-    return _user_frames(traceback.extract_stack())
+    """Return the frame of the user's line that is running now."""
+    return _innermost_user_frame(traceback.extract_stack())
 
 
-def _innermost_user_frame(frames: traceback.StackSummary) -> str:
-    """The last frame of the user's with its source; nothing where there is none."""
-    frame = _user_frames(frames)
+def _line_of(frames: traceback.StackSummary) -> str:
+    """Return the user's innermost frame with its source; empty where there is none."""
+    frame = _innermost_user_frame(frames)
     return "" if frame is None else code_line(frame.filename, frame.lineno or 0)
 
 
-def _user_frames(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
+def _innermost_user_frame(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
     return next((frame for frame in reversed(frames) if is_users_file(frame.filename)), None)
 
 
 def is_users_file(filename: str) -> bool:
-    """Whether code of a file is the user's: neither of torch nor of autoshard nor of Python itself."""
-    return not (filename.startswith(("<", *_LIBRARIES)) or _is_standard_library(filename))
-
-
-def _is_standard_library(filename: str) -> bool:
-    return filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
+    """Return True if code of a file is the user's: neither of torch nor of autoshard nor of Python itself."""
+    # Installed packages lie below the folder of the standard library.
+    is_standard = filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
+    return not (is_standard or filename.startswith(("<", *_LIBRARIES)))

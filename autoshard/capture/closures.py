@@ -1,4 +1,4 @@
-"""The tensors that Python code reads without having been given them, found, and replaced when it runs again."""
+"""Free tensors of Python code, which it reads without having them as arguments: found, and replaced in later runs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from autoshard.capture.composites import Exportable, attend
 from autoshard.capture.data_reads import READS
 from autoshard.errors import CaptureError
 
-_attributes: Any = Tensor  # whose attributes are descriptors
+_attributes: Any = Tensor  # attributes of the class are descriptors, which the type does not know
 _SET_GRAD = _attributes.grad.__set__
 
-
+# Exported graphs have such calls replaced in them; this code is not in an exported graph.
 _TRACED_AS: dict[Any, Callable[..., Any]] = {functional.scaled_dot_product_attention: attend}
-"""What is replaced in an exported graph, and this code is not in it."""
 
 
 class TensorScope(Exportable):
-    """A mode in which code runs that a graph calls: parts of it that run later, such as backward, enter it again.
+    """Mode in which code runs that a graph calls; parts of it that run later, such as backward, enter it again.
 
-    Losses, bags, recurrent layers and attention are computed in it as in all that is exported.
+    Losses, bags, recurrent layers and attention are computed in it as in exported code.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == _SET_GRAD:  # a new object with every call
+        # Equal and not identical: every access of the descriptor makes a new object.
+        if func == _SET_GRAD:
             raise CaptureError(
                 f"{running_line()} sets the gradient of a tensor in the midst of backward: no graph can hold that. "
                 "Take the tensor as an argument of the function, and return its gradient from backward."
@@ -48,15 +48,15 @@ class TensorScope(Exportable):
         return result
 
     def resolve(self, tensor: Tensor) -> Tensor:
-        """The tensor to read in the place of one that the code reads."""
+        """Return the tensor to read in place of one that the code reads."""
         return tensor
 
     def note(self, result: Any) -> None:
-        """Take notice of what the code made."""
+        """Note the result of a call."""
 
 
 class FreeTensors(TensorScope):
-    """Finds the tensors that code reads and was neither given nor made.
+    """Scope that finds the tensors that code reads, and that are neither its arguments nor made by it.
 
     Args:
         given: the arguments of the code.
@@ -69,13 +69,14 @@ class FreeTensors(TensorScope):
         super().__init__()
         self.found: list[Tensor] = []
         self._versions: list[int] = []
-        self._own: dict[int, Tensor] = {}  # tensors stay alive, so that no number stands for two
+        # Tensors of the code stay alive, so that no id and no number of memory stands for two.
+        self._own: dict[int, Tensor] = {}
         self._memory: set[int] = set()
         for tensor in given:
             self._keep(tensor)
 
     def has_mutated_tensor(self) -> bool:
-        """Whether the code changed one of them in place."""
+        """Return True if the code changed one of the found tensors in place."""
         return any(version_of(tensor) != version for tensor, version in zip(self.found, self._versions, strict=True))
 
     def resolve(self, tensor: Tensor) -> Tensor:
@@ -95,10 +96,10 @@ class FreeTensors(TensorScope):
 
 
 class Substitution(TensorScope):
-    """Gives code other tensors than those that it was exported with.
+    """Scope that gives code other tensors than those that it was exported with.
 
     Args:
-        tensors: by the `id` of those that the code names.
+        tensors: replacements, by the `id` of the tensors that the code names.
     """
 
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:

@@ -1,9 +1,14 @@
-"""Operators that torch would decompose for one device, or can not export, traced as what can be sharded instead."""
+"""Operators that torch decomposes for one device, or cannot export, traced as functions that can be sharded.
+
+Devices that a model's code names are replaced, too: they mean nothing during a capture, whose tensors are on the CPU.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +17,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autoshard.capture.attention_operator import attention, attention_with_dropout
+from autoshard.capture.capture_errors import is_users_file, running_line
 from autoshard.capture.ctc_operator import ctc_loss
-from autoshard.capture.device_arguments import without_devices
+from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.fixed_size_bags import embedding_bag
 from autoshard.capture.recurrent_cell_operators import gru_cell, lstm_cell
 from autoshard.capture.recurrent_layers import gru, lstm, rnn_relu, rnn_tanh
@@ -32,7 +38,8 @@ def attend(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` in code that is traced without having been exported."""
+    """Return `torch.nn.functional.scaled_dot_product_attention` in code that is traced and was not exported."""
+    # Exported nodes note the dtype of their result; here it is that of autocast, where autocast acts.
     cast = torch.is_autocast_enabled("cpu") and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype("cpu") if cast else query.dtype
     return attention(query, key, value, attn_mask, dropout_p, is_causal, **options, dtype=dtype)
@@ -41,19 +48,19 @@ def attend(
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
-    """`torch.nn.functional.gaussian_nll_loss`, which looks at the numbers in `var` to refuse negative ones.
+    """Return `torch.nn.functional.gaussian_nll_loss`, without its check of `var` for negative numbers.
 
-    Here these count as `eps`, as all variances below it do.
+    Negative variances count as `eps`, as all variances below it do.
 
     Raises:
         ValueError: `var` has another shape than `input`, and than `input` with the last dim left out or one dim of
-            size one; or `reduction` is none of "none", "mean" and "sum".
+            size one; or `reduction` is not "none", "mean" or "sum".
     """
     if not isinstance(var, Tensor):
         return functional.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)
     if var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
-    differing = [mine for mine, theirs in zip(var.shape, input.shape, strict=False) if mine != theirs]
+    differing = [size for size, expected in zip(var.shape, input.shape, strict=False) if size != expected]
     if var.dim() != input.dim() or differing not in ([], [1]):
         raise ValueError(
             f"gaussian_nll_loss: var has shape {list(var.shape)}, input {list(input.shape)}: they must be equal, but "
@@ -61,7 +68,7 @@ def gaussian_nll_loss(
         )
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f'gaussian_nll_loss: reduction={reduction!r} is none of "none", "mean" and "sum".')
-    # A variance that is raised to eps keeps its gradient.
+    # As in torch, a variance that is raised to eps keeps its gradient: `clamp` alone would drop it.
     var = var + (var.clamp(min=eps) - var).detach()
     loss = 0.5 * (var.log() + (input - target).square() / var)
     if full:
@@ -69,13 +76,13 @@ def gaussian_nll_loss(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
+# Functions that are replaced while code is exported.
 _CALLED_AS: dict[Any, Callable[..., Any]] = {
     torch.ctc_loss: ctc_loss,
     functional.ctc_loss: ctc_loss,
     functional.embedding_bag: embedding_bag,
     functional.gaussian_nll_loss: gaussian_nll_loss,
 }
-
 
 _LAYERS_CALLED_AS: dict[Any, Callable[..., Any]] = {
     torch.lstm: lstm,
@@ -84,22 +91,15 @@ _LAYERS_CALLED_AS: dict[Any, Callable[..., Any]] = {
     torch.rnn_relu: rnn_relu,
 }
 
-
-def _is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether a recurrent layer is called on a batch: input, states, weights, and whether there are biases.
-
-    Called on packed sequences, it takes the sizes of their steps besides.
-    """
-    return len(args) == 9 and isinstance(args[3], bool)
+_attributes: Any = Tensor  # attributes of the class are descriptors, which the type does not know
+_IS_CUDA = _attributes.is_cuda.__get__
+_TO_DEVICE = frozenset({Tensor.cuda, Tensor.xpu, Tensor.cpu})
 
 
 class Exportable(TorchFunctionMode):
-    """While active, losses and bags are computed by the functions of this room, as `torch.export` needs it.
+    """Mode in which losses, bags and recurrent layers are computed by the functions of this room.
 
     All tensors are made on the device of the capture.
-
-    So are recurrent layers, every time step of which torch would run without numbers. Under autocast they are left to
-    it, as it alone says of which element type their results are, and replaced in the exported graph.
     """
 
     def __torch_function__(
@@ -111,11 +111,51 @@ class Exportable(TorchFunctionMode):
                 "and no plan can be made for such a size. Give the recurrent layer the padded batch, and leave out "
                 "what lies behind the end of each sequence with a mask (its last state is the output at lengths - 1)."
             )
-        func, args, kwargs = without_devices(func, args, kwargs or {})
+        func, args, kwargs = _without_devices(func, args, kwargs or {})
         layer = _LAYERS_CALLED_AS.get(func)
-        if layer is not None and _is_plain(args) and not torch.is_autocast_enabled(args[0].device.type):
+        # Called on a batch, a layer takes input, states, weights, and a bool for biases; called on packed sequences, it
+        # takes the sizes of their steps besides. torch would run every time step of a layer on fake tensors. Under
+        # autocast it has to: the exported node alone tells the dtype of the result, and is replaced later.
+        is_batch = layer is not None and len(args) == 9 and isinstance(args[3], bool)
+        if layer is not None and is_batch and not torch.is_autocast_enabled(args[0].device.type):
             return layer(*args, dtype=args[0].dtype)
         return _CALLED_AS.get(func, func)(*args, **kwargs)
+
+
+def _without_devices(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return a call of a torch function that puts its result on the device of the capture, whatever device it names."""
+    if func == _IS_CUDA:
+        _warn_of_cuda_query()
+    if func in _TO_DEVICE:
+        return Tensor.to, (args[0], DEVICE), {}
+    args = tuple(
+        _capture_device(value)
+        if isinstance(value, torch.device) or (isinstance(value, str) and func is Tensor.to)
+        else value
+        for value in args
+    )
+    return func, args, {name: _capture_device(value) if name == "device" else value for name, value in kwargs.items()}
+
+
+def _capture_device(device: Any) -> Any:
+    # A tensor on the meta device has no numbers on any device, and stays there.
+    return device if device is None or torch.device(device).type == "meta" else DEVICE
+
+
+def _warn_of_cuda_query() -> None:
+    """Warn of the user's code, not a library's, that asks if a tensor is on a GPU."""
+    # From `Exportable.__torch_function__` on, modes hand the call to each other; the user's frame is behind them.
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    if is_users_file(frame.f_code.co_filename):
+        warnings.warn(
+            f"{running_line()} asks whether a tensor is on a GPU: the captured graph takes the answer no, on every "
+            "device.",
+            stacklevel=1,
+        )
 
 
 _TRACED_AS: dict[Any, Callable[..., Any]] = {
@@ -127,26 +167,19 @@ _TRACED_AS: dict[Any, Callable[..., Any]] = {
     aten.rnn_tanh.input: rnn_tanh,
     aten.rnn_relu.input: rnn_relu,
 }
-"""Functions by the operator that they stand for; they are told the element type that `torch.export` noted."""
+"""Functions by the operators that they replace; each takes the dtype that `torch.export` noted of the result."""
 
 
 def replace_composites(module: fx.GraphModule) -> None:
-    """Let recurrent layers and cells, attention and root-mean-square norms be traced as the functions of this room.
-
-    Regions under autocast or without gradients are modules of their own inside of the exported one.
-    """
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            _replace(part.graph)
-
-
-def _replace(graph: fx.Graph) -> None:
-    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        node.target = attention_with_dropout if dropout else attention
-        node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
-    for target, function in _TRACED_AS.items():
-        for node in graph.find_nodes(op="call_function", target=target):
-            node.target = function
-            value = node.meta["val"]
-            node.kwargs = {**node.kwargs, "dtype": (value if isinstance(value, Tensor) else value[0]).dtype}
+    """Replace recurrent layers and cells, attention and root-mean-square norms by functions that are traced."""
+    # Regions under autocast or without gradients are modules inside of the exported one.
+    for graph in [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]:
+        for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+            dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+            node.target = attention_with_dropout if dropout else attention
+            node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
+        for target, function in _TRACED_AS.items():
+            for node in graph.find_nodes(op="call_function", target=target):
+                node.target = function
+                value = node.meta["val"]
+                node.kwargs = {**node.kwargs, "dtype": (value if isinstance(value, Tensor) else value[0]).dtype}

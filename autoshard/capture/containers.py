@@ -1,4 +1,4 @@
-"""Containers of tensors beyond those that `torch.export` takes: dataclasses, and types registered without keys."""
+"""Containers of tensors that `torch.export` does not take: dataclasses, and types registered without keys."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ Path = tuple[Any, ...]
 
 
 def leaves_by_path(tree: Any) -> list[tuple[Path, Any]]:
-    """Return the leaves of a tree with their paths of pytree keys, as `tree_flatten_with_path` does.
-
-    Types that were registered without keys, such as the outputs of diffusers, are known by the keys of a mapping or by
-    position.
-    """
-    found: list[tuple[Path, Any]] = []
+    """Return the leaves of a tree with their paths of pytree keys, as `tree_flatten_with_path` does."""
+    leaves: list[tuple[Path, Any]] = []
     for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=_is_keyless)[0]:
         if not _is_keyless(leaf):
-            found.append((path, leaf))
+            leaves.append((path, leaf))
             continue
+        # torch raises an error for types registered without keys, such as the outputs of diffusers: their parts get
+        # the keys of a mapping, or positions.
         parts, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
-        mapped = isinstance(leaf, Mapping) and len(leaf) == len(parts)
-        keys = [pytree.MappingKey(key) for key in leaf] if mapped else map(pytree.SequenceKey, range(len(parts)))
+        is_mapping = isinstance(leaf, Mapping) and len(leaf) == len(parts)
+        keys = [pytree.MappingKey(key) for key in leaf] if is_mapping else map(pytree.SequenceKey, range(len(parts)))
         for key, part in zip(keys, parts, strict=True):
-            found += [((*path, key, *rest), value) for rest, value in leaves_by_path(part)]
-    return found
+            leaves += [((*path, key, *rest), value) for rest, value in leaves_by_path(part)]
+    return leaves
 
 
 def leaf_name(path: Path) -> str:
@@ -41,13 +39,13 @@ def leaf_name(path: Path) -> str:
 
 
 def _is_keyless(node: Any) -> bool:
-    known = pytree.SUPPORTED_NODES.get(type(node))
-    return known is not None and known.flatten_with_keys_fn is None
+    definition = pytree.SUPPORTED_NODES.get(type(node))
+    return definition is not None and definition.flatten_with_keys_fn is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """The fields of a dataclass whose type `torch.utils._pytree` does not know, as a container that it knows."""
+    """Container of the fields of a dataclass whose type is not registered with `torch.utils._pytree`."""
 
     kind: type[Any]
     fields: dict[str, Any]
@@ -58,11 +56,12 @@ class Record:
         return Record(context[0], dict(zip(context[1], values, strict=True)))
 
     def restore(self) -> Any:
-        """Return the dataclass with these fields; as for copies, `__init__` is not called."""
-        made: Any = object.__new__(self.kind)
+        """Return the dataclass with these fields."""
+        # As by `copy.copy`, `__init__` is not called. `object.__setattr__` sets fields of frozen dataclasses, too.
+        instance: Any = object.__new__(self.kind)
         for name, value in self.fields.items():
-            object.__setattr__(made, name, restore_dataclasses(value))
-        return made
+            object.__setattr__(instance, name, restore_dataclasses(value))
+        return instance
 
 
 pytree.register_pytree_node(
@@ -78,7 +77,8 @@ pytree.register_pytree_node(
 
 
 def record_dataclasses(tree: Any) -> Any:
-    """Return the tree with a `Record` for every dataclass whose type is not registered; itself where there is none."""
+    """Return the tree with a `Record` for every dataclass whose type is not registered."""
+    # The tree itself, without a copy of its containers, if there are no dataclasses.
     if not any(map(_is_dataclass, pytree.tree_leaves(tree))):
         return tree
     return pytree.tree_map(lambda leaf: _record(leaf) if _is_dataclass(leaf) else leaf, tree)
@@ -89,12 +89,13 @@ def _is_dataclass(leaf: Any) -> bool:
 
 
 def _record(leaf: Any) -> Record:
+    # A field with `init=False` may never have been set.
     names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
     return Record(type(leaf), {name: record_dataclasses(getattr(leaf, name)) for name in names})
 
 
 def restore_dataclasses(tree: Any) -> Any:
-    """Return the tree with the dataclasses that `record_dataclasses` found in it."""
+    """Return the tree with the dataclasses that `record_dataclasses` replaced."""
     return pytree.tree_map(
         lambda leaf: leaf.restore() if isinstance(leaf, Record) else leaf,
         tree,

@@ -1,4 +1,4 @@
-"""Stand-ins for numbers and containers that `forward` counts with or fills: they refuse to be read."""
+"""Stand-ins for numbers that `forward` counts with and containers that it fills: they raise an error when read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 Number = int | float
-Step = tuple[Callable[[Any, Any], Any], Number, bool]  # an operation, its other operand, and whether that comes first
+# An operation, its operand beside the counter, and a flag: True if that operand comes first.
+Step = tuple[Callable[[Any, Any], Any], Number, bool]
 
 _ARITHMETIC = {
     "add": operator.add,
@@ -20,6 +21,7 @@ _ARITHMETIC = {
     "mod": operator.mod,
     "pow": operator.pow,
 }
+# Special methods by which code reads a number; results of these are no counters.
 READS = (
     *("bool", "int", "float", "complex", "index", "str", "repr", "format", "hash", "round", "trunc", "floor", "ceil"),
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "divmod", "rdivmod"),
@@ -28,17 +30,17 @@ READS = (
 
 
 class CounterError(Exception):
-    """The graph, or the way through `forward`, depends on a number that `forward` counts with."""
+    """The graph, or a branch in `forward`, depends on a number that `forward` counts with."""
 
 
 @dataclass(slots=True, eq=False)
 class Counter:
-    """In place of a number that an attribute has when `forward` begins.
+    """Stand-in for the number that an attribute has when `forward` begins.
 
     Attributes:
         path: of the attribute.
-        steps: what was done to it since.
-        read: filled with the path where anything depended on it.
+        steps: the arithmetic on the number since.
+        read: filled with the path if anything depends on the number.
     """
 
     path: str
@@ -46,25 +48,26 @@ class Counter:
     read: list[str]
 
     def apply_to(self, number: Number) -> Any:
-        """What becomes of a number."""
-        for operation, other, comes_first in self.steps:
-            number = operation(other, number) if comes_first else operation(number, other)
+        """Return a number after these steps."""
+        for operation, operand, comes_first in self.steps:
+            number = operation(operand, number) if comes_first else operation(number, operand)
         return number
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse(self)
 
 
-def _refuse(counter: Counter, *_: Any, **__: Any) -> NoReturn:
+def _refuse(counter: Any, *_: Any, **__: Any) -> NoReturn:
+    # The path is noted besides, since code may catch the error.
     counter.read.append(counter.path)
     raise CounterError(counter.path)
 
 
 def _arithmetic(operation: Callable[[Any, Any], Any], comes_first: bool) -> Callable[[Counter, Any], Counter]:
-    def apply(counter: Counter, other: Any) -> Counter:
-        if type(other) not in (int, float, bool):
+    def apply(counter: Counter, operand: Any) -> Counter:
+        if type(operand) not in (int, float, bool):
             _refuse(counter)
-        return Counter(counter.path, (*counter.steps, (operation, other, comes_first)), counter.read)
+        return Counter(counter.path, (*counter.steps, (operation, operand, comes_first)), counter.read)
 
     return apply
 
@@ -80,14 +83,12 @@ FillableContainer = list[Any] | deque[Any] | dict[Any, Any]
 
 
 class ContainerStandIn:
-    """A container in place of one that `forward` fills.
-
-    It holds one thing that nobody can use, for code in C that reads it unseen.
+    """Stand-in for a container that `forward` fills.
 
     Attributes:
         path: of the attribute or variable.
-        cleared: whether it was.
-        read: filled with the path where anything depended on its contents.
+        cleared: True if the code called `clear`.
+        read: filled with the path if anything depends on the contents.
     """
 
     path: str
@@ -95,11 +96,7 @@ class ContainerStandIn:
     read: list[str]
 
 
-def _refuse_contents(container: Any, *_: Any, **__: Any) -> NoReturn:
-    container.read.append(container.path)
-    raise CounterError(container.path)
-
-
+# Methods by which objects are made and treated as such, whatever is in them. All others but writes read the contents.
 _ALLOWED_METHODS = frozenset(
     {
         *("__class__", "__new__", "__init__", "__getattribute__", "__setattr__", "__init_subclass__", "__doc__"),
@@ -113,7 +110,7 @@ def _stand_in_class(kind: type, writes: Iterable[str]) -> type:
         container.cleared = True
         vars(kind)["clear"](container)
 
-    refused = {name: _refuse_contents for name in dir(kind) if name not in {*_ALLOWED_METHODS, *writes}}
+    refused = {name: _refuse for name in dir(kind) if name not in {*_ALLOWED_METHODS, *writes}}
     return type(f"Blind{kind.__name__}", (ContainerStandIn, kind), {**refused, "clear": clear})
 
 
@@ -123,20 +120,22 @@ _STAND_INS = {
     dict: _stand_in_class(dict, ("__setitem__", "update")),
 }
 FILLABLE = (list, deque, dict)
-"""Kinds of containers that a stand-in is for."""
+"""Types of containers that have a stand-in."""
 
 
 def container_stand_in(container: FillableContainer, path: str, read: list[str]) -> FillableContainer:
-    """A stand-in for a container of one of the kinds of `FILLABLE`."""
+    """Return a stand-in for a container of one of the types of `FILLABLE`."""
     kind = _STAND_INS[type(container)]
-    nobody = object()
-    made: Any = kind({nobody: nobody}) if isinstance(container, dict) else kind([nobody])
-    made.path, made.cleared, made.read = path, False, read
-    return made
+    # C code reads containers without their methods: one element of no use makes it fail, where an empty one would not.
+    useless = object()
+    stand_in: Any = kind({useless: useless}) if isinstance(container, dict) else kind([useless])
+    stand_in.path, stand_in.cleared, stand_in.read = path, False, read
+    return stand_in
 
 
 def added_entries(container: Any) -> tuple[dict[Any, Any], bool]:
-    """What was put into a stand-in, by key or position, and whether that is all there is then."""
+    """Return the entries that were added to a stand-in, by key or position, and True if it was cleared before."""
+    # Methods of the type itself: those of the stand-in raise errors.
     kind = next(kind for kind in FILLABLE if isinstance(container, kind))
     first = 0 if container.cleared else 1
     if isinstance(container, dict):

@@ -1,7 +1,7 @@
 """The connectionist temporal classification loss with results whose shapes do not depend on lengths.
 
-ATen's operator also gives a table as wide as the longest target, which a graph of fixed shapes can not hold; here the
-backward makes it again.
+ATen's operator also returns a table as wide as the longest target, which a graph of fixed shapes cannot hold. Here the
+backward computes the table again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ losses = torch.ops.autoshard
 
 
 def _loss(log_probs: Tensor, *options: Any) -> Tensor:
-    """Negative log-likelihood of every sample, `[N]`, of log-probabilities `[T, N, C]`."""
+    """Return the negative log-likelihood of every sample, `[N]`, of log-probabilities `[T, N, C]`."""
     likelihood: Tensor = aten._ctc_loss.Tensor(log_probs, *options)[0]
     return likelihood
 
 
 def _loss_backward(grad: Tensor, log_probs: Tensor, *options: Any) -> Tensor:
-    """The gradient of the log-probabilities, `[T, N, C]`."""
+    """Return the gradient of the log-probabilities, `[T, N, C]`."""
     *lengths, blank, zero_infinity = options
     tables = aten._ctc_loss.Tensor(log_probs, *options)
     gradient: Tensor = aten._ctc_loss_backward.Tensor(grad, log_probs, *lengths, *tables, blank, zero_infinity)
@@ -74,13 +74,14 @@ def ctc_loss(
     reduction: int | str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.ctc_loss`, or `torch.ctc_loss`, whose reductions are numbers: none, mean and sum."""
+    """Return `torch.nn.functional.ctc_loss`, or `torch.ctc_loss`, whose reductions are numbers: none, mean and sum."""
     single = log_probs.dim() == 2
     lengths = [_as_tensor(value, log_probs.device).reshape(-1) for value in (input_lengths, target_lengths)]
     samples = log_probs.unsqueeze(1) if single else log_probs
     if single and targets.dim() == 1:
         targets = targets.unsqueeze(0)
     loss: Tensor = losses.ctc_loss(samples, targets, *lengths, blank, zero_infinity)
+    # ATen's kernel of the loss leaves infinities; torch replaces them here, too.
     if zero_infinity:
         loss = torch.where(loss == torch.inf, 0.0, loss)
     if reduction in (1, "mean"):
@@ -91,9 +92,10 @@ def ctc_loss(
 
 
 def _as_tensor(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Lengths as a tensor; numbers are spelt out by operators, since a graph holds no tensors of its own."""
+    """Return lengths as a tensor."""
     if isinstance(lengths, Tensor):
         return lengths
+    # Operators make the numbers: `torch.tensor` would be a constant of the graph, on one device.
     if len(set(lengths)) == 1:
         return torch.full((len(lengths),), lengths[0], device=device)
     return torch.cat([torch.full((1,), length, device=device) for length in lengths])

@@ -1,4 +1,4 @@
-"""Questions of Python about the numbers in tensors while `forward` is exported, answered by the example."""
+"""Reads of the numbers in tensors by Python while `forward` is exported, answered by the example."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ READS = (
     Tensor.is_nonzero,
     torch.is_nonzero,
 )
-"""Functions of Python that ask for the numbers in a tensor."""
+"""Functions that return the numbers in a tensor to Python."""
 
 _BOOL_CONVERSIONS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assumption:
-    """A flag that depends on what a graph computes, and what the graph takes it for: every run looks at it.
+    """A flag that depends on what a graph computes, and the value that the graph assumes: every run checks it.
 
     Attributes:
-        flag: a tensor of one element, in the graph that is being written.
-        check: what else is known of it.
+        flag: a tensor of one element, in the graph under construction.
+        check: its assumed value, line and error.
     """
 
     flag: Tensor
@@ -52,18 +52,18 @@ class Assumption:
 
 
 class DataReads(TorchFunctionMode):
-    """While `forward` runs in this mode, what it asks of the numbers in its inputs is what the example says.
+    """Mode in which `forward` reads numbers of its inputs from the example.
 
-    Such are the way at a branch, Python numbers, and sizes of results. Each is a condition of the graph. A question
-    about what the graph computes has the answer that all ordinary numbers give, if there is one, and is a check of its
-    runs. All else is left to torch.
+    Such reads are those of branches, Python numbers, and sizes of results. Each is a condition of the graph. A read of
+    a flag that the graph computes has the answer that all ordinary numbers give, if there is one, and is a check of
+    every run. All other reads are left to torch.
 
     Args:
         examples: the tensors of the example by name; those on the meta device and fake ones have no numbers.
-        note_number: is given what else is read, and the tensor.
+        note_number: called with every other number that is read, and its tensor.
 
     Attributes:
-        assumptions: what runs of the graph have to check.
+        assumptions: flags that runs of the graph have to check.
     """
 
     def __init__(
@@ -73,8 +73,7 @@ class DataReads(TorchFunctionMode):
         self._note_number = note_number
         self.assumptions: list[Assumption] = []
         self._examples = examples
-        self._inputs: dict[fx.Node, tuple[str, Tensor | None]] = {}
-        self._program: InputProgram | None = None
+        self._program = InputProgram({})
         self._running = False
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{read: partial(self._number, read) for read in READS},
@@ -102,13 +101,14 @@ class DataReads(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Context in which the mode is active, and looks at what runs in the forward of `module`."""
+        """Context in which the mode is active; it acts on code that runs in the forward of `module`."""
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             leaves, structure = pytree.tree_flatten((args, kwargs))
             names = call_layout(module, structure, leaves).leaves
-            self._inputs = dict(self._nodes(zip(names, leaves, strict=True)))
-            self._program, self.assumptions, self._running = None, [], True
+            # torch.export may call `forward` more than once: the last call is the one that is traced.
+            self._program = InputProgram(dict(self._nodes(zip(names, leaves, strict=True))))
+            self.assumptions, self._running = [], True
 
         def end(*_: Any) -> None:
             self._running = False
@@ -125,40 +125,35 @@ class DataReads(TorchFunctionMode):
                 hook.remove()
 
     def has_read(self) -> bool:
-        """Whether the way that was taken depends on the numbers in inputs."""
-        return self._program is not None and self._program.has_read()
+        """Return True if a branch that was taken depends on the numbers in inputs."""
+        return self._program.has_read()
 
     def conditions(self) -> Conditions:
-        """What was taken from the numbers in inputs."""
-        return Conditions() if self._program is None else self._program.conditions()
+        """Return the conditions on the numbers in inputs."""
+        return self._program.conditions()
 
     def _copy(self, tensor: object) -> fx.Node | None:
-        """The program's node for a tensor that inputs and constants alone make; None for any other."""
-        found = traced_node(tensor) if isinstance(tensor, FakeTensor) else None
-        if found is None:
-            return None
-        if self._program is None:
-            self._program = InputProgram(self._inputs, found[1])
-        return self._program.copy(found[0])
+        """Return the program's node for a tensor computed from inputs and constants alone; None for any other."""
+        traced = traced_node(tensor) if isinstance(tensor, FakeTensor) else None
+        return None if traced is None else self._program.copy(*traced)
 
     def _nodes(self, call: Iterable[tuple[Any, Any]]) -> Iterator[tuple[fx.Node, tuple[str, Tensor | None]]]:
-        """The nodes that stand for inputs, with their names and the example's tensors, where these have numbers."""
+        """Yield the nodes of inputs, with their names and the example's tensors, where these have numbers."""
         for name, leaf in call:
-            found = traced_node(leaf) if isinstance(leaf, Tensor) else None
-            if found is not None:
+            traced = traced_node(leaf) if isinstance(leaf, Tensor) else None
+            if traced is not None:
                 example = self._examples.get(name)
                 has_numbers = type(example) is Tensor and not example.is_meta
-                yield found[0], (name, example if has_numbers else None)
+                yield traced[0], (name, example if has_numbers else None)
 
     def _read(self, copy: fx.Node) -> Tensor:
-        """The value of a node of the program, which is a condition of the graph from now on."""
-        assert self._program is not None
+        """Return the value of a node of the program, which becomes a condition of the graph."""
         self._program.read(copy, running_line())
         value: Tensor = self._program.value(copy)
         return value
 
     def _answer(self, tensor: object) -> fx.Node | None:
-        """As `_copy`, for what has to have an answer."""
+        """Return the program's node for a tensor as `_copy` does, or raise an error for an example without numbers."""
         try:
             return self._copy(tensor)
         except NoNumbersError as error:
@@ -169,7 +164,7 @@ class DataReads(TorchFunctionMode):
             ) from error
 
     def _number(self, read: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """A Python value of a tensor."""
+        """Return a Python value of a tensor."""
         copy = self._answer(tensor)
         if copy is None:
             if read in _BOOL_CONVERSIONS:
@@ -177,8 +172,8 @@ class DataReads(TorchFunctionMode):
             number = read(tensor, *args, **kwargs)
             self._note_number(number, tensor)
             return number
-        assert self._program is not None
         if read in _BOOL_CONVERSIONS:
+            # The truth of a number is the condition, not the number: calls with other numbers share the graph.
             copy = copy if tensor.dtype is torch.bool else self._program.call(aten.ne.Scalar, copy, 0)
         elif tensor.is_floating_point() and not self._program.is_fixed(copy):
             if read is not Tensor.__int__:
@@ -187,21 +182,18 @@ class DataReads(TorchFunctionMode):
                     "would need a graph of its own: keep it a tensor (leave out .item()), or pass it as a plain Python "
                     "argument."
                 )
-            copy = self._program.call(aten.trunc.default, copy)
+            copy = self._program.call(aten.trunc.default, copy)  # `int` needs no more of the number
         with outside_functions():
             return read(self._read(copy), *args, **kwargs)
 
     def _assume_answer(self, tensor: Tensor) -> bool:
-        """The answer that ordinary numbers give, to be checked by every run."""
-        found = traced_node(tensor) if isinstance(tensor, FakeTensor) and tensor.dtype is torch.bool else None
-        answer = None if found is None else ordinary_answer(found[0])
+        """Return the answer that ordinary numbers give, which every run checks."""
+        traced = traced_node(tensor) if isinstance(tensor, FakeTensor) and tensor.dtype is torch.bool else None
+        answer = None if traced is None else ordinary_answer(traced[0])
         if answer is None:
             return bool(tensor)
-        self.assumptions.append(
-            Assumption(
-                tensor.detach().reshape(()), RuntimeCheck(running_line(), answer, decides=not is_reporting_only())
-            )
-        )
+        check = RuntimeCheck(running_line(), answer, decides=not is_reporting_only())
+        self.assumptions.append(Assumption(tensor.detach().reshape(()), check))
         return answer
 
     def _assert(self, condition: Any, message: str = "") -> None:
@@ -209,9 +201,9 @@ class DataReads(TorchFunctionMode):
             raise ModelError(AssertionError(message))
 
     def _unsqueeze(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`unsqueeze_`, with which torch.export does not come to an end where it is one of an input."""
-        found = traced_node(tensor)
-        if found is not None and found[0].op == "placeholder":
+        # torch.export does not come to an end where an input is changed by `unsqueeze_`.
+        traced = traced_node(tensor)
+        if traced is not None and traced[0].op == "placeholder":
             raise shape_error(lambda what: f"{running_line()} {what}")
         return tensor.unsqueeze_(*args, **kwargs)
 
@@ -221,35 +213,34 @@ class DataReads(TorchFunctionMode):
         copies = self._answer(first), self._answer(second)
         if None in copies:
             return torch.equal(first, second)
-        assert self._program is not None
         return bool(self._read(self._program.call(aten.all.default, self._program.call(aten.eq.Tensor, *copies))))
 
     def _positions(self, mask: Tensor) -> Tensor | None:
-        """Indices of what is not zero, as many as in the example; None where the example does not say how many."""
+        """Return indices of non-zero elements, as many as in the example; None where their number is not known."""
         try:
             copy = self._copy(mask)
         except NoNumbersError:
-            return None  # torch names the size, and it is refused unless nothing depends on it
+            copy = None  # torch makes the size a symbol; capture refuses it only if something depends on it
         if copy is None:
             return None
-        assert self._program is not None
         count = int(self._read(self._program.call(aten.count_nonzero.default, copy)))
         positions: Tensor = aten.nonzero_static.default(mask, size=count)
         return positions
 
     def _indices(self, index: Any) -> Any:
-        """An index with numbers in the place of masks."""
+        """Return an index with positions in place of masks."""
         indices: list[Any] = []
-        for one in index if isinstance(index, tuple) else (index,):
-            is_mask = isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) and one.ndim > 0
-            positions = self._positions(one) if is_mask else None
-            indices += [one] if positions is None else positions.unbind(1)
+        for part in index if isinstance(index, tuple) else (index,):
+            is_mask = isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) and part.ndim > 0
+            positions = self._positions(part) if is_mask else None
+            indices += [part] if positions is None else positions.unbind(1)
         return tuple(indices) if isinstance(index, tuple) or len(indices) > 1 else indices[0]
 
     def _item(self, tensor: Tensor, index: Any) -> Tensor:
         return tensor[self._indices(index)]
 
     def _set_item(self, tensor: Tensor, index: Any, value: Any) -> None:
+        # A number is written under a mask without positions: that needs no size, and so no condition.
         tensor[self._indices(index) if isinstance(value, Tensor) and value.ndim else index] = value
 
     def _masked_select(self, tensor: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
@@ -273,12 +264,11 @@ class DataReads(TorchFunctionMode):
             with contextlib.suppress(NoNumbersError):
                 copy = self._copy(repeats)
                 if copy is not None:
-                    assert self._program is not None
                     kwargs["output_size"] = int(self._read(self._program.call(aten.sum.default, copy)))
         return torch.repeat_interleave(tensor, *args, **kwargs)
 
     def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """`torch.tensor`, which would take the numbers of tensors in a list one by one."""
+        # torch would read the numbers of tensors in a list one by one: stacked, they stay tensors.
         rows = data if isinstance(data, (list, tuple)) else ()
         if not rows or not all(isinstance(row, FakeTensor) and row.ndim == 0 for row in rows):
             return torch.tensor(data, *args, **kwargs)
@@ -286,18 +276,17 @@ class DataReads(TorchFunctionMode):
         return stacked.to(kwargs.get("dtype") or stacked.dtype).requires_grad_(kwargs.get("requires_grad", False))
 
     def _call_factory(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """A function that makes a tensor, of sizes or in steps that are numbers of tensors."""
+        """Call a function that makes a tensor, of sizes or steps that may be passed as tensors."""
         read = partial(self._number, Tensor.item)
         first = 1 if function in _LIKE_FACTORIES else 0
         sizes = pytree.tree_map_only(FakeTensor, read, (args[first:], kwargs))
         return function(*args[:first], *sizes[0], **sizes[1])
 
     def _call_data_dependent(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A function whose results have sizes that depend on numbers: these are what they are in the example."""
-        copies = [self._answer(one) if isinstance(one, FakeTensor) else one for one in args]
+        """Return the example's results of a function whose results have sizes that depend on numbers."""
+        copies = [self._answer(argument) if isinstance(argument, FakeTensor) else argument for argument in args]
         if copies[0] is None:
             return function(*args, **kwargs)
-        assert self._program is not None
         copy = self._program.call(function, *copies, **kwargs)
         results = self._program.value(copy)
         if isinstance(results, Tensor):
@@ -305,12 +294,12 @@ class DataReads(TorchFunctionMode):
         return tuple(self._literal(self._program.call(operator.getitem, copy, place)) for place in range(len(results)))
 
     def _literal(self, copy: fx.Node) -> Tensor:
-        """A constant: the value of a node of the program, which is a condition of the graph from now on."""
+        """Return a constant with the value of a node of the program, which becomes a condition of the graph."""
         value = self._read(copy)
         return torch.tensor(value.tolist(), dtype=value.dtype).reshape(value.shape)
 
     def _call_decomposition(self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-        """A decomposition whose failure is a check of every run, in a form that raises nothing itself."""
+        """Return a decomposition by a function that raises no error itself; every run checks for its failure."""
         result, info = function(*args, **kwargs)
         check = RuntimeCheck(
             running_line(),
@@ -326,42 +315,36 @@ _DATA_DEPENDENT = (
     *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
     *(torch.bincount, Tensor.bincount),
 )
-"""Functions whose results have sizes that depend on numbers, beside those that positions alone are taken from."""
+"""Functions whose results have sizes that depend on numbers, and that are no matter of positions of a mask."""
 
 _LIKE_FACTORIES = (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
 _FACTORIES = (
-    torch.arange,
-    torch.zeros,
-    torch.ones,
-    torch.empty,
-    torch.full,
-    torch.eye,
-    torch.linspace,
+    *(torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.linspace),
     *_LIKE_FACTORIES,
 )
-"""Functions that make tensors of sizes that may be given as tensors."""
+"""Functions that make tensors of sizes that may be passed as tensors."""
 
 _WITH_ERRORS: dict[Any, tuple[Callable[..., Any], str]] = {
     **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), (torch.linalg.inv_ex, "linalg.inv")),
     torch.linalg.cholesky: (torch.linalg.cholesky_ex, "linalg.cholesky"),
     torch.linalg.solve: (torch.linalg.solve_ex, "linalg.solve"),
 }
-"""Functions that raise an error for some numbers, by forms of theirs that tell it in a second result."""
+"""Functions that raise an error for some numbers, and their forms that return it in a second result."""
 
-
+# Operands that a flag is evaluated on: the answer to all of them is that of a run without infinities or the like.
 _ORDINARY = (0.0, 1.0, -1.0, 0.5, 100.0, -100.0)
-"""Numbers that a question is put to: the answer to all of them is that of a run in which nothing is amiss."""
 
 
 def ordinary_answer(node: fx.Node) -> bool | None:
-    """The one answer to a question about numbers that all ordinary ones give, such as whether they are finite.
+    """Return the value of a flag if all ordinary numbers give the same one, as they do for `isfinite`.
 
     Args:
-        node: of one flag, in a graph that is being written; its value has no numbers.
+        node: of one flag, in a graph under construction; its value has no numbers.
 
     Returns:
         The flag; None where it depends on the numbers.
     """
+    # Flags are computed from flags, down to operands that are numbers, which are replaced by ordinary ones.
     flags: dict[fx.Node, None] = {}
     waiting, operands = [node], list[fx.Node]()
     while waiting:
@@ -375,28 +358,27 @@ def ordinary_answer(node: fx.Node) -> bool | None:
     for number in _ORDINARY:
         try:
             answers.add(_answer_to(node, sorted(flags), operands, number))
-        except (RuntimeError, TypeError, ValueError, IndexError):  # such numbers are refused, or sizes are symbolic
-            return None
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None  # an operator refuses such numbers, or sizes are symbolic
     return answers.pop() if len(answers) == 1 else None
 
 
 def _is_flag(node: fx.Node) -> bool:
-    """Whether a node is an operator on numbers or flags whose results are flags."""
+    """Return True if a node is an operator whose results are flags."""
     value = node.meta.get("val")
     is_operator = isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not is_random(node)
     return is_operator and isinstance(value, Tensor) and value.dtype is torch.bool
 
 
 def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Sequence[fx.Node], number: float) -> bool:
-    """The flag where all operands are one number; flags among these are true where it is positive."""
+    """Return the flag where all operands are `number`; operands that are flags are True where it is positive."""
     with outside_functions(), torch.no_grad():
         values: dict[fx.Node, Any] = {}
         for operand in operands:
             like = operand.meta["val"]
             value = number > 0 if like.dtype is torch.bool else number
-            values[operand] = (
-                torch.tensor(value, dtype=torch.float64).to(like.dtype).expand(tuple(map(int, like.shape)))
-            )
+            shape = tuple(map(int, like.shape))
+            values[operand] = torch.tensor(value, dtype=torch.float64).to(like.dtype).expand(shape)
         for flag in flags:
             args, kwargs = fx.map_arg((flag.args, flag.kwargs), values.__getitem__)
             values[flag] = flag.target(*args, **kwargs)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""From the graph that torch traced to a `JointGraph`: what every input and output is, simplified and checked."""
+"""Conversion of a graph that torch traced to a `JointGraph`: inputs and outputs named, nodes simplified and checked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,18 @@ def describe(
     mp_policy: MixedPrecisionPolicy | None = None,
     defaults: Mapping[str, TaskGraph] | None = None,
 ) -> JointGraph:
-    """The joint graph of what was traced; `defaults` are the task graphs of modules that have one, by their paths."""
+    """Return the joint graph of a traced graph.
+
+    Args:
+        traced: forward and backward in one graph; changed.
+        exported: the forward graph that was traced.
+        signature: of the call.
+        mp_policy: whose dtype of reductions gradients get.
+        defaults: the task graphs of modules that have one, by their paths.
+
+    Raises:
+        CaptureError: the graph does something that no plan can keep.
+    """
     graph = traced.graph
     constants = _lift_constants(traced)
     _complete_metadata(graph)
@@ -63,14 +74,16 @@ def describe(
         if (output := _joint_output(value, description, exported, tangents)) is not None
     ]
     graph.erase_node(node)
-    graph.set_codegen(fx.graph.CodeGen())  # flat, as it is called; tracing left a nested one
+    # Tracing left a code generator for nested arguments; the graph is called with flat ones.
+    graph.set_codegen(fx.graph.CodeGen())
     graph.output(tuple(output.node for output in outputs))
     simplify(graph)
     parameters = {item.node for item in inputs if item.kind == "parameter"}
     refresh_views(graph, parameters, lambda node: "backward" in node.meta["partitioner_tag"])
     keep_old_values(graph, inputs, outputs)
-    final = next(reversed(graph.nodes)).args[0]
-    outputs = [replace(output, node=value) for output, value in zip(outputs, final, strict=True)]
+    # The passes above replaced nodes, in the graph's output too, and not in the descriptions.
+    nodes = next(reversed(graph.nodes)).args[0]
+    outputs = [replace(output, node=node) for output, node in zip(outputs, nodes, strict=True)]
     if mp_policy is not None:
         outputs = reduce_gradients(graph, outputs, mp_policy)
     check_gradients(exported, outputs, tangents)
@@ -91,10 +104,8 @@ def describe(
 
 
 def _lift_constants(traced: fx.GraphModule) -> dict[fx.Node, JointInput]:
-    """Make tensors of Python numbers that the trace met inputs of the graph, before its tangents.
-
-    The export makes such inputs of those that it meets; code with its own backward runs in the trace alone.
-    """
+    """Replace constants that the trace added by inputs of the graph, before its tangents."""
+    # The export makes constants of exported code inputs itself. Code with its own backward runs in the trace alone.
     graph = traced.graph
     placeholders = graph.find_nodes(op="placeholder")
     tangents = (node for node in placeholders if isinstance(node.meta["desc"], TangentAOTInput))
@@ -120,7 +131,7 @@ def _lift_constants(traced: fx.GraphModule) -> dict[fx.Node, JointInput]:
 
 
 def _complete_metadata(graph: fx.Graph) -> None:
-    """Give every node a phase and a module path, from its latest operand where tracing recorded no path."""
+    """Give every node a phase and a module path, which is that of its latest operand where tracing recorded none."""
     backward = False
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
@@ -128,38 +139,35 @@ def _complete_metadata(graph: fx.Graph) -> None:
         if node.op == "placeholder":
             tag = "is_backward" if isinstance(node.meta["desc"], TangentAOTInput) else "is_forward"
         else:
+            # Nodes without a tag belong to the half in which they stand.
             tag = tag or ("is_backward" if backward else "is_forward")
             backward = backward or "backward" in tag
         node.meta["partitioner_tag"] = tag
-        node.meta["module_path"] = _module_path(node, position)
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if stack:
+            node.meta["module_path"], _ = next(reversed(stack.values()))
+        else:
+            latest = max(node.all_input_nodes, key=position.__getitem__, default=None)
+            node.meta["module_path"] = "" if latest is None else latest.meta["module_path"]
 
 
 def _forget_devices(graph: fx.Graph) -> None:
-    """Leave it to who runs the graph where tensors are made: the CPU, on which it was traced, means nothing."""
+    """Remove device arguments: the program that runs the graph decides where tensors are made."""
     for node in graph.nodes:
         if "device" in node.kwargs:
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "device"}
 
 
-def _module_path(node: fx.Node, position: Mapping[fx.Node, int]) -> str:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if stack:
-        path, _ = next(reversed(stack.values()))
-        return path
-    latest = max(node.all_input_nodes, key=position.__getitem__, default=None)
-    return "" if latest is None else latest.meta["module_path"]
-
-
 def _joint_input(node: fx.Node, exported: Exported) -> JointInput:
     description = node.meta["desc"]
     if not isinstance(description, TangentAOTInput):
-        item = _plain(description, exported)
+        item = _exported_input(description, exported)
         return JointInput(item.kind, item.name, node, item.value)
     output = description.output
     if isinstance(output, InputMutationAOTOutput):
         raise CaptureError(
-            f"{_plain(output.mutated_input, exported).name} is updated in place with a value that requires a gradient. "
-            "Update it under torch.no_grad(), or with the detached value."
+            f"{_exported_input(output.mutated_input, exported).name} is updated in place with a value that requires a "
+            "gradient. Update it under torch.no_grad(), or with the detached value."
         )
     assert isinstance(output, PlainAOTOutput)
     return JointInput("tangent", exported.result.names[output.idx], node)
@@ -168,17 +176,20 @@ def _joint_input(node: fx.Node, exported: Exported) -> JointInput:
 def _joint_output(
     value: fx.Node | None, description: object, exported: Exported, tangents: set[str]
 ) -> JointOutput | None:
-    if description is None:  # the place of a gradient that nobody asked for
+    """Return the description of an output; None for one that the joint graph does not have."""
+    if description is None:  # the place of a gradient that is not wanted
         return None
     assigned = [name for name, _ in exported.assigned]
     if isinstance(description, InputMutationAOTOutput):
-        name = _plain(description.mutated_input, exported).name
+        name = _exported_input(description.mutated_input, exported).name
+        # Such a buffer is assigned: its new value is an output of its own.
         return None if name in assigned else JointOutput("mutation", name, value)
     if isinstance(description, GradAOTOutput):
-        item = _plain(description.grad_of, exported)
+        item = _exported_input(description.grad_of, exported)
         return JointOutput("gradient", item.name, value) if item.fake.requires_grad else None
     assert isinstance(description, PlainAOTOutput)
     assert value is not None
+    # Every output was cloned for the trace, which needs distinct tensors; the clone's operand is the output.
     assert value.target is aten.clone.default
     names = exported.result.names
     if description.idx >= len(names):
@@ -187,6 +198,6 @@ def _joint_output(
     return JointOutput("output", name, value.all_input_nodes[0], name if name in tangents else None)
 
 
-def _plain(description: object, exported: Exported) -> ExportedInput:
+def _exported_input(description: object, exported: Exported) -> ExportedInput:
     assert isinstance(description, PlainAOTInput), f"{description}: the exported graph has plain inputs only"
     return exported.inputs[description.idx]

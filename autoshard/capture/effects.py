@@ -1,4 +1,4 @@
-"""What the nodes of an exported graph do beside their results: which share memory, change it, and have gradients."""
+"""Effects of the nodes of an exported graph: which share memory, change it, and have gradients."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from autoshard.capture.export import Exported
 
 aten = torch.ops.aten
 
-# Of normalisations, the statistics that training changes, though the operator's schema does not say so.
+# Normalisations whose running statistics training changes, though their schemas do not say so.
 _STATISTICS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Effects:
-    """Found by one run of the graph without numbers.
+    """Effects of the nodes of a graph, found by one run on fake tensors.
 
     Attributes:
         differentiable: nodes, placeholders among them, whose value (or part of it) requires a gradient.
-        memory: the pieces of memory that the value of a node lies in, as numbers; equal ones are one piece.
-        changed: the pieces that a node changes in place, for nodes that do.
+        memory: the storages in which the value of a node lies, as numbers; equal numbers are one storage.
+        changed: the storages that a node changes in place, for nodes that do.
     """
 
     differentiable: frozenset[fx.Node]
@@ -34,24 +34,25 @@ class Effects:
 
 
 def effects_of(exported: Exported, mode: FakeTensorMode) -> Effects:
-    """The effects of the nodes of an exported graph, in the grad mode that is active.
+    """Return the effects of the nodes of an exported graph, in the active grad mode.
 
     Args:
         exported: the graph.
-        mode: of the fake tensors that are its inputs. What depends on no input, such as a mask, has no numbers either.
+        mode: of the fake tensors that are its inputs. Tensors that depend on no input, such as a mask, are fake, too.
     """
     run = _EffectInterpreter(exported.graph_module)
     with mode:
         run.run(*(item.fake for item in exported.inputs))
     memory = {node: frozenset(storage_of(tensor) for tensor in _tensors(value)) for node, value in run.env.items()}
-    differentiable = (node for node, value in run.env.items() if any(one.requires_grad for one in _tensors(value)))
+    differentiable = {node for node, value in run.env.items() if any(each.requires_grad for each in _tensors(value))}
     return Effects(frozenset(differentiable), memory, run.changed)
 
 
 class _EffectInterpreter(fx.Interpreter):
-    """Runs a graph and remembers what was changed in place; all values are kept, so that no memory is used twice."""
+    """Interpreter that records which storages nodes change in place."""
 
     def __init__(self, module: fx.GraphModule) -> None:
+        # Values stay alive: the number of a storage that was freed would stand for another one later.
         super().__init__(module, garbage_collect_values=False)
         self.changed: dict[fx.Node, frozenset[int]] = {}
 
@@ -61,7 +62,7 @@ class _EffectInterpreter(fx.Interpreter):
         tensors = [tensor for source in n.all_input_nodes for tensor in _tensors(self.env[source])]
         before = [version_of(tensor) for tensor in tensors]
         result = super().run_node(n)
-        changed = [one for one, version in zip(tensors, before, strict=True) if version_of(one) != version]
+        changed = [tensor for tensor, version in zip(tensors, before, strict=True) if version_of(tensor) != version]
         changed += [self.env[source] for source in statistics(n, self.module)]
         if changed:
             self.changed[n] = frozenset(storage_of(tensor) for tensor in changed)
@@ -69,10 +70,10 @@ class _EffectInterpreter(fx.Interpreter):
 
 
 def statistics(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
-    """The running statistics that a normalisation changes, or one in a region that the node calls.
+    """Yield the running statistics that a node changes: a normalisation, or one in a region that the node calls.
 
     Args:
-        node: of the graph of `module`; regions under autocast or without gradients are modules of their own in it.
+        node: of the graph of `module`; regions under autocast or without gradients are submodules.
     """
     if node.target in _STATISTICS:
         _, _, _, *running, training = node.args[:6]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
-from autoshard.capture._torch import FakeTensor, FakeTensorMode, InputKind, TensorArgument, pytree
+from autoshard.capture._torch import FakeTensor, FakeTensorMode, InputKind, TensorArgument, attribute_patch, pytree
 from autoshard.capture.assigned_tensors import AssignedTensors, SetBuffer
 from autoshard.capture.call_layout import CallLayout, Constant, ResultLayout, RuntimeCheck, call_layout, result_names
-from autoshard.capture.capture_errors import Regions, node_line, node_place, refusing_branches
+from autoshard.capture.capture_errors import Regions, node_line, node_place, refusing_branches, running_line
 from autoshard.capture.composites import Exportable, replace_composites
-from autoshard.capture.conversions import unconverted_modules
 from autoshard.capture.data_reads import DataReads
 from autoshard.capture.dynamic import Dynamic, export_dynamic
 from autoshard.capture.fake_module import fake_like
@@ -35,7 +35,7 @@ ExportedKind = Literal["parameter", "buffer", "constant", "input"]
 aten = torch.ops.aten
 
 ASSIGNS = "assigns"
-"""In the meta of a copy into a buffer behind all that reads the buffer."""
+"""Key in the meta of a copy into a buffer that comes behind all readers of the buffer."""
 
 _KINDS: dict[InputKind, ExportedKind] = {
     InputKind.PARAMETER: "parameter",
@@ -47,7 +47,7 @@ _KINDS: dict[InputKind, ExportedKind] = {
 
 @dataclass(frozen=True, slots=True)
 class ExportedInput:
-    """A placeholder of the exported graph; `value` holds the numbers of a constant."""
+    """A placeholder of the exported graph; `value` has the numbers of a constant."""
 
     kind: ExportedKind
     name: str
@@ -59,8 +59,12 @@ class ExportedInput:
 class Exported:
     """A module's forward graph: tensors in, tensors out, buffers still changed in place.
 
-    `assigned` are the buffers, by first name, that have another value when all is done: it is written over the old one,
-    which the graph reads until then. `state` is what else of the module was read and set.
+    Attributes:
+        aliases: all names of a parameter or buffer, by its first name.
+        dynamic: for inputs by name, the names of dims that calls may change.
+        assigned: the buffers, by first name, that `forward` set to another value. It is written over the old one, which
+            the graph reads, at the end.
+        state: the state of Python that `forward` read and set.
     """
 
     graph_module: fx.GraphModule
@@ -76,7 +80,7 @@ class Exported:
 
 @dataclass(slots=True)
 class NamedTensors:
-    """Parameters and buffers by first name, the first name behind every name, and all names behind the first."""
+    """Parameters and buffers by first name, the first name of every name, and all names by the first name."""
 
     fakes: dict[str, torch.Tensor] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
@@ -92,16 +96,27 @@ def export_forward(
     state: StateWatch,
     examples: Mapping[str, torch.Tensor],
 ) -> Exported:
-    """Export a fake twin called with fake inputs, of which some sizes may be dynamic.
+    """Export a fake copy of a module, called with fake inputs.
 
-    `examples` are the inputs by name, as far as they have numbers.
+    Args:
+        twin: the fake copy.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        mode: of the fake tensors.
+        dynamic: dims of inputs that calls may change.
+        state: records reads and changes of Python's state.
+        examples: the inputs by name, as far as they have numbers.
+
+    Raises:
+        CaptureError: no graph can hold what `forward` does.
     """
     opaque = OpaqueOutputs()
     state.mutations.note_state()
     reads = DataReads(examples, state.mutations.note_number)
-    assigned = AssignedTensors(twin, state.mutations, lambda: [one.flag for one in reads.assumptions])
+    assigned = AssignedTensors(twin, state.mutations, lambda: [assumption.flag for assumption in reads.assumptions])
     twin.register_forward_hook(opaque)
     calls, regions = PythonCalls(twin, state.mutations), Regions()
+    # Modes that are entered later see calls of torch earlier: reads of numbers before the replacement of operators.
     with (
         refusing_branches(twin, reads.has_read),
         assigned.watching(),
@@ -111,7 +126,7 @@ def export_forward(
         regions.watching(),
         HostRandom(state.mutations).watching(twin),
         reads.watching(twin),
-        unconverted_modules(),
+        _unconverted_modules(),
         state.traced_parameters,
         state.watching(),
     ):
@@ -121,13 +136,14 @@ def export_forward(
             program, sizes = torch.export.export(twin, args, dict(kwargs), strict=False), {}
     opaque.warn(type(twin).__name__)
     regions.check(program.graph)
-    seen = state.state()
+    python_state = state.state()
     replace_python_calls(program.graph_module, calls)
     replace_composites(program.graph_module)
     replace_routing(program.graph_module)
     names = named_tensors(twin)
     structure = program.call_spec.in_spec
     assert structure is not None
+    # torch.export orders keyword arguments as `forward` does, not as the caller.
     keywords = structure.unflatten(range(structure.num_leaves))[1]
     leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in keywords}))
     call = call_layout(twin, structure, leaves)
@@ -136,25 +152,47 @@ def export_forward(
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     known = {node: item.value for node, item in zip(placeholders, inputs, strict=True) if item.value is not None}
     replace_position_masks(graph_module.graph, known)
-    outputs, set_buffers, result = _take_outputs(program, assigned, tuple(one.check for one in reads.assumptions))
+    checks = tuple(assumption.check for assumption in reads.assumptions)
+    outputs, set_buffers, result = _take_outputs(program, assigned, checks)
     kinds = dict(zip(placeholders, (item.kind for item in inputs), strict=True))
     buffers = tuple(_take_buffers(zip(assigned.buffers, set_buffers, strict=True), names, kinds))
     sources = [(item.kind, item.name, node) for item, node in zip(inputs, placeholders, strict=True)]
     views = dict(find_output_views(dict(zip(result.names, outputs, strict=False)), sources))
     result = replace(result, views=views)
-    seen = replace(seen, conditions=reads.conditions())
-    return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes, buffers, seen)
+    python_state = replace(python_state, conditions=reads.conditions())
+    return Exported(graph_module, inputs, outputs, call, result, names.aliases, sizes, buffers, python_state)
+
+
+@contextlib.contextmanager
+def _unconverted_modules() -> Iterator[None]:
+    """Context in which `module.to(...)` and the like raise an error, unless there is nothing to convert."""
+
+    # torch would replace every fake parameter by another object, which the graph does not know.
+    def apply(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
+            with torch.no_grad():
+                converted = convert(tensor)
+            if converted is not tensor:
+                raise CaptureError(
+                    f"{running_line()} converts {type(module).__name__}.{name} from {tensor.dtype} on {tensor.device} "
+                    f"to {converted.dtype} on {converted.device}: a parallelised module keeps its parameters and "
+                    "buffers. Convert the module before autoshard.parallelize, or what is computed with them in "
+                    "forward."
+                )
+        return module
+
+    with attribute_patch(nn.Module, "_apply", apply):
+        yield
 
 
 def named_tensors(module: nn.Module) -> NamedTensors:
-    """The parameters and buffers of a module."""
+    """Return the parameters and buffers of a module."""
     names = NamedTensors()
     by_identity: dict[int, str] = {}
-    tensors = [
+    for name, tensor in (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in tensors:
+    ):
         first = by_identity.setdefault(id(tensor), name)
         names.fakes.setdefault(first, tensor)
         names.first[name] = first
@@ -172,9 +210,10 @@ def _take_inputs(
     twin: nn.Module,
     state: StateWatch,
 ) -> tuple[ExportedInput, ...]:
-    """Leave one placeholder per tensor: tied names share one, plain values have none."""
+    """Reduce placeholders to one per tensor, and describe them: tied names share one, plain values have none."""
     graph = program.graph_module.graph
-    held = {
+    # Tensors in attributes, which an export names by their paths.
+    attributes = {
         f"{path}.{name}" if path else name
         for path, part in twin.named_modules()
         for name, tensor in vars(part).items()
@@ -182,7 +221,7 @@ def _take_inputs(
     }
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     user = iter(zip(call.leaves, leaves, strict=True))
-    seen: dict[tuple[str, str], fx.Node] = {}
+    first: dict[tuple[str, str], fx.Node] = {}
     inputs = []
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         kind = _KINDS.get(spec.kind)
@@ -205,20 +244,22 @@ def _take_inputs(
             if not _has_storage(constant):
                 raise _lost_error(reader)
             state.check_constant(constant, node_line(reader))
-            if isinstance(constant, FakeTensor) and name not in held:
+            # A fake constant of no attribute was made by code that the export did not trace.
+            if isinstance(constant, FakeTensor) and name not in attributes:
                 raise _lost_error(reader)
             fake = fake_like(constant, mode)
             value = None if isinstance(constant, FakeTensor) else constant
         else:
             name = names.first[str(spec.target)]
             fake = names.fakes[name]
-        if (kind, name) in seen:
-            node.replace_all_uses_with(seen[kind, name])
+        if (kind, name) in first:
+            node.replace_all_uses_with(first[kind, name])
             graph.erase_node(node)
             continue
-        if dynamic:  # export made fakes of its own, with symbols for sizes
+        # With dynamic sizes, torch.export made fake tensors of its own, with symbols for sizes.
+        if dynamic:
             fake = node.meta["val"].requires_grad_(fake.requires_grad)
-        seen[kind, name] = node
+        first[kind, name] = node
         inputs.append(ExportedInput(kind, name, fake, value))
     return tuple(inputs)
 
@@ -233,7 +274,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _lost_error(reader: fx.Node) -> CaptureError:
-    """Return the refusal of a tensor that was made while `forward` was exported, of which the graph knows nothing."""
+    """Return the error for a tensor that was made while `forward` was exported, and is not in the graph."""
     place = node_place(reader, "reads a tensor that torch.export did not see being made")
     return CaptureError(
         f"{place}. torch.vmap leaves one behind where its out_dims are not 0: leave out_dims out, and move the dim of "
@@ -246,12 +287,13 @@ def _lost_error(reader: fx.Node) -> CaptureError:
 def _take_outputs(
     program: torch.export.ExportedProgram, assigned: AssignedTensors, checks: tuple[RuntimeCheck, ...]
 ) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...], ResultLayout]:
-    """The nodes of outputs and flags, those of assigned buffers, and how the first become what `forward` returns."""
+    """Return the nodes of outputs and flags, those of assigned buffers, and the layout of the result of `forward`."""
     output = next(reversed(program.graph_module.graph.nodes))
     structure = program.call_spec.out_spec
     assert structure is not None
     specs = program.graph_signature.output_specs
     assert len(specs) == structure.num_leaves == len(output.args[0])
+    # A hook put the result of `forward` into a tuple with further tensors; its structure is the first part.
     if assigned.found or assigned.buffers or checks:
         structure = pytree.tree_flatten(structure.unflatten(range(structure.num_leaves))[0])[1]
     leaves: list[str | Constant] = []
@@ -263,55 +305,49 @@ def _take_outputs(
         else:
             leaves.append(Constant(spec.arg.value))
     result = ResultLayout(structure, tuple(leaves), assigned.found, checks)
-    more = output.args[0][len(leaves) :]
-    end = len(assigned.found), len(assigned.found) + len(assigned.buffers)
-    return (*nodes, *more[: end[0]], *more[end[1] :]), tuple(more[end[0] : end[1]]), result
+    # Behind the leaves of the result: attributes, then buffers, then flags of checks.
+    further = output.args[0][len(leaves) :]
+    first, end = len(assigned.found), len(assigned.found) + len(assigned.buffers)
+    return (*nodes, *further[:first], *further[end:]), tuple(further[first:end]), result
 
 
 def _take_buffers(
     assigned: Iterable[tuple[SetBuffer, fx.Node]], names: NamedTensors, kinds: Mapping[fx.Node, ExportedKind]
 ) -> Iterator[tuple[str, fx.Node]]:
-    """The buffers whose new values are to be kept, and these.
-
-    A cache that is made of no input, parameter or buffer, such as a table of positions, may be made anew by every call.
-
-    Args:
-        assigned: what forward set, and the nodes of the new values.
-        names: of the buffers that the module has.
-        kinds: of the placeholders.
+    """Yield the buffers whose new values are kept, by first name, with the nodes of the values.
 
     Raises:
-        CaptureError: the module can't hold a new value.
+        CaptureError: the module cannot hold a new value.
     """
     for buffer, node in assigned:
         if buffer.fault is None:
             yield names.first[buffer.name], node
+        # A cache that depends on constants alone, such as a table of positions, need not be kept: every call makes it.
         elif any(kinds.get(source, "constant") != "constant" or is_random(source) for source in _ancestors(node)):
             raise CaptureError(buffer.fault)
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """A node and all that it is made of."""
-    found: set[fx.Node] = set()
+    """Return a node and all nodes that it depends on."""
+    ancestors: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             waiting += node.all_input_nodes
-    return found
+    return ancestors
 
 
 def with_copies(exported: Exported) -> Exported:
-    """The graph with what is assigned to buffers as copies into them, the last operators, marked in their meta.
-
-    What reads such a buffer reads a copy of its old value: autograd and views never meet the new one.
-    """
+    """Return the graph with assignments of buffers as copies into them: the last operators, marked in their meta."""
     graph = exported.graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
-    held = {item.name: node for item, node in zip(exported.inputs, placeholders, strict=True) if item.kind == "buffer"}
+    inputs = zip(exported.inputs, placeholders, strict=True)
+    buffers = {item.name: node for item, node in inputs if item.kind == "buffer"}
+    # Readers of such a buffer read a copy of its old value: autograd and views never meet the new one.
     old: dict[fx.Node, fx.Node] = {}
-    for buffer in (held[name] for name, _ in exported.assigned):
+    for buffer in (buffers[name] for name, _ in exported.assigned):
         if buffer.users:
             with graph.inserting_before(min(buffer.users)):
                 copy = old[buffer] = graph.call_function(aten.clone.default, (buffer,))
@@ -321,6 +357,6 @@ def with_copies(exported: Exported) -> Exported:
     with graph.inserting_before(graph.output_node()):
         for name, assigned in exported.assigned:
             value = old.get(assigned, assigned)
-            copy = graph.call_function(aten.copy_.default, (held[name], value))
-            copy.meta = {**value.meta, "val": held[name].meta["val"], ASSIGNS: True}
+            copy = graph.call_function(aten.copy_.default, (buffers[name], value))
+            copy.meta = {**value.meta, "val": buffers[name].meta["val"], ASSIGNS: True}
     return replace(exported, outputs=tuple(old.get(node, node) for node in exported.outputs), assigned=())

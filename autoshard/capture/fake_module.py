@@ -1,4 +1,4 @@
-"""A fake twin: the same module and inputs with tensors that have shapes and no numbers."""
+"""Fake copies of modules, whose tensors have shapes and no numbers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autoshard.capture._torch import FakeTensorMode, is_lazy
 from autoshard.errors import CaptureError
 
 DEVICE = torch.device("cpu")
-"""Where all tensors of a capture are, wherever the model is and will run."""
+"""The device of all tensors in a capture, wherever the model is and will run."""
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A contiguous fake tensor with the (global) shape, dtype and `requires_grad` of `tensor`."""
+    """Return a contiguous fake tensor with the (global) shape, dtype and `requires_grad` of `tensor`."""
     with mode:
         fake = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=DEVICE)
     return fake.requires_grad_(tensor.requires_grad)
@@ -34,17 +34,17 @@ def fake_copy(
     held: Iterable[torch.Tensor] = (),
     copies: dict[int, Any] | None = None,
 ) -> nn.Module:
-    """A copy of `module` with fake parameters and buffers; nothing of the module is touched or copied.
+    """Return a copy of `module` with fake parameters and buffers; no tensor of the module is touched or copied.
 
-    Tied tensors stay tied. The `forward` of a parallelised module gives way to the one that it had.
+    Tied tensors stay tied. A parallelised module is copied with the `forward` that it had before.
 
     Args:
         module: the module.
         mode: of the fake tensors.
-        training: whether the copy is in training mode; as the module is when None.
-        one_device: whether all parameters have to be on one device.
+        training: training mode of the copy; that of the module when None.
+        one_device: True if all parameters have to be on one device.
         held: tensors in containers and objects of the module.
-        copies: filled with what the copy has in the place of objects, by their `id`.
+        copies: filled with the copies of objects, by the `id` of the originals.
 
     Raises:
         CaptureError: parameters have no shape yet, or are on different devices though `one_device` is asked for; or
@@ -52,17 +52,20 @@ def fake_copy(
     """
     for fault in parameter_faults(module) if one_device else _shape_faults(module):
         raise CaptureError(fault)
+    # `copy.deepcopy` takes from the memo what is in it, and copies all else.
     memo: dict[int, Any] = {} if copies is None else copies
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(fake_like(parameter.detach(), mode), parameter.requires_grad)
-    for tensor in (*_plain_tensors(module), *filter(_has_no_numbers, held)):
+    for tensor in (*module.buffers(), *filter(_has_no_numbers, (*_attributes(module), *held))):
         memo.setdefault(id(tensor), fake_like(tensor, mode))
+    # Other attributes are constants of the graph, kept with their numbers.
     for tensor in _attributes(module):
         if id(tensor) not in memo and tensor.device != DEVICE:
             memo[id(tensor)] = tensor.detach().to(DEVICE)
+    # The runtime of a parallelised module is not copied: its graphs, plan and process groups cannot be.
     for name, value in vars(module).items():
-        if _is_autoshard(value) or (name == "forward" and any(map(_is_runner, vars(module).values()))):
-            memo[id(value)] = value  # what runs a parallelised module: graphs, plan and groups are not for copying
+        if _is_autoshard(value) or (name == "forward" and any(map(_is_runtime, vars(module).values()))):
+            memo[id(value)] = value
     try:
         twin = copy.deepcopy(module, memo)
     except Exception as error:
@@ -72,33 +75,27 @@ def fake_copy(
             "out of the module's attributes."
         ) from error
     _restore_forward(module, twin, memo)
+    # Functions in attributes and hooks, which `copy.deepcopy` leaves as they are, are bound to the copy.
     for part in twin.modules():
         tables = [value for name, value in vars(part).items() if name.endswith("_hooks") and isinstance(value, dict)]
         for table in (vars(part), *tables):
             table.update({name: _rebind(value, memo) for name, value in table.items() if callable(value)})
+    # Hooks of the module itself run around the parallelised forward, not in it.
     for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_pre_hooks, twin._backward_hooks):
-        hooks.clear()  # those of the module itself run around its forward, not in it
+        hooks.clear()
     if training is not None and training != twin.training:
         twin.train(training)
     return twin
 
 
-def _plain_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Buffers, and plain tensor attributes without numbers that a graph could hold as constants.
-
-    These are on the meta device, or were left by an earlier call, with its history or as shards. Other attributes are
-    constants, kept as they are.
-    """
-    yield from module.buffers()
-    yield from filter(_has_no_numbers, _attributes(module))
-
-
 def _has_no_numbers(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor whose numbers no graph can hold as a constant."""
+    # On the meta device, or left by an earlier call: with its autograd history, or as a shard.
     return tensor.is_meta or tensor.grad_fn is not None or type(tensor) not in (torch.Tensor, nn.Parameter)
 
 
 def _attributes(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors that submodules hold outside their parameters and buffers."""
+    """Yield the tensors that submodules hold outside their parameters and buffers."""
     for submodule in module.modules():
         for value in vars(submodule).values():
             if isinstance(value, torch.Tensor):
@@ -106,24 +103,21 @@ def _attributes(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _restore_forward(module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
-    """Give the copy of a parallelised module the `forward` that the module had before.
-
-    What the user puts around it later runs around its programs, and is no part of them.
-    """
-    before = next((value.forward_before for value in vars(module).values() if _is_runner(value)), None)
+    """Give the copy of a parallelised module the `forward` that the module had before."""
+    before = next((value.forward_before for value in vars(module).values() if _is_runtime(value)), None)
     if before is None:
         return
+    # A wrapper that the user puts around `forward` after parallelize runs around its programs, not in them.
     twin.__dict__.pop("forward", None)
     if getattr(before, "__func__", None) is not type(module).forward:
-        twin.__dict__["forward"] = copy.deepcopy(before, memo)  # bound to the twin, where it was bound to the module
+        # The memo binds it to the copy, if it was bound to the module.
+        twin.__dict__["forward"] = copy.deepcopy(before, memo)
 
 
 def _rebind(value: Any, copies: dict[int, Any]) -> Any:
-    """A function, method or partial function with copies in the place of the objects that it is bound to.
-
-    `copy.deepcopy` copies no function, nor the variables around it: what was put around the `forward` of a module, and
-    calls it from there, would call that of the original.
-    """
+    """Return a function, method or partial function that is bound to copies of the objects it was bound to."""
+    # `copy.deepcopy` copies neither functions nor their closures: a wrapper of the `forward` of a submodule would go on
+    # to call that of the original.
     if isinstance(value, torch.Tensor):
         return value
     if id(value) in copies:
@@ -133,34 +127,35 @@ def _rebind(value: Any, copies: dict[int, Any]) -> Any:
         unchanged = function is value.__func__ and owner is value.__self__
         return value if unchanged else types.MethodType(function, owner)
     if isinstance(value, functools.partial):
-        args = [_rebind(one, copies) for one in value.args]
-        named = {name: _rebind(one, copies) for name, one in value.keywords.items()}
-        return functools.partial(_rebind(value.func, copies), *args, **named)
+        args = [_rebind(argument, copies) for argument in value.args]
+        kwargs = {name: _rebind(argument, copies) for name, argument in value.keywords.items()}
+        return functools.partial(_rebind(value.func, copies), *args, **kwargs)
     if not isinstance(value, types.FunctionType) or not value.__closure__:
         return value
-    copies[id(value)] = value  # a function may call itself
+    copies[id(value)] = value  # ends the recursion of a function that has itself in its closure
     cells = tuple(_rebind_cell(cell, copies) for cell in value.__closure__)
     if all(new is old for new, old in zip(cells, value.__closure__, strict=True)):
         return value
-    made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-    made.__kwdefaults__, made.__qualname__, made.__module__ = value.__kwdefaults__, value.__qualname__, value.__module__
-    copies[id(value)] = made
-    return made
+    bound = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    bound.__kwdefaults__, bound.__qualname__ = value.__kwdefaults__, value.__qualname__
+    bound.__module__ = value.__module__
+    copies[id(value)] = bound
+    return bound
 
 
 def _rebind_cell(cell: types.CellType, copies: dict[int, Any]) -> types.CellType:
     if id(cell) not in copies:
         try:
-            held = cell.cell_contents
-        except ValueError:  # it is empty
+            contents = cell.cell_contents
+        except ValueError:  # the cell is empty
             return cell
-        new = _rebind(held, copies)
-        copies[id(cell)] = cell if new is held else types.CellType(new)
+        new = _rebind(contents, copies)
+        copies[id(cell)] = cell if new is contents else types.CellType(new)
     return copies[id(cell)]
 
 
-def _is_runner(value: object) -> bool:
-    """Whether an attribute of a module is what runs it once it is parallelised."""
+def _is_runtime(value: object) -> bool:
+    """Return True if an attribute of a module is the runtime of a parallelised module."""
     return _is_autoshard(value) and hasattr(value, "forward_before")
 
 
@@ -170,21 +165,21 @@ def _is_autoshard(value: object) -> bool:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """`CaptureError` unless all parameters have a shape and are on one device."""
+    """Raise a `CaptureError` unless all parameters have a shape and are on one device."""
     for fault in parameter_faults(module):
         raise CaptureError(fault)
 
 
 def parameter_faults(module: nn.Module) -> Iterator[str]:
-    """What keeps the parameters from being captured, a sentence or two for each fault."""
+    """Yield the reasons why the parameters cannot be captured, in a sentence or two each."""
     yield from _shape_faults(module)
-    where: dict[torch.device, str] = {}
+    examples: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
-        where.setdefault(parameter.device, name)
-    if len(where) > 1:
-        some = ", ".join(f"{name} on {device}" for device, name in where.items())
+        examples.setdefault(parameter.device, name)
+    if len(examples) > 1:
+        text = ", ".join(f"{name} on {device}" for device, name in examples.items())
         yield (
-            f"the parameters are on different devices: {some}. Move the module to one device (or to the meta device) "
+            f"the parameters are on different devices: {text}. Move the module to one device (or to the meta device) "
             "first; autoshard decides where its shards lie."
         )
 

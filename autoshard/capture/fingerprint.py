@@ -1,4 +1,4 @@
-"""A hash that tells captured graphs apart, the same on all ranks and in all runs."""
+"""Hash of a captured graph, the same on all ranks and in all runs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from autoshard.size import DynamicSize, Ratio
 
 
 def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[JointOutput], graph: fx.Graph) -> str:
-    """SHA-256 of inputs, operators with their arguments, shapes and dtypes, and outputs."""
+    """Return the SHA-256 of inputs, operators with their arguments, shapes and dtypes, and outputs.
+
+    Plan files store it: the hashed text of a graph must not change from version to version.
+    """
+    # Names of nodes depend on the process: they are numbered instead.
     number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     digest = hashlib.sha256()
     for item in inputs:
         digest.update(f"{item.kind} {item.name}\n".encode())
     for node in graph.nodes:
-        if node.op == "get_attr" and isinstance(
-            nested := getattr(graph.owning_module, str(node.target)), fx.GraphModule
-        ):
-            digest.update(fingerprint((), (), nested.graph).encode())
+        if node.op == "get_attr":
+            region = getattr(graph.owning_module, str(node.target))
+            if isinstance(region, fx.GraphModule):
+                digest.update(fingerprint((), (), region.graph).encode())
         arguments = fx.node.map_arg((node.args, node.kwargs), number.__getitem__)
         digest.update(f"{node.op} {_target_text(node)} {arguments}".encode())
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor):
                 digest.update(f" {tuple(value.shape)} {value.dtype}".encode())
+        # The text of a dynamic size is that of the example: its expression tells graphs of other sizes apart.
         for size in pytree.tree_leaves((node.args, node.kwargs, node.meta.get("sizes"))):
             if isinstance(size, (DynamicSize, Ratio)):
                 digest.update(f" {size.expr}".encode())
@@ -41,9 +46,10 @@ def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[
 
 
 def _target_text(node: fx.Node) -> str:
-    """What a node calls: an operator, or a function, whose text would tell where it lies in memory."""
+    """Return the text of the operator or function that a node calls."""
     if node.op != "call_function":
         return ""
+    # The text of a function would have its address in memory.
     if isinstance(node.target, FunctionType):
         return f"{node.target.__module__}.{node.target.__qualname__}"
     return str(node.target)

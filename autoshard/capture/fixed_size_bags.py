@@ -1,7 +1,7 @@
-"""Bags of embeddings that are all of one size, `[B, K]` indices of rows of a table `[V, D]`, as operators of their own.
+"""Bags of embeddings of one size, `[B, K]` indices of rows of a table `[V, D]`, as operators of their own.
 
-ATen's operators take bags of any size one after another in one dim, whose borders no shard can know. Where the indices
-come as a matrix, every row is a bag: bags are sharded as any batch is. The sums are made without a tensor `[B, K, D]`.
+ATen's operators take bags of any sizes one after another in one dim, in which no shard knows its borders. Where the
+indices are a matrix, every row is a bag: bags are sharded as any batch is. No operator makes a tensor `[B, K, D]`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch.nn import functional
 
 aten = torch.ops.aten
 
-SUM, MEAN = 0, 1  # what ATen's `mode` arguments mean
+# Values of ATen's `mode` arguments.
+SUM, MEAN = 0, 1
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
 _OPTIONS = "int mode, int padding"
@@ -26,12 +27,12 @@ bags = torch.ops.autoshard
 
 
 def _offsets(indices: Tensor) -> Tensor:
-    """Where every bag begins."""
+    """Return the position in the flattened indices at which every bag begins."""
     return torch.arange(0, indices.numel(), indices.shape[1], device=indices.device)
 
 
 def _bags(table: Tensor, indices: Tensor, weights: Tensor | None, mode: int, padding: int) -> Tensor:
-    """Sum or mean of the rows of every bag, `[B, D]`; rows at the index `padding` do not count."""
+    """Return the sum or mean of the rows of every bag, `[B, D]`, without rows at the index `padding`."""
     flat = None if weights is None else weights.reshape(-1)
     result: Tensor = aten._embedding_bag_forward_only(
         table, indices.reshape(-1), _offsets(indices), False, mode, False, flat, False, padding
@@ -40,7 +41,7 @@ def _bags(table: Tensor, indices: Tensor, weights: Tensor | None, mode: int, pad
 
 
 def _per_index(grad: Tensor, indices: Tensor, mode: int, padding: int) -> Tensor:
-    """What the gradient of a bag is to each of its rows but for their weights, `[B, D]`."""
+    """Return the gradient of each row of a bag, without its weight, `[B, D]`."""
     if mode == SUM:
         return grad
     count = (indices != padding).sum(1, keepdim=True).clamp_min(1)
@@ -48,10 +49,12 @@ def _per_index(grad: Tensor, indices: Tensor, mode: int, padding: int) -> Tensor
 
 
 def _bags_backward(grad: Tensor, indices: Tensor, weights: Tensor | None, rows: int, mode: int, padding: int) -> Tensor:
-    """The gradient of the table, `[V, D]`."""
+    """Return the gradient of the table, `[V, D]`."""
     offsets = _offsets(indices)
     bag = torch.arange(indices.shape[0], device=indices.device).repeat_interleave(indices.shape[1])
     flat = None if weights is None else weights.reshape(-1)
+    # `_per_index` has divided the gradients of means: as sums, they need neither sizes of bags nor indices of maxima,
+    # in whose places are zeros.
     result: Tensor = aten._embedding_bag_dense_backward(
         *(_per_index(grad, indices, mode, padding), indices.reshape(-1), bag),
         *(torch.zeros_like(offsets), torch.zeros_like(offsets), rows, False, SUM, flat, padding),
@@ -60,7 +63,7 @@ def _bags_backward(grad: Tensor, indices: Tensor, weights: Tensor | None, rows: 
 
 
 def _bags_weights_backward(grad: Tensor, table: Tensor, indices: Tensor, mode: int, padding: int) -> Tensor:
-    """The gradient of the weights, `[B, K]`."""
+    """Return the gradient of the weights, `[B, K]`."""
     offsets = _offsets(indices)
     bag = torch.arange(indices.shape[0], device=indices.device).repeat_interleave(indices.shape[1])
     flat: Tensor = aten._embedding_bag_per_sample_weights_backward(
@@ -95,6 +98,7 @@ for _name, _program, _shapes in (
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     table, indices, weights, ctx.mode, ctx.padding = inputs
     ctx.rows = table.shape[0]
+    # Only the gradient of weights needs the table.
     ctx.save_for_backward(None if weights is None else table, indices, weights)
 
 
@@ -124,12 +128,12 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.embedding_bag`, by the operators of this file where they can do what is asked for."""
+    """Return `torch.nn.functional.embedding_bag`, computed by the operators of this file where they can."""
     if input.dim() != 2 or offsets is not None or mode == "max" or scale_grad_by_freq or sparse or max_norm is not None:
         return functional.embedding_bag(
             *(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse),
             *(per_sample_weights, include_last_offset, padding_idx),
         )
-    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]  # no index is -1
     result: Tensor = bags.bags(weight, input, per_sample_weights, SUM if mode == "sum" else MEAN, padding)
     return result

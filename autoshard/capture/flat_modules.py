@@ -1,4 +1,4 @@
-"""Modules that are flat graphs of operators already: they need no export, which would find the same graph again."""
+"""Modules that are flat graphs of operators already, and so need no export."""
 
 from __future__ import annotations
 
@@ -15,57 +15,60 @@ _KEY = "autoshard_flat"
 
 
 def mark_flat(module: fx.GraphModule) -> None:
-    """Say that the graph of a module was exported, or is a part of one that was."""
+    """Mark a module whose graph is exported, or part of an exported one."""
     module.meta[_KEY] = True
 
 
 def is_flat(module: nn.Module) -> TypeGuard[fx.GraphModule]:
-    """Whether `flat_forward` takes the module."""
+    """Return True if `flat_forward` takes the module."""
     return isinstance(module, fx.GraphModule) and _KEY in module.meta
 
 
 def flat_forward(twin: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exported:
-    """The forward graph of a flat fake twin, as `export_forward` gives it.
+    """Return the forward graph of a flat fake copy, as `export_forward` does.
 
     Args:
-        twin: returns a tuple of tensors; what its graph reads of its own are parameters, buffers and regions.
-        args, kwargs: fake tensors: positional ones for its first placeholders in order, the others by their names.
+        twin: returns a tuple of tensors; its graph reads parameters, buffers and regions of the module.
+        args: fake tensors for its first placeholders, in order.
+        kwargs: fake tensors for placeholders by name.
     """
     names = named_tensors(twin)
     parameters = {name for name, _ in twin.named_parameters(remove_duplicate=False)}
     graph = fx.Graph()
-    own: dict[str, fx.Node] = {}
+    held: dict[str, fx.Node] = {}
     inputs: list[ExportedInput] = []
     for path, tensor in names.fakes.items():
-        own[path] = graph.placeholder(f"own_{path}".replace(".", "_"))  # paths may begin with digits
-        own[path].meta["val"] = tensor
+        # With a prefix, since paths may begin with digits.
+        held[path] = graph.placeholder(f"own_{path}".replace(".", "_"))
+        held[path].meta["val"] = tensor
         inputs.append(ExportedInput("parameter" if path in parameters else "buffer", path, tensor, None))
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     call = call_layout(twin, structure, leaves)
-    taken = twin.graph.find_nodes(op="placeholder")
-    named = {node.target: node for node in taken}
-    env: dict[fx.Node, fx.Node] = {}
-    given = (*taken[: len(args)], *(named[name] for name in kwargs))
-    for node, name, fake in zip(given, call.leaves, leaves, strict=True):
-        env[node] = graph.node_copy(node)
+    placeholders = twin.graph.find_nodes(op="placeholder")
+    by_name = {node.target: node for node in placeholders}
+    copies: dict[fx.Node, fx.Node] = {}
+    passed = (*placeholders[: len(args)], *(by_name[name] for name in kwargs))
+    for node, name, fake in zip(passed, call.leaves, leaves, strict=True):
+        copies[node] = graph.node_copy(node)
         inputs.append(ExportedInput("input", str(name), fake, None))
-    regions = nn.Module()
+    regions = nn.Module()  # the module of the new graph, whose parameters are inputs
     assigned: list[tuple[str, fx.Node]] = []
     for node in twin.graph.nodes:
         target = str(node.target)
         if node.op == "get_attr" and target in names.first:
-            env[node] = own[names.first[target]]
+            copies[node] = held[names.first[target]]
         elif node.op == "get_attr":
             regions.add_module(target, twin.get_submodule(target))
-            env[node] = graph.node_copy(node)
+            copies[node] = graph.node_copy(node)
         elif ASSIGNS in node.meta:
+            # A copy into a buffer, which `with_copies` made of an assignment: an assignment again.
             buffer, value = node.all_input_nodes
-            assigned.append((names.first[str(buffer.target)], env[value]))
+            assigned.append((names.first[str(buffer.target)], copies[value]))
         elif node.op == "call_function":
-            env[node] = graph.node_copy(node, env.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     (returned,) = twin.graph.output_node().args
     assert isinstance(returned, tuple)
-    outputs = tuple(env[node] for node in returned if isinstance(node, fx.Node))
+    outputs = tuple(copies[node] for node in returned if isinstance(node, fx.Node))
     graph.output(outputs)
     results = pytree.tree_flatten(outputs)[1]
     layout = ResultLayout(results, tuple(result_names(results)), ())

@@ -1,4 +1,7 @@
-"""Dynamic sizes of flat modules: what `symbols.with_sizes` took out of a graph is put in again, to be traced."""
+"""Dynamic sizes of flat modules, put back into a graph that is to be traced.
+
+`symbols.with_sizes` replaced torch's symbolic sizes in the graph by `DynamicSize`s; this is its inverse.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ from autoshard.size import DynamicSize, Ratio, plain
 
 
 def with_symbols(exported: Exported, mode: FakeTensorMode) -> Exported:
-    """The forward graph of a flat module with inputs of torch's symbolic sizes, and arguments computed from these.
+    """Return the forward graph of a flat module with symbolic sizes of inputs, and arguments computed from them.
 
     Args:
-        exported: as `flat_forward` gives it: `meta["sizes"]` of placeholders and `Size`s among arguments say what is
-            dynamic. Changed.
+        exported: as `flat_forward` returns it, with `DynamicSize`s in `meta["sizes"]` of placeholders and among
+            arguments; changed.
         mode: of its fake tensors.
 
     Raises:
-        CaptureError: an argument can't be computed from the sizes of inputs.
+        CaptureError: an argument cannot be computed from the sizes of inputs.
     """
     graph = exported.graph_module.graph
     symbols: dict[sympy.Symbol, torch.SymInt | int] = {}
@@ -37,8 +40,11 @@ def with_symbols(exported: Exported, mode: FakeTensorMode) -> Exported:
         (shape,) = node.meta.get("sizes") or [()]
         dims = {dim: size for dim, size in enumerate(shape) if isinstance(size, DynamicSize)}
         if dims:
+            env = mode.shape_env
+            assert env is not None
             for size in dims.values():
-                _add_symbols(size, symbols, mode)
+                for name in size.expr.free_symbols - symbols.keys():
+                    symbols[name], _ = symbolic_integer(env, size.sizes[name], len(symbols))
             sizes = [_evaluate(size.expr, symbols) if isinstance(size, DynamicSize) else size for size in shape]
             with mode:
                 fake = torch.empty(sizes, dtype=item.fake.dtype, device=item.fake.device)
@@ -52,26 +58,18 @@ def with_symbols(exported: Exported, mode: FakeTensorMode) -> Exported:
 
 
 def without_sizes(exported: Exported) -> Exported:
-    """The forward graph of a flat module with the example's sizes, and no dynamic ones; changed in place."""
+    """Return the forward graph of a flat module with the sizes of the example, changed in place."""
     _map_arguments(exported.graph_module.graph, plain)
     return exported
 
 
-def _add_symbols(size: DynamicSize, symbols: dict[sympy.Symbol, torch.SymInt | int], mode: FakeTensorMode) -> None:
-    env = mode.shape_env
-    assert env is not None
-    for name in size.expr.free_symbols:
-        if name not in symbols:
-            symbols[name], _ = symbolic_integer(env, size.sizes[name], len(symbols))
-
-
 class _SizeNodes:
-    """Nodes for expressions in the sizes of inputs, each made once.
+    """Nodes for expressions in the sizes of inputs, each added to the graph once.
 
     Args:
-        graph: where they are made.
-        last: behind which node.
-        roots: dims of placeholders, and what they are.
+        graph: the graph.
+        last: the last placeholder, behind which nodes are added.
+        roots: the expressions of dims of placeholders.
     """
 
     def __init__(self, graph: fx.Graph, last: fx.Node, roots: dict[tuple[fx.Node, int], sympy.Expr]) -> None:
@@ -79,25 +77,26 @@ class _SizeNodes:
         self._last = last
         self._known: dict[sympy.Expr, Any] = {}
         self._symbols: dict[sympy.Symbol, Any] = {}
-        # The plainest first: a symbol alone needs nothing but to be read.
+        # The simplest dims first: a symbol alone is read without arithmetic.
         for (node, dim), expr in sorted(roots.items(), key=lambda item: sympy.count_ops(item[1])):
-            (own,) = expr.free_symbols
-            if own not in self._symbols:
-                read = self._call(torch.ops.aten.sym_size.int, node, dim)
-                rest, factor = int(expr.subs(own, 0)), int(expr.coeff(own, 1))
-                less = self._call(operator.sub, read, rest) if rest else read
-                self._symbols[own] = self._call(operator.floordiv, less, factor) if factor != 1 else less
+            (symbol,) = expr.free_symbols
+            if symbol not in self._symbols:
+                # Dims are linear in one symbol: size = constant + factor * symbol.
+                size = self._call(torch.ops.aten.sym_size.int, node, dim)
+                constant, factor = int(expr.subs(symbol, 0)), int(expr.coeff(symbol, 1))
+                product = self._call(operator.sub, size, constant) if constant else size
+                self._symbols[symbol] = self._call(operator.floordiv, product, factor) if factor != 1 else product
 
     def of(self, number: Any) -> Any:
-        """A number of the graph; whatever else as it is."""
+        """Return the node of a dynamic size or ratio; any other argument as it is."""
         if not isinstance(number, (DynamicSize, Ratio)):
             return number
         key = number.expr
         if key not in self._known:
             above, below = sympy.together(key).as_numer_denom() if isinstance(number, Ratio) else (key, sympy.S.One)
-            made = _evaluate(above, self._symbols, self._call)
+            dividend = _evaluate(above, self._symbols, self._call)
             divisor = _evaluate(below, self._symbols, self._call)
-            self._known[key] = made if below == 1 else self._call(operator.truediv, made, divisor)
+            self._known[key] = dividend if below == 1 else self._call(operator.truediv, dividend, divisor)
         return self._known[key]
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -119,7 +118,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _evaluate(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable[..., Any] = _call) -> Any:
-    """An integer expression, computed of what stands for its symbols."""
+    """Return an integer expression, computed from the values or nodes of its symbols."""
     if expr.is_Integer:
         return int(expr)
     if expr.is_Symbol:
@@ -127,7 +126,8 @@ def _evaluate(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable
     parts = [*expr.args]
     if isinstance(expr, (sympy.floor, sympy.ceiling)):
         above, below = sympy.together(parts[0]).as_numer_denom()
-        sign = 1 if isinstance(expr, sympy.floor) else -1  # what is rounded up is rounded down below zero
+        # Rounding up is the negative of rounding the negative down.
+        sign = 1 if isinstance(expr, sympy.floor) else -1
         quotient = call(operator.floordiv, _evaluate(sign * above, symbols, call), _evaluate(below, symbols, call))
         return quotient if sign == 1 else call(operator.neg, quotient)
     function = operator.add if expr.is_Add else operator.mul if expr.is_Mul else None
@@ -137,4 +137,4 @@ def _evaluate(expr: sympy.Expr, symbols: dict[sympy.Symbol, Any], call: Callable
         function, parts = operator.mul, [parts[0]] * int(parts[1])
     if function is None or not all(part.is_integer for part in parts):
         raise CaptureError(f"{expr}, on which an operator depends, can't be computed from sizes of what a stage takes.")
-    return reduce(lambda one, other: call(function, one, other), (_evaluate(part, symbols, call) for part in parts))
+    return reduce(lambda left, right: call(function, left, right), (_evaluate(part, symbols, call) for part in parts))

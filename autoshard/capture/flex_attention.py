@@ -1,8 +1,8 @@
 """FlexAttention as attention that can be captured on the CPU, where torch refuses its backward.
 
-Masks and what is added to the scores depend on positions, and are computed for all of them. So a call becomes
-`scaled_dot_product_attention` under a mask, which `masks` may say by a flag, and keeps its fused kernels. What changes
-scores otherwise (a soft cap), and what asks for logarithms or maxima of the scores, is spelt out in matrix products.
+Masks and biases depend on positions, and are computed for all of them. A call becomes `scaled_dot_product_attention`
+with a mask, which `masks` may replace by a flag, and keeps its fused kernels. A call that changes scores in another way
+(a soft cap), or returns logarithms or maxima of the scores, is computed by matrix products.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ aten = torch.ops.aten
 
 _Modification = Callable[..., Tensor]
 
+# Taken before the code of torch's function is replaced.
 _BLOCK_MASK = inspect.signature(torchs.create_block_mask)
 
 
 @contextlib.contextmanager
 def capturable_flex_attention() -> Iterator[None]:
-    """Context in which `flex_attention` and `create_block_mask` are those of this file, whoever imported torch's.
-
-    Compiled or not: `torch.export` runs what `torch.compile` wraps.
-    """
-    replaced: dict[Any, Any] = {torchs.flex_attention: _to_flex_attention, torchs.create_block_mask: _to_block_mask}
-    codes = {function: function.__code__ for function in replaced}
-    for function, ours in replaced.items():
-        function.__code__ = ours.__code__
+    """Context in which `flex_attention` and `create_block_mask` are those of this file, whoever imported torch's."""
+    # The code of the function objects is replaced: models have imported them by name, or wrapped them in
+    # `torch.compile`, whose function `torch.export` runs as it is.
+    replacements: dict[Any, Any] = {torchs.flex_attention: _to_flex_attention, torchs.create_block_mask: _to_block_mask}
+    codes = {function: function.__code__ for function in replacements}
+    for function, replacement in replacements.items():
+        function.__code__ = replacement.__code__
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def capturable_flex_attention() -> Iterator[None]:
             function.__code__ = code
 
 
-# Their code runs among the names of torch's file.
+# The code of these two runs with the global names of torch's file: it has to import what it calls.
 
 
 def _to_flex_attention(*args: Any, **kwargs: Any) -> Any:
@@ -63,11 +63,11 @@ def _to_block_mask(*args: Any, **kwargs: Any) -> Any:
 
 
 def create_block_mask(*args: Any, **kwargs: Any) -> Any:
-    """`torch.nn.attention.flex_attention.create_block_mask`, all of whose blocks are left to the mask to decide."""
-    given = _BLOCK_MASK.bind(*args, **kwargs)
-    given.apply_defaults()
-    mask_mod, samples, heads, *lengths = (given.arguments[name] for name in ("mask_mod", "B", "H", "Q_LEN", "KV_LEN"))
-    block = given.arguments["BLOCK_SIZE"]
+    """Return torch's `BlockMask` without evaluating `mask_mod`: all blocks are partial, decided by the mask."""
+    bound = _BLOCK_MASK.bind(*args, **kwargs)
+    bound.apply_defaults()
+    mask_mod, samples, heads, *lengths = (bound.arguments[name] for name in ("mask_mod", "B", "H", "Q_LEN", "KV_LEN"))
+    block = bound.arguments["BLOCK_SIZE"]
     sizes = (block, block) if isinstance(block, int) else tuple(block)
     queries, keys = (-(-length // size) for length, size in zip(lengths, sizes, strict=True))
     indices = torch.arange(keys, dtype=torch.int32).expand(samples or 1, heads or 1, queries, keys)
@@ -75,6 +75,7 @@ def create_block_mask(*args: Any, **kwargs: Any) -> Any:
         torch.full(indices.shape[:3], keys, dtype=torch.int32),
         indices,
         BLOCK_SIZE=sizes,
+        # With torch's own `noop_mask`, `_check_blocks` would count the blocks, whose numbers are not known here.
         mask_mod=_keep_all if mask_mod is torchs.noop_mask else mask_mod,
         seq_lengths=tuple(lengths),
         compute_q_blocks=False,
@@ -98,10 +99,10 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """`torch.nn.attention.flex_attention.flex_attention`; `kernel_options` say nothing of the numbers.
+    """Return `torch.nn.attention.flex_attention.flex_attention`; `kernel_options` do not change its numbers.
 
     Raises:
-        CaptureError: the call has no meaning in torch, or one that a graph of positions cannot have.
+        CaptureError: the call is not valid in torch, or cannot be captured.
     """
     _check(query, key, value, block_mask, enable_gqa, return_lse and return_aux is not None)
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -115,14 +116,18 @@ def flex_attention(
             mask = (bias if mask is None else torch.where(mask, bias, hidden)).to(query.dtype)
         return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
     changed = None if score_mod is None or (is_sum and bias is None) else score_mod
-    return _results(*_reference_attention(query, key, value, changed, mask, scale), return_lse, return_aux)
+    out, logsumexp, max_scores = _reference_attention(query, key, value, changed, mask, scale)
+    if return_aux is not None:
+        aux = torchs.AuxOutput(logsumexp if return_aux.lse else None, max_scores if return_aux.max_scores else None)
+        return out, aux
+    return (out, logsumexp) if return_lse else out
 
 
-def _flex_attention_error(why: str) -> CaptureError:
-    return CaptureError(f"{running_line()}: flex_attention {why}.")
+def _flex_attention_error(predicate: str) -> CaptureError:
+    return CaptureError(f"{running_line()}: flex_attention {predicate}.")
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool, asked_twice: bool) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool, has_two_flags: bool) -> None:
     shapes = ", ".join(str(list(each.shape)) for each in (query, key, value))
     if any(each.is_nested for each in (query, key, value)):
         raise _flex_attention_error(
@@ -134,7 +139,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
         raise _flex_attention_error(
             f"takes query, key and value of one element type, not {query.dtype}, {key.dtype}, {value.dtype}: cast them"
         )
-    if asked_twice:
+    if has_two_flags:
         raise _flex_attention_error("takes return_lse or return_aux, not both")
     heads, groups = query.shape[1], key.shape[1]
     if heads % groups if enable_gqa else heads != groups:
@@ -145,8 +150,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
         _check_blocks(block_mask, query.shape[2], key.shape[2])
 
 
+# The lengths of the mask that torch makes where there is none.
 _ANY_LENGTHS = (1, 1)
-"""The lengths of the mask that torch makes where there is none."""
 
 
 def _check_blocks(block_mask: Any, queries: int, keys: int) -> None:
@@ -163,29 +168,29 @@ def _check_blocks(block_mask: Any, queries: int, keys: int) -> None:
 
 
 def _keeps_all_blocks(block_mask: Any) -> bool:
-    """Whether a mask hides no block; one whose numbers are not known may."""
+    """Return True if a mask hides no block."""
     counts = [each for each in (block_mask.kv_num_blocks, block_mask.full_kv_num_blocks) if each is not None]
     if any(isinstance(each, FakeTensor) for each in counts):
-        return False
+        return False  # numbers that are not known may hide some
     blocks = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
     with outside_modes():
         return bool((sum(counts) == blocks).all())
 
 
 def _mask(block_mask: Any, shape: Sequence[int]) -> Tensor | None:
-    """Truth values that keep a score, `[1 or b, 1 or h, 1 or s, 1 or t]`."""
+    """Return truth values that keep a score, `[1 or b, 1 or h, 1 or s, 1 or t]`; None for all."""
     if block_mask.mask_mod in (torchs.noop_mask, _keep_all):
         return None
     return _evaluate_at_positions(block_mask.mask_mod, shape)
 
 
 def _evaluate_at_positions(function: _Modification, shape: Sequence[int], *scores: Tensor) -> Tensor:
-    """What a function of sample, head, query and key gives for all of them, `[1 or b, 1 or h, 1 or s, 1 or t]`.
+    """Return a function of sample, head, query and key at all positions, `[1 or b, 1 or h, 1 or s, 1 or t]`.
 
     Args:
         function: of 0-d tensors, as FlexAttention calls it.
-        shape: how many there are of each.
-        scores: broadcast to `[b, h, s, t]`, handed to the function first.
+        shape: the numbers of samples, heads, queries and keys.
+        scores: broadcast to `[b, h, s, t]`, passed to the function first.
     """
     grid = _grid(shape)
     with _PerPositionMode(*scores, *grid) as positions:
@@ -194,29 +199,32 @@ def _evaluate_at_positions(function: _Modification, shape: Sequence[int], *score
 
 
 def _grid(shape: Sequence[int]) -> list[Tensor]:
-    """Positions along each of four dims, as tensors that are broadcast to all of them."""
+    """Return the positions along each of four dims, as tensors that broadcast to all dims."""
     return [torch.arange(size).view([-1 if dim == at else 1 for at in range(4)]) for dim, size in enumerate(shape)]
 
 
 def _with_dims(value: Tensor) -> Tensor:
-    """A number as a tensor of four dims."""
+    """Return a number as a tensor of four dims."""
     return value if value.dim() else value.view(1, 1, 1, 1)
 
 
 class _PerPositionMode(TorchFunctionMode):
-    """While active, tensors `[b, h, s, t, ...]` behave as `[...]` does to a function that is called for each position.
+    """Mode in which a function called once on tensors `[b, h, s, t]` acts as one called for each position.
 
-    FlexAttention's kernels know element-wise functions of numbers, and numbers read from tensors; so does this.
-    `torch.vmap` knows more, but leaves what no pass over an exported graph can read.
+    As FlexAttention's kernels, it knows element-wise functions of numbers, and numbers read from tensors.
     """
+
+    # `torch.vmap` knows more, but leaves nodes in an exported graph that no pass can read.
 
     def __init__(self, *values: Tensor) -> None:
         super().__init__()
         self._values = list(values)
+        # A change in place may broadcast a tensor to more positions, which memory of its shape cannot hold: the new
+        # value stands in a tensor of its own.
         self._changed: dict[int, Tensor] = {}
 
     def current(self, tensor: Tensor) -> Tensor:
-        """The value of a tensor that may have been changed in place; it may have more positions than the tensor had."""
+        """Return the value of a tensor that may have been changed in place."""
         return self._changed.get(id(tensor), tensor)
 
     def _is_value(self, tensor: Any) -> bool:
@@ -237,6 +245,7 @@ class _PerPositionMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor) or _name(func) in _FACTORIES:
                 return result
+            # Values have four dims of positions, and tensors that are the same at all positions have none.
             if not _is_elementwise(func) or any(each.dim() > (4 if self._is_value(each) else 0) for each in tensors):
                 raise _flex_attention_error(
                     f"with a score_mod or mask_mod that calls {_name(func)}: only element-wise functions of numbers "
@@ -250,11 +259,12 @@ class _PerPositionMode(TorchFunctionMode):
         return changed
 
     def _read(self, tensor: Tensor, index: Any) -> Tensor:
-        """Elements of a tensor, each position its own."""
-        given = index if isinstance(index, tuple) else (index,)
-        if any(not isinstance(each, (Tensor, int)) for each in given):
+        """Return the elements of a tensor at an index that depends on the position."""
+        indices = index if isinstance(index, tuple) else (index,)
+        if any(not isinstance(each, (Tensor, int)) for each in indices):
             raise _flex_attention_error("with a score_mod or mask_mod that reads a tensor by other than numbers")
-        places = [torch.full([1] * 4, each) if isinstance(each, int) else _with_dims(each) for each in given]
+        places = [torch.full([1] * 4, each) if isinstance(each, int) else _with_dims(each) for each in indices]
+        # The element of a value at a position is indexed behind that position.
         if self._is_value(tensor):
             places = [*_grid(tensor.shape[:4]), *places]
         result: Tensor = aten.index.Tensor(tensor, places)
@@ -271,7 +281,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _out_of_place(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What gives, as a new tensor, what a function makes of its first argument; None for one that changes nothing."""
+    """Return the out-of-place form of a function that changes its first argument; None for any other function."""
     name = _name(func)
     if name in _IN_PLACE:
         return getattr(Tensor, f"__{name[3:]}")
@@ -283,29 +293,28 @@ def _out_of_place(func: Callable[..., Any]) -> Callable[..., Any] | None:
 def _is_elementwise(func: Callable[..., Any]) -> bool:
     name = _name(func)
     packet = getattr(aten, name, None)
-    if name in _CASTS or name.startswith("__"):  # operators of Python, which are element-wise but for `@`
+    # Operators of Python are element-wise but for `@`.
+    if name in _CASTS or name.startswith("__"):
         return name not in ("__matmul__", "__rmatmul__")
     return packet is not None and any(torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads())
 
 
 def _score_bias(score_mod: _Modification | None, shape: Sequence[int], query: Tensor) -> tuple[Tensor | None, bool]:
-    """What a modification adds to the scores, and whether that is all it does to them.
-
-    Nothing is None. A modification that adds gives that for a score of zero.
-    """
+    """Return the bias that a modification adds to the scores, None for no bias, and False if it does anything else."""
     if score_mod is None:
         return None, True
-    score, sums = torch.zeros([1] * 4, dtype=_wide(query)), _ScoreTracker()
-    sums.add(score)
+    # The modification of a score of zero is the bias, if all it does is to add one.
+    score = torch.zeros([1] * 4, dtype=_wide(query))
+    tracker = _ScoreTracker(score)
 
     def tracked_score_mod(*arguments: Tensor) -> Tensor:
-        with sums:
+        with tracker:
             result = score_mod(*arguments)
-        sums.finish(result)
+        tracker.finish(result)
         return result
 
     bias = _evaluate_at_positions(tracked_score_mod, shape, score)
-    return bias if sums.is_changed else None, sums.is_sum
+    return bias if tracker.is_changed else None, tracker.is_sum
 
 
 def _wide(query: Tensor) -> torch.dtype:
@@ -318,24 +327,20 @@ _FILLS = frozenset({torch.masked_fill, Tensor.masked_fill})
 
 
 class _ScoreTracker(TorchFunctionMode):
-    """While active, follows scores through the functions that add to them or hide them.
+    """Mode that follows scores through functions that add to them or hide them.
 
     Attributes:
-        is_sum: whether what a modification returned is scores that something was added to, if anything.
-        is_changed: whether something was.
+        is_sum: True if the result of a modification is the scores with a bias, or unchanged.
+        is_changed: True if there is a bias.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, score: Tensor) -> None:
         super().__init__()
         self.is_sum, self.is_changed = True, False
-        self._scores: list[Tensor] = []
-
-    def add(self, score: Tensor) -> None:
-        """Follow another tensor."""
-        self._scores.append(score)
+        self._scores = [score]
 
     def finish(self, result: Tensor) -> None:
-        """Note what a modification returned."""
+        """Note the result of a modification."""
         self.is_sum &= self._is_score(result)
 
     def _is_score(self, value: Any) -> bool:
@@ -352,13 +357,14 @@ class _ScoreTracker(TorchFunctionMode):
         result = func(*args, **kwargs)
         if keeps:
             self.is_changed = True
-            self.add(result)
+            self._scores.append(result)
+        # Any other tensor of a score may end up in the result, unseen: a product, a comparison.
         elif isinstance(result, Tensor):
             self.is_sum = False
         return result
 
     def _keeps(self, func: Callable[..., Any], args: tuple[Any, ...], place: int) -> bool:
-        """Whether a call gives the score at a place of its arguments, and something more, or hides it."""
+        """Return True if a call adds to the score at a place of its arguments, or replaces it by minus infinity."""
         if func in _ADDITIONS or func in _SUBTRACTIONS:
             return len(args) == 2 and (place == 0 or func in _ADDITIONS)
         if func in (torch.where, Tensor.where):
@@ -373,7 +379,8 @@ def _is_hiding(value: Any) -> bool:
 def _reference_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: _Modification | None, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Result, logarithms of the sums of exponentials, and greatest scores; what attends to nothing has zeros."""
+    """Return output, logsumexp and maximal scores; the output of a query that attends to nothing is zero."""
+    # Autocast would compute the products of scores in 16 bits, too: it only decides the dtype of operands and output.
     lowered = torch.is_autocast_enabled("cpu") and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype("cpu") if lowered else query.dtype
     surrounding = torch.autocast("cpu", enabled=False) if lowered else contextlib.nullcontext()
@@ -387,17 +394,10 @@ def _reference_attention(
             scores = _evaluate_at_positions(score_mod, scores.shape, scores)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
-        greatest = scores.detach().amax(-1)
-        alone = (greatest == -math.inf).unsqueeze(-1)
-        scores = scores.masked_fill(alone, 0)
-        weights = scores.softmax(-1).masked_fill(alone, 0)
-        logsumexp = scores.logsumexp(-1).masked_fill(alone.squeeze(-1), -math.inf)
-        return weights.to(dtype) @ value, logsumexp, greatest
-
-
-def _results(out: Tensor, logsumexp: Tensor, greatest: Tensor, return_lse: bool, asked: Any) -> Any:
-    """What the caller asked for, as torch returns it."""
-    if asked is not None:
-        aux = torchs.AuxOutput(logsumexp if asked.lse else None, greatest if asked.max_scores else None)
-        return out, aux
-    return (out, logsumexp) if return_lse else out
+        max_scores = scores.detach().amax(-1)
+        # Softmax of minus infinities alone is nan, and so is its gradient: such rows are zeros on the way.
+        hidden = (max_scores == -math.inf).unsqueeze(-1)
+        scores = scores.masked_fill(hidden, 0)
+        weights = scores.softmax(-1).masked_fill(hidden, 0)
+        logsumexp = scores.logsumexp(-1).masked_fill(hidden.squeeze(-1), -math.inf)
+        return weights.to(dtype) @ value, logsumexp, max_scores

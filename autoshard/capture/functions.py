@@ -1,4 +1,4 @@
-"""`torch.autograd.Function` in `forward`: the function stands in the exported graph as a call of itself."""
+"""`torch.autograd.Function` in `forward`, kept in the exported graph as a call of the function."""
 
 from __future__ import annotations
 
@@ -14,26 +14,34 @@ from autoshard.capture._torch import apply_function, pytree
 from autoshard.capture.closures import TensorScope
 from autoshard.capture.python_calls import PythonCall, PythonCalls, sizes_of, tensors_of
 
-_TENSOR = object()  # the place of a tensor in what a function returned
+# The place of a tensor in the result of a function.
+_TENSOR = object()
+
+# Arguments whose text tells them apart.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
 def call_function(
     calls: PythonCalls, function: type[Function], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Apply a function while its caller is exported; what it returns."""
+    """Apply a function while its caller is exported, and return its result."""
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     returned: list[Any] = []
 
     def body(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
-        given, numbers = iter(tensors), iter(sizes)
-        filled = [
-            next(given) if isinstance(leaf, Tensor) else next(numbers) if isinstance(leaf, torch.SymInt) else leaf
+        remaining_tensors, remaining_sizes = iter(tensors), iter(sizes)
+        operands = [
+            next(remaining_tensors)
+            if isinstance(leaf, Tensor)
+            else next(remaining_sizes)
+            if isinstance(leaf, torch.SymInt)
+            else leaf
             for leaf in leaves
         ]
-        own_args, own_kwargs = structure.unflatten(filled)
+        call_args, call_kwargs = structure.unflatten(operands)
         with scope:
-            result = apply_function(_scoped_function(function, scope), own_args, own_kwargs)
+            result = apply_function(_scoped_function(function, scope), call_args, call_kwargs)
+        # `calls.add` below runs this body once: the structure of the result is known then.
         returned[:] = [pytree.tree_map_only(Tensor, lambda _: _TENSOR, result)]
         return tensors_of(result)
 
@@ -43,16 +51,16 @@ def call_function(
 
 
 def _scoped_function(function: type[Function], scope: TensorScope) -> type[Function]:
-    """The function with a backward that runs in a scope."""
-    own = {name: staticmethod(_in_scope(getattr(function, name), scope)) for name in _backward_names(function)}
+    """Return a subclass of the function whose backward runs in a scope."""
+    backward = {
+        name: staticmethod(_in_scope(getattr(function, name), scope))
+        for name in ("backward", "vjp")
+        if getattr(function, name) is not getattr(Function, name)
+    }
     names = {"__module__": function.__module__, "__qualname__": function.__qualname__}
     kind: Any = type(function)
-    scoped: type[Function] = kind(function.__name__, (function,), {**own, **names})
+    scoped: type[Function] = kind(function.__name__, (function,), {**backward, **names})
     return scoped
-
-
-def _backward_names(function: type[Function]) -> list[str]:
-    return [name for name in ("backward", "vjp") if getattr(function, name) is not getattr(Function, name)]
 
 
 def _in_scope(backward: Callable[..., Any], scope: TensorScope) -> Callable[..., Any]:
@@ -66,9 +74,10 @@ def _in_scope(backward: Callable[..., Any], scope: TensorScope) -> Callable[...,
 
 
 def _text(calls: PythonCalls, function: type[Function], leaves: list[Any], structure: Any) -> str:
-    """Text of a call: of two calls equal if they do the same; a number where that can't be told from the arguments."""
+    """Return the text of a call: two calls with equal texts do the same."""
     name = f"{function.__module__}.{function.__qualname__}"
     plain = all(isinstance(leaf, (Tensor, torch.SymInt, *_PLAIN)) for leaf in leaves)
-    told = [repr(leaf) if isinstance(leaf, _PLAIN) else "_" for leaf in leaves]
+    texts = [repr(leaf) if isinstance(leaf, _PLAIN) else "_" for leaf in leaves]
+    # Other objects, and functions with closures, may differ though their texts are equal: every call has a number.
     number = "" if plain and "<locals>" not in name else f"#{len(calls.calls)}"
-    return f"{name}{number}({', '.join(told)}) {structure}"
+    return f"{name}{number}({', '.join(texts)}) {structure}"

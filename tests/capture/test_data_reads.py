@@ -88,7 +88,7 @@ def parallel(module: nn.Module, mesh: DeviceMesh, *args: Any, **options: Any) ->
 
 
 def programs(module: Any) -> int:
-    return sum(len(served.all()) for served in module._autoshard_runtime._served.values())
+    return sum(len(program.candidates()) for program in module._autoshard_runtime._programs.values())
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_numbers_that_never_come_again_are_refused(code: Code) -> None:
 
 
 def test_values_without_end_are_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoshard.capture.conditions._MOST_VALUES", 2)
+    monkeypatch.setattr("autoshard.capture.conditions._MAX_VALUES", 2)
     module = parallel(Model(select), mesh, X, ALL)
     module(X, SOME)
     with pytest.raises(InputError, match=r"return y\[mask\].*program of its own"):
