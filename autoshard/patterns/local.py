@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.padding import fill_padding, zero_padded_operands
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import Choices, local_shape, local_size
 from autoshard.patterns.variants import resolve_variant
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import Emitter, all_reduce
-
-__all__ = ["LocalCall", "emit_local"]
 
 
 class LocalCall:
@@ -146,17 +143,6 @@ class LocalCall:
         return self.emit.call(op, *args, **kwargs)
 
 
-def fill_operands(call: LocalCall) -> None:
-    """Emit what replaces the padding of operands, where a factor is padded, by what the rule says is harmless."""
-    call.operands, call.zeros = fill_padding(call), zero_padded_operands(call)
-
-
-def emit_local(call: LocalCall) -> Any:
-    """Emit what a rank runs for this call: the rule's own program, or the operator itself on the shards."""
-    fill_operands(call)
-    return emit_program(call)
-
-
 def emit_program(call: LocalCall) -> Any:
-    """As `emit_local`, for a call whose operands are filled."""
+    """Emit the rule's own program, or the operator itself on the shards, for a call whose operands are filled."""
     return call.run() if call.rule.local is None else call.rule.local(call)

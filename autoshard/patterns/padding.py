@@ -11,17 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from autoshard.patterns.local import LocalCall, emit_program
 from autoshard.patterns.rule import Dims, OpCall, Rule
 from autoshard.patterns.strategy import Choices, local_size, uneven_axis
-from autoshard.patterns.unequal_shares import is_share, shares_of_ranks
 from autoshard.specs.axes import MeshShape
-
-if TYPE_CHECKING:
-    from autoshard.patterns.local import LocalCall
+from autoshard.specs.emitter import EmitterWithShares
 
 aten = torch.ops.aten
 
@@ -90,6 +88,17 @@ def zero_padded_operands(call: LocalCall) -> tuple[bool, ...]:
         all(zero.get((position, factor), known) for dim in dims for factor in dim if factor in padded)
         for position, (dims, known) in enumerate(zip(call.rule.operands, call.zeros, strict=True))
     )
+
+
+def fill_operands(call: LocalCall) -> None:
+    """Emit what replaces the padding of operands, where a factor is padded, by what the rule says is harmless."""
+    call.operands, call.zeros = fill_padding(call), zero_padded_operands(call)
+
+
+def emit_local(call: LocalCall) -> Any:
+    """Emit what a rank runs for this call: the rule's own program, or the operator itself on the shards."""
+    fill_operands(call)
+    return emit_program(call)
 
 
 def zero_padded_results(rule: Rule, padded: Collection[int], zeros: Sequence[bool]) -> tuple[bool, ...]:
@@ -228,3 +237,15 @@ def _fill(call: LocalCall, value: Any, dims: Dims, factor: int, axis: int, fill:
     shape = [above * steps * below, *[1] * (len(dims) - place - 1)]
     outside = emit.call(aten.reshape.default, outside, shape)
     return emit.call(aten.masked_fill.Scalar, value, outside, fill)
+
+
+def is_share(emit: object, axis: int, size: int) -> bool:
+    """Whether ranks of an axis hold shares of a size: all of a rank's share is true, and nothing pads it."""
+    return isinstance(emit, EmitterWithShares) and emit.shared.axis == axis and emit.shared.is_whole(size)
+
+
+def shares_of_ranks(emit: object, axis: int, size: int) -> list[int] | None:
+    """What every rank of an axis holds of a size; None where the ranks do not hold shares of it."""
+    if not isinstance(emit, EmitterWithShares) or not is_share(emit, axis, size):
+        return None
+    return [emit.share(emit.shared.share_of_rank(rank)) for rank in range(emit.shared.ranks)]

@@ -23,6 +23,7 @@ from autoshard.patterns.variants import (
 from autoshard.size import ceil_div, divides, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical
+from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import BlockShard, Routed, Spec, shard_placement
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "axis_choices",
     "describe",
     "fits",
+    "keeps_shares",
     "linear_choice",
     "local_shape",
     "local_size",
@@ -40,6 +42,7 @@ __all__ = [
     "result_spec",
     "result_specs",
     "splits",
+    "splits_evenly",
     "uneven_axis",
     "work_split",
 ]
@@ -363,3 +366,27 @@ def _parts(rule: Rule, choices: Choices, mesh: MeshShape) -> Iterator[str]:
             yield f"{factors[choice].name} on {axis.name}"
         elif choice <= -2:
             yield f"partial sum passes on {axis.name}"
+
+
+def keeps_shares(rule: Rule, choice: int, shared: SharedAxis) -> bool:
+    """Whether a choice for the shared axis leaves shares as they are.
+
+    What has to do with the batch is split along it, or whole: nothing else comes in such shares, and no sum of what
+    lies so is scattered in them. A rule that knows no batch may be split by anything.
+    """
+    factors = offered_factors(rule)
+    if choice == WHOLE or not any(shared.is_of_whole(factor.size) for factor in factors):
+        return True
+    return choice >= 0 and shared.is_whole(factors[choice].size)
+
+
+def splits_evenly(rule: Rule, choices: Choices, shared: SharedAxis, mesh: MeshShape) -> bool:
+    """Whether axes other than the shared one split what depends on the shared size in multiples of it.
+
+    Else a block is no whole number of what is shared, and may be as long as a share that it is not.
+    """
+    factors, others = offered_factors(rule), [axis for axis in range(mesh.ndim) if axis != shared.axis]
+    return all(
+        shared.is_multiple(factors[one].size, math.prod(mesh.sizes[axis] for axis in others if choices[axis] == one))
+        for one in {choices[axis] for axis in others if choices[axis] >= 0}
+    )

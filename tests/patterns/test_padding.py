@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.notation import bind
-from autoshard.patterns.padding import fill_padding, masks, padded_factors, zero_padded_operands, zero_padded_results
+from autoshard.patterns.padding import (
+    emit_local,
+    fill_padding,
+    masks,
+    padded_factors,
+    zero_padded_operands,
+    zero_padded_results,
+)
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.rule import Rule, refine
 from autoshard.patterns.soundness import check
