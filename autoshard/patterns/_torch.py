@@ -61,7 +61,6 @@ __all__ = [
     "philox_uniform_",
     "rank_and_size",
     "rank_values",
-    "register_all_ranks_program",
     "runs_unchanged",
     "schema_of",
     "single_axis_strategy_function",
@@ -182,15 +181,3 @@ def overload_for(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[
     # torch resolves overloads so when it traces a call of a packet
     name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     return getattr(packet, name)
-
-
-def register_all_ranks_program(name: str, program: Callable[..., Any]) -> None:
-    """Where one process holds all ranks, run an operator's program on all of them at once: it communicates.
-
-    Every other operator runs once for each rank there.
-    """
-
-    def run_all_ranks(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return program(*args, **(kwargs or {}))
-
-    torch.library.register_torch_dispatch(name, LocalTensorMode, run_all_ranks)

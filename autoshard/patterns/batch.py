@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
+from autoshard.patterns.cuts import Worklist
 from autoshard.patterns.graph_rules import GraphRules, Value
-from autoshard.patterns.worklist import Worklist
 
 _DimFactors = tuple[fx.Node, tuple[int, ...]]
 """An operator that touches a dim of a tensor, and the factors that it takes the dim for, major to minor."""

@@ -19,8 +19,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from autoshard.patterns._torch import FakeTensorMode, OpOverload, outside_modes, runs_unchanged
 from autoshard.patterns.build import build
 from autoshard.patterns.notation import REDUCTIONS
-from autoshard.patterns.rule import OpCall, Rule, TensorMeta
-from autoshard.patterns.specialize import specialize
+from autoshard.patterns.rule import OpCall, Rule, TensorMeta, specialize
 from autoshard.patterns.torch_registry import TorchStrategy, is_registered, torch_strategies
 
 NOT_LINEAR = {"aten::linalg__powsum": "torch lets partial sums through, and takes powers of the terms"}

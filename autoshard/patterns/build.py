@@ -1,8 +1,9 @@
-"""Rules from names instead of text, for operators whose dims follow from their arguments."""
+"""Rules made of names instead of text, for operators whose dims follow from their arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from autoshard.patterns.rule import Dims, Exchange, Factor, LocalProgram, Rule
 
@@ -27,28 +28,28 @@ def build(
     fill: Mapping[str, float | None] | None = None,
     routed: Collection[int] = (),
 ) -> Rule:
-    """A rule from the names and sizes of its factors; names of size one stand for no factor.
+    """Return a rule from the names and sizes of its factors; a name of size one stands for no factor.
 
     Args:
         sizes: size of every name; their order is the order of the factors.
         operands: dims of every tensor operand.
         results: dims of every result; None for a result that is no tensor.
         whole: names that no mesh axis may split.
-        contiguous: names of which only whole stretches may be taken.
-        reductions: for a name, the kind of partial that its shards leave on every result.
-        exchange: for a name, the collectives that the local program runs inside when it is sharded, as pairs of
-            kind and bytes of the whole tensor; a number stands for so many bytes all-reduced.
+        contiguous: names that may only be split in whole stretches.
+        reductions: by name, the kind of partial result that its shards leave on every result.
+        exchange: by name, the collectives inside the local program when it is sharded, as in `Factor.exchanges`; a
+            number stands for an all-reduce of so many bytes.
         linear: sets of operands in which the operator is jointly linear.
         local: the local program; the operator itself by default.
-        free: whether the operator does no work.
+        free: True if the operator does no work.
         variants: further implementations of the same call.
-        uneven: names that an axis may split that does not divide them, where what follows from the rule says how to
-            keep padding out of the results: no result lacks the name, or zeros add nothing to a sum that is linear in
-            operands that all have it. True for all names; by default all without a local program, none with one.
-        fill: further such names, with what to replace the padding of operands by: 0 where a sum is taken, minus
+        uneven: names that an axis may split without dividing them, where the rule itself tells how to keep padding out
+            of the results: no result lacks the name, or zeros add nothing to a sum that is linear in operands that all
+            have it. True for all names; by default all without a local program, none with one.
+        fill: further such names, with the number that replaces the padding of operands: 0 where a sum is taken, minus
             infinity for a maximum, None where padding may hold anything. (Padding of indices is always replaced by 0.)
-        routed: tensors, operands counted first and then results, that the data places where one of the names `"source"`
-            and `"group"` is split (see `Factor.routed`).
+        routed: tensors, operands counted first and then results, whose placement the data decides where one of the
+            names `"source"` and `"group"` is split (see `Factor.routed`).
     """
     names = [name for name, size in sizes.items() if size != 1]
     index = {name: position for position, name in enumerate(names)}
@@ -57,8 +58,11 @@ def build(
         return tuple(tuple(index[name] for name in dim if sizes[name] != 1) for dim in tensor)
 
     padding = Padding(operands, results, reductions or {}, linear, local is not None)
-    asked = (names if local is None else ()) if uneven is None else names if uneven is True else uneven or ()
-    fills = {name: padding.fill(name) for name in asked if padding.has_safe_fill(name)} | dict(fill or {})
+    if uneven is None:
+        # The operator itself copes with padding as far as the rule tells; a local program has to promise it.
+        uneven = local is None
+    candidates = (names if uneven else ()) if isinstance(uneven, bool) else uneven
+    fills = {name: padding.fill(name) for name in candidates if padding.has_safe_fill(name)} | dict(fill or {})
     return Rule(
         factors=tuple(
             Factor(
@@ -90,40 +94,35 @@ def _exchanges(exchange: int | Sequence[Exchange]) -> tuple[Exchange, ...]:
     return tuple(exchange)
 
 
+@dataclass(frozen=True, slots=True)
 class Padding:
-    """What follows from a rule about padding behind the end of a factor."""
+    """The consequences of a rule for padding behind the end of a factor; attributes as the arguments of `build`."""
 
-    def __init__(
-        self,
-        operands: Sequence[NamedDims],
-        results: Sequence[NamedDims | None],
-        reductions: Mapping[str, tuple[str | None, ...]],
-        linear: Sequence[Collection[int]],
-        own_program: bool,
-    ) -> None:
-        self.operands = operands
-        self.results = results
-        self.reductions = reductions
-        self.linear = linear
-        self.own_program = own_program
+    operands: Sequence[NamedDims]
+    results: Sequence[NamedDims | None]
+    reductions: Mapping[str, tuple[str | None, ...]]
+    linear: Sequence[Collection[int]]
+    has_program: bool
 
     def has_safe_fill(self, name: str) -> bool:
-        """Whether zeros or nothing at all in the place of padding keep it out of the results."""
+        """Return True if zeros, or anything at all, in the place of padding stay out of the results."""
         kinds = self._kinds(name)
         if not kinds:
             return True
         if kinds == {None}:
-            return not self.own_program  # a result that is whole, whatever a rank holds
+            # The result is whole whatever a rank holds; a program that reduces inside has to see to padding itself.
+            return not self.has_program
+        # A step that is zero in all operands of a linear set adds zero to the sum.
         return kinds == {"sum"} and any(
-            group and all(_has(self.operands[one], name) for one in group) for group in self.linear
+            group and all(_has(self.operands[operand], name) for operand in group) for group in self.linear
         )
 
     def fill(self, name: str) -> float | None:
-        """Zero where a sum is taken over the factor, so that padding adds nothing; None where it is not mixed."""
+        """Return zero where a sum is taken over the factor, so that padding adds nothing; None where nothing mixes."""
         return 0.0 if self._kinds(name) == {"sum"} else None
 
     def _kinds(self, name: str) -> set[str | None]:
-        """How results that lack the factor are put together from ranks; nothing where no operand has it either."""
+        """Return the reductions of the results that lack the factor; nothing where no operand has it either."""
         if not any(_has(dims, name) for dims in self.operands):
             return set()
         kinds = self.reductions.get(name) or ("sum",) * len(self.results)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from autoshard.capture.mixed_precision import REDUCED
 from autoshard.capture.recomputation import RECOMPUTES
 from autoshard.capture.simplify import is_random
 from autoshard.errors import HintError
+from autoshard.patterns.cuts import CutPropagation, useful_cuts
 from autoshard.patterns.generic import generic_sizes
 from autoshard.patterns.ops.unknown import batch_rule, whole_rule
 from autoshard.patterns.padding import zero_padded_results
@@ -29,7 +29,6 @@ from autoshard.patterns.registry import op_call, rule_for, tensor_meta
 from autoshard.patterns.rule import Factor, OpCall, Rule, TensorMeta, refine
 from autoshard.patterns.units.merged_dims import with_merged_dims
 from autoshard.patterns.units.routed_rows import with_routed_rows
-from autoshard.patterns.worklist import Worklist
 from autoshard.size import DynamicSize, Sizes, at
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical, is_placeable
@@ -37,7 +36,6 @@ from autoshard.specs.spec import Spec, placement_text
 
 _ADD = torch.ops.aten.add.Tensor
 _SEED = attentions.attention_seed.default
-_LONGEST_CHAIN = 6
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
 
 
@@ -144,7 +142,7 @@ class GraphRules:
         for source in graph.inputs:
             plain[source.node] = _tensor_rule(at(Value(source.node).meta, self.generic))
         plain = with_routed_rows(plain, self.calls, self._operand_places(), self._output_places())
-        cuts = _useful_cuts(_CutPropagation(self.dims(plain), plain, self._input_cuts()).solve(), plain, mesh)
+        cuts = useful_cuts(CutPropagation(self.dims(plain), plain, self._input_cuts()).solve(), plain, mesh)
         refined: dict[tuple[int, tuple[Any, ...]], Rule] = {}
         self.rules: dict[fx.Node, Rule] = {}
         for node, rule in plain.items():
@@ -395,31 +393,6 @@ def pinned_spec(placements: Sequence[Placement], shape: tuple[int, ...], mesh: M
     return spec
 
 
-def _useful_cuts(
-    cuts: dict[fx.Node, dict[int, tuple[int, ...]]], rules: dict[fx.Node, Rule], mesh: MeshShape
-) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
-    """The cuts without those that leave an axis no part to divide, where it divides the whole factor.
-
-    A dim of 8 cut into 2 x 4 for the sake of a view is of no use to an axis of 8, and whole it is.
-    """
-    sizes = sorted({size for size in mesh.sizes if size > 1}, reverse=True)
-
-    def useful_chain(size: int, chain: tuple[int, ...]) -> tuple[int, ...]:
-        bounds = (1, *chain, size)
-        parts = [outer // inner for inner, outer in itertools.pairwise(bounds)]
-        blocked = any(size % axis == 0 and all(part % axis for part in parts) for axis in sizes[:1])
-        return () if blocked else chain
-
-    return {
-        node: {
-            factor: chain
-            for factor, cut in own.items()
-            if (chain := useful_chain(rules[node].factors[factor].size, cut))
-        }
-        for node, own in cuts.items()
-    }
-
-
 def _rule_key(rule: Rule) -> tuple[object, ...]:
     """What two rules have in common where they say and run the same: equality knows no local programs."""
     return rule, rule.local, *(variant.local for variant in rule.variants)
@@ -430,74 +403,3 @@ def _tensor_rule(meta: TensorMeta) -> Rule:
     factors = tuple(Factor(f"d{dim}", size, uneven=True) for dim, size in enumerate(meta.shape))
     dims = tuple((dim,) if size > 1 else () for dim, size in enumerate(meta.shape))
     return Rule(factors, (), (dims,), free=True)
-
-
-class _CutPropagation:
-    """Split points travel along dims that are the same factor until nothing changes (Rhino 4.3.3)."""
-
-    def __init__(
-        self,
-        links: Iterable[list[tuple[fx.Node, tuple[int, ...]]]],
-        rules: dict[fx.Node, Rule],
-        first: Mapping[fx.Node, Mapping[int, tuple[int, ...]]],
-    ) -> None:
-        self.links = [link for link in links if len(link) > 1]
-        self.rules = rules
-        self.chains: dict[fx.Node, dict[int, tuple[int, ...]]] = defaultdict(dict)
-        for node, chains in first.items():
-            self.chains[node] = dict(chains)
-        self.touching: dict[tuple[fx.Node, int], list[int]] = defaultdict(list)
-        for position, link in enumerate(self.links):
-            for node, factors in link:
-                for factor in factors:
-                    self.touching[node, factor].append(position)
-
-    def solve(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
-        pending = Worklist(
-            place
-            for place, link in enumerate(self.links)
-            if any(len(dims) > 1 or node in self.chains for node, dims in link)
-        )
-        for position in pending:
-            for changed in self._propagate(self.links[position]):
-                pending.add(other for other in self.touching[changed] if other != position)
-        return self.chains
-
-    def _propagate(self, link: list[tuple[fx.Node, tuple[int, ...]]]) -> list[tuple[fx.Node, int]]:
-        found: set[int] = set()
-        for node, factors in link:
-            if len(factors) > 1 or node in self.chains:
-                found.update(self._points(node, factors))
-        points, changed = sorted(found), []
-        for node, factors in link if points else ():
-            rule, left = self.rules[node], 1
-            for factor in factors:
-                loop = rule.factors[factor]
-                inside = [point // left for point in points if left < point < left * loop.size and point % left == 0]
-                if inside and loop.shardable and not loop.contiguous and self._add(node, factor, loop.size, inside):
-                    changed.append((node, factor))
-                left *= loop.size
-        return changed
-
-    def _points(self, node: fx.Node, factors: tuple[int, ...]) -> Iterator[int]:
-        """Products of outer parts at which this description cuts the dim."""
-        left, chains = 1, self.chains.get(node, {})
-        for factor in factors:
-            if left > 1:
-                yield left
-            for cut in chains.get(factor, ()):
-                yield left * cut
-            left *= self.rules[node].factors[factor].size
-
-    def _add(self, node: fx.Node, factor: int, size: int, points: list[int]) -> bool:
-        chain = self.chains.get(node, {}).get(factor, ())
-        grown = list(chain)
-        for point in points:
-            if point in grown or size % point or len(grown) >= _LONGEST_CHAIN:
-                continue
-            if all(max(point, other) % min(point, other) == 0 for other in grown):
-                grown.append(point)
-        if len(grown) == len(chain):
-            return False
-        self.chains[node][factor] = tuple(sorted(grown))
-        return True

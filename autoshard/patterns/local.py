@@ -1,4 +1,4 @@
-"""One operator call as a rank runs it."""
+"""One operator call as one rank runs it, on local operands."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ from typing import Any
 
 import torch
 
-from autoshard.patterns.padding import fill_padding, zero_padded_operands
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import Choices, local_shape, local_size
 from autoshard.patterns.variants import resolve_variant
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import Emitter, all_reduce
 
-__all__ = ["LocalCall", "emit_local"]
-
 
 class LocalCall:
-    """One operator call as a rank makes it: local operands, and what the strategy says of the shapes.
+    """One operator call of one rank: its local operands, and the local shapes that follow from the strategy.
 
     Attributes:
         call: the call on whole tensors.
-        rule: its rule, refined; of several variants, the one that was chosen.
-        choices: the strategy, as that variant counts its factors.
+        rule: its refined rule, or the chosen variant of it.
+        choices: the strategy, in the factors of that variant.
         mesh: the mesh axes.
-        emit: where to emit the local program.
+        emit: the emitter of the local program.
         operands: local values of the operands, in the order of `OpCall.operands`.
-        zeros: for every operand, whether all padding in it is known to be zero.
+        zeros: for every operand, True if all padding in it is known to be zero.
     """
 
     def __init__(
@@ -49,41 +46,32 @@ class LocalCall:
         self.zeros = tuple(zeros) or (False,) * len(self.operands)
 
     def arg(self, name: str) -> Any:
-        """A non-tensor argument by its name in the operator's schema."""
+        """Return a non-tensor argument by its name in the operator's schema."""
         return self.call.arg(name)
 
-    def _device_argument(self, op: Any) -> dict[str, torch.device]:
-        """The device for an operator that makes a tensor out of none: a captured graph names none."""
-        if self.call.operands or all(argument.name != "device" for argument in op._schema.arguments):
-            return {}
-        return {"device": self.emit.home}
-
     def axes(self, name: str) -> tuple[int, ...]:
-        """Mesh axes that shard the factor `name` or a part of it, in mesh order."""
+        """Return the mesh axes that shard the factor `name` or a part of it, in mesh order."""
         indices = self.rule.indices(name)
         return tuple(axis for axis, choice in enumerate(self.choices) if choice in indices)
 
     def share(self, name: str) -> int:
-        """Into how many parts the factor `name` is split."""
-        share = 1
-        for axis in self.axes(name):
-            share *= self.mesh.sizes[axis]
-        return share
+        """Return the number of parts that the factor `name` is split into."""
+        return math.prod(self.mesh.sizes[axis] for axis in self.axes(name))
 
     def size(self, name: str) -> int:
-        """Steps of the factor `name` that this rank runs, padding included; 1 where the call has no such factor."""
+        """Return the steps of the factor `name` on this rank, padding included; 1 if the call has no such factor."""
         return math.prod(local_size(self.rule, self.choices, self.mesh, index) for index in self.rule.indices(name))
 
     def position(self, name: str) -> Any:
-        """Which part of the factor `name` this rank holds (0-d int64 value, first axis outermost); None if whole."""
+        """Return the index of this rank's part of the factor `name` (0-d int64 value); None if the factor is whole."""
         return self.linear_index(self.axes(name))
 
     def linear_index(self, axes: Sequence[int], *, host: bool = False) -> Any:
-        """Row-major index of this rank among the ranks of `axes`.
+        """Return the row-major index of this rank among the ranks of `axes`.
 
         Args:
             axes: numbers of mesh axes, the outermost first.
-            host: whether the index is to be known on the host, and not on the program's device.
+            host: True for a value on the host, False for one on the program's device.
 
         Returns:
             A 0-d int64 value; None without axes.
@@ -99,12 +87,12 @@ class LocalCall:
         return index
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:
-        """Local shape of an operand."""
+        """Return the local shape of an operand."""
         whole = self.call.operands[operand].shape
         return local_shape(self.rule, self.rule.operands[operand], self.choices, self.mesh, whole)
 
     def result_shape(self, result: int = 0) -> tuple[int, ...]:
-        """Local shape of a result."""
+        """Return the local shape of a result."""
         dims, meta = self.rule.results[result], self.call.results[result]
         assert dims is not None
         assert meta is not None
@@ -120,8 +108,8 @@ class LocalCall:
         """Emit the operator on local operands, with the arguments named in `changed` replaced.
 
         Args:
-            op: the operator to run, whose first arguments are those of the call; the call's own by default.
-            operands: values to use for the tensors; the local operands by default.
+            op: the operator to run, whose first arguments are those of the call; the call's operator by default.
+            operands: values of the tensors; the local operands by default.
             changed: arguments by their schema name.
         """
         values = iter(self.operands if operands is None else operands)
@@ -137,7 +125,10 @@ class LocalCall:
         kwargs = {name: local(value) for name, value in self.call.kwargs}
         op = self.call.op if op is None else op
         names = [argument.name for argument in op._schema.arguments]
-        for name, value in (self._device_argument(op) | changed).items():
+        if not self.call.operands and "device" in names:
+            # A captured graph names no device for an operator that makes a tensor out of none.
+            changed = {"device": self.emit.home, **changed}
+        for name, value in changed.items():
             position = names.index(name)
             if position < len(args):
                 args[position] = value
@@ -146,17 +137,6 @@ class LocalCall:
         return self.emit.call(op, *args, **kwargs)
 
 
-def fill_operands(call: LocalCall) -> None:
-    """Emit what replaces the padding of operands, where a factor is padded, by what the rule says is harmless."""
-    call.operands, call.zeros = fill_padding(call), zero_padded_operands(call)
-
-
-def emit_local(call: LocalCall) -> Any:
-    """Emit what a rank runs for this call: the rule's own program, or the operator itself on the shards."""
-    fill_operands(call)
-    return emit_program(call)
-
-
 def emit_program(call: LocalCall) -> Any:
-    """As `emit_local`, for a call whose operands are filled."""
+    """Emit the rule's own program, or the operator itself on the shards, for a call whose operands are filled."""
     return call.run() if call.rule.local is None else call.rule.local(call)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from autoshard.errors import RuleError
 from autoshard.patterns.build import build
@@ -24,16 +25,18 @@ Linear = str | Sequence[Collection[int]]
 Reduction = str | None
 REDUCTIONS = ("sum", "avg", "max", "min", "product", None)
 
+_Option = TypeVar("_Option")
+
 ELLIPSIS = "..."
 _TOKEN = re.compile(
     r"\s*(?:(?P<dots>\.\.\.)(?P<dots_whole>!?)|(?P<one>1)(?![\w!^])|(?P<name>[A-Za-z_]\w*)(?P<marks>[!^]*)|[()])"
 )
-_RESERVED = re.compile(r"dim\d+")
+_RESERVED = re.compile(r"dim\d+")  # the names of the dims that `...` stands for
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One token: the names whose product the dim is; `("...",)` for an ellipsis, `()` for a dim of size 1."""
+    """One token: the names whose product the dim is, `("...",)` for an ellipsis, or `()` for a dim of size 1."""
 
     names: tuple[str, ...]
 
@@ -50,7 +53,7 @@ class Notation:
     """A parsed rule.
 
     Attributes:
-        text: what was parsed.
+        text: the text that was parsed.
         operands: one item per tensor operand.
         results: one item per result.
         whole: names marked `!`.
@@ -65,16 +68,16 @@ class Notation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, in the order in which they first occur; `...` among them."""
+        """All names in the order in which they first occur, `...` among them."""
         return tuple(dict.fromkeys(name for item in self.operands + self.results for dim in item for name in dim.names))
 
 
 @cache
 def parse(text: str) -> Notation:
-    """Parse a rule.
+    """Parse the text of a rule.
 
     Raises:
-        RuleError: the text is no rule; the message quotes the token and its position.
+        RuleError: the text is not a rule; the message quotes the token and its position.
     """
     left, arrow, right = text.partition("->")
     if not arrow:
@@ -95,14 +98,19 @@ def _items(text: str, start: int, side: str, whole: set[str], contiguous: set[st
 
 
 def _item(text: str, start: int, end: int, whole: set[str], contiguous: set[str]) -> Item:
-    """Parse one tensor, which stands at `text[start:end]`, and collect the marks of its names."""
+    """Parse the tensor at `text[start:end]`, and collect the marks of its names."""
     dims: list[Dim] = []
     product: list[str] | None = None  # the names of the product that is open
     opened = start
     while text[start:end].strip():
+        # Spaces before a token belong to the match, so that its position is counted from its end.
         match = _TOKEN.match(text, start, end)
         if match is None:
-            raise _unexpected_token(text, start, end)
+            token = text[start:end].split()[0]
+            raise RuleError(
+                f'rule "{text}": unexpected "{token}" at position {text.index(token, start)}. A dim is a name (with ! '
+                "where it must not be sharded, ^ where only whole stretches may be), ..., 1, or a product in brackets."
+            )
         start, token = match.end(), match.group().strip()
         position = start - len(token)
         if token == "(":
@@ -135,16 +143,6 @@ def _item(text: str, start: int, end: int, whole: set[str], contiguous: set[str]
     return tuple(dims)
 
 
-def _unexpected_token(text: str, start: int, end: int) -> RuleError:
-    while text[start].isspace():
-        start += 1
-    token = text[start:end].split()[0]
-    return RuleError(
-        f'rule "{text}": unexpected "{token}" at position {start}. A dim is a name (with ! where it must not be '
-        "sharded, ^ where only whole stretches may be), ..., 1, or a product in brackets."
-    )
-
-
 def _check_name(text: str, name: str, position: int, dims: Sequence[Dim], product: Sequence[str]) -> None:
     if name in product or any(name in dim.names for dim in dims):
         raise RuleError(f'rule "{text}": "{name}" at position {position} stands twice in one tensor.')
@@ -155,10 +153,10 @@ def _check_name(text: str, name: str, position: int, dims: Sequence[Dim], produc
 
 
 def linear_sets(linear: Linear, text: str, operands: int) -> tuple[frozenset[int], ...]:
-    """The linear sets as sets of operand positions.
+    """Return the linear sets as sets of operand positions.
 
     Raises:
-        RuleError: the text does not parse, or names an operand that the rule `text` does not have.
+        RuleError: the linear sets do not parse, or name an operand that the rule `text` does not have.
     """
     if isinstance(linear, str):
         parts = [part.strip() for part in linear.split(",") if part.strip()]
@@ -190,7 +188,7 @@ def check_options(
 
 
 def kinds_of(notation: Notation, name: str, kinds: Reduction | Sequence[Reduction]) -> tuple[Reduction, ...]:
-    """The kinds of partial results that the option `reduce` says a name leaves, one for each result."""
+    """Return the kinds of partial results that a name leaves, one for each result, from its option in `reduce`."""
     if kinds is None or isinstance(kinds, str):
         return (kinds,) * len(notation.results)
     if len(kinds) != len(notation.results):
@@ -216,57 +214,66 @@ def bind(
     uneven: Collection[str] | bool | None = None,
     fill: Mapping[str, float | None] | None = None,
 ) -> Rule:
-    """The rule for the shapes of one call.
+    """Return the rule for the shapes of one call.
 
     Args:
         notation: the parsed rule, or its text.
         call: the call on whole tensors.
         linear: sets of operands in which the operator is jointly linear.
-        reduce: kind of partial that a contracted name leaves, for all results or one kind for each; "sum" where
+        reduce: kind of partial result that a contracted name leaves, for all results or one kind for each; "sum" where
             absent, None where the local program reduces inside.
-        whole: more names that must not be sharded.
-        contiguous: more names of which only whole stretches may be taken.
-        sizes: sizes of names that no shape tells.
-        exchange: collectives inside when a name is sharded, as in `build`.
-        local: the local program.
-        free: whether the operator does no work.
-        variants: further implementations of the same call.
-        uneven, fill: names that an axis may split that does not divide them, as in `build`.
+        whole, contiguous: further names, besides those marked in the text.
+        sizes: sizes of names that no shape determines.
+        exchange, local, free, variants, uneven, fill: as in `build`.
 
     Raises:
         RuleError: the rule does not fit the call.
     """
     parsed = parse(notation) if isinstance(notation, str) else notation
     check_options(parsed, linear, reduce)
-    return _Binding(parsed, call, sizes or {}).rule(
+    binding = _Binding(parsed, call, sizes or {})
+    names = binding.names()
+    dots = [name for name in names if _RESERVED.fullmatch(name)]  # the dims that `...` stands for
+
+    def expand_marks(marks: Collection[str]) -> set[str]:
+        return {*marks, *(dots if ELLIPSIS in marks else ())}
+
+    def expand_options(options: Mapping[str, _Option]) -> dict[str, _Option]:
+        return {**{name: options[ELLIPSIS] for name in dots if ELLIPSIS in options}, **options}
+
+    return build(
+        {name: binding.sizes[name] for name in names},
+        operands=[binding.dims(tensor, broadcast=True) for tensor in binding.operands],
+        results=[None if tensor is None else binding.dims(tensor, broadcast=False) for tensor in binding.results],
         linear=linear_sets(linear, parsed.text, len(call.operands)),
-        reductions={name: kinds_of(parsed, name, kinds) for name, kinds in (reduce or {}).items()},
-        whole=parsed.whole | frozenset(whole),
-        contiguous=parsed.contiguous | frozenset(contiguous),
-        exchange=exchange or {},
-        variants=variants,
+        reductions=expand_options({name: kinds_of(parsed, name, kinds) for name, kinds in (reduce or {}).items()}),
+        whole=expand_marks({*parsed.whole, *whole}),
+        contiguous=expand_marks({*parsed.contiguous, *contiguous}),
+        exchange=exchange,
         local=local,
         free=free,
-        uneven=uneven,
-        fill=fill or {},
+        variants=variants,
+        uneven=uneven if uneven is None or isinstance(uneven, bool) else expand_marks(uneven).intersection(names),
+        fill=expand_options(fill or {}),
     )
 
 
 NamedShape = list[tuple[tuple[str, ...], int]]
-"""A tensor in a rule: names and size of every dim."""
+"""A tensor in a rule: the names and the size of every dim."""
 
 
 def _expand_ellipsis(item: Item, shape: tuple[int, ...], extra: int, most: int) -> NamedShape:
-    """The item with its ellipsis, of `extra` dims, spelt out: dim0 is the first dim of the longest one, of `most`."""
+    """Return the item with its ellipsis, of `extra` dims, expanded; `most` is the length of the longest ellipsis."""
     names: list[tuple[str, ...]] = []
     for dim in item:
-        dots = (f"dim{index}" for index in range(most - extra, most))  # aligned to the right, as torch broadcasts
+        # Aligned to the right, as torch broadcasts: dim0 is the first dim of the longest ellipsis.
+        dots = (f"dim{index}" for index in range(most - extra, most))
         names += [(name,) for name in dots] if dim.is_ellipsis else [dim.names]
     return list(zip(names, shape, strict=True))
 
 
 class _Binding:
-    """The sizes of a rule's names for one call."""
+    """The tensors of a rule and the sizes of its names for one call."""
 
     def __init__(self, notation: Notation, call: OpCall, sizes: Mapping[str, int]) -> None:
         self.notation = notation
@@ -288,7 +295,8 @@ class _Binding:
     def _match_items(
         self, kind: str, items: tuple[Item, ...], shapes: Sequence[tuple[int, ...] | None]
     ) -> list[tuple[Item, tuple[int, ...], int] | None]:
-        """Item, shape and number of dims in the ellipsis of every tensor; None for what is no tensor."""
+        """Return item, shape and number of dims in the ellipsis of every tensor; None for what is not a tensor."""
+        # Empty text is one item without dims; where the call has no tensors on this side, it is none.
         if not shapes and items == ((),):
             items = ()
         if len(items) != len(shapes):
@@ -299,13 +307,13 @@ class _Binding:
         ]
 
     def _ellipsis_ndim(self, place: str, item: Item, shape: tuple[int, ...]) -> int:
-        """How many dims the ellipsis of an item stands for; also checks the dims written as 1."""
+        """Return the number of dims that the ellipsis of an item stands for; check the dims written as 1."""
         dots = [position for position, dim in enumerate(item) if dim.is_ellipsis]
         extra = len(shape) - len(item) + len(dots)
         if extra < 0 or (extra and not dots):
             raise self._error(f"{place} has {len(item) - len(dots)} named dims there, but shape {list(shape)} here.")
         for position, dim in enumerate(item):
-            behind = bool(dots) and position > dots[0]
+            behind = bool(dots) and position > dots[0]  # one token, the ellipsis, stands for `extra` dims
             if not dim.names and shape[position + (extra - 1 if behind else 0)] != 1:
                 raise self._error(f"{place} has a 1 where shape {list(shape)} has another size.")
         return extra
@@ -315,7 +323,7 @@ class _Binding:
         yield from (result for result in self.results if result is not None)
 
     def _single_sizes(self) -> None:
-        """Sizes of the names that stand alone; a dim of size one is broadcast to what the others say."""
+        """Set the sizes of names that stand alone; a dim of size one is broadcast to the size in other tensors."""
         for tensor in self._tensors():
             for names, size in tensor:
                 if len(names) == 1:
@@ -325,7 +333,7 @@ class _Binding:
                     self.sizes[names[0]] = size if known == 1 else known
 
     def _product_sizes(self) -> None:
-        """Sizes of the names in products, as far as each product lacks one only."""
+        """Set the sizes of names in products, as long as some product lacks only one."""
         products = {(names, size) for tensor in self._tensors() for names, size in tensor if len(names) > 1}
         progress = True
         while progress:
@@ -344,50 +352,13 @@ class _Binding:
                 parts = " · ".join(f"{name} {self.sizes[name]}" for name in names)
                 raise self._error(f"({parts}) is not {size}.")
 
-    def rule(
-        self,
-        *,
-        linear: tuple[frozenset[int], ...],
-        reductions: Mapping[str, tuple[Reduction, ...]],
-        whole: Collection[str],
-        contiguous: Collection[str],
-        exchange: Mapping[str, int | Sequence[Exchange]],
-        variants: Sequence[Rule],
-        local: LocalProgram | None,
-        free: bool,
-        uneven: Collection[str] | bool | None,
-        fill: Mapping[str, float | None],
-    ) -> Rule:
-        """The rule, once all sizes are known."""
-        names = self._ordered_names()
-
-        def marked_names(marks: Collection[str]) -> set[str]:
-            return {name for name in names if name in marks or (ELLIPSIS in marks and _RESERVED.fullmatch(name))}
-
-        dots = {name: reductions[ELLIPSIS] for name in marked_names([ELLIPSIS]) if ELLIPSIS in reductions}
-        fills = {name: fill[ELLIPSIS] for name in marked_names([ELLIPSIS]) if ELLIPSIS in fill}
-        return build(
-            {name: self.sizes[name] for name in names},
-            operands=[self._dims(tensor, True) for tensor in self.operands],
-            results=[None if tensor is None else self._dims(tensor, False) for tensor in self.results],
-            whole=marked_names(whole),
-            contiguous=marked_names(contiguous),
-            reductions={**dots, **reductions},
-            exchange=exchange,
-            linear=linear,
-            local=local,
-            free=free,
-            variants=variants,
-            uneven=uneven if uneven is None or isinstance(uneven, bool) else marked_names(uneven),
-            fill={**fills, **fill},
-        )
-
-    def _dims(self, tensor: NamedShape, operand: bool) -> list[tuple[str, ...]]:
-        """Names of every dim; none for a dim of size one that is broadcast, which only operands have."""
+    def dims(self, tensor: NamedShape, *, broadcast: bool) -> list[tuple[str, ...]]:
+        """Return the names of every dim; a dim of size one that is broadcast, which only operands have, has none."""
         for names, size in tensor:
-            if not operand and len(names) == 1 and size == 1 and self.sizes[names[0]] != 1:
+            if not broadcast and len(names) == 1 and size == 1 and self.sizes[names[0]] != 1:
                 raise self._error(f'"{names[0]}" is {self.sizes[names[0]]}, but 1 in a result.')
         return [() if size == 1 else names for names, size in tensor]
 
-    def _ordered_names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Return all names in the order in which they first occur."""
         return list(dict.fromkeys(name for tensor in self._tensors() for names, _ in tensor for name in names))

@@ -13,19 +13,27 @@ from torch import fx
 from autoshard.errors import RuleError
 from autoshard.patterns._torch import OpOverload
 from autoshard.patterns.borrowed import borrowed_rule, may_borrow
-from autoshard.patterns.notation import Linear, Reduction, bind, check_options, parse
-from autoshard.patterns.padding_options import check_padding
-from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
-from autoshard.patterns.specialize import specialize
+from autoshard.patterns.build import Padding
+from autoshard.patterns.notation import (
+    Linear,
+    Notation,
+    Reduction,
+    bind,
+    check_options,
+    kinds_of,
+    linear_sets,
+    parse,
+)
+from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta, specialize
 
 Maker = Callable[[OpCall], Rule | None]
 
-_NAME = re.compile(r"(?P<namespace>\w+)(?:::|\.)(?P<name>\w+)(?:\.(?P<overload>\w+))?")
+OPERATOR_NAME = re.compile(r"(?P<namespace>\w+)(?:::|\.)(?P<name>\w+)(?:\.(?P<overload>\w+))?")
 
 
 def _key(name: str) -> str:
-    """`aten.mm` -> `aten::mm`, `aten.mm.default` -> `aten::mm.default`."""
-    match = _NAME.fullmatch(name)
+    """Return the name as the registry spells it: `aten::mm` of `aten.mm`, `aten::mm.default` of `aten.mm.default`."""
+    match = OPERATOR_NAME.fullmatch(name)
     if match is None:
         raise RuleError(
             f'"{name}" is not the name of an operator: write "namespace.name" or "namespace::name", with ".overload" '
@@ -36,7 +44,7 @@ def _key(name: str) -> str:
 
 
 class Registry:
-    """Rules by operator. A rule for one overload wins over a rule for all overloads of an operator."""
+    """Rules by operator. A rule for one overload takes precedence over one for all overloads of an operator."""
 
     def __init__(self) -> None:
         self._makers: dict[str, Maker] = {}
@@ -48,7 +56,7 @@ class Registry:
         Args:
             name: `"aten.mm"` (all overloads), `"aten.mm.default"` (one), or `"mylib::op"`.
             maker_or_text: the rule in the notation, or a function that makes the rule of a call (None: no rule).
-            replace: whether a rule registered before is meant to be replaced.
+            replace: True to replace a rule registered before.
             options: for text, the options of `notation.bind`; for a function, passed to it as keywords.
 
         Raises:
@@ -59,13 +67,13 @@ class Registry:
         if key in self._makers and not replace:
             raise RuleError(f"{name} has a rule already: pass replace=True if yours is to take its place.")
         self._makers[key] = _maker(maker_or_text, options)
-        self._rules.clear()
+        self._rules.clear()  # calls seen before may have another rule now
 
     def rule_for(self, call: OpCall) -> Rule | None:
-        """The rule of a call, checked against its shapes; None where there is none.
+        """Return the rule of a call, checked against its shapes; None if there is none.
 
         Raises:
-            RuleError: the rule that was registered does not fit the call.
+            RuleError: the registered rule does not fit the call.
         """
         if call not in self._rules:
             maker = self._find(call.op)
@@ -74,11 +82,11 @@ class Registry:
         return self._rules[call]
 
     def has_rule(self, op: OpOverload) -> bool:
-        """Whether any rule is registered for the operator; it may still decline some calls."""
+        """Return True if a rule is registered for the operator; it may still decline some calls."""
         return self._find(op) is not None
 
     def names(self) -> tuple[str, ...]:
-        """What rules are registered for, sorted: `aten::mm` (all overloads), `aten::sum.dim_IntList` (one)."""
+        """Return the sorted names with a rule: `aten::mm` (all overloads), `aten::sum.dim_IntList` (one)."""
         return tuple(sorted(self._makers))
 
     def _find(self, op: OpOverload) -> Maker | None:
@@ -93,46 +101,91 @@ def _maker(maker_or_text: Maker | str, options: Mapping[str, Any]) -> Maker:
         return (lambda call: maker(call, **options)) if options else maker
     notation = parse(maker_or_text)
     check_options(notation, options.get("linear", ()), options.get("reduce"))
-    kept = {name: options[name] for name in ("linear", "reduce", "local") if name in options}
-    check_padding(notation, options.get("uneven"), options.get("fill"), **kept)
+    _check_padding(
+        notation,
+        options.get("uneven"),
+        options.get("fill") or {},
+        options.get("linear", ()),
+        options.get("reduce") or {},
+        options.get("local") is not None,
+    )
     return lambda call: bind(notation, call, **options)
+
+
+def _check_padding(
+    notation: Notation,
+    uneven: Collection[str] | bool | None,
+    fill: Mapping[str, float | None],
+    linear: Linear,
+    reduce: Mapping[str, Reduction | Sequence[Reduction]],
+    has_program: bool,
+) -> None:
+    """Raise `RuleError` unless the options of a rule for padding fit its text and its other options."""
+    if isinstance(uneven, str):
+        raise RuleError(f'rule "{notation.text}": uneven={uneven!r} is a text: give a list of names, or True for all.')
+    listed = () if uneven is None or isinstance(uneven, bool) else uneven
+    for option, names in (("uneven", listed), ("fill", fill)):
+        for name in names:
+            if name not in notation.names:
+                raise RuleError(f'rule "{notation.text}": {option} names "{name}", which does not occur in the rule.')
+            if name in notation.whole:
+                raise RuleError(f'rule "{notation.text}": {option} names "{name}", which ! says is never sharded.')
+    for name, number in fill.items():
+        if number is not None and not isinstance(number, (int, float)):
+            raise RuleError(
+                f'rule "{notation.text}": fill["{name}"] is {number!r}: give a number that does not change the result, '
+                "or None where padding may hold anything."
+            )
+    operands, results = (
+        [[dim.names for dim in item] for item in side] for side in (notation.operands, notation.results)
+    )
+    kinds = {name: kinds_of(notation, name, kind) for name, kind in reduce.items()}
+    sets = linear_sets(linear, notation.text, len(operands))
+    padding = Padding(operands, results, kinds, sets, has_program)
+    for name in listed:
+        if name not in fill and not padding.has_safe_fill(name):
+            raise RuleError(
+                f'rule "{notation.text}": uneven names "{name}", which a result lacks, and nothing tells how to keep '
+                f'padding out of it. Say with fill={{"{name}": ...}} which number in its place does not change the '
+                "result (None: any), or with linear in which operands the operator is linear."
+            )
 
 
 _default = Registry()
 
 
 def rule_for(call: OpCall) -> Rule | None:
-    """The rule of a call: the library's or a user's, else one borrowed from torch; None where there is none.
+    """Return the rule of a call: the library's or a user's, else one borrowed from torch; None if there is none.
 
     Raises:
-        RuleError: the rule that was registered does not fit the call.
+        RuleError: the registered rule does not fit the call.
     """
     return _default.rule_for(call) if _default.has_rule(call.op) else borrowed_rule(call)
 
 
 def has_rule(op: OpOverload) -> bool:
-    """Whether a rule is registered for the operator, or torch has strategies to borrow; some calls may be declined."""
+    """Return True if a rule is registered for the operator or can be borrowed; it may still decline some calls."""
     return _default.has_rule(op) or may_borrow(op)
 
 
 def is_borrowed(op: OpOverload) -> bool:
-    """Whether what rules the operator has are borrowed from torch, as none is registered here."""
+    """Return True if the operator has no rule here and torch has strategies to borrow."""
     return not _default.has_rule(op) and may_borrow(op)
 
 
 def rule_names() -> tuple[str, ...]:
-    """What the library has rules for, sorted: `aten::mm` (all overloads), `aten::sum.dim_IntList` (one)."""
+    """Return the sorted names with a rule of the library: `aten::mm` (all overloads), `aten::sum.dim_IntList` (one)."""
     return _default.names()
 
 
 def rule(names: str | Sequence[str], text: str, **options: Any) -> None:
-    """Register one of the library's own rules in the notation, for one or several operators."""
+    """Register a rule in the notation for one or several operators of the library."""
     for name in [names] if isinstance(names, str) else names:
         _default.register(name, text, **options)
 
 
 def rule_maker(*names: str, **options: Any) -> Callable[[Maker], Maker]:
-    """Decorator: register a function from a call to its rule (None: no rule) for one or several operators."""
+    """Decorate a function from a call to its rule (None: no rule), to register it for one or several operators."""
 
     def register(maker: Maker) -> Maker:
         for name in names:
@@ -163,12 +216,13 @@ def register_rule(
         reduce: the kind of partial result that the shards of a contracted name leave: `{"k": "max"}`; "sum" where
             absent, None where `local` reduces inside.
         local: what a rank runs on its shards; the operator itself by default.
-        uneven: names that an axis may split that does not divide them, where padding stands behind the last steps.
-            True for all of which the rule tells how it is kept out of results, False for none; by default True
-            without `local`, and False with it.
-        fill: further such names, with what replaces their padding in every operand before a rank runs: 0 where a sum
-            is taken that zeros do not change, -inf for a maximum, None where `local` never lets padding reach a result.
-        replace: whether a rule registered before is meant to be replaced.
+        uneven: names that an axis may split without dividing them, so that padding stands behind the last steps. True
+            for all names whose padding the rule keeps out of results, False for none; by default True without `local`,
+            and False with it.
+        fill: further such names, with the number that replaces their padding in every operand before a rank runs: 0
+            where a sum is taken that zeros do not change, -inf for a maximum, None where `local` never lets padding
+            reach a result.
+        replace: True to replace a rule registered before.
 
     Raises:
         RuleError: the name, text or options do not parse, or there is a rule already; nothing was changed then.
@@ -184,25 +238,22 @@ def register_rule(
     _default.register(name, text_or_maker, replace=replace)
 
 
+# Operators that read the memory of their operands, whatever its shape: calls with other strides are other calls.
 _READS_STRIDES = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
-"""Operators to which it matters how their operands lie in memory."""
-
 
 NodeMetas = dict[fx.Node, Any]
-"""What nodes are as operands: the shape and dtype of a tensor, or the value itself."""
+"""The description of nodes as operands: the shape and dtype of a tensor, or the value itself."""
 
 
 def op_call(node: fx.Node, known: NodeMetas | None = None) -> OpCall:
-    """The call that an FX node makes, from the fake tensors in `meta["val"]` of its arguments and of itself.
+    """Return the call that an FX node makes, from the fake tensors in `meta["val"]` of its arguments and of itself.
 
-    Args:
-        node: the node.
-        known: of nodes looked at before, what they are as operands; this one joins them.
+    `known` describes nodes that were looked at before; this node is added.
     """
     assert isinstance(node.target, OpOverload), node.target
     val = node.meta.get("val")
     call = call_of(node.target, node.args, node.kwargs, val, known)
-    if "sizes" in node.meta:
+    if "sizes" in node.meta:  # dynamic sizes, of which the fake tensors have the example's values only
         results = (meta and tensor_meta(node, index) for index, meta in enumerate(call.results))
         call = dataclasses.replace(call, results=tuple(results))
     if known is not None and isinstance(val, torch.Tensor):
@@ -213,10 +264,10 @@ def op_call(node: fx.Node, known: NodeMetas | None = None) -> OpCall:
 def call_of(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any, known: NodeMetas | None = None
 ) -> OpCall:
-    """The call of an operator on real or fake tensors, or on FX nodes that stand for them, with what it gave."""
+    """Return the call of an operator on real or fake tensors, or on FX nodes that stand for them, with its results."""
     outputs = results if isinstance(results, (tuple, list)) else (results,)
     strided = op._schema.name in _READS_STRIDES
-    known = None if strided else known
+    known = None if strided else known  # descriptions of nodes are without strides
     return OpCall(
         op=op,
         args=tuple([_describe(argument, strided, known) for argument in args]),
@@ -226,28 +277,24 @@ def call_of(
 
 
 def tensor_meta(node: fx.Node, result: int = 0) -> TensorMeta:
-    """Global shape, dynamic sizes included, and dtype of a result of a node of a joint graph."""
+    """Return the global shape, dynamic sizes included, and dtype of a result of a node of a joint graph."""
     val = node.meta["val"]
     tensor = val[result] if isinstance(val, (tuple, list)) else val
     sizes = node.meta.get("sizes")
     return TensorMeta(tuple(tensor.shape) if sizes is None else sizes[result], tensor.dtype)
 
 
-def _describe_node(node: fx.Node, strided: bool, known: NodeMetas | None) -> Any:
-    if known is not None and node in known:
-        return known[node]
-    described = _describe(node.meta["val"], strided)
-    if "sizes" in node.meta:
-        described = dataclasses.replace(described, shape=node.meta["sizes"][0])
-    if known is not None:
-        known[node] = described
-    return described
-
-
 def _describe(value: Any, strided: bool = False, known: NodeMetas | None = None) -> Any:
-    """The value with tensors replaced by their metadata, strides included if asked for, and lists by tuples."""
+    """Return the value with tensors replaced by their metadata, and lists by tuples."""
     if isinstance(value, fx.Node):
-        return _describe_node(value, strided, known)
+        if known is not None and value in known:
+            return known[value]
+        meta = _describe(value.meta["val"], strided)
+        if "sizes" in value.meta:
+            meta = dataclasses.replace(meta, shape=value.meta["sizes"][0])
+        if known is not None:
+            known[value] = meta
+        return meta
     if isinstance(value, torch.Tensor):
         return TensorMeta(tuple(value.shape), value.dtype, tuple(value.stride()) if strided else None)
     if isinstance(value, (tuple, list)):

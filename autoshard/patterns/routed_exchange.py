@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from autoshard.patterns._torch import register_all_ranks_program
+from autoshard.patterns._torch import LocalTensorMode
 from autoshard.specs.emitter import collectives
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
@@ -65,4 +67,10 @@ for _name, _program, _shapes in (
     _library.impl(_name, _program, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autoshard::{_name}", _shapes, lib=_library)
 
-register_all_ranks_program("autoshard::exchange", exchange_rows)
+
+def _exchange_on_all_ranks(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+    """Where one process holds all ranks: not one call for each, which could not meet, but one for all."""
+    return exchange_rows(*args, **kwargs or {})
+
+
+torch.library.register_torch_dispatch("autoshard::exchange", LocalTensorMode, _exchange_on_all_ranks)

@@ -1,9 +1,11 @@
 """Rules: which factors make up the dims of an operator's operands and results.
 
 A factor is an indivisible loop of the operator, named as in an einsum: `mm` is `i k, k j -> i j`. Sharding a
-factor over a mesh axis shards every dim that holds it; where a result lacks it, the factor is contracted and
-the result is left partial. That is all a planner needs to know of an operator (GSPMD's and Shardy's factors;
-Rhino 4.1 for dims that are products, whose inner factors become strided shards).
+factor over a mesh axis shards every dim that holds it. Where a result lacks the factor, it is contracted and the
+result is left partial. A planner needs to know no more of an operator.
+
+Source: the factors of GSPMD and Shardy; Rhino 4.1 for dims that are products, whose inner factors become strided
+shards.
 """
 
 from __future__ import annotations
@@ -12,30 +14,27 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from autoshard.errors import RuleError
 from autoshard.patterns._torch import OpOverload
 
-if TYPE_CHECKING:
-    from autoshard.patterns.local import LocalCall
-
 Dims = tuple[tuple[int, ...], ...]
-"""For every dim of a tensor, the indices of the factors whose product it is, major to minor."""
+"""The factors whose product each dim of a tensor is, by index, major to minor."""
 
 Exchange = tuple[str, int] | tuple[str, int, int]
-"""A collective inside a local program: its kind, such as `"all_gather"`, the bytes of the whole tensor, and, where it
-is run more than once, how many times."""
+"""A collective inside a local program: its kind, such as `"all_gather"`, the bytes of the whole tensor, and the number
+of times it runs if more than one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape and dtype of a tensor: what rules look at in place of the tensor.
+    """The shape and dtype of a tensor, which rules look at in place of the tensor.
 
     Attributes:
-        strides: how the whole tensor lies in memory, for operators that read it so whatever its shape; else None.
+        strides: strides of the whole tensor, for operators that read memory whatever its shape; else None.
     """
 
     shape: tuple[int, ...]
@@ -58,11 +57,11 @@ class OpCall:
 
     @property
     def operands(self) -> tuple[TensorMeta, ...]:
-        """The tensor operands, in the order in which they stand in `args` and `kwargs`, lists included."""
+        """The tensor operands in the order of `args` and `kwargs`, lists included."""
         return tuple(_tensors((self.args, tuple(value for _, value in self.kwargs))))
 
     def arg(self, name: str) -> Any:
-        """The argument that the operator's schema calls `name`, its default when it was not passed."""
+        """Return the argument that the operator's schema calls `name`; its default if it was not passed."""
         for position, argument in enumerate(self.op._schema.arguments):
             if argument.name == name:
                 if position < len(self.args):
@@ -88,24 +87,23 @@ class Factor:
     Attributes:
         name: the loop's name in the rule; a refined part of `j` is called `j.0`, `j.1`, ...
         size: number of steps of the loop.
-        shardable: whether a mesh axis may split it.
-        contiguous: only whole stretches may be taken (no strided shards), because the local program counts
+        shardable: True if a mesh axis may split it.
+        contiguous: True if only whole stretches may be taken (no strided shards), because the local program counts
             positions from the start of its stretch.
-        reductions: for every result that lacks the factor, the kind of partial that its shards leave there;
-            None where the local program reduces inside, so that the result is whole on every rank. Empty
-            means "sum" everywhere.
-        exchanges: the collectives that the local program runs inside when the factor is sharded and nothing else is:
-            the kind as the cost model knows it, and the bytes of the whole tensor that they reduce or put together.
-            In a `"ring"`, parts are handed on from rank to rank until each rank has had all; in a `"ring_and_home"`,
-            once more, so that each ends where it began. A `"gather_of_each"` is an all-gather to which every rank gives
-            so many bytes, however many ranks there are, and an `"exchange_of_each"` such an all-to-all.
-        uneven: an axis that does not divide the factor may split it too: what runs on a rank copes with padding behind
-            the factor's end, which may hold anything.
-        fill: what padding of operands along the factor is replaced by before it runs; None where that may be anything.
-        sequential: the operator runs one step of the loop after another, and at each one reads the operands that lack
-            the factor anew.
-        routed: `"source"` or `"group"` of a loop that places routed rows (see `specs.spec.Routed`): the tokens that
-            rows are made of, or the groups that they are sent to. Who takes some groups takes their rows, so that an
+        reductions: for every result that lacks the factor, the kind of partial that its shards leave there; None where
+            the local program reduces inside, so that the result is whole on every rank. Empty means "sum" everywhere.
+        exchanges: the collectives inside the local program when the factor alone is sharded: the kind as the cost model
+            knows it, and the bytes of the whole tensor that they reduce or join. In a `"ring"`, parts are passed from
+            rank to rank until each rank has had all; in a `"ring_and_home"` once more, back to where they began. To a
+            `"gather_of_each"` (an all-gather) and an `"exchange_of_each"` (an all-to-all), every rank gives so many
+            bytes, however many ranks there are.
+        uneven: True if an axis that does not divide the factor may split it too: the program of a rank copes with
+            padding behind the factor's end, which may hold anything.
+        fill: the number that replaces padding of operands along the factor; None where padding may hold anything.
+        sequential: True if the operator runs one step of the loop after another, and reads the operands that lack the
+            factor again at each step.
+        routed: `"source"` or `"group"` for a loop that places routed rows (see `specs.spec.Routed`): the tokens that
+            rows come from, or the groups that they are sent to. A rank that takes groups takes their rows, so that an
             axis that splits the groups splits the rule's `"source"` factor too.
     """
 
@@ -128,12 +126,14 @@ class Factor:
         return self.reductions[result] if self.reductions else "sum"
 
 
-LocalProgram = Callable[["LocalCall"], Any]
+# The argument is a `LocalCall`; that module is built on this one, so its name is not imported here.
+LocalProgram = Callable[[Any], Any]
+"""Emits the program of a rank for a `local.LocalCall`, and returns the local results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one operator call may be split.
+    """The ways to split one operator call.
 
     Attributes:
         factors: the loops.
@@ -142,11 +142,11 @@ class Rule:
         linear: sets of operands in which the operator is jointly linear: if exactly these are partial sums
             and the others replicated, every result is a partial sum.
         local: emits the program that a rank runs on its shards; None runs the operator itself unchanged.
-        free: the operator does no work (a view).
+        free: True if the operator does no work (a view).
         variants: further implementations of the same call, with other factors or another local program, that a
-            strategy may choose instead. A factor of a variant that bears the name of one of the rule is the same loop.
-        routed: the tensors, operands counted first and then results, that lie as the data decides where a factor that
-            is `routed` is split; the others lie as their dims say.
+            strategy may choose instead. Factors of one name are the same loop.
+        routed: the tensors, operands counted first and then results, whose placement the data decides where a factor
+            that is `routed` is split; the placement of the others follows from their dims.
     """
 
     factors: tuple[Factor, ...]
@@ -159,7 +159,7 @@ class Rule:
     routed: frozenset[int] = frozenset()
 
     def indices(self, name: str) -> tuple[int, ...]:
-        """Indices of the factor called `name`, or of all its refined parts."""
+        """Return the indices of the factor called `name`, or of all its refined parts."""
         return tuple(index for index, factor in enumerate(self.factors) if factor.base == name or factor.name == name)
 
     def check(self, call: OpCall) -> None:
@@ -180,6 +180,7 @@ class Rule:
                 if dims is None or meta is None:
                     continue
                 sizes = tuple(math.prod(self.factors[factor].size for factor in dim) for dim in dims)
+                # A dim without factors is whole on every rank, and may have any size.
                 whole = tuple(size if dim else 1 for size, dim in zip(meta.shape, dims, strict=False))
                 if len(sizes) != len(meta.shape) or sizes != whole:
                     raise RuleError(
@@ -189,14 +190,14 @@ class Rule:
 
 
 def refine(rule: Rule, cuts: Mapping[int, tuple[int, ...]]) -> Rule:
-    """The same rule with factors split into products.
+    """Return the same rule with factors split into products.
 
     Args:
-        cuts: for a factor, the increasing chain of sizes of its outer parts; each divides the next and the
-            last divides the factor's size. A factor of size 96 with cuts (3, 12) becomes 3 · 4 · 8. Variants are
-            cut in their factors of the same name, if these take strided shards.
+        cuts: by factor, the increasing chain of sizes of its outer parts; each divides the next and the last divides
+            the factor's size. A factor of size 96 with cuts (3, 12) becomes 3 · 4 · 8. Variants are cut in their
+            factors of the same name.
 
-    Source: Rhino 4.3.3, candidate generation: strides are those that some view of the graph asks for.
+    Source: Rhino 4.3.3, candidate generation: the strides are those that a view of the graph asks for.
     """
     if not cuts:
         return rule
@@ -209,6 +210,15 @@ def refine(rule: Rule, cuts: Mapping[int, tuple[int, ...]]) -> Rule:
         parts.append(tuple(range(len(factors), len(factors) + len(sizes))))
         factors += [replace(factor, name=name, size=size) for name, size in zip(names, sizes, strict=True)]
 
+    def variant_cuts(variant: Rule) -> dict[int, tuple[int, ...]]:
+        named = {rule.factors[index].name: chain for index, chain in cuts.items()}
+        # The inner part of a cut is a strided shard, which a contiguous factor does not take.
+        return {
+            index: named[factor.name]
+            for index, factor in enumerate(variant.factors)
+            if factor.name in named and factor.shardable and not factor.contiguous
+        }
+
     def refine_dims(dims: Dims) -> Dims:
         return tuple(tuple(part for factor in dim for part in parts[factor]) for dim in dims)
 
@@ -217,15 +227,36 @@ def refine(rule: Rule, cuts: Mapping[int, tuple[int, ...]]) -> Rule:
         factors=tuple(factors),
         operands=tuple(refine_dims(dims) for dims in rule.operands),
         results=tuple(None if dims is None else refine_dims(dims) for dims in rule.results),
-        variants=tuple(refine(variant, _cuts_by_name(rule, cuts, variant)) for variant in rule.variants),
+        variants=tuple(refine(variant, variant_cuts(variant)) for variant in rule.variants),
     )
 
 
-def _cuts_by_name(rule: Rule, cuts: Mapping[int, tuple[int, ...]], variant: Rule) -> dict[int, tuple[int, ...]]:
-    """The cuts of a rule's factors as cuts of a variant's factors of the same name."""
-    named = {rule.factors[index].name: chain for index, chain in cuts.items()}
-    return {
-        index: named[factor.name]
-        for index, factor in enumerate(variant.factors)
-        if factor.name in named and factor.shardable and not factor.contiguous
-    }
+def specialize(rule: Rule, call: OpCall) -> Rule:
+    """Return the rule without strategies that the element types of a call rule out.
+
+    Raises:
+        RuleError: the rule does not fit the call's shapes.
+    """
+    rule.check(call)
+    return _without_impossible_sums(rule, call)
+
+
+def _without_impossible_sums(rule: Rule, call: OpCall) -> Rule:
+    # Truth values and indices are no partial sums.
+    inexact = [meta.dtype.is_floating_point or meta.dtype.is_complex for meta in call.operands]
+    linear = tuple(operands for operands in rule.linear if all(inexact[operand] for operand in operands))
+    # No collective adds truth values up: `aten.index_add` along a contracted index can not be split for them.
+    truths = [index for index, meta in enumerate(call.results) if meta is not None and meta.dtype is torch.bool]
+
+    def leaves_bool_sum(index: int, factor: Factor) -> bool:
+        dims = [rule.results[truth] for truth in truths if factor.reduction(truth) == "sum"]
+        return any(each is not None and all(index not in dim for dim in each) for each in dims)
+
+    factors = tuple(
+        replace(factor, shardable=False) if factor.shardable and leaves_bool_sum(index, factor) else factor
+        for index, factor in enumerate(rule.factors)
+    )
+    variants = tuple(_without_impossible_sums(variant, call) for variant in rule.variants)
+    if (factors, linear, variants) == (rule.factors, rule.linear, rule.variants):
+        return rule
+    return replace(rule, factors=factors, linear=linear, variants=variants)

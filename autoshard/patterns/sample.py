@@ -1,8 +1,7 @@
-"""What a user may hand to `check`: an operator by any of its names, and a sample call of it in any common form."""
+"""The arguments of `check`: an operator by any of its names, and a sample call of it in any common form."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +9,7 @@ import torch
 
 from autoshard.errors import RuleError
 from autoshard.patterns._torch import CustomOpDef, OpOverload, OpOverloadPacket, overload_for
-
-_NAME = re.compile(r"(?P<namespace>\w+)(?:::|\.)(?P<name>\w+)(?:\.(?P<overload>\w+))?")
+from autoshard.patterns.registry import OPERATOR_NAME
 
 Operator = OpOverload | OpOverloadPacket | CustomOpDef | str
 
@@ -19,13 +17,13 @@ Operator = OpOverload | OpOverloadPacket | CustomOpDef | str
 def sample_call(
     op: Operator, sample: Any, kwargs: Mapping[str, Any] | None = None
 ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
-    """The operator, arguments and keyword arguments of one call; tensors are detached.
+    """Return the operator, arguments and keyword arguments of one call, tensors detached.
 
     Args:
-        op: an overload, a packet of overloads (the one that takes the arguments is meant), what
-            `torch.library.custom_op` returned, or a name such as `"mylib::op"` or `"aten.sum.dim_IntList"`.
-        sample: the arguments; or a pair of them and keyword arguments; or torch's `SampleInput`; or one tensor.
-        kwargs: keyword arguments besides.
+        op: an overload, a packet of overloads (the overload that takes the arguments is used), the result of
+            `torch.library.custom_op`, or a name such as `"mylib::op"` or `"aten.sum.dim_IntList"`.
+        sample: the arguments; or a pair of arguments and keyword arguments; or torch's `SampleInput`; or one tensor.
+        kwargs: further keyword arguments.
 
     Raises:
         RuleError: there is no such operator, no overload takes the arguments, or it changes its operands.
@@ -69,30 +67,30 @@ def _detach(value: Any) -> Any:
 def _overload(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload:
     if isinstance(op, CustomOpDef):
         return op._opoverload
-    found = _operator_by_name(op) if isinstance(op, str) else op
-    if isinstance(found, OpOverload):
-        return found
-    names = found.overloads()
+    packet = _operator_by_name(op) if isinstance(op, str) else op
+    if isinstance(packet, OpOverload):
+        return packet
+    names = packet.overloads()
     if len(names) == 1:
-        return getattr(found, names[0])
+        return getattr(packet, names[0])
     try:
-        return overload_for(found, args, kwargs)
+        return overload_for(packet, args, kwargs)
     except RuntimeError as error:
         raise RuleError(
-            f"none of the overloads {', '.join(names)} of {found} takes these arguments. Name the one that is meant, "
-            f'such as "{found}.{names[0]}", or mend the arguments: {str(error).splitlines()[0]}'
+            f"none of the overloads {', '.join(names)} of {packet} takes these arguments. Name the one that is meant, "
+            f'such as "{packet}.{names[0]}", or mend the arguments: {str(error).splitlines()[0]}'
         ) from error
 
 
 def _operator_by_name(name: str) -> OpOverload | OpOverloadPacket:
-    match = _NAME.fullmatch(name)
+    match = OPERATOR_NAME.fullmatch(name)
     if match is None:
         raise RuleError(
             f'"{name}" is not the name of an operator: write "namespace::name" or "namespace.name.overload".'
         )
     try:
-        found = getattr(getattr(torch.ops, match["namespace"]), match["name"])
-        return found if match["overload"] is None else getattr(found, match["overload"])
+        packet = getattr(getattr(torch.ops, match["namespace"]), match["name"])
+        return packet if match["overload"] is None else getattr(packet, match["overload"])
     except (AttributeError, RuntimeError) as error:
         raise RuleError(
             f'torch knows no operator "{name}": import the module that defines it first, or mend the name.'

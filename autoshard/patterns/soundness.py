@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from autoshard.errors import RuleError
-from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
+from autoshard.patterns.padding import emit_local
 from autoshard.patterns.random_soundness import Draws, reference_draws
 from autoshard.patterns.registry import call_of, has_rule, rule_for
 from autoshard.patterns.rule import Factor, OpCall, Rule, refine

@@ -1,9 +1,9 @@
-"""Strategies: one choice per mesh axis for one operator, and the specs that follow from it."""
+"""Strategies: one choice per mesh axis for one operator, and the specs that follow from them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from autoshard.patterns.variants import (
 from autoshard.size import ceil_div, divides, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import canonical
+from autoshard.specs.shared_axis import SharedAxis
 from autoshard.specs.spec import BlockShard, Routed, Spec, shard_placement
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "axis_choices",
     "describe",
     "fits",
+    "keeps_shares",
     "linear_choice",
     "local_shape",
     "local_size",
@@ -40,16 +42,18 @@ __all__ = [
     "result_spec",
     "result_specs",
     "splits",
+    "splits_evenly",
     "uneven_axis",
     "work_split",
 ]
 
+# A guess that works: beyond it, half of the devices idle, and some other strategy is better.
 MOST_PADDING = 2
-"""A strategy is offered where padding makes at most so many times as much work of it, all axes together."""
+"""The largest ratio of padded work to true work, over all axes, of a strategy that is offered."""
 
 
 def axis_choices(rule: Rule, size: int) -> tuple[int, ...]:
-    """All choices for one mesh axis of `size` devices, of every variant; `WHOLE` alone on an axis of one."""
+    """Return all choices, of every variant, for one mesh axis of `size` devices; `WHOLE` alone on an axis of one."""
     if size == 1:
         return (WHOLE,)
     factors = (
@@ -61,22 +65,24 @@ def axis_choices(rule: Rule, size: int) -> tuple[int, ...]:
 
 
 def _pads(size: int, factor: Factor, steps: int | None = None) -> bool:
-    """Whether `size` ranks may split a factor, or the `steps` of it that others left, in blocks that are padded."""
+    """Return True if `size` ranks may split a factor, or `steps` of it, in padded blocks."""
     steps = factor.size if steps is None else steps
     return factor.uneven and steps > 1 and ceil_div(steps, size) * size <= MOST_PADDING * steps
 
 
 def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
-    """Whether the choices go together.
+    """Return True if the choices go together.
 
-    A variant knows all of them, the axes of a factor divide it, all but the last, which may pad it unless it divides
-    another part of the factor, no dim holds two factors that are padded, no result is partial in two ways at once, and
-    rows are sent to groups over one axis alone.
+    * Some variant has all of them.
+    * The axes of a factor divide it; only the last may pad it, unless it divides another part of the factor.
+    * No dim has two padded factors.
+    * No result is partial in two ways at once.
+    * Rows are sent to groups over one axis only.
     """
-    found = variant_for(rule, choices)
-    if found is None:
+    resolved = variant_for(rule, choices)
+    if resolved is None:
         return False
-    rule, choices = found
+    rule, choices = resolved
     padded = set()
     for index, factor in enumerate(rule.factors):
         sizes = [
@@ -90,16 +96,16 @@ def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
         above = factor.size // others
         if not divides(others, factor.size) or not _pads(sizes[-1], factor, above):
             return False
-        if factor.contiguous and len(sizes) > 1:
+        if factor.contiguous and len(sizes) > 1:  # padding would stand inside the stretches of the outer axis
             return False
         if _divides_another_part(rule, choices, mesh, index, sizes[-1]):
             return False
         padded.add(index)
-    if len(padded) > 1 and (
-        _share_dim(rule, padded) or _total_split_count(choices, mesh) > MOST_PADDING * work_split(rule, choices, mesh)
-    ):
-        return False
-    kinds: set[str] = set()
+    if len(padded) > 1:
+        # `_pads` has looked at each axis alone; together they may still pad too much.
+        parts = math.prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if choice >= 0)
+        if _share_dim(rule, padded) or parts > MOST_PADDING * work_split(rule, choices, mesh):
+            return False
     for result in range(len(rule.results)):
         kinds = {kind for choice in choices if (kind := partial_kind(rule, choice, result)) is not None}
         if len(kinds) > 1:
@@ -108,34 +114,21 @@ def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
 
 
 def _divides_another_part(rule: Rule, choices: Choices, mesh: MeshShape, index: int, size: int) -> bool:
-    """Whether an axis of `size` could split, without padding, another part of the factor that a part was cut from.
-
-    A part of dynamic size is padded for want of knowledge, and may be split all the same.
-    """
+    """Return True if an axis of `size` could split, without padding, another part of the same original factor."""
     factor = rule.factors[index]
+    # A dynamic size is padded because nothing is known of what divides it, not because another part is better.
     if factor.base == factor.name or is_dynamic(factor.size):
         return False
-    return any(
-        part.base == factor.base
-        and part.shardable
-        and place != index
-        and divides(size * _split_count(choices, mesh, place), part.size)
-        for place, part in enumerate(rule.factors)
-    )
-
-
-def _split_count(choices: Choices, mesh: MeshShape, factor: int) -> int:
-    """Into how many parts the axes that chose a factor split it."""
-    return math.prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if choice == factor)
-
-
-def _total_split_count(choices: Choices, mesh: MeshShape) -> int:
-    """Into how many parts the axes that chose a factor split the work."""
-    return math.prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if choice >= 0)
+    for place, part in enumerate(rule.factors):
+        if part.base == factor.base and part.shardable and place != index:
+            split = math.prod(axis for axis, choice in zip(mesh.sizes, choices, strict=True) if choice == place)
+            if divides(size * split, part.size):
+                return True
+    return False
 
 
 def uneven_axis(rule: Rule, choices: Choices, mesh: MeshShape, factor: int) -> int | None:
-    """The mesh axis that pads a factor: the last that chose it, where it does not divide what the others left."""
+    """Return the mesh axis that pads a factor: the last that chose it, where it does not divide the remaining steps."""
     axes = [axis for axis, choice in enumerate(choices) if choice == factor and mesh.sizes[axis] > 1]
     if not axes or divides(math.prod(mesh.sizes[axis] for axis in axes), rule.factors[factor].size):
         return None
@@ -143,20 +136,21 @@ def uneven_axis(rule: Rule, choices: Choices, mesh: MeshShape, factor: int) -> i
 
 
 def splits(rule: Rule, choice: int, factor: int) -> bool:
-    """Whether an axis with this choice splits a factor: the one that it chose, and with groups the sources of rows."""
+    """Return True if an axis with this choice splits a factor."""
     if choice == factor:
         return True
+    # Groups are held with their rows, so that splitting them splits the sources of rows too.
     return choice >= 0 and rule.factors[choice].routed == "group" and rule.factors[factor].routed == "source"
 
 
 def _share_dim(rule: Rule, factors: set[int]) -> bool:
-    """Whether some dim holds two of the factors."""
+    """Return True if some dim holds two of the factors."""
     tensors = (dims for dims in (*rule.operands, *rule.results) if dims is not None)
     return any(len(factors.intersection(dim)) > 1 for dims in tensors for dim in dims)
 
 
 def local_size(rule: Rule, choices: Choices, mesh: MeshShape, factor: int, before: int | None = None) -> int:
-    """Steps of a factor that one rank runs, padding included; only axes before the axis `before` count."""
+    """Return the steps of a factor on one rank, padding included, as split by the axes before `before`, or by all."""
     size = rule.factors[factor].size
     for axis, choice in enumerate(choices[:before]):
         if splits(rule, choice, factor):
@@ -165,7 +159,7 @@ def local_size(rule: Rule, choices: Choices, mesh: MeshShape, factor: int, befor
 
 
 def partial_kind(rule: Rule, choice: int, result: int) -> str | None:
-    """The reduction that a choice, of the factors of a rule without variants, leaves open on a result, if any."""
+    """Return the reduction that a choice, under a rule without variants, leaves open on a result, if any."""
     if choice <= -2:
         return "sum"
     dims = rule.results[result]
@@ -173,6 +167,7 @@ def partial_kind(rule: Rule, choice: int, result: int) -> str | None:
         return None
     if rule.factors[choice].routed and len(rule.operands) + result in rule.routed:
         return None
+    # A result that lacks a factor which no operand has either is equal on all ranks.
     if not any(_holds(rule, operand, choice) for operand in rule.operands):
         return None
     return rule.factors[choice].reduction(result)
@@ -183,54 +178,50 @@ def _holds(rule: Rule, dims: Dims, choice: int) -> bool:
 
 
 def operand_spec(rule: Rule, choices: Choices, mesh: MeshShape, operand: int) -> Spec:
-    """The spec in which the strategy takes an operand."""
+    """Return the spec in which the strategy takes an operand."""
     return operand_specs(rule, (choices,), mesh, operand)[0]
 
 
 def operand_specs(rule: Rule, strategies: Iterable[Choices], mesh: MeshShape, operand: int) -> list[Spec]:
-    """`operand_spec` of many strategies."""
+    """Return the `operand_spec` of many strategies."""
 
-    def effect(own: Rule, choice: int) -> _AxisEffect:
-        kind = "sum" if choice <= -2 and operand in own.linear[-2 - choice] else None
-        return _axis_effect(own, own.operands[operand], choice, kind, operand in own.routed)
+    def effect(variant: Rule, choice: int) -> _AxisEffect:
+        kind = "sum" if choice <= -2 and operand in variant.linear[-2 - choice] else None
+        return _axis_effect(variant, variant.operands[operand], choice, kind, operand in variant.routed)
 
-    return _specs(rule, strategies, mesh, lambda own: own.operands[operand], effect)
+    return _specs(rule, strategies, mesh, lambda variant: variant.operands[operand], effect)
 
 
 def result_spec(rule: Rule, choices: Choices, mesh: MeshShape, result: int) -> Spec:
-    """The spec in which the strategy leaves a result; replicated for a result that is no tensor."""
+    """Return the spec in which the strategy leaves a result; replicated for a result that is no tensor."""
     return result_specs(rule, (choices,), mesh, result)[0]
 
 
 def result_specs(rule: Rule, strategies: Iterable[Choices], mesh: MeshShape, result: int) -> list[Spec]:
-    """`result_spec` of many strategies."""
+    """Return the `result_spec` of many strategies."""
 
-    def effect(own: Rule, choice: int) -> _AxisEffect:
-        dims = own.results[result]
+    def effect(variant: Rule, choice: int) -> _AxisEffect:
+        dims = variant.results[result]
         if dims is None:
-            return _NO_EFFECT
-        return _axis_effect(
-            own, dims, choice, partial_kind(own, choice, result), len(own.operands) + result in own.routed
-        )
+            return _AxisEffect()
+        routed = len(variant.operands) + result in variant.routed
+        return _axis_effect(variant, dims, choice, partial_kind(variant, choice, result), routed)
 
-    return _specs(rule, strategies, mesh, lambda own: own.results[result] or (), effect)
+    return _specs(rule, strategies, mesh, lambda variant: variant.results[result] or (), effect)
 
 
 class _AxisEffect(NamedTuple):
-    """What a choice does with one tensor on its axis.
+    """The effect of a choice on one tensor, on the axis of the choice.
 
     Attributes:
-        split: the loops that it splits, as pairs of a dim and a place among the factors of the dim.
+        split: the loops that it splits, as pairs of a dim and a position among the factors of the dim.
         partial: the reduction that it leaves open, if any.
-        routed: for rows that lie as the data says, the dim and the kind of `Routed`.
+        routed: for routed rows, the arguments of the placement `Routed`.
     """
 
     split: tuple[tuple[int, int], ...] = ()
     partial: str | None = None
     routed: tuple[int | None, str] | None = None
-
-
-_NO_EFFECT = _AxisEffect()
 
 
 def _axis_effect(rule: Rule, dims: Dims, choice: int, partial: str | None, routed: bool) -> _AxisEffect:
@@ -247,7 +238,7 @@ def _axis_effect(rule: Rule, dims: Dims, choice: int, partial: str | None, route
 
 
 _Sizes = tuple[tuple[int, ...], ...]
-"""Of a tensor whose dims are products of factors, the sizes of these, per dim."""
+"""The sizes of the factors of every dim of a tensor."""
 
 
 def _specs(
@@ -255,43 +246,42 @@ def _specs(
     strategies: Iterable[Choices],
     mesh: MeshShape,
     dims_of: Callable[[Rule], Dims],
-    way: Callable[[Rule, int], _AxisEffect],
+    effect_of: Callable[[Rule, int], _AxisEffect],
 ) -> list[Spec]:
-    """A spec per strategy, from what each of its choices does. Few differ, among all operators: each is made once.
-
-    A dynamic size equals a number, which is not all that it is: nothing is remembered of it.
-    """
-    numbers: dict[_AxisEffect, int] = {}  # of what a choice does
-    implementations: dict[int, _SpecCache] = {}
+    """Return a spec per strategy, from the effects of its choices; equal effects share one spec."""
+    # Hundreds of strategies have a handful of effects. These are numbered, since hashing small integers is cheap.
+    numbers: dict[_AxisEffect, int] = {}
+    caches: dict[int, _SpecCache] = {}  # by the identity of the variant
     specs = []
     for choices in strategies:
-        own, chosen = resolve_variant(rule, choices) if rule.variants else (rule, choices)
-        one = implementations.get(id(own))
-        if one is None:
-            sizes = tuple(tuple(own.factors[factor].size for factor in dim) for dim in dims_of(own))
+        variant, chosen = resolve_variant(rule, choices) if rule.variants else (rule, choices)
+        cache = caches.get(id(variant))
+        if cache is None:
+            sizes = tuple(tuple(variant.factors[factor].size for factor in dim) for dim in dims_of(variant))
+            # A dynamic size equals the example's number, but makes other specs: it is no key of a cache.
             dynamic = any(is_dynamic(size) for dim in sizes for size in dim)
-            one = implementations[id(own)] = _SpecCache(sizes, _spec if dynamic else _cached_spec)
+            cache = caches[id(variant)] = _SpecCache(sizes, _spec if dynamic else _cached_spec)
         for choice in chosen:
-            if choice not in one.effect_numbers:
-                one.effect_numbers[choice] = numbers.setdefault(way(own, choice), len(numbers))
-        key = tuple(map(one.effect_numbers.__getitem__, chosen))
-        spec = one.specs.get(key)
+            if choice not in cache.effect_numbers:
+                cache.effect_numbers[choice] = numbers.setdefault(effect_of(variant, choice), len(numbers))
+        key = tuple(map(cache.effect_numbers.__getitem__, chosen))
+        spec = cache.specs.get(key)
         if spec is None:
-            ways = list(numbers)
-            spec = one.specs[key] = one.make(one.sizes, tuple(ways[number] for number in key), mesh)
+            effects = list(numbers)
+            spec = cache.specs[key] = cache.make(cache.sizes, tuple(effects[number] for number in key), mesh)
         specs.append(spec)
     return specs
 
 
 @dataclass(frozen=True, slots=True)
 class _SpecCache:
-    """Of one implementation, what is worked out of one tensor.
+    """The specs of one tensor under one variant.
 
     Attributes:
-        sizes: of its factors.
-        make: makes a spec.
-        known: what every choice does, by its number.
-        made: the specs, by what their choices do.
+        sizes: sizes of the factors of every dim.
+        make: the function from sizes, effects and mesh to a spec.
+        effect_numbers: the number of the effect of every choice.
+        specs: the spec of every combination of effects, by their numbers.
     """
 
     sizes: _Sizes
@@ -300,36 +290,36 @@ class _SpecCache:
     specs: dict[tuple[int, ...], Spec] = field(default_factory=dict)
 
 
-def _spec(sizes: _Sizes, ways: tuple[_AxisEffect, ...], mesh: MeshShape) -> Spec:
-    """Placements of a tensor whose dims are products of factors.
+def _spec(sizes: _Sizes, effects: tuple[_AxisEffect, ...], mesh: MeshShape) -> Spec:
+    """Return the spec of a tensor whose dims are products of factors.
 
-    Within a factor, axes split in mesh order, the first axis outermost. An axis' split factor is the product of what
-    stands left of it in its dim when the axes before it have split the tensor, which is how torch reads placements.
-    Where the axis does not divide its factor, blocks are made of whole steps of the factor. A tensor that is routed
-    lies as the data says on the axes that split the sources or the groups.
+    Within a factor, axes split in mesh order, the first axis outermost.
     """
-    placements: list[Placement] = [Partial(way.partial) if way.partial else Replicate() for way in ways]
-    steps = [list(dim) for dim in sizes]  # what the axes so far have left of every factor
-    for axis, (way, size) in enumerate(zip(ways, mesh.sizes, strict=True)):
-        if way.routed is not None and size > 1:
-            placements[axis] = Routed(*way.routed)
-        for dim, place in way.split if way.routed is None else ():
+    placements: list[Placement] = [Partial(effect.partial) if effect.partial else Replicate() for effect in effects]
+    steps = [list(dim) for dim in sizes]  # the steps of every factor that the axes so far have left local
+    for axis, (effect, size) in enumerate(zip(effects, mesh.sizes, strict=True)):
+        if effect.routed is not None and size > 1:
+            placements[axis] = Routed(*effect.routed)
+        for dim, place in effect.split if effect.routed is None else ():
+            # Torch reads placements so: the split factor counts the local steps to the left in the dim.
             outer = math.prod(steps[dim][:place])
             placements[axis] = shard_placement(dim, outer)
             if steps[dim][place] % size:
+                # Blocks of whole steps of the factor, with all that stands inside them.
                 block = ceil_div(steps[dim][place], size) * math.prod(steps[dim][place + 1 :])
                 placements[axis] = BlockShard(dim, block, outer)
-        for dim, place in way.split:
+        for dim, place in effect.split:
             steps[dim][place] = ceil_div(steps[dim][place], size)
     spec = Spec.of(*placements)
     return canonical([math.prod(dim) for dim in sizes], spec, mesh) if spec.has_blocks else spec
 
 
+# Layers repeat: most operators of a model have tensors of the same factors.
 _cached_spec = lru_cache(maxsize=1 << 16)(_spec)
 
 
 def local_shape(rule: Rule, dims: Dims, choices: Choices, mesh: MeshShape, whole: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of one rank's shard, padding included, of a tensor of shape `whole`, under a rule without variants."""
+    """Return the shape of a shard, padding included, of a tensor of shape `whole`, under a rule without variants."""
     return tuple(
         math.prod(local_size(rule, choices, mesh, factor) for factor in dim) if dim else size
         for size, dim in zip(whole, dims, strict=True)
@@ -337,29 +327,47 @@ def local_shape(rule: Rule, dims: Dims, choices: Choices, mesh: MeshShape, whole
 
 
 def work_split(rule: Rule, choices: Choices, mesh: MeshShape) -> float:
-    """Into how many parts of the size of a rank's the strategy splits the operator's work; padding is work."""
-    split = dict.fromkeys(_work_factor(rule, choice) for choice in choices if choice >= 0)
+    """Return the ratio of the operator's work to that of one rank; padding is work."""
+    # Routed rows are the work of either way to split them, whose factor is the source.
+    source = next((index for index, factor in enumerate(rule.factors) if factor.routed == "source"), None)
+    split = dict.fromkeys(
+        source if source is not None and rule.factors[choice].routed else choice for choice in choices if choice >= 0
+    )
     return math.prod(
         int(rule.factors[factor].size) / max(int(local_size(rule, choices, mesh, factor)), 1) for factor in split
     )
 
 
-def _work_factor(rule: Rule, choice: int) -> int:
-    """The factor whose split shares the work: of routed rows the rows, whichever way they are split."""
-    if rule.factors[choice].routed:
-        return next((index for index, factor in enumerate(rule.factors) if factor.routed == "source"), choice)
-    return choice
-
-
 def describe(rule: Rule, choices: Choices, mesh: MeshShape) -> str:
-    """The strategy in words, such as `i on dp, k on tp`; `whole` when nothing is split."""
-    return ", ".join(_parts(rule, choices, mesh)) or "whole"
-
-
-def _parts(rule: Rule, choices: Choices, mesh: MeshShape) -> Iterator[str]:
+    """Return the strategy in words, such as `i on dp, k on tp`; `whole` when nothing is split."""
     factors = offered_factors(rule)
-    for axis, choice in zip(mesh.axes, choices, strict=True):
-        if choice >= 0:
-            yield f"{factors[choice].name} on {axis.name}"
-        elif choice <= -2:
-            yield f"partial sum passes on {axis.name}"
+    parts = [
+        f"{factors[choice].name if choice >= 0 else 'partial sum passes'} on {axis.name}"
+        for axis, choice in zip(mesh.axes, choices, strict=True)
+        if choice != WHOLE
+    ]
+    return ", ".join(parts) or "whole"
+
+
+def keeps_shares(rule: Rule, choice: int, shared: SharedAxis) -> bool:
+    """Return True if a choice for the shared axis leaves unequal shares as they are.
+
+    An operator on the shared size is split along it, or whole. Any other operator may be split by anything.
+    """
+    # No other factor comes in such shares, and no partial sum is scattered into them.
+    factors = offered_factors(rule)
+    if choice == WHOLE or not any(shared.is_of_whole(factor.size) for factor in factors):
+        return True
+    return choice >= 0 and shared.is_whole(factors[choice].size)
+
+
+def splits_evenly(rule: Rule, choices: Choices, shared: SharedAxis, mesh: MeshShape) -> bool:
+    """Return True if axes other than the shared one split dims of the shared size in multiples of it."""
+    # A block of part of the shared size could have the length of a share without being one.
+    factors, others = offered_factors(rule), [axis for axis in range(mesh.ndim) if axis != shared.axis]
+    return all(
+        shared.is_multiple(
+            factors[factor].size, math.prod(mesh.sizes[axis] for axis in others if choices[axis] == factor)
+        )
+        for factor in {choices[axis] for axis in others if choices[axis] >= 0}
+    )

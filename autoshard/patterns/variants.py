@@ -1,8 +1,9 @@
-"""Rules with several implementations: which factors there are to choose from, and which variant a choice stands for.
+"""Rules with several implementations: the factors to choose from, and the variant that choices stand for.
 
-Choices count the factors of the rule first, then those that its variants add under names of their own. A factor that
-bears the same name in two variants is the same loop, so that an axis may keep its choice while another axis changes the
-implementation. Whale 3.2.2: a pattern has several implementations, and the cheapest wins.
+Choices count the factors of the rule first, then those that its variants add under new names. Factors of one name in
+two variants are the same loop, so that an axis may keep its choice while another axis changes the implementation.
+
+Source: Whale 3.2.2: a pattern has several implementations, and the cheapest wins.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ WHOLE = -1
 
 
 def linear_choice(index: int) -> int:
-    """The choice that passes partial sums through the rule's linear set `index`."""
+    """Return the choice that passes partial sums through the rule's linear set `index`."""
     return -2 - index
 
 
 def offered_factors(rule: Rule) -> tuple[Factor, ...]:
-    """The factors that choices count: the rule's own, then those that every variant adds under a new name."""
+    """Return the factors that choices count: those of the rule, then those that each variant adds."""
     if not rule.variants:
         return rule.factors
     offered: dict[str, Factor] = {}
@@ -32,28 +33,28 @@ def offered_factors(rule: Rule) -> tuple[Factor, ...]:
 
 
 def offered_linear(rule: Rule) -> tuple[frozenset[int], ...]:
-    """The linear sets that choices count: the rule's own, then those that every variant adds."""
+    """Return the linear sets that choices count: those of the rule, then those that each variant adds."""
     if not rule.variants:
         return rule.linear
     return tuple(dict.fromkeys(operands for each in (rule, *rule.variants) for operands in each.linear))
 
 
 def variant_for(rule: Rule, choices: Choices) -> tuple[Rule, Choices] | None:
-    """The first implementation that knows all that was chosen, and the choices as it counts them; None without one."""
+    """Return the first implementation with all chosen factors, and the choices in its factors; None without one."""
     if not rule.variants:
         return rule, choices
     factors, linear = offered_factors(rule), offered_linear(rule)
     for variant in (rule, *rule.variants):
-        own = tuple(_choice_in_variant(variant, choice, factors, linear) for choice in choices)
-        if None not in own:
-            return variant, tuple(choice for choice in own if choice is not None)
+        translated = tuple(_choice_in_variant(variant, choice, factors, linear) for choice in choices)
+        if None not in translated:
+            return variant, tuple(choice for choice in translated if choice is not None)
     return None
 
 
 def _choice_in_variant(
     variant: Rule, choice: int, factors: tuple[Factor, ...], linear: tuple[frozenset[int], ...]
 ) -> int | None:
-    """A choice among all that is offered, as the variant counts it; None for what it does not know."""
+    """Return an offered choice as the variant counts it; None if the variant does not have it."""
     if choice == WHOLE:
         return WHOLE
     if choice < WHOLE:
@@ -66,10 +67,10 @@ def _choice_in_variant(
 
 
 def resolve_variant(rule: Rule, choices: Choices) -> tuple[Rule, Choices]:
-    """The implementation that the choices stand for, and the choices as indices of its own factors.
+    """Return the implementation that the choices stand for, and the choices as indices of its factors.
 
-    A rule without variants is its own only one. The choices must go together, as `strategy.fits` says.
+    The choices must go together, as `strategy.fits` says.
     """
-    found = variant_for(rule, choices)
-    assert found is not None, f"no variant knows all of {choices}"
-    return found
+    resolved = variant_for(rule, choices)
+    assert resolved is not None, f"no variant knows all of {choices}"
+    return resolved

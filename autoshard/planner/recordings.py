@@ -13,8 +13,8 @@ from torch import fx
 from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.simplify import freeze
-from autoshard.patterns.local import LocalCall, emit_program, fill_operands
-from autoshard.patterns.padding import padded_factors, zero_padded_results
+from autoshard.patterns.local import LocalCall, emit_program
+from autoshard.patterns.padding import fill_operands, padded_factors, zero_padded_results
 from autoshard.patterns.rule import OpCall, Rule
 from autoshard.patterns.variants import Choices
 from autoshard.reshard.lower import lower

@@ -18,13 +18,14 @@ from autoshard.patterns.strategy import (
     WHOLE,
     Choices,
     axis_choices,
+    keeps_shares,
     local_shape,
     operand_specs,
     result_specs,
+    splits_evenly,
     work_split,
 )
 from autoshard.patterns.strategy_arrays import fitting_choices, is_evenly_split, is_plain, local_sizes
-from autoshard.patterns.unequal_shares import keeps_shares, splits_evenly
 from autoshard.patterns.variants import resolve_variant
 from autoshard.planner.task_graph_restrictions import Restriction
 from autoshard.specs.axes import MeshShape

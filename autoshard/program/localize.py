@@ -17,10 +17,10 @@ from autoshard.capture.recomputation import RECOMPUTES
 from autoshard.errors import PlanError, RuleError
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph_rules import Value, operand_nodes, value_of
-from autoshard.patterns.local import LocalCall, emit_program, fill_operands
-from autoshard.patterns.padding import padded_factors, zero_padded_results
+from autoshard.patterns.local import LocalCall, emit_program
+from autoshard.patterns.padding import fill_operands, padded_factors, zero_padded_results
 from autoshard.patterns.rule import TensorMeta
-from autoshard.patterns.unequal_shares import keeps_shares
+from autoshard.patterns.strategy import keeps_shares
 from autoshard.program._torch import lazy_graph_module
 from autoshard.program.emitter import GraphEmitter
 from autoshard.program.shares_emitter import SharesEmitter

@@ -26,15 +26,17 @@ class MeshAxis:
             raise MeshError(f"mesh axis {self.name!r} has size {self.size!r}: a size is a whole number of at least 1.")
 
 
+# About ten times the devices of the largest clusters: beyond it, a size is a typing error.
 MOST_DEVICES = 2**20
-"""Devices that a mesh may have: ten times those of the largest clusters."""
+"""The largest number of devices of a mesh."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """The axes of a mesh without its devices: all that planning needs to know of it."""
+    """The names and sizes of the axes of a mesh, without its devices."""
 
     axes: tuple[MeshAxis, ...]
+    # Derived once: inner loops of planning read them far more often than meshes are made.
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
@@ -52,14 +54,15 @@ class MeshShape:
             )
 
     def __hash__(self) -> int:
-        return hash(self.sizes)  # without the hashes of the axes: meshes are part of the keys of most caches
+        # Hashing the axes too would cost more: meshes are part of the keys of most caches.
+        return hash(self.sizes)
 
     @staticmethod
     def of(mesh: DeviceMesh | Mapping[str, int] | MeshShape) -> MeshShape:
-        """The shape of a `DeviceMesh`, or of a mapping such as `{"dp": 8, "tp": 8}`.
+        """Return the shape of a `DeviceMesh`, or of a mapping such as `{"dp": 8, "tp": 8}`.
 
         Raises:
-            MeshError: it is none of these, or has no axis, or an axis of size below 1.
+            MeshError: the argument is neither, has no axis, or has an axis of size below 1.
         """
         if isinstance(mesh, MeshShape):
             return mesh
@@ -67,6 +70,7 @@ class MeshShape:
             return MeshShape(tuple(MeshAxis(str(name), size) for name, size in mesh.items()))
         if hasattr(mesh, "mesh_dim_names"):
             sizes = tuple(mesh.shape)
+            # A DeviceMesh may have no names; the plan needs some.
             names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(len(sizes)))
             return MeshShape(tuple(MeshAxis(name, size) for name, size in zip(names, sizes, strict=True)))
         raise MeshError(
@@ -79,17 +83,17 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
+        """The number of devices."""
         return math.prod(self.sizes)
 
     def index(self, name: str) -> int:
-        """Position of the axis called `name`; `MeshError` if there is none."""
+        """Return the position of the axis called `name`; raise `MeshError` if there is none."""
         if name not in self.names:
             raise MeshError(f"the mesh has no axis {name!r}; its axes are {self}.")
         return self.names.index(name)
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
-        """Coordinates of all devices, in the order of their ranks (row-major)."""
+        """Iterate over the coordinates of all devices, in the order of their ranks (row-major)."""
         return itertools.product(*(range(size) for size in self.sizes))
 
     def __str__(self) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import TypeVar
 
 from torch.distributed.tensor import Partial, Placement, Replicate
 
@@ -13,16 +14,35 @@ from autoshard.size import ceil_div, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import BlockShard, Spec, block_of, is_shard, shard_placement, split_factor_of
 
+# Shapes recur layer after layer; a guess that holds those of large models under all of their specs.
 _CACHE_SIZE = 1 << 17
+
+_Result = TypeVar("_Result")
+
+
+def _cached(
+    function: Callable[[tuple[int, ...], Spec, MeshShape], _Result],
+) -> Callable[[Sequence[int], Spec, MeshShape], _Result]:
+    """Remember results by shape, spec and mesh; the shape may be any sequence."""
+    remembered = lru_cache(maxsize=_CACHE_SIZE)(function)
+
+    @wraps(function)
+    def call(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> _Result:
+        return remembered(tuple(shape), spec, mesh)
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One loop of a tensor dim: `size` steps, distributed over mesh axis `axis`, or whole on every rank (None).
+    """One loop of a tensor dim.
 
-    Where an axis does not divide a loop, `block` / `total`, in lowest terms unless it depends on dynamic sizes, is the
-    share of it that one rank holds at most: the ranks' blocks together are longer than the loop, and what is missing
-    behind its end is padding. Both are 0 where the axis divides.
+    Attributes:
+        size: number of steps.
+        axis: the mesh axis that the loop is distributed over; None if it is whole on every rank.
+        block, total: where the axis does not divide the loop, `block / total` is the largest fraction of it that one
+            rank holds, in lowest terms unless it depends on dynamic sizes. The blocks of all ranks together are longer
+            than the loop, and padding stands behind its end. Both are 0 where the axis divides the loop.
     """
 
     size: int
@@ -40,7 +60,7 @@ Layout = tuple[DimLayout, ...]
 
 
 def merge_loops(segments: Sequence[Segment]) -> DimLayout:
-    """The same loop nest with neighbouring undistributed loops made one, and loops of one step left out."""
+    """Return the same loop nest with neighbouring undistributed loops joined and loops of one step left out."""
     result: list[Segment] = []
     for segment in segments:
         if segment.size == 1:
@@ -52,8 +72,9 @@ def merge_loops(segments: Sequence[Segment]) -> DimLayout:
     return tuple(result) or (Segment(1),)
 
 
-def segments_of(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> Layout:
-    """The loop nest, major to minor, of every dim of a tensor of `shape` under `spec`.
+@_cached
+def segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
+    """Return the loop nest, major to minor, of every dim of a tensor of `shape` under `spec`.
 
     Placements are read as torch reads them: left to right over the mesh axes, each splitting the tensor that the
     axes before it left local. Axes of size 1 leave no trace.
@@ -63,23 +84,18 @@ def segments_of(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> Layout:
 
     Source: Rhino 4.1, where a split is a dim with a stride.
     """
-    return _segments_of(tuple(shape), spec, mesh)
-
-
-@lru_cache(maxsize=_CACHE_SIZE)
-def _segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
     _check_length(spec, mesh)
     dims: list[DimLayout] = [(Segment(size),) for size in shape]
     for axis, placement in enumerate(spec):
         if not is_shard(placement) or mesh.sizes[axis] == 1:
             continue
         dim = dim_of(placement, len(shape))
-        carved = None
+        loops = None
         if not isinstance(placement, BlockShard):
-            carved = _distribute(dims[dim], axis, mesh.sizes[axis], split_factor_of(placement))
-        if carved is None:
+            loops = _distribute(dims[dim], axis, mesh.sizes[axis], split_factor_of(placement), None)
+        if loops is None:
             raise _uneven_error(shape, spec, mesh, axis, dims[dim])
-        dims[dim] = carved
+        dims[dim] = loops
     return tuple(dims)
 
 
@@ -91,63 +107,52 @@ def _uneven_error(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, axis: int
     )
 
 
-def _distribute(segments: DimLayout, axis: int, size: int, outer: int) -> DimLayout | None:
-    """`segments` with `size` steps given to `axis`, below `outer` steps of the undistributed loops.
+def _distribute(segments: DimLayout, axis: int, size: int, outer: int, block: int | None) -> DimLayout | None:
+    """Return `segments` with `size` steps given to `axis`, below `outer` steps of the undistributed loops.
 
-    Returns None where the piece would not lie inside one undistributed loop.
+    With a `block`, every rank takes so many undistributed steps, and the last ranks hold padding behind the end.
+
+    Returns:
+        None where the piece does not lie inside one undistributed loop, or the blocks do not cover a stretch, cut
+        another loop, or meet another uneven axis.
     """
-    result: list[Segment] = []
-    for position, segment in enumerate(segments):
-        if segment.axis is not None:
-            result.append(segment)
-        elif outer > 1 and segment.size > 0 and outer % segment.size == 0:
-            outer //= segment.size
-            result.append(segment)
-        elif segment.size % (outer * size) == 0:
-            pieces = (Segment(outer), Segment(size, axis), Segment(segment.size // (outer * size)))
-            return merge_loops([*result, *pieces, *segments[position + 1 :]])
-        else:
-            return None
-    return None
-
-
-def _distribute_blocks(segments: DimLayout, axis: int, size: int, outer: int, block: int) -> DimLayout | None:
-    """As `_distribute`, with blocks of `block` undistributed steps, behind whose end the last ranks hold padding.
-
-    Returns None where blocks do not cover a stretch, would cut another loop, or another axis is uneven already.
-    """
-    if outer < 1 or block < 1 or any(segment.total for segment in segments):
+    if block is not None and (outer < 1 or block < 1 or any(segment.total for segment in segments)):
         return None
     result: list[Segment] = []
     for position, segment in enumerate(segments):
         if segment.axis is not None:
             result.append(segment)
-        elif outer > 1 and outer % segment.size == 0:
+            continue
+        if outer > 1 and segment.size > 0 and outer % segment.size == 0:
+            # This loop stands wholly outside the piece: count it off.
             outer //= segment.size
             result.append(segment)
+            continue
+        fraction = (0, 0)
+        if block is None:
+            if segment.size % (outer * size):
+                return None
+            steps = segment.size // (outer * size)
         else:
             below = math.prod(loop.size for loop in segments[position + 1 :] if loop.axis is None)
             steps, whole = block // below, segment.size // outer
             if segment.size % outer or block % below or steps * size < whole:
                 return None
-            share = (0, 0) if steps * size == whole else _fraction(steps, whole)
-            pieces = (Segment(outer), Segment(size, axis, *share), Segment(steps))
-            return merge_loops([*result, *pieces, *segments[position + 1 :]])
+            if steps * size != whole:
+                # Lowest terms depend on the values of dynamic sizes, and must be the same at all of them.
+                common = 1 if is_dynamic(steps) or is_dynamic(whole) else math.gcd(steps, whole)
+                fraction = (steps // common, whole // common)
+        pieces = (Segment(outer), Segment(size, axis, *fraction), Segment(steps))
+        return merge_loops([*result, *pieces, *segments[position + 1 :]])
     return None
 
 
-def _fraction(block: int, total: int) -> tuple[int, int]:
-    """In lowest terms, where these are the same whatever the sizes."""
-    common = 1 if is_dynamic(block) or is_dynamic(total) else math.gcd(block, total)
-    return block // common, total // common
-
-
 def spec_of(layout: Layout, partial: Mapping[int, str], mesh: MeshShape) -> Spec:
-    """The spec of a layout: the inverse of `segments_of`.
+    """Return the spec of a layout: the inverse of `segments_of`.
 
     Args:
         layout: loop nest of every dim.
-        partial: reduce operation of every axis over which the tensor is still to be reduced.
+        partial: reduce operation by axis, for the axes over which the tensor is partial.
         mesh: the mesh whose axes the layout names.
 
     Returns:
@@ -165,43 +170,42 @@ def spec_of(layout: Layout, partial: Mapping[int, str], mesh: MeshShape) -> Spec
 
 
 def _placement(dim: int, segments: DimLayout, position: int) -> Placement:
-    """The placement of the axis that is distributed over the loop at `position`."""
-    own, outer = segments[position], _outer_steps(segments, position)
-    if not own.total:
+    """Return the placement of the axis that the loop at `position` is distributed over."""
+    segment, outer = segments[position], _outer_steps(segments, position)
+    if not segment.total:
         return shard_placement(dim, outer)
+    # Axes behind this one split its block later, so that their steps count as part of it.
     block = math.prod(
-        loop.size for loop in segments[position + 1 :] if loop.axis is None or loop.axis > (own.axis or 0)
+        loop.size for loop in segments[position + 1 :] if loop.axis is None or loop.axis > (segment.axis or 0)
     )
-    alone = all(loop is own or loop.axis is None for loop in segments)
-    if alone and outer == 1 and block == ceil_div(block * own.total // own.block, own.size):
+    alone = all(loop is segment or loop.axis is None for loop in segments)
+    # Blocks of the size that torch.chunk takes are a plain `Shard`, which a DTensor can have.
+    if alone and outer == 1 and block == ceil_div(block * segment.total // segment.block, segment.size):
         return shard_placement(dim)
     return BlockShard(dim, block, outer)
 
 
 def _outer_steps(segments: DimLayout, position: int) -> int:
-    """Steps of the loops above `position` that belong to no earlier mesh axis: torch's split factor."""
-    own = segments[position].axis
-    assert own is not None
+    """Return the steps of the loops above `position` that no earlier mesh axis took: torch's split factor."""
+    axis = segments[position].axis
+    assert axis is not None
     steps, share = 1, 1
     for loop in segments[:position]:
-        if loop.axis is None or (loop.axis > own and not loop.total):
+        if loop.axis is None or (loop.axis > axis and not loop.total):
             steps *= loop.size
-        elif loop.axis > own:  # not yet split when `own` is: its loop has all its true steps
+        elif loop.axis > axis:
+            # That axis is split after this one: its loop still has all of its true steps, without padding.
             steps, share = steps * loop.total, loop.block
     return steps // share
 
 
-def canonical(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> Spec:
-    """The one spec, among those that place a tensor of `shape` alike, in which others are compared and looked up.
+@_cached
+def canonical(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Spec:
+    """Return the normal form of all specs that place a tensor of `shape` alike.
 
     Raises:
-        ValueError: a placement names a dim that the tensor has not, or there is not one placement per axis.
+        ValueError: a placement names a dim that the tensor does not have, or the spec has not one placement per axis.
     """
-    return _canonical(tuple(shape), spec, mesh)
-
-
-@lru_cache(maxsize=_CACHE_SIZE)
-def _canonical(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Spec:
     _check_length(spec, mesh)
     placements: list[Placement] = []
     for placement, size in zip(spec, mesh.sizes, strict=True):
@@ -213,31 +217,28 @@ def _canonical(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Spec:
         else:
             placements.append(placement)
     normal = Spec.of(*placements)
+    # Only blocks can say the same in two ways, such as with a `Shard` whose chunks have their size.
     if not normal.has_blocks:
         return normal
     try:
-        layout = _padded_segments_of(shape, normal, mesh)
+        layout = _padded_segments(shape, normal, mesh)
     except ValueError:
         return normal
     return spec_of(layout, {axis: normal[axis].reduce_op for axis in normal.partial_axes}, mesh)  # type: ignore[attr-defined]
 
 
-def is_even(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> bool:
-    """Whether every rank holds equally much and the pieces nest, so that `segments_of` has an answer."""
-    return _is_even(tuple(shape), spec, mesh)
-
-
-@lru_cache(maxsize=_CACHE_SIZE)
-def _is_even(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> bool:
+@_cached
+def is_even(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> bool:
+    """Return True if every rank holds equally much and the pieces nest, so that `segments_of` succeeds."""
     try:
-        _segments_of(shape, spec, mesh)
+        segments_of(shape, spec, mesh)
     except ValueError:
         return False
     return True
 
 
 def is_placeable(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> bool:
-    """Whether programs know local tensors of this spec, padded ones included, so that `local_shape` has an answer."""
+    """Return True if programs can hold local tensors of this spec, padded ones included: `local_shape` succeeds."""
     try:
         padded_segments_of(shape, spec, mesh)
     except ValueError:
@@ -245,20 +246,16 @@ def is_placeable(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> bool:
     return True
 
 
-def local_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
-    """Shape of one rank's local tensor in a program, the same on every rank.
+@_cached
+def local_shape(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
+    """Return the shape of one rank's local tensor in a program, the same on every rank.
 
-    A dim that its only axis does not divide evenly is padded to the ceiling, as in `torch.chunk`, and one in blocks to
-    whole blocks. Of routed rows, it is the balanced share: when the program runs, ranks may hold more or fewer.
+    A dim that its only axis does not divide evenly is padded to the ceiling, as in `torch.chunk`; a dim in blocks is
+    padded to whole blocks. Routed rows count as spread evenly, though ranks may hold more or fewer at run time.
 
     Raises:
         ValueError: a dim is uneven and sharded by several axes, or strided, in other than blocks.
     """
-    return _local_shape(tuple(shape), spec, mesh)
-
-
-@lru_cache(maxsize=_CACHE_SIZE)
-def _local_shape(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
     return tuple(
         math.prod(segment.size for segment in segments if segment.axis is None)
         for segments in padded_segments_of(shape, spec.balanced, mesh)
@@ -266,31 +263,28 @@ def _local_shape(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[i
 
 
 def padded_segments_of(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> Layout:
-    """As `segments_of`, of the padded shape: uneven loops may be distributed over one axis of a dim.
+    """Return the loop nest of the padded shape, where one axis of a dim may be distributed over an uneven loop.
 
     Raises:
         ValueError: a dim is uneven and sharded by several axes, or strided, in other than blocks.
     """
-    return _padded_segments_of(tuple(shape), canonical(shape, spec, mesh), mesh)
+    return _padded_segments(shape, canonical(shape, spec, mesh), mesh)
 
 
-@lru_cache(maxsize=_CACHE_SIZE)
-def _padded_segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
+@_cached
+def _padded_segments(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
     _check_length(spec, mesh)
     dims: list[DimLayout] = [(Segment(size),) for size in shape]
     of_axis = {axis: dim_of(spec[axis], len(shape)) for axis in spec.shard_axes if mesh.sizes[axis] > 1}
     for axis, dim in of_axis.items():
         outer, block, size = split_factor_of(spec[axis]), block_of(spec[axis]), mesh.sizes[axis]
         if block is None and outer == 1 and list(of_axis.values()).count(dim) == 1:
-            block = ceil_div(shape[dim], size)  # torch.chunk's
-        even = block is None or shape[dim] == 0
-        loops = dims[dim]
-        carved = (
-            _distribute(loops, axis, size, outer) if even else _distribute_blocks(loops, axis, size, outer, block or 0)
-        )
-        if carved is None:
-            raise _uneven_error(shape, spec, mesh, axis, loops)
-        dims[dim] = carved
+            block = ceil_div(shape[dim], size)  # the size that torch.chunk takes
+        # Nothing is uneven about a dim without elements, and no block covers it.
+        loops = _distribute(dims[dim], axis, size, outer, block if shape[dim] != 0 else None)
+        if loops is None:
+            raise _uneven_error(shape, spec, mesh, axis, dims[dim])
+        dims[dim] = loops
     for axis, dim in of_axis.items():
         if not _gathers(dims[dim]):
             raise _uneven_error(shape, spec, mesh, axis, dims[dim])
@@ -298,7 +292,7 @@ def _padded_segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> 
 
 
 def _gathers(segments: DimLayout) -> bool:
-    """Whether the loops below an uneven one, gathered over its axis, end where the dim does on every rank."""
+    """Return True if the loops below an uneven one, gathered over its axis, end where the dim ends on every rank."""
     uneven = next((segment for segment in segments if segment.total), None)
     if uneven is None:
         return True
@@ -314,9 +308,9 @@ def _gathers(segments: DimLayout) -> bool:
 def local_indices(
     shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]
 ) -> tuple[range | tuple[int, ...], ...]:
-    """Indices, along every dim, of the elements that the rank at `coordinate` holds.
+    """Return the indices, along every dim, of the elements that the rank at `coordinate` holds.
 
-    This is the definition of what a shard placement means: `torch.chunk` for `Shard`, and for a strided shard first
+    This defines the meaning of a shard placement: `torch.chunk` for `Shard`, and for a strided shard first
     into `split_factor` chunks, then each of these into one chunk per rank; for blocks see `BlockShard`. Chunks may be
     empty.
 
@@ -341,52 +335,54 @@ def local_indices(
 
 
 def _as_range(indices: list[int]) -> range | tuple[int, ...]:
-    """Indices as a range where each follows the one before."""
+    """Return consecutive indices as a range, others as a tuple."""
     first = indices[0] if indices else 0
-    found = range(first, first + len(indices))
-    return found if indices == list(found) else tuple(indices)
+    run = range(first, first + len(indices))
+    return run if indices == list(run) else tuple(indices)
 
 
 PADDING = -1
-"""What stands in `padded_indices` for an element that pads an uneven shard."""
+"""The index in `padded_indices` of an element that pads an uneven shard."""
 
 
 def padded_indices(
     shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """As `local_indices`, of the padded local tensor, of shape `local_shape`: `PADDING` where it holds no element.
+    """Return the indices of the padded local tensor, of shape `local_shape`; `PADDING` where it holds no element.
 
     Raises:
-        ValueError: no program places a tensor of this shape so.
+        ValueError: the spec is not placeable on this shape.
     """
     return tuple(_dim_indices(loops, coordinate) for loops in padded_segments_of(shape, spec, mesh))
 
 
 def _dim_indices(segments: DimLayout, coordinate: Sequence[int]) -> tuple[int, ...]:
-    """Indices along a dim, from the innermost loop to the outermost."""
+    """Return the indices along a dim, in the order of the local tensor."""
+    # From the innermost loop to the outermost; `stride` counts the true elements of the loops below.
     indices, stride = [0], 1
     for loop in reversed(segments):
         steps = range(loop.size) if loop.axis is None else [coordinate[loop.axis]]
         end = stride * loop.total // loop.block if loop.total else stride * loop.size
         inner = [PADDING if index == PADDING else step * stride + index for step in steps for index in indices]
+        # Behind the end of this loop, an index would name an element of the next step of the loop above.
         indices = [index if index < end else PADDING for index in inner]
         stride = end
     return tuple(indices)
 
 
 def _chunk(indices: range | tuple[int, ...], chunks: int, place: int) -> range | tuple[int, ...]:
-    """Chunk number `place` of `chunks`, sized as `torch.chunk` does."""
+    """Return chunk number `place` of `chunks`, of the size that `torch.chunk` takes."""
     step = ceil_div(len(indices), chunks)
     return indices[place * step : (place + 1) * step]
 
 
 def true_local_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the local tensor, without padding, of the rank at `coordinate`: uneven and empty shards included."""
+    """Return the shape, without padding, of the local tensor of the rank at `coordinate`."""
     return tuple(len(indices) for indices in local_indices(shape, spec, mesh, coordinate))
 
 
 def dim_of(placement: Placement, ndim: int) -> int:
-    """The dim, counted from 0, that a shard placement splits in a tensor of `ndim` dims; `ValueError` if not there."""
+    """Return the dim, counted from 0, that a shard placement splits; raise `ValueError` if there is no such dim."""
     dim: int = placement.dim  # type: ignore[attr-defined]
     if not -ndim <= dim < ndim:
         raise ValueError(f"{placement} splits dim {dim} of a tensor that has {ndim} dims.")

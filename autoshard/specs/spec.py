@@ -1,9 +1,9 @@
-"""`Spec`: where one tensor lies, as one torch placement for every mesh axis."""
+"""`Spec`: the layout of one tensor, as one torch placement for every mesh axis."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,15 +14,15 @@ from autoshard.specs._torch import StridedShard
 
 
 class BlockShard(Placement):
-    """A dim in blocks of a size of their own, of which the last ranks of an axis may have few elements or none.
+    """A dim in blocks of a given size, of which the last ranks of an axis may have few elements or none.
 
-    The dim is `split_factor` stretches, and of each the rank at place r holds the elements from r · block up to
-    (r + 1) · block, as far as there are any. So it says what `Shard` can not: of a dim (6 · 8) on an axis of 4, blocks
-    of 16 keep every row of 8 whole. Only plans use it; a `DTensor` never lies so.
+    The dim consists of `split_factor` stretches. The rank at place r holds the elements r · block to (r + 1) · block of
+    each, as far as they exist. `Shard` has no counterpart: for a dim (6 · 8) on an axis of 4, blocks of 16 keep every
+    row of 8 whole. Only plans use this placement; a `DTensor` never has it.
 
     Args:
         dim: the dim that is split.
-        block: elements of a stretch that one rank holds, at most.
+        block: the largest number of elements of a stretch on one rank.
         split_factor: number of stretches.
     """
 
@@ -43,15 +43,15 @@ class BlockShard(Placement):
 
 
 class Routed(Placement):
-    """Rows that are sorted by group, of which a rank holds those that came to it: how many is decided by the data.
+    """Rows sorted by group, of which the data decides how many a rank holds.
 
-    Rows are sent to groups, as tokens are to experts, and lie sorted by group. `"group"`: every rank of the axis holds
-    the rows of its own stretch of the groups. `"source"`: every rank holds, of all groups, the rows that were made of
-    its own stretch of the tokens. No path leads from or to such a placement: operators that route make it, and
-    operators that gather what was routed take it. Programs and prices count on the balanced share. Only plans use it.
+    Rows are sent to groups, as tokens are to experts, and are sorted by group. With `"group"`, every rank of the axis
+    holds the rows of its own stretch of the groups. With `"source"`, every rank holds the rows, of all groups, that
+    come from its own stretch of the tokens. No reshard leads from or to this placement: operators that route produce
+    it, and operators that gather routed rows consume it. Programs and prices count equal shares. Only plans use it.
 
     Args:
-        dim: the dim that the rows, or the groups, lie along; None of a tensor that only speaks of a rank's rows.
+        dim: the dim of the rows or groups; None for a tensor that describes a rank's rows without holding them.
         by: `"group"` or `"source"`.
     """
 
@@ -71,14 +71,14 @@ class Routed(Placement):
 
 
 def shard_placement(dim: int, split_factor: int = 1) -> Placement:
-    """`Shard(dim)`, or `_StridedShard(dim, split_factor=...)` where an outer factor stays whole (Rhino 4.1)."""
+    """Return `Shard(dim)`, or `_StridedShard(dim, split_factor=...)` where an outer factor stays whole (Rhino 4.1)."""
     if is_dynamic(split_factor):
         return _DynamicStride(dim, split_factor)
     return Shard(dim) if split_factor == 1 else StridedShard(dim, split_factor=split_factor)
 
 
 class _DynamicStride(StridedShard):
-    """A strided shard whose outer factor is a dynamic size, which torch's own makes a plain number."""
+    """A strided shard whose outer factor is a dynamic size, which torch's class would make a plain number."""
 
     def __init__(self, dim: int, split_factor: int) -> None:
         super().__init__(dim, split_factor=int(split_factor))
@@ -86,7 +86,7 @@ class _DynamicStride(StridedShard):
 
 
 class _PlacementKind(NamedTuple):
-    """What a class of placements is. Torch takes long to say that of an object, and is asked it very often."""
+    """The kind of a class of placements."""
 
     shard: bool
     strided: bool
@@ -95,8 +95,9 @@ class _PlacementKind(NamedTuple):
 
 
 def _kind_of(placement: Placement) -> _PlacementKind:
-    own: Any = type(placement)
-    return _kind_of_class(own)
+    # By class and remembered: torch's placements have slow instance checks, and this runs in inner loops.
+    kind: Any = type(placement)
+    return _kind_of_class(kind)
 
 
 @cache
@@ -110,12 +111,12 @@ def _kind_of_class(kind: Any) -> _PlacementKind:
 
 
 def is_shard(placement: Placement) -> bool:
-    """Whether the placement is `Shard`, `_StridedShard` or `BlockShard`."""
+    """Return True for `Shard`, `_StridedShard` and `BlockShard`."""
     return _kind_of(placement).shard
 
 
 def split_factor_of(placement: Placement) -> int:
-    """Size of the outer factor that a shard placement leaves whole; 1 for `Shard`."""
+    """Return the size of the outer factor that a shard placement leaves whole; 1 for `Shard`."""
     kind = _kind_of(placement)
     if kind.dynamic:
         return placement.dynamic_factor  # type: ignore[attr-defined]
@@ -125,12 +126,12 @@ def split_factor_of(placement: Placement) -> int:
 
 
 def block_of(placement: Placement) -> int | None:
-    """Elements of a stretch that a `BlockShard` gives to one rank; None for every other placement."""
+    """Return the block size of a `BlockShard`; None for every other placement."""
     return placement.block if _kind_of(placement).block else None  # type: ignore[attr-defined]
 
 
 def placement_text(placement: Placement) -> str:
-    """Short text of a placement: `R`, `S(0)`, `S(0,f=3)`, `S(0,f=3,b=8)`, `S(0,by=group)`, `P(sum)`."""
+    """Return the short text of a placement: `R`, `S(0)`, `S(0,f=3)`, `S(0,f=3,b=8)`, `S(0,by=group)`, `P(sum)`."""
     if is_shard(placement):
         factor, block = split_factor_of(placement), block_of(placement)
         dim = placement.dim  # type: ignore[attr-defined]
@@ -151,7 +152,7 @@ _PLACEMENT = re.compile(
 
 
 def parse_placement(text: str) -> Placement:
-    """The placement that `placement_text` wrote; `ValueError` when it is not one."""
+    """Return the placement that `placement_text` wrote; raise `ValueError` for any other text."""
     match = _PLACEMENT.fullmatch(text)
     if match is None:
         raise ValueError(
@@ -172,11 +173,11 @@ class Spec:
 
     Attributes:
         placements: one per mesh axis.
-        is_replicated: whether every one is `Replicate`.
+        is_replicated: True if every placement is `Replicate`.
         partial_axes: axes over which the tensor is still to be reduced.
         shard_axes: axes over which the tensor is sharded.
-        has_blocks: whether a placement is a `BlockShard`, which torch does not know.
-        is_routed: whether the data decides how much a rank holds: some placement is `Routed`.
+        has_blocks: True if a placement is a `BlockShard`, which torch does not know.
+        is_routed: True if a placement is `Routed`, so that the data decides how much a rank holds.
     """
 
     __slots__ = (
@@ -202,42 +203,38 @@ class Spec:
 
     @staticmethod
     def of(*placements: Placement) -> Spec:
-        """The spec with these placements, one per mesh axis."""
+        """Return the spec with these placements, one per mesh axis."""
         return _intern(tuple(_key(placement) for placement in placements))
 
     @staticmethod
     def all_replicated(ndim: int) -> Spec:
-        """Replicated over every one of `ndim` mesh axes."""
+        """Return the spec that is replicated over `ndim` mesh axes."""
         return _intern(("R",) * ndim)
 
     @staticmethod
     def parse(text: str) -> Spec:
-        """The spec that `str` wrote, such as `"S(0) R P(sum)"`."""
+        """Return the spec that `str` wrote, such as `"S(0) R P(sum)"`."""
         return Spec.of(*(parse_placement(part) for part in text.split()))
 
     def replace(self, axis: int, placement: Placement) -> Spec:
-        """This spec with another placement on one axis."""
+        """Return this spec with another placement on one axis."""
         return Spec.of(*self.placements[:axis], placement, *self.placements[axis + 1 :])
 
     def at(self, sizes: Sizes) -> Spec:
-        """This spec with its dynamic sizes taken at `sizes`; itself without any."""
-        return Spec.of(*(_placement_at(placement, sizes) for placement in self.placements)) if sizes else self
+        """Return this spec with its dynamic sizes evaluated at `sizes`."""
+        if not sizes:
+            return self
+        keys = zip(self.placements, map(_key, self.placements), strict=True)
+        return Spec.of(*(placement if isinstance(key, str) else _placement(at(key, sizes)) for placement, key in keys))
 
     @property
     def balanced(self) -> Spec:
-        """The spec of as much as each rank holds where routed rows are spread evenly; the spec itself without such."""
-        if not self.is_routed:
-            return self
-        return Spec.of(
-            *(
-                placement
-                if not isinstance(placement, Routed)
-                else Replicate()
-                if placement.dim is None
-                else Shard(placement.dim)
-                for placement in self.placements
-            )
-        )
+        """This spec with routed rows spread evenly over the ranks."""
+        result = self
+        for axis, placement in enumerate(self.placements) if self.is_routed else ():
+            if isinstance(placement, Routed):
+                result = result.replace(axis, Replicate() if placement.dim is None else Shard(placement.dim))
+        return result
 
     def __len__(self) -> int:
         return len(self.placements)
@@ -248,7 +245,7 @@ class Spec:
     def __getitem__(self, axis: int) -> Placement:
         return self.placements[axis]
 
-    # Equality and hash are identity: equal specs are one object.
+    # Equality and hash are those of object, by identity. Copies and unpickled specs have to be the interned ones.
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return Spec.parse, (self._text,)
@@ -271,20 +268,16 @@ def _intern(keys: tuple[_Key, ...]) -> Spec:
     spec = object.__new__(Spec)
     spec.placements = tuple(map(_placement, keys))
     spec._text = " ".join(map(placement_text, spec.placements))
-    spec.is_replicated = not _axes_of(spec, lambda placement: not isinstance(placement, Replicate))
-    spec.partial_axes = _axes_of(spec, lambda placement: isinstance(placement, Partial))
-    spec.shard_axes = _axes_of(spec, is_shard)
-    spec.has_blocks = bool(_axes_of(spec, lambda placement: isinstance(placement, BlockShard)))
-    spec.is_routed = bool(_axes_of(spec, lambda placement: isinstance(placement, Routed)))
+    spec.is_replicated = all(isinstance(placement, Replicate) for placement in spec.placements)
+    spec.partial_axes = tuple(axis for axis, placement in enumerate(spec.placements) if isinstance(placement, Partial))
+    spec.shard_axes = tuple(axis for axis, placement in enumerate(spec.placements) if is_shard(placement))
+    spec.has_blocks = any(isinstance(placement, BlockShard) for placement in spec.placements)
+    spec.is_routed = any(isinstance(placement, Routed) for placement in spec.placements)
     return spec
 
 
-def _axes_of(spec: Spec, meets: Callable[[Placement], bool]) -> tuple[int, ...]:
-    return tuple(axis for axis, placement in enumerate(spec.placements) if meets(placement))
-
-
 _Key = str | tuple[int, int, int]
-"""A placement by its text; where sizes in it are dynamic, which have no text of their own: dim, split factor, block."""
+"""The text of a placement; or, as dynamic sizes have no text, its dim, split factor and block."""
 
 
 def _key(placement: Placement) -> _Key:
@@ -292,11 +285,6 @@ def _key(placement: Placement) -> _Key:
     if is_dynamic(factor) or is_dynamic(block):
         return (placement.dim, factor, block)  # type: ignore[attr-defined]
     return placement_text(placement)
-
-
-def _placement_at(placement: Placement, sizes: Sizes) -> Placement:
-    key = _key(placement)
-    return placement if isinstance(key, str) else _placement(at(key, sizes))
 
 
 def _placement(key: _Key) -> Placement:

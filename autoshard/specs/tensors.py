@@ -1,4 +1,4 @@
-"""What a spec means, executably: `shard` cuts a tensor for one rank, `unshard` puts the ranks' tensors together."""
+"""The executable meaning of a spec: `shard` cuts a tensor for one rank, `unshard` joins the ranks' tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial
 
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import PADDING, local_indices, local_shape, padded_indices
-from autoshard.specs.spec import Spec, is_shard
+from autoshard.specs.spec import Spec
 
 Coordinate = tuple[int, ...]
 
@@ -26,21 +26,19 @@ def shard(
     padded: bool = False,
     padding: float = 0,
 ) -> Tensor:
-    """The local tensor of the rank at `coordinate` when `tensor` is placed by `spec`.
+    """Return the local tensor of the rank at `coordinate` when `tensor` is placed by `spec`.
 
-    Of a partial sum, the first rank of the axis holds the value and the others zeros; of a product, the others hold
-    ones; of an average, maximum or minimum all hold the value.
+    The first rank of an axis of partial sums holds the value and the others zeros; for a product the others hold ones;
+    for an average, maximum or minimum all hold the value.
 
     Args:
         tensor: the global tensor.
-        spec: where it shall lie.
-        mesh: the mesh; one coordinate for each of its axes.
-        coordinate: the rank's place on the mesh.
+        coordinate: the rank's place on the mesh, one number per axis.
         padded: fill uneven shards up with `padding` to `local_shape`, the shape that programs work with.
-        padding: what pads; zero by default.
+        padding: the number that pads.
 
     Returns:
-        A contiguous copy of the part, of shape `true_local_shape` (or `local_shape` where padded); the tensor itself
+        A contiguous copy, of shape `true_local_shape` (or `local_shape` where padded); the tensor itself
         where the rank holds all of it.
 
     Raises:
@@ -59,13 +57,11 @@ def shard(
 
 
 def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, shape: Sequence[int]) -> Tensor:
-    """The global tensor of which `shards` are the local ones: the inverse of `shard`.
+    """Return the global tensor of the local tensors `shards`: the inverse of `shard`.
 
     Args:
-        shards: local tensor of every coordinate of the mesh, padded or not. Of replicas the one at coordinate 0 counts.
-        spec: how the tensor lies.
-        mesh: the mesh.
-        shape: shape of the global tensor.
+        shards: local tensor of every coordinate of the mesh, padded or not; among replicas, coordinate 0 is read.
+        shape: the global shape.
 
     Raises:
         ValueError: a coordinate is missing, or the spec does not fit the shape.
@@ -73,10 +69,13 @@ def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, sh
     missing = [coordinate for coordinate in mesh.coordinates() if coordinate not in shards]
     if missing:
         raise ValueError(f"no shard for coordinate {missing[0]} of mesh {mesh}: every rank's local tensor is needed.")
-    values = {place: shards[place] for place in itertools.product(*_places(spec, mesh))}
+    # Replicas are equal: along their axes the first rank stands for all.
+    distinct = {*spec.shard_axes, *spec.partial_axes}
+    places = (range(size if axis in distinct else 1) for axis, size in enumerate(mesh.sizes))
+    values = {place: shards[place] for place in itertools.product(*places)}
     for axis in reversed(spec.partial_axes):
         values = _reduce_axis(values, axis, _REDUCTIONS[_operation(spec, axis)])
-    if not spec.shard_axes:
+    if not spec.shard_axes:  # whole on every rank: no copy is made
         return values[(0,) * mesh.ndim]
     whole = next(iter(values.values())).new_empty(tuple(shape))
     for coordinate, value in values.items():
@@ -88,43 +87,44 @@ def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, sh
 def _element_places(
     shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]
 ) -> list[tuple[list[int], int]]:
-    """Of every dim of a padded local tensor, the places that hold elements, and its length."""
+    """Return the places that hold elements, and the length, of every dim of a padded local tensor."""
     padded = padded_indices(shape, spec, mesh, coordinate)
     return [([place for place, index in enumerate(dim) if index != PADDING], len(dim)) for dim in padded]
 
 
 def _spread(local: Tensor, dim: int, places: tuple[list[int], int], padding: float) -> Tensor:
-    """`local` with the slices along `dim` at their places in a longer dim, and padding elsewhere."""
-    taken, length = places
-    if len(taken) == length:
+    """Return `local` with its slices along `dim` put at their places in a longer dim, and padding elsewhere."""
+    positions, length = places
+    if len(positions) == length:
         return local
     spread = local.new_full((*local.shape[:dim], length, *local.shape[dim + 1 :]), padding)
-    return spread.index_copy_(dim, torch.tensor(taken, dtype=torch.int64, device=local.device), local)
+    return spread.index_copy_(dim, torch.tensor(positions, dtype=torch.int64, device=local.device), local)
 
 
 def _without_padding(
     value: Tensor, shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]
 ) -> Tensor:
-    """The elements of a local tensor, padded or not, that are elements of the global one."""
+    """Return a local tensor without its padding, if it has any."""
     sizes = [len(index) for index in local_indices(shape, spec, mesh, coordinate)]
-    if not spec.has_blocks:
+    if not spec.has_blocks:  # padding stands at the end of a dim
         return value[tuple(slice(size) for size in sizes)]
     if list(value.shape) != sizes:
-        for dim, (taken, _) in enumerate(_element_places(shape, spec, mesh, coordinate)):
-            value = value.index_select(dim, torch.tensor(taken, dtype=torch.int64, device=value.device))
+        for dim, (positions, _) in enumerate(_element_places(shape, spec, mesh, coordinate)):
+            value = value.index_select(dim, torch.tensor(positions, dtype=torch.int64, device=value.device))
     return value
 
 
 def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """`tensor` with zeros behind its last elements up to `shape`; the tensor itself where it has that shape."""
-    missing = [size - own for size, own in zip(shape, tensor.shape, strict=True)]
+    """Return `tensor` padded with zeros at the end of its dims up to `shape`; itself if it has that shape."""
+    missing = [size - present for size, present in zip(shape, tensor.shape, strict=True)]
     if not any(missing):
         return tensor
+    # `pad` takes pairs of (before, behind), the last dim first.
     return torch.nn.functional.pad(tensor, [size for extra in reversed(missing) for size in (0, extra)])
 
 
 def _select(tensor: Tensor, indices: Sequence[range | tuple[int, ...]]) -> Tensor:
-    """The elements at `indices`, in memory of their own unless they are all."""
+    """Return the elements at `indices`: a copy, or the tensor itself where these are all of them."""
     local = tensor
     for dim, index in enumerate(indices):
         if isinstance(index, range):
@@ -134,18 +134,10 @@ def _select(tensor: Tensor, indices: Sequence[range | tuple[int, ...]]) -> Tenso
     return tensor if local.shape == tensor.shape else local.clone(memory_format=torch.contiguous_format)
 
 
-def _places(spec: Spec, mesh: MeshShape) -> list[range]:
-    """The coordinates that matter on every axis: all of them, or the first one where ranks are replicas."""
-    return [
-        range(size if is_shard(placement) or isinstance(placement, Partial) else 1)
-        for placement, size in zip(spec, mesh.sizes, strict=True)
-    ]
-
-
 def _reduce_axis(
     values: Mapping[Coordinate, Tensor], axis: int, reduction: Callable[[Sequence[Tensor]], Tensor]
 ) -> dict[Coordinate, Tensor]:
-    """The values with `axis` reduced away; its coordinate becomes 0."""
+    """Return the values reduced over `axis`, whose coordinate becomes 0."""
     groups: dict[Coordinate, list[Tensor]] = {}
     for coordinate, value in values.items():
         groups.setdefault((*coordinate[:axis], 0, *coordinate[axis + 1 :]), []).append(value)
@@ -153,7 +145,8 @@ def _reduce_axis(
 
 
 def _put(tensor: Tensor, indices: Sequence[range | tuple[int, ...]], value: Tensor) -> None:
-    """Write `value` to the elements at `indices`: to a view as far as these are ranges, which costs least."""
+    """Write `value` to the elements at `indices`."""
+    # Ranges become views: a shard is copied at once, and only scattered elements need index tensors.
     for dim, index in enumerate(indices):
         if isinstance(index, range):
             tensor = tensor.narrow(dim, index.start if len(index) else 0, len(index))
@@ -165,7 +158,7 @@ def _put(tensor: Tensor, indices: Sequence[range | tuple[int, ...]], value: Tens
 
 
 def _open_grid(indices: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
-    """Index tensors that address the product of `indices`, one per dim."""
+    """Return index tensors, one per dim, that address the product of `indices`."""
     return tuple(
         torch.tensor(list(index), dtype=torch.int64, device=device).view([-1] + [1] * (len(indices) - dim - 1))
         for dim, index in enumerate(indices)
@@ -190,5 +183,5 @@ _REDUCTIONS: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
     "min": lambda values: reduce(torch.minimum, values),
 }
 
-# What the ranks behind the first hold: None where they hold the value itself.
+# The neutral element, which all ranks but the first hold; None where they hold the value itself.
 _NEUTRAL: dict[str, float | None] = {"sum": 0, "product": 1, "avg": None, "max": None, "min": None}

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.notation import bind
-from autoshard.patterns.padding import fill_padding, masks, padded_factors, zero_padded_operands, zero_padded_results
+from autoshard.patterns.padding import (
+    emit_local,
+    fill_operands,
+    masks,
+    padded_factors,
+    zero_padded_results,
+)
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.rule import Rule, refine
 from autoshard.patterns.soundness import check
@@ -43,6 +49,11 @@ def local_call(
     return LocalCall(call, rule, choices, mesh, Lockstep(mesh), values)
 
 
+def filled(call: LocalCall) -> tuple[Any, ...]:
+    fill_operands(call)
+    return call.operands
+
+
 def named(op: Any, *args: Any) -> Rule:
     rule = rule_for(call_of(op, args, {}, op(*args)))
     assert rule is not None
@@ -54,7 +65,7 @@ def test_both_operands_of_a_contraction_are_filled_with_zeros() -> None:
     left, right = normal(3, 6), normal(6, 2)
     call = local_call(named(aten.mm.default, left, right), (1,), FOUR, aten.mm.default, (left, right))
     assert list(padded_factors(call.rule, call.choices, FOUR).values()) == [0]
-    first, second = fill_padding(call)
+    first, second = filled(call)
     assert torch.equal(torch.cat(first.values, 1)[:, :6], left)
     assert not torch.cat(first.values, 1)[:, 6:].any()
     assert not torch.cat(second.values)[6:].any()
@@ -63,7 +74,7 @@ def test_both_operands_of_a_contraction_are_filled_with_zeros() -> None:
 def test_what_keeps_the_factor_is_left_alone() -> None:
     left, right = normal(6, 3), normal(3, 2)
     call = local_call(named(aten.mm.default, left, right), (0,), FOUR, aten.mm.default, (left, right))
-    assert fill_padding(call) == call.operands
+    assert call.operands == filled(call)
     rows = torch.cat(emit_local(call).values)
     torch.testing.assert_close(rows[:6], left @ right)
     assert rows[6:].isnan().all()
@@ -76,13 +87,13 @@ def test_what_keeps_the_factor_is_left_alone() -> None:
 def test_each_reduction_has_its_neutral_number(op: Any, neutral: float) -> None:
     x = normal(6, 2)
     call = local_call(named(op, x, [0]), (0,), FOUR, op, (x, [0]))
-    assert (torch.cat(fill_padding(call)[0].values)[6:] == neutral).all()
+    assert (torch.cat(filled(call)[0].values)[6:] == neutral).all()
 
 
 def test_numbers_of_integers_are_the_ends_of_their_range() -> None:
     x = torch.arange(12).view(6, 2) - 100
     call = local_call(named(aten.amax.default, x, [0]), (0,), FOUR, aten.amax.default, (x, [0]), padding=7)
-    assert (torch.cat(fill_padding(call)[0].values)[6:] == torch.iinfo(torch.int64).min).all()
+    assert (torch.cat(filled(call)[0].values)[6:] == torch.iinfo(torch.int64).min).all()
 
 
 def test_indices_in_padding_point_at_something() -> None:
@@ -90,7 +101,7 @@ def test_indices_in_padding_point_at_something() -> None:
     rule = named(aten.embedding.default, table, index)
     choice = rule.indices("dim0")
     call = local_call(rule, choice, TWO, aten.embedding.default, (table, index), padding=101)
-    assert torch.cat(fill_padding(call)[1].values).tolist() == [4, 1, 3, 0]
+    assert torch.cat(filled(call)[1].values).tolist() == [4, 1, 3, 0]
     rows = torch.cat(emit_local(call).values)
     assert torch.equal(rows[:3], table[index])
 
@@ -172,9 +183,10 @@ def test_what_is_zero_already_is_not_made_zero_again() -> None:
     call = local_call(rule, (1,), FOUR, aten.mm.default, (left, right), padding=0)
     assert [mask.operand for mask in masks(call.call, rule, (1,), FOUR)] == [0, 1]
     call.zeros = (True, False)
-    assert fill_padding(call)[0] is call.operands[0]
-    assert fill_padding(call)[1] is not call.operands[1]
-    assert zero_padded_operands(call) == (True, True)
+    left_shards, right_shards = call.operands
+    assert filled(call)[0] is left_shards
+    assert filled(call)[1] is not right_shards
+    assert call.zeros == (True, True)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 7, 61])

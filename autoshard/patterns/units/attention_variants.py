@@ -1,14 +1,26 @@
-"""The further implementations of attention, forward and backward."""
+"""The variants of attention, forward and backward: along the sequence, and by query heads alone.
+
+Grouped-query attention over more devices than there are key heads: every rank takes the key heads that it needs.
+
+The query heads are one factor `g`; keys and values are whole on its axes, and the local program picks from them the
+heads of its own queries. The gradients of keys and values are then partial sums, nearly all of whose terms are zero.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard.patterns.ops._helpers import shape_of
+import torch
+
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.ops._helpers import bind_named, operand_names, shape_of
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule
-from autoshard.patterns.units.grouped_heads import grouped_heads
 from autoshard.patterns.units.sequence import sequence_parallel
+
+aten = torch.ops.aten
+
+_GROUPED = "(h r)"  # how the rules of attention write the dim of query heads
 
 
 def attention_variants(
@@ -27,3 +39,69 @@ def attention_variants(
     variants = [grouped_heads(call, operands, results, inner, **options)] if heads > groups else []
     along = sequence_parallel(call, operands, results, sizes={"h": groups, "r": heads // groups}, **options)
     return [*variants, along] if along is not None else variants
+
+
+def grouped_heads(
+    call: OpCall, operands: Mapping[str, str], results: Sequence[str], inner: LocalProgram, **options: Any
+) -> Rule:
+    """The variant of a grouped-query attention rule, forward or backward, that shards query heads as one factor.
+
+    Args:
+        call: the attention on whole tensors, with fewer key heads than query heads.
+        operands: dims of the operands by argument name, query heads written `(h r)`, key heads `h`.
+        results: dims of the results, likewise.
+        inner: the local program of the rule, for operands of which keys and values have been picked.
+        options: those of the rule, as `bind_named` takes them.
+    """
+    merged = {name: text.replace(_GROUPED, "g") for name, text in operands.items()}
+    reduce = options.pop("reduce")
+    return bind_named(
+        call,
+        merged,
+        [text.replace(_GROUPED, "g") for text in results],
+        **options
+        | {
+            "whole": (*options.get("whole", ()), "h"),
+            "contiguous": (*options.get("contiguous", ()), "g"),
+            "uneven": ("b", "s"),
+        },
+        reduce={name: kinds for name, kinds in (reduce | {"g": reduce["h"]}).items() if name not in ("h", "r")},
+        local=lambda program: _local(program, inner),
+    )
+
+
+def _local(call: LocalCall, inner: LocalProgram) -> Any:
+    names = operand_names(call.call)
+    key = names.index("key")
+    groups = call.operand_shape(key)[1]
+    heads = call.operand_shape(names.index("query"))[1]
+    ratio = call.call.operands[names.index("query")].shape[1] // groups
+    needed = _needed_heads(call, heads, ratio, groups)
+    picked = [
+        call.emit.call(aten.index_select.default, value, 1, needed) if name in ("key", "value") else value
+        for name, value in zip(names, call.operands, strict=True)
+    ]
+    results = inner(LocalCall(call.call, call.rule, call.choices, call.mesh, call.emit, picked))
+    if "grad_out" not in names and "grad_out_" not in names:
+        return results
+    gradients = list(results)
+    for index in (1, 2):
+        zeros = call.emit.call(aten.new_zeros.default, gradients[index], list(call.result_shape(index)))
+        gradients[index] = call.emit.call(aten.index_add.default, zeros, 1, needed, gradients[index])
+    return tuple(gradients)
+
+
+def _needed_heads(call: LocalCall, heads: int, ratio: int, groups: int) -> Any:
+    """The key heads of this rank's query heads, `ratio` of which share one: one if all do, else one for each.
+
+    Query heads that are padding, behind the last one, get some key head that there is.
+    """
+    emit = call.emit
+    first = emit.call(aten.mul.Tensor, call.position("g"), heads)
+    if ratio % heads == 0:
+        own = emit.call(aten.reshape.default, first, [1])
+    else:
+        count = emit.call(aten.arange.default, heads, dtype=torch.int64, device=emit.device(call.operands[0]))
+        own = emit.call(aten.add.Tensor, count, first)
+    needed = emit.call(aten.div.Tensor_mode, own, ratio, rounding_mode="floor")
+    return emit.call(aten.clamp_max.default, needed, groups - 1)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
+from autoshard.patterns.padding import emit_local
 from autoshard.patterns.strategy import WHOLE
 from autoshard.specs.axes import MeshShape
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal

@@ -64,7 +64,8 @@ def test_positions_are_counted_exactly_as_by_the_whole() -> None:
 
 
 def _on_four(call: object, rule: object) -> list[torch.Tensor]:
-    from autoshard.patterns.local import LocalCall, emit_local
+    from autoshard.patterns.local import LocalCall
+    from autoshard.patterns.padding import emit_local
     from autoshard.specs.axes import MeshShape
 
     mesh = MeshShape.of({"x": 4})

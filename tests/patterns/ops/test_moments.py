@@ -13,8 +13,9 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.capture.rms_norm import operators
-from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
+from autoshard.patterns.padding import emit_local
 from autoshard.patterns.registry import rule_for
 from autoshard.patterns.soundness import shard_unevenly
 from autoshard.patterns.strategy import fits, operand_spec

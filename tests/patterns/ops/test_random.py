@@ -12,10 +12,11 @@ import torch
 
 from autoshard.capture.attention_operator import operators as attentions
 from autoshard.patterns._torch import has_philox
-from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.ops import _draws
 from autoshard.patterns.ops._draws import draws
+from autoshard.patterns.padding import emit_local
 from autoshard.patterns.soundness import shard_unevenly
 from autoshard.patterns.strategy import axis_choices, fits, operand_spec, result_spec
 from autoshard.specs.axes import MeshShape

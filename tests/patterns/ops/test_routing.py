@@ -14,8 +14,9 @@ import transformers.integrations.moe  # noqa: F401  (registers the product of gr
 from torch import Tensor
 
 from autoshard.capture.routing_operators import routing
-from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
+from autoshard.patterns.padding import emit_local
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.rule import OpCall, Rule
 from autoshard.patterns.strategy import Choices, axis_choices, fits, operand_spec, result_spec

@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 import autoshard
-from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.ops.unknown import whole_rule
+from autoshard.patterns.padding import emit_local
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.strategy import WHOLE
 from autoshard.specs.axes import MeshShape

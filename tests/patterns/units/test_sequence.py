@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.patterns import soundness
-from autoshard.patterns.local import LocalCall, emit_local
+from autoshard.patterns.local import LocalCall
 from autoshard.patterns.lockstep import Lockstep
+from autoshard.patterns.padding import emit_local
 from autoshard.patterns.ring import shift
 from autoshard.patterns.soundness import strategies
 from autoshard.patterns.strategy import describe, operand_spec, result_spec

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.patterns.worklist import Worklist
+from autoshard.patterns.cuts import Worklist
 
 NUMBERS = st.lists(st.integers(0, 9))
 
