@@ -1,8 +1,8 @@
 """Lower bounds of the prices of paths, for problems with too many specs for exact prices.
 
-A spec is simplified to one token per mesh axis: the piece of a dim that the axis shards, or its pending reduction. A
-piece is identified by the steps above it in the whole dim, which moves of other axes do not change. So a collective over
-an axis changes the token of that axis alone, and one small graph serves all specs of a tensor.
+A spec is simplified to one token per mesh axis: the piece of a dim that the axis shards, or its pending reduction. The
+steps above a piece in the whole dim identify it, and moves of other axes do not change these. So a collective over an
+axis changes the token of that axis alone, and one small graph serves all specs of a tensor.
 
 Shortest paths in this graph are never dearer than exact ones: a pair may use the placements of all other pairs, and a
 piece without a place in its dim costs no more than the cheapest piece of that dim.
@@ -291,7 +291,7 @@ class LowerBoundResharder:
         return inner
 
     def _prices(self, shape: tuple[int, ...], dtype_size: int, axis: int) -> NDArray[np.float64]:
-        """Return the seconds of collectives over an axis, `[kinds, sets of axes that shard]`; the last kind is a copy."""
+        """Return seconds of collectives over an axis, `[kinds, sets of axes that shard]`; the last kind is a copy."""
         whole = math.prod(map(int, shape)) * dtype_size
         held = [
             whole // math.prod(size for other, size in enumerate(self.mesh.sizes) if bits >> other & 1)
