@@ -1,7 +1,8 @@
-"""What is alive when, what it takes, and what must be sharded to fit."""
+"""Live tensors of a step, their bytes, the optimizer's memory, and the search for a plan within a limit."""
 
 from __future__ import annotations
 
+from autoshard.memory.budget import first_that_fits, largest_names, names_by_size
 from autoshard.memory.footprint import (
     KINDS,
     Allocation,
@@ -12,9 +13,7 @@ from autoshard.memory.footprint import (
     live_bytes,
     peak,
 )
-from autoshard.memory.largest_parameters import largest_names, names_by_size
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
-from autoshard.memory.plan_bisection import first_that_fits
 from autoshard.units import format_bytes, parse_bytes
 
 __all__ = [

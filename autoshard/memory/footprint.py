@@ -1,4 +1,4 @@
-"""Live-interval accounting: what one device holds, and when it holds the most."""
+"""Live-interval accounting of the memory of one device, and its peak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ AllocationKind = Literal[
 
 KINDS: tuple[AllocationKind, ...] = get_args(AllocationKind)
 DescribeMoment = Callable[[int], tuple[str, str, str]]
-_LARGEST = 10
+"""The phase, the path of the module, and the operator that run at a moment."""
+
+_LARGEST = 10  # tensors that a report lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,9 @@ class Allocation:
         bytes: held by one device.
         start: the first moment (position in the order of execution) at which it is held.
         end: the first moment at which it is held no more.
-        kind: what it is held for. `"saved"` is made by the forward half and read by the backward half; `"gathered"` is
-            a copy of a parameter or input; `"communication"` is what other reshards, and buckets of gradients, are made
-            of; `"temporary"` is all else that a half makes.
+        kind: its purpose. A `"saved"` tensor is made by the forward half and read by the backward half, `"gathered"`
+            is a copy of a parameter or input, `"communication"` is a buffer of another reshard or of a bucket of
+            gradients, `"temporary"` is any other intermediate result.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Allocation:
 
 
 def peak(allocations: Iterable[Allocation]) -> tuple[int, int]:
-    """The most bytes held at one moment, and the first moment at which they are; (0, 0) where nothing is held."""
+    """Return the most bytes held at one moment and the first such moment; (0, 0) where nothing is held."""
     changes: dict[int, int] = {}
     for allocation in allocations:
         if allocation.bytes and allocation.start < allocation.end:
@@ -60,7 +62,7 @@ def peak(allocations: Iterable[Allocation]) -> tuple[int, int]:
 
 
 def bytes_by_kind(allocations: Iterable[Allocation], moment: int) -> dict[AllocationKind, int]:
-    """Bytes held at one moment by kind, every kind present; their sum is what is held."""
+    """Return the bytes held at one moment by kind, with every kind present."""
     held: dict[AllocationKind, int] = dict.fromkeys(KINDS, 0)
     for allocation in allocations:
         if allocation.start <= moment < allocation.end:
@@ -69,17 +71,17 @@ def bytes_by_kind(allocations: Iterable[Allocation], moment: int) -> dict[Alloca
 
 
 def live_bytes(allocations: Iterable[Allocation], moments: int) -> np.ndarray:
-    """Bytes held at each of the moments `0` to `moments - 1`."""
+    """Return the bytes held at each of the moments `0` to `moments - 1`."""
     change = np.zeros(moments + 1)
-    for one in allocations:
-        change[min(one.start, moments)] += one.bytes
-        change[min(one.end, moments)] -= one.bytes
+    for allocation in allocations:
+        change[min(allocation.start, moments)] += allocation.bytes
+        change[min(allocation.end, moments)] -= allocation.bytes
     return np.cumsum(change)[:moments]
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """One tensor that a device holds: its name, what it is held for (one of `KINDS`), and its bytes."""
+    """A tensor that a device holds: its name, its kind (one of `KINDS`), and its bytes."""
 
     name: str
     kind: str
@@ -90,16 +92,16 @@ class LiveTensor:
 class Memory:
     """Bytes that one device holds in a step.
 
-    `parameters`, `gradients`, `optimizer` and `buffers` are totals over the step. `activations` is the most held at
-    one moment for anything else: inputs, saved activations, gathered copies, buffers of communication and temporaries.
-    The `peak` may be below the sum, since not all gradients are there while most activations are.
+    `parameters`, `gradients`, `optimizer` and `buffers` are totals over the step. `activations` is the peak of all
+    other kinds: inputs, saved activations, gathered copies, communication buffers and temporaries. `peak` may be below
+    the sum of these, since few gradients exist while most activations do.
 
     Attributes:
-        held: bytes at the moment of the peak, by kind (`KINDS`); kinds of which nothing is held are left out.
-        phase: `"forward"`, `"backward"` or `"optimizer"`: when the peak is.
-        module: path of the module that runs then, `""` for the root.
-        operator: what runs then.
-        largest: the largest tensors that are held then.
+        held: bytes at the moment of the peak, by kind (`KINDS`), without kinds of 0 bytes.
+        phase: the phase of the peak, `"forward"`, `"backward"` or `"optimizer"`.
+        module: path of the module that runs at the peak, `""` for the root.
+        operator: the operator that runs at the peak.
+        largest: the largest tensors that are held at the peak.
     """
 
     parameters: int = 0
@@ -116,35 +118,32 @@ class Memory:
 
     @staticmethod
     def of(allocations: Sequence[Allocation], place: DescribeMoment | None = None) -> Memory:
-        """The account of a step in which these are allocated.
-
-        Args:
-            allocations: all of them.
-            place: says what runs at a moment: phase, path of the module, operator.
-        """
+        """Return the account of a step with these allocations; `place` describes the moment of the peak."""
 
         def total(kind: AllocationKind) -> int:
             return sum(allocation.bytes for allocation in allocations if allocation.kind == kind)
 
+        # Kinds that a step reports as totals: some of them exist throughout the step.
         lasting = ("parameter", "gradient", "optimizer", "buffer")
         most, moment = peak(allocations)
-        then = sorted((one for one in allocations if one.start <= moment < one.end), key=lambda one: -one.bytes)
+        live = [allocation for allocation in allocations if allocation.start <= moment < allocation.end]
+        live.sort(key=lambda allocation: -allocation.bytes)
         phase, module, operator = ("", "", "") if place is None else place(moment)
         return Memory(
             parameters=total("parameter"),
             gradients=total("gradient"),
             optimizer=total("optimizer"),
             buffers=total("buffer"),
-            activations=peak(one for one in allocations if one.kind not in lasting)[0],
+            activations=peak(allocation for allocation in allocations if allocation.kind not in lasting)[0],
             peak=most,
-            held={kind: held for kind, held in bytes_by_kind(then, moment).items() if held},
+            held={kind: held for kind, held in bytes_by_kind(live, moment).items() if held},
             phase=phase,
             module=module,
             operator=operator,
-            largest=tuple(LiveTensor(one.name, one.kind, one.bytes) for one in then[:_LARGEST] if one.bytes),
+            largest=tuple(LiveTensor(held.name, held.kind, held.bytes) for held in live[:_LARGEST] if held.bytes),
         )
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Memory:
-        """The account that `dataclasses.asdict` made data of."""
-        return Memory(**{**data, "largest": tuple(LiveTensor(**one) for one in data["largest"])})
+        """Return the account that `dataclasses.asdict` turned into `data`."""
+        return Memory(**{**data, "largest": tuple(LiveTensor(**tensor) for tensor in data["largest"])})

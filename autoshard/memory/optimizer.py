@@ -1,4 +1,4 @@
-"""What an optimizer holds: its state, and what it makes on the way through one step."""
+"""Memory of an optimizer: its state, and its temporaries during one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from autoshard.errors import PlanError
 
-_NUMBER = 4  # bytes
+_NUMBER = 4  # bytes of a float32 scalar
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +20,14 @@ class OptimizerMemory:
 
     Attributes:
         name: as the user gave it, or `""`.
-        copies: tensors of the parameter's size and dtype in the state.
-        bytes_per_element: further state for every element of a parameter.
-        numbers: single float32 numbers that it keeps for every parameter, such as its count of steps.
-        factored: state is one row and one column for every matrix, instead of a tensor (Adafactor).
+        copies: number of tensors in the state of the parameter's size and dtype.
+        bytes_per_element: further bytes of state for every element of a parameter.
+        numbers: number of float32 scalars for every parameter, such as its count of steps.
+        factored: True if the state is one row and one column for every matrix, instead of a tensor (Adafactor).
         temporaries: tensors of a parameter's size that are alive together while that parameter is updated.
-        left: of these, how many are still there while the next parameter is updated.
-        together: temporaries of all parameters at once, where it updates all with one call for each operator
-            (`foreach`).
-        foreach: whether it does.
+        left: number of these that are still alive while the next parameter is updated.
+        together: temporaries of every parameter at once under `foreach`.
+        foreach: True if all parameters are updated with one call for each operator.
     """
 
     name: str = ""
@@ -42,43 +41,42 @@ class OptimizerMemory:
     foreach: bool = False
 
     def state_bytes(self, shape: Sequence[int], local: Sequence[int], itemsize: int) -> int:
-        """Bytes of the state of one parameter on one device.
+        """Return the bytes of the state of one parameter on one device.
 
         Args:
-            shape: of the whole parameter.
-            local: of the device's part of it.
+            shape: global shape of the parameter.
+            local: local shape on the device.
             itemsize: bytes of one element.
         """
         elements = math.prod(local)
         held = int(elements * self.bytes_per_element) + self.copies * elements * itemsize
         if self.factored:
-            # Rows and columns of a DTensor's variance are whole on every device.
+            # Rows and columns of a DTensor's variance are replicated on every device.
             whole = math.prod(shape)
             held += (whole // shape[-1] + whole // shape[-2]) * itemsize if len(shape) > 1 else elements * itemsize
         return held + _NUMBER * self.numbers
 
     def moved_bytes(self, shape: Sequence[int], local: Sequence[int], itemsize: int, gradient: int) -> int:
-        """Bytes that the update of one parameter reads and writes: its gradient is read, it and its state are both.
+        """Return the bytes that the update of one parameter reads and writes, given the gradient's bytes.
 
-        So does one fused kernel, `fused=True`; an optimizer that runs operator by operator moves more.
-
-        Args:
-            shape, local, itemsize: as for `state_bytes`.
-            gradient: bytes of the gradient on the device.
+        One fused kernel (`fused=True`) moves that many; an optimizer that runs operator by operator moves more.
         """
+        # The gradient is read; the parameter and its state are read and written.
         return 2 * (math.prod(local) * itemsize + self.state_bytes(shape, local, itemsize)) + gradient
 
     def step_bytes(self, held: Sequence[int]) -> int:
-        """Bytes of temporaries while the optimizer steps, given the bytes of every trained parameter on the device."""
+        """Return the bytes of temporaries during a step, given the bytes of every trained parameter on the device."""
         if self.foreach:
             return self.together * sum(held)
-        return max((self.temporaries * one + self.left * last for last, one in pairwise((0, *held))), default=0)
+        updates = pairwise((0, *held))  # a parameter, after the one whose temporaries are still there
+        return max((self.temporaries * size + self.left * last for last, size in updates), default=0)
 
 
+# tests/memory/test_optimizer.py measures these numbers with torch.optim, for single tensors and `foreach`.
 _ADAM = OptimizerMemory("adam", copies=2, numbers=1, temporaries=2, left=1, together=1)
 _KNOWN = {
-    one.name: one
-    for one in (
+    memory.name: memory
+    for memory in (
         _ADAM,
         replace(_ADAM, name="adamw"),
         replace(_ADAM, name="nadam", numbers=2),
@@ -96,14 +94,14 @@ _KNOWN = {
 def optimizer_memory(
     optimizer: str | type[Optimizer] | Optimizer | None, bytes_per_element: float | None, foreach: bool
 ) -> OptimizerMemory:
-    """What an optimizer is known to hold.
+    """Return the memory of an optimizer that is known by name, or by its bytes for every element.
 
     Args:
-        optimizer: a name such as `"adamw"`, `"momentum"` (SGD with it) or `"adafactor"`, a class of `torch.optim`, or
-            one of these made already; AdamW by default.
-        bytes_per_element: in place of a name, the state that an optimizer of another kind keeps for every element of a
-            trained parameter; its temporaries are taken to be Adam's.
-        foreach: whether it updates all parameters with one call for each operator, as torch's do on accelerators.
+        optimizer: a name such as `"adamw"`, `"momentum"` (SGD with momentum) or `"adafactor"`, a class of
+            `torch.optim`, or an instance of one; AdamW by default.
+        bytes_per_element: in place of a name, the bytes of state of an optimizer of another kind for every element of
+            a trained parameter. Its temporaries are assumed to be Adam's.
+        foreach: True if all parameters are updated with one call for each operator, torch's default on accelerators.
 
     Raises:
         PlanError: the optimizer is not known, both are given, or `bytes_per_element` is negative.
@@ -114,7 +112,7 @@ def optimizer_memory(
                 f"optimizer={optimizer!r} and optimizer_bytes_per_element={bytes_per_element!r} both say what the "
                 "optimizer keeps: give one of them."
             )
-        if not bytes_per_element >= 0:
+        if not bytes_per_element >= 0:  # true of NaN too
             raise PlanError(
                 f"optimizer_bytes_per_element={bytes_per_element!r}: it is what the optimizer keeps for every "
                 "element of a trained parameter, such as 8 for Adam in float32, 4 for momentum, 0 for plain SGD."
@@ -130,8 +128,9 @@ def optimizer_memory(
 
 
 def _name_of(optimizer: object) -> str:
-    """The name of an optimizer, as in the table of those known, or for an error."""
+    """Return the name of an optimizer as in `_KNOWN`, or as an error shows it."""
     if isinstance(optimizer, Optimizer):
+        # SGD keeps a buffer only with momentum, which each group of parameters may set for itself.
         keeps_momentum = any(group.get("momentum") for group in optimizer.param_groups)
         return "momentum" if type(optimizer) is SGD and keeps_momentum else type(optimizer).__name__
     if isinstance(optimizer, type):

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate
 
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import AutoshardError, BudgetError
+from autoshard.memory.budget import MEMORY_ONLY_STRENGTH, memory_prices, peak_weights
 from autoshard.memory.footprint import Memory
-from autoshard.memory.prices import MEMORY_ONLY_STRENGTH, memory_prices, peak_weights
 from autoshard.planner.planning_problem import Constraints
 from autoshard.plans.plan_rows import memory_parts
 from autoshard.specs.axes import MeshShape

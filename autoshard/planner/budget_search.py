@@ -12,9 +12,14 @@ from torch.distributed.tensor import Placement
 
 from autoshard.capture.joint import JointGraph
 from autoshard.errors import BudgetError
-from autoshard.memory.largest_parameters import drop_negligible, largest_names
-from autoshard.memory.plan_bisection import first_that_fits
-from autoshard.memory.prices import MEMORY_ONLY_STRENGTH, memory_prices, peak_weights
+from autoshard.memory.budget import (
+    MEMORY_ONLY_STRENGTH,
+    drop_negligible,
+    first_that_fits,
+    largest_names,
+    memory_prices,
+    peak_weights,
+)
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.budget_error import ShortfallError
 from autoshard.planner.candidate_plan import CandidatePlan

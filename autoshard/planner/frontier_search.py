@@ -13,8 +13,7 @@ import numpy as np
 
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import BudgetError, PlanError
-from autoshard.memory.largest_parameters import names_by_size
-from autoshard.memory.prices import peak_weights
+from autoshard.memory.budget import names_by_size, peak_weights
 from autoshard.patterns.decisions import Decisions
 from autoshard.planner.budget_search import forceable_parameters
 from autoshard.planner.candidate_plan import CandidatePlan

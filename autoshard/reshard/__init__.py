@@ -1,4 +1,4 @@
-"""Resharding: from spec to spec along the cheapest path of collectives, priced and lowered."""
+"""Resharding from spec to spec along the cheapest path of collectives, priced and lowered."""
 
 from __future__ import annotations
 

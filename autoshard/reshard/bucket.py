@@ -1,4 +1,4 @@
-"""Gradients reduced in a few large collectives instead of one for each (Whale 5.1.1, grouped collectives)."""
+"""Buckets of gradients, each reduced by one large collective (Whale 5.1.1, grouped collectives)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.reshard.gathers import split_by_bytes
 from autoshard.size import plain
 from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES, collectives
 
@@ -24,10 +25,10 @@ _RESHAPES = (aten.view.default, aten.reshape.default)
 
 @dataclass(frozen=True, slots=True)
 class _ReductionChain:
-    """An output of the graph that is made of a local gradient by reductions alone, over one axis or several in turn.
+    """A chain of collectives, over one axis or several in turn, from a local gradient to an output of the graph.
 
-    `stages` holds the collectives in order, each as its operator and the arguments behind the tensor. Over several axes
-    that may be a reduce-scatter, reductions of the pieces, and the gather of these: what is reduced whole in the end.
+    `stages` holds the collectives in order, each as its operator and its arguments after the tensor. A reduction over
+    several axes may be a reduce-scatter, reductions of the pieces, and an all-gather of these.
     """
 
     source: fx.Node
@@ -36,12 +37,12 @@ class _ReductionChain:
 
     @property
     def pieces(self) -> int:
-        """Into how many a reduce-scatter among the stages cuts the gradient; 1 without one."""
+        """The number of pieces that a reduce-scatter among the stages makes; 1 without one."""
         return next((int(arguments[1]) for op, arguments in self.stages if op is _REDUCE_SCATTER), 1)
 
     @property
     def whole(self) -> bool:
-        """Whether the pieces are put together again, so that it does not matter where they are cut."""
+        """True if the pieces are gathered in the end, so that the gradient may be cut anywhere."""
         return self.stages[-1][0] is _ALL_GATHER
 
     @property
@@ -58,19 +59,18 @@ class _ReductionChain:
 
 
 def bucket_reductions(graph: fx.Graph, limit: int = GRADIENT_BUCKET_BYTES) -> None:
-    """Join the reductions of gradients that are reduced alike (groups, kind, dtype) and handed back as they are.
+    """Join the reductions of gradients with equal groups, kinds and dtypes, in buckets of up to `limit` bytes.
 
-    They are joined in the order in which they are made, up to `limit` bytes, and reduced as soon as the last of them
-    is there.
+    Gradients are joined in the order of their computation. A bucket is reduced as soon as its last gradient exists.
 
     Source: Whale 5.1.1, "grouped" AllReduce.
     """
     positions = {node: position for position, node in enumerate(graph.nodes)}
     output = next(iter(graph.find_nodes(op="output")))
-    handed = map(_uncast, output.all_input_nodes)
-    found = [reduction for node in handed if (reduction := _reduction(node)) is not None]
+    results = map(_uncast, output.all_input_nodes)
+    chains = [chain for node in results if (chain := _reduction(node)) is not None]
     groups: dict[tuple[object, ...], list[_ReductionChain]] = {}
-    for reduction in sorted(found, key=lambda one: positions[one.source]):
+    for reduction in sorted(chains, key=lambda chain: positions[chain.source]):
         groups.setdefault(reduction.key, []).append(reduction)
     for group in groups.values():
         for bucket in _buckets(group, limit):
@@ -80,39 +80,41 @@ def bucket_reductions(graph: fx.Graph, limit: int = GRADIENT_BUCKET_BYTES) -> No
 
 
 def is_border(node: fx.Node) -> bool:
-    """Whether a node stays although nothing uses it: the graph is functional, so only its border does."""
+    """Return True if a node stays although nothing uses it: the graph is functional, so only its border does."""
     return node.op in ("placeholder", "output")
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """What was reduced in another dtype than it is handed back in."""
+    """Return the operand of a result that is cast after its reduction; the result itself otherwise."""
     source = node.all_input_nodes[0] if node.target is aten._to_copy.default else node
     return source if len(source.users) == 1 else node
 
 
 def _reduction(node: fx.Node) -> _ReductionChain | None:
-    """The chain of reductions that ends in `node` and serves nothing but an output."""
+    """Return the chain of reductions that ends in `node` and has no other users than an output."""
     stages: list[tuple[Any, tuple[Any, ...]]] = []
-    source, seen = node, node
-    while len(seen.users) == 1:
-        if seen.target in _RESHAPES:
-            seen = seen.all_input_nodes[0]
+    source, current = node, node
+    while len(current.users) == 1:
+        if current.target in _RESHAPES:
+            current = current.all_input_nodes[0]
             continue
-        start = seen.all_input_nodes[0] if seen.target is _WAIT else None
+        start = current.all_input_nodes[0] if current.target is _WAIT else None
         if start is None or len(start.users) != 1 or not _is_earlier_stage(start, stages):
             break
         stages.append((start.target, start.args[1:]))
-        source = seen = start.all_input_nodes[0]
-    found = tuple(reversed(stages))
-    gathers = [arguments for op, arguments in found if op is _ALL_GATHER]
-    if not found or (gathers and gathers[0] not in [one[1:] for op, one in found if op is _REDUCE_SCATTER]):
+        source = current = start.all_input_nodes[0]
+    stages.reverse()
+    gathers = [arguments for op, arguments in stages if op is _ALL_GATHER]
+    scatters = [arguments[1:] for op, arguments in stages if op is _REDUCE_SCATTER]
+    # A gather must undo the reduce-scatter: over the same group, of the same size.
+    if not stages or (gathers and gathers[0] not in scatters):
         return None
-    # What has another size on other ranks is not laid side by side.
-    return None if source.meta.get("dynamic") else _ReductionChain(source, node, found)
+    # A gradient with other sizes on other ranks can not share a buffer.
+    return None if source.meta.get("dynamic") else _ReductionChain(source, node, tuple(stages))
 
 
 def _is_earlier_stage(start: fx.Node, behind: Sequence[tuple[Any, tuple[Any, ...]]]) -> bool:
-    """Whether a collective is a stage before those `behind` it, which were found from the last to the first."""
+    """Return True if a collective may be a stage before those `behind` it: one scatter at most, a gather only last."""
     if start.target is _ALL_GATHER:
         return not behind
     if start.target is _REDUCE_SCATTER:
@@ -121,21 +123,13 @@ def _is_earlier_stage(start: fx.Node, behind: Sequence[tuple[Any, tuple[Any, ...
 
 
 def _buckets(reductions: Iterable[_ReductionChain], limit: int) -> list[list[_ReductionChain]]:
-    """Stretches of at most `limit` bytes.
-
-    The last bucket is ready when hardly anything is left to compute: if it is tiny, the one before it is too late as
-    well, and hands over some of what it has.
-    """
-    buckets: list[list[_ReductionChain]] = []
-    held = 0
-    for reduction in reductions:
-        if not buckets or held + reduction.bytes > limit:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(reduction)
-        held += reduction.bytes
+    """Return buckets of at most `limit` bytes, with a last one that is not tiny."""
+    buckets = split_by_bytes(reductions, limit)
     if len(buckets) > 1:
         before, last = buckets[-2:]
+        held = sum(reduction.bytes for reduction in last)
+        # The last bucket is ready when hardly anything is left to compute. If it is tiny, the one before it ends late
+        # as well: its own last gradients move on, so that the rest starts earlier. A quarter is a guess that works.
         while len(before) > 1 and held + before[-1].bytes <= limit // 4:
             held += before[-1].bytes
             last.insert(0, before.pop())
@@ -143,11 +137,7 @@ def _buckets(reductions: Iterable[_ReductionChain], limit: int) -> list[list[_Re
 
 
 def _join(graph: fx.Graph, bucket: Sequence[_ReductionChain]) -> None:
-    """Replace the reductions of a bucket by one of their elements laid side by side.
-
-    A reduce-scatter hands the n-th row of its input to the n-th rank: rows are what is laid side by side. Where the
-    pieces are put together again, the elements may be cut anywhere: they lie one gradient behind the other.
-    """
+    """Replace the reductions of a bucket by one reduction of a joint buffer."""
 
     def call(shape: Sequence[int], op: Any, *args: Any) -> fx.Node:
         node = graph.call_function(op, args)
@@ -156,15 +146,17 @@ def _join(graph: fx.Graph, bucket: Sequence[_ReductionChain]) -> None:
         return node
 
     dtype, cuts = bucket[0].source.meta["val"].dtype, bucket[0].pieces
+    # A reduce-scatter returns the n-th row of its input to the n-th rank, so the buffer's rows hold the rows of all
+    # gradients. Where the pieces are gathered again, the cut may be anywhere: gradients lie one after the other.
     rows = 1 if bucket[0].whole else cuts
     widths = [reduction.elements // rows for reduction in bucket]
     place = bucket[-1].source.next
-    while place.op == "placeholder":  # what the graph is given stands before all that it does
+    while place.op == "placeholder":  # calls stand behind all placeholders
         place = place.next
     with graph.inserting_before(place):
         parts = [
-            call([rows, width], aten.reshape.default, one.source, [rows, width])
-            for one, width in zip(bucket, widths, strict=True)
+            call([rows, width], aten.reshape.default, reduction.source, [rows, width])
+            for reduction, width in zip(bucket, widths, strict=True)
         ]
         joined = call([rows, sum(widths)], aten.cat.default, parts, 1)
         left, width = cuts, rows * sum(widths) // cuts

@@ -1,6 +1,6 @@
-"""Reductions taken out of a backward half, so that one serves the gradients of many runs of it, added up.
+"""Reductions deferred from the backward half, so that one reduction serves the summed gradients of many runs.
 
-The last of these runs adds its own to the sums of the others, and reduces them behind its compute, as every run would.
+The last run adds its gradients to the sums of the others. Its compute hides the reductions, as in a single run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from autoshard.specs.emitter import collectives
 aten = torch.ops.aten
 
 DeferredReduction = Literal["step", "microbatch"]
-"""When gradients are reduced that are smaller then: once per step, or with every microbatch. The others, which take no
-more room before, are reduced once per step in either case."""
+"""The time to reduce gradients that are smaller once reduced: once per step, or with every microbatch.
+
+Other gradients are reduced once per step in either case: they take no more memory before.
+"""
 
 _WAIT = collectives.wait_tensor.default
 _REDUCTIONS = (collectives.all_reduce.default, collectives.reduce_scatter_tensor.default)
@@ -36,108 +38,104 @@ _LINEAR = (
     aten.constant_pad_nd.default,
     aten.div.Scalar,
 )
-"""What a gradient may pass through between its reductions and behind them: linear, so that sums may pass too."""
+"""Operators that may follow a gradient's first reduction: linear, so that a sum of gradients may pass instead."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingReductions:
-    """What a graph leaves to be done of some of its results.
+    """Reductions of some results of a graph, to be run later.
 
     Attributes:
-        graph: takes sums of these results, and returns what the graph returned in their places before.
-        places: of these among the graph's results.
+        graph: takes sums of these results and returns them reduced.
+        places: positions of these among the graph's results.
     """
 
     graph: fx.Graph
     places: tuple[int, ...]
 
     def scheduled_graph(self) -> fx.Graph:
-        """The reductions, joined and scheduled as those of a backward half are."""
+        """Return a copy of the graph with joined and scheduled reductions."""
         joined = fx.Graph()
         joined.output(joined.graph_copy(self.graph, {}))
         return _bucket_and_schedule(joined)
 
 
 def take_reductions(graph: fx.Graph, places: Collection[int], reduced: DeferredReduction) -> PendingReductions | None:
-    """Let a graph return gradients as they are made, without their reductions.
+    """Remove reductions of gradients from a graph, which then returns these gradients unreduced.
 
     Args:
-        graph: the backward half; it is changed.
-        places: among its results, those that may be returned unreduced.
-        reduced: when those are reduced that are smaller then.
+        graph: the backward half, changed in place.
+        places: positions of the results that may be returned unreduced.
+        reduced: the time to reduce gradients that are smaller once reduced.
 
     Returns:
-        The reductions; None if nothing is to be reduced later.
+        The removed reductions; None if there are none.
     """
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
-    found: dict[int, list[fx.Node]] = {}
+    chains: dict[int, list[fx.Node]] = {}
     for place in sorted(places):
         chain = _reductions(results[place]) if isinstance(results[place], fx.Node) else []
-        if chain and (reduced == "step" or _elements(results[place]) >= _elements(_chain_input(chain))):
-            found[place] = chain
-    if not found:
+        if chain and (reduced == "step" or _elements(results[place]) >= _elements(chain[0].all_input_nodes[0])):
+            chains[place] = chain
+    if not chains:
         return None
     later = fx.Graph()
-    sums = {place: later.placeholder(f"sum_{place}") for place in found}
-    made: list[fx.Node] = []
-    for place, chain in found.items():
-        results[place] = source = _chain_input(chain)
+    sums = {place: later.placeholder(f"sum_{place}") for place in chains}
+    reductions: list[fx.Node] = []
+    for place, chain in chains.items():
+        results[place] = source = chain[0].all_input_nodes[0]
         sums[place].meta = dict(source.meta)
-        made.append(_copy_chain(later, chain, sums[place]))
-    later.output(tuple(made))
+        reductions.append(_copy_chain(later, chain, sums[place]))
+    later.output(tuple(reductions))
     output.args = (tuple(results),)
-    graph.eliminate_dead_code(is_impure_node=is_border)
-    return PendingReductions(later, tuple(found))
+    graph.eliminate_dead_code(is_impure_node=is_border)  # the reductions
+    return PendingReductions(later, tuple(chains))
 
 
 def reduce_with_sums(graph: fx.Graph, unreduced: PendingReductions, places: Sequence[int]) -> fx.Graph:
-    """A graph as it runs last: what it makes is added to sums of what it made before, and reduced at once.
+    """Return the graph of the last run: it adds its gradients to the sums of earlier runs and reduces them.
 
     Args:
         graph: returns gradients unreduced.
-        unreduced: their reductions.
-        places: of these gradients among the graph's results.
+        unreduced: the reductions.
+        places: positions of these gradients among the graph's results.
 
     Returns:
-        A graph that takes the sums too, behind all else, and returns reduced gradients. The reductions are joined, and
-        run behind the compute that is left.
+        A graph that takes the sums behind all other inputs and returns reduced gradients. The reductions are joined
+        and overlap the remaining compute.
     """
     last = fx.Graph()
     results: list[fx.Node] = list(last.graph_copy(graph, {}))  # type: ignore[arg-type]
     *_, border = last.find_nodes(op="placeholder")
     sums = unreduced.graph.find_nodes(op="placeholder")
-    taken: list[fx.Node] = []
+    inputs: list[fx.Node] = []
     for node in sums:
         with last.inserting_after(border):
             border = last.node_copy(node)
-        taken.append(border)
+        inputs.append(border)
     output = unreduced.graph.output_node()
-    for place, before, end in zip(places, taken, output.args[0], strict=True):  # type: ignore[arg-type]
+    for place, before, end in zip(places, inputs, output.args[0], strict=True):  # type: ignore[arg-type]
         source = results[place]
+        chain = []
+        while end.op != "placeholder":
+            chain.append(end)
+            end = end.all_input_nodes[0]
+        # Right behind the gradient, so that the reduction starts as soon as it exists; never between placeholders.
         with last.inserting_after(border if source.op == "placeholder" else source):
             total = last.call_function(aten.add.Tensor, (before, source))
         total.meta = dict(source.meta)
-        results[place] = _copy_chain(last, _back_to_sum(end), total)
+        results[place] = _copy_chain(last, chain[::-1], total)
     last.output(tuple(results))
     return _bucket_and_schedule(last)
 
 
 def _copy_chain(graph: fx.Graph, chain: Sequence[fx.Node], node: fx.Node) -> fx.Node:
-    """Calls that take each other's result, in another graph, right behind a node that the first of them takes."""
+    """Copy a chain of calls to another graph, behind `node`, the operand of the first; return the last copy."""
     for call in chain:
         with graph.inserting_after(node):
             node = graph.node_copy(call, lambda _, node=node: node)  # type: ignore[misc]
     return node
-
-
-def _back_to_sum(end: fx.Node) -> list[fx.Node]:
-    """The calls from a sum to its reduced gradient."""
-    chain = []
-    while end.op != "placeholder":
-        chain.append(end)
-        end = end.all_input_nodes[0]
-    return chain[::-1]
 
 
 def _bucket_and_schedule(graph: fx.Graph) -> fx.Graph:
@@ -148,25 +146,20 @@ def _bucket_and_schedule(graph: fx.Graph) -> fx.Graph:
 
 
 def _reductions(result: fx.Node) -> list[fx.Node]:
-    """The calls from a gradient's first sum over ranks on that lead to a result and to nothing else, in their order."""
+    """Return the calls that lead from a gradient's first sum over ranks to a result, and to nothing else, in order."""
     chain: list[fx.Node] = []
-    first = 0  # how many calls there are from the first reduction on
+    first = 0  # length of the chain from the first reduction on
     node = result
     while len(node.users) == 1 and len(node.all_input_nodes) == 1:
         if node.target in _REDUCTIONS:
             if node.args[1] != "sum":
-                break
+                break  # sums may not pass through other reductions, such as a maximum
             first = len(chain) + 1
         elif node.target not in _LINEAR:
             break
         chain.append(node)
         node = node.all_input_nodes[0]
     return chain[:first][::-1]
-
-
-def _chain_input(chain: Sequence[fx.Node]) -> fx.Node:
-    """What the first call of a chain takes."""
-    return chain[0].all_input_nodes[0]
 
 
 def _elements(node: fx.Node) -> int:

@@ -1,4 +1,4 @@
-"""An emitter that runs every operator at once, on real tensors."""
+"""An emitter that executes every operator at once on real tensors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _CPU = torch.device("cpu")
 
 
 class EagerEmitter:
-    """Runs what it is given: a local program executed as it is written.
+    """Executes a local program while it is emitted.
 
     Args:
         mesh: the mesh.
-        groups: name of the process group of this rank's line along every axis.
-        coordinate: this rank's coordinate on every axis, each a 0-d int64 tensor. Under `LocalTensorMode` they are
-            local tensors, and one program runs for all ranks in one process.
+        groups: per axis, the name of the process group of this rank's line.
+        coordinate: per axis, this rank's coordinate, a 0-d int64 tensor. Under `LocalTensorMode` they are local
+            tensors, and one program runs for all ranks in one process.
         seed: the step's random seed, equal on all ranks.
-        home: where the tensors of the program are.
+        home: device of the tensors of the program.
     """
 
     def __init__(
@@ -41,42 +41,42 @@ class EagerEmitter:
         self._streams = 0
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the operator."""
+        """Run the operator and return its result."""
         return op(*args, **kwargs)
 
     def coordinate(self, axis: int) -> Tensor:
-        """This rank's coordinate on an axis."""
+        """Return this rank's coordinate on an axis."""
         return self._coordinate[axis]
 
     def host_coordinate(self, axis: int) -> Tensor:
-        """The same on the CPU."""
+        """Return this rank's coordinate on an axis, on the CPU."""
         return self._coordinate[axis].cpu()
 
     def group(self, axis: int) -> str:
-        """Name of the process group along an axis."""
+        """Return the name of the process group along an axis."""
         return self._groups[axis]
 
     def seed(self) -> Tensor:
-        """The step's random seed."""
+        """Return the step's random seed."""
         return torch.tensor(self._seed, dtype=torch.int64)
 
     def stream(self) -> int:
-        """A new number for every random operator."""
+        """Return a new number for every random operator."""
         self._streams += 1
         return self._streams
 
     def shape(self, value: Tensor) -> tuple[int, ...]:
-        """Local shape of a tensor."""
+        """Return the local shape of a tensor."""
         return tuple(value.shape)
 
     def dtype(self, value: Tensor) -> torch.dtype:
-        """Element type of a tensor."""
+        """Return the dtype of a tensor."""
         return value.dtype
 
     def device(self, value: Tensor) -> torch.device:
-        """Device of a tensor."""
+        """Return the device of a tensor."""
         return value.device
 
     def is_contiguous(self, value: Tensor) -> bool:
-        """Whether the tensor lies row-major in memory."""
+        """Return True if the tensor is row-major in memory."""
         return value.is_contiguous()

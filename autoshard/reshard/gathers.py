@@ -1,13 +1,12 @@
-"""Gathers of parameters: one for all parameters of a layer, running behind the compute of the layers before it."""
+"""All-gathers of parameters: joined for each layer, and overlapped with the compute of the layers before it."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import fx
 
 from autoshard.capture.layers import PREPARATIONS
@@ -21,20 +20,41 @@ GATHERS = (_GATHER, _JOINED_GATHER)
 _GATHER_PATH_OPS = PREPARATIONS | {_WAIT, *GATHERS}
 
 GATHERED_BYTES = 512 * 2**20
-"""Bytes that one joined gather makes at most, and twice those behind which no further one is started.
+"""Most bytes of the result of one joined gather. No further one is started while half of these are pending.
 
-A layer of a model of 8 billion parameters has 416 MiB in 16 bits: it is gathered at once, behind the layer before it.
-Larger layers are gathered in several turns, of which the next one is under way.
+A layer of a model of 8 billion parameters has 416 MiB in 16 bits: it is gathered at once, during the layer before it.
+Larger layers are gathered in several turns, of which the next one is pending.
 """
+
+
+class _HasBytes(Protocol):
+    @property
+    def bytes(self) -> int: ...
+
+
+_Sized = TypeVar("_Sized", bound=_HasBytes)
+
+
+def split_by_bytes(items: Iterable[_Sized], limit: int) -> list[list[_Sized]]:
+    """Return runs of consecutive items of at most `limit` bytes together; a larger item is a run of its own."""
+    runs: list[list[_Sized]] = []
+    held = 0
+    for item in items:
+        if not runs or held + item.bytes > limit:
+            runs.append([])
+            held = 0
+        runs[-1].append(item)
+        held += item.bytes
+    return runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gather:
-    """A gather of what the graph is given.
+    """An all-gather of inputs of the graph.
 
     Attributes:
-        node: starts it.
-        depth: how many gathers, over other axes, its operands went through before.
+        node: its call.
+        depth: number of gathers, over other axes, that its operands went through before.
     """
 
     node: fx.Node
@@ -42,57 +62,57 @@ class _Gather:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Gathers of equal keys may be joined: of one layer and depth, over one group, in one dtype."""
-        return self.node.meta["layer"], self.depth, _value(self.node.args[0]).dtype, self.node.args[1:]
+        """The layer, depth, dtype, size and group: gathers with equal keys may be joined."""
+        operand = self.node.all_input_nodes[0]
+        return self.node.meta["layer"], self.depth, operand.meta["val"].dtype, self.node.args[1:]
 
     @property
     def group(self) -> Any:
-        """The group that it runs over."""
+        """The process group."""
         return self.node.args[-1]
 
     @property
     def bytes(self) -> int:
-        """Bytes that it makes."""
-        made = self.node.meta["val"]
-        return sum(
-            int(one.numel()) * one.element_size() for one in (made if isinstance(made, (list, tuple)) else (made,))
-        )
+        """Bytes of the result."""
+        value = self.node.meta["val"]
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        return sum(int(part.numel()) * part.element_size() for part in values)
 
     @property
     def wait(self) -> fx.Node | None:
-        """The first wait for it."""
+        """The first wait for the result; None where nothing awaits it."""
         return min(waits_of(self.node), default=None)
 
 
 def waits_of(start: fx.Node) -> list[fx.Node]:
-    """The waits for the results of a collective."""
-    found = []
+    """Return the waits for the results of a collective."""
+    waits = []
     for user in start.users:
         if user.target is _WAIT:
-            found.append(user)
-        elif user.target is operator.getitem:
-            found += [wait for wait in user.users if wait.target is _WAIT]
-    return found
+            waits.append(user)
+        elif user.target is operator.getitem:  # a joined gather returns a list
+            waits += [wait for wait in user.users if wait.target is _WAIT]
+    return waits
 
 
 def propagate_layers(graph: fx.Graph) -> None:
-    """Tell all that is made of a parameter alone which layer it belongs to.
+    """Set `meta["layer"]` of every node that depends on a parameter alone.
 
-    `meta["layer"]` of a parameter's placeholder is the name of its layer; that of what reaches a half as a saved tensor
-    is the one that it has in the half that makes it.
+    On entry, the placeholder of a parameter has the name of its layer. The placeholder of a saved tensor has the layer
+    that the tensor has in the half that makes it.
     """
-    told = [node for node in graph.find_nodes(op="placeholder") if "layer" in node.meta]
-    for node in told:  # grows while it is walked
+    labelled = [node for node in graph.find_nodes(op="placeholder") if "layer" in node.meta]
+    for node in labelled:  # grows while it is walked
         for user in node.users:
             if user.target in _GATHER_PATH_OPS and "layer" not in user.meta:
                 user.meta["layer"] = node.meta["layer"]
-                told.append(user)
+                labelled.append(user)
 
 
 def join_gathers(graph: fx.Graph, limit: int = GATHERED_BYTES) -> None:
-    """Gather the parameters of a layer together, where they lie alike: as many as have `limit` bytes when gathered.
+    """Join the gathers of a layer's parameters that have equal keys, up to `limit` gathered bytes.
 
-    One collective takes all of them as they lie in memory, so that nothing is copied.
+    The joined collective takes a list of tensors as they lie in memory, so that nothing is copied.
     """
     propagate_layers(graph)
     groups: dict[tuple[Any, ...], list[_Gather]] = {}
@@ -100,46 +120,34 @@ def join_gathers(graph: fx.Graph, limit: int = GATHERED_BYTES) -> None:
         if gather.node.target is _GATHER and "layer" in gather.node.meta:
             groups.setdefault(gather.key, []).append(gather)
     for group in groups.values():
-        for bucket in _buckets(group, limit):
-            if len(bucket) > 1:
-                _join(graph, [gather.node for gather in bucket])
+        for run in split_by_bytes(group, limit):
+            if len(run) > 1:
+                _join(graph, [gather.node for gather in run])
 
 
 def _gathers(graph: fx.Graph) -> list[_Gather]:
-    """The gathers of what a graph is given, in their order; casts, views, padding, other gathers may stand between."""
+    """Return the gathers of the graph's inputs, in order; casts, views, padding, other gathers may stand between."""
     depths: dict[fx.Node, int | None] = {}
 
     def depth(node: fx.Node) -> int | None:
-        """How many gathers a node went through; None where it is made otherwise."""
+        """Return the number of gathers that a node went through; None where it depends on other operators."""
         if node.op == "placeholder":
             return 0
         if node not in depths:
             sources = node.all_input_nodes if node.target in _GATHER_PATH_OPS else []
             before = [depth(source) for source in sources]
-            known = [one for one in before if one is not None]
+            known = [count for count in before if count is not None]
             complete = bool(sources) and len(known) == len(before)
+            # Sources of a gather that was itself gathered: one more.
             depths[node] = max(known) + (sources[0].target in GATHERS) if complete else None
         return depths[node]
 
     starts = sorted(node for target in GATHERS for node in graph.find_nodes(op="call_function", target=target))
-    return [_Gather(node, found) for node in starts if (found := depth(node)) is not None]
-
-
-def _buckets(gathers: Sequence[_Gather], limit: int) -> list[list[_Gather]]:
-    """Stretches of gathers of at most `limit` bytes together; one that makes more stays alone."""
-    buckets: list[list[_Gather]] = []
-    held = 0
-    for gather in gathers:
-        if not buckets or held + gather.bytes > limit:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(gather)
-        held += gather.bytes
-    return buckets
+    return [_Gather(node, count) for node in starts if (count := depth(node)) is not None]
 
 
 def _join(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
-    """Replace gathers by one, where the first of them starts."""
+    """Replace gathers by one joined gather, where the first of them starts."""
     first = gathers[0]
     operands = [gather.all_input_nodes[0] for gather in gathers]
     for operand in operands:
@@ -156,35 +164,32 @@ def _join(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
 
 
 def gather_ahead(graph: fx.Graph, limit: int = GATHERED_BYTES) -> None:
-    """Start gathers early, so that they run behind compute: the next one always, more as far as bytes allow.
+    """Start gathers early, so that compute hides them: always the next one, and more as far as bytes allow.
 
-    Another gather over the same group is started while those under way, behind the one that is awaited next, make less
-    than half of `limit` bytes, and of what the largest gather makes. So the large gathers run one by one, and small
-    ones do not part them. Groups gather at the same time, over links of their own.
+    A gather starts before the wait of an earlier gather over the same group, if the results between them have less
+    than half of `limit` bytes and of the largest gather's. So the large gathers run one by one, and small ones do not
+    delay them. Different groups use links of their own and gather at the same time.
     """
     queues: dict[tuple[int, Any], list[_Gather]] = {}
     for gather in _gathers(graph):
         if gather.wait is not None:
             queues.setdefault((gather.depth, gather.group), []).append(gather)
-    # What goes through several gathers goes through each of them a turn earlier than through the one behind it.
-    for _, queue in sorted(queues.items(), key=lambda one: -one[0][0]):
-        _start_ahead(queue, limit)
-
-
-def _start_ahead(gathers: Sequence[_Gather], limit: int) -> None:
-    waits = {gather: wait for gather in gathers if (wait := gather.wait) is not None}
-    queue = sorted(waits, key=waits.__getitem__)
-    sizes = [gather.bytes for gather in queue]
-    limit = min(limit, max(sizes, default=0))
-    for place in range(1, len(queue)):
-        awaited = place - 1
-        while awaited > 0 and sum(sizes[awaited:place]) < limit / 2:
-            awaited -= 1
-        move_before(queue[place].node, waits[queue[awaited]])
+    # A gather moves its operands' gathers along with it. The deepest go first, so that each gather of a parameter
+    # over several axes ends up a turn before the one behind it.
+    for _, gathers in sorted(queues.items(), key=lambda item: -item[0][0]):
+        waits = {gather: wait for gather in gathers if (wait := gather.wait) is not None}
+        queue = sorted(waits, key=waits.__getitem__)
+        sizes = [gather.bytes for gather in queue]
+        most = min(limit, max(sizes, default=0))
+        for place in range(1, len(queue)):
+            awaited = place - 1
+            while awaited > 0 and sum(sizes[awaited:place]) < most / 2:
+                awaited -= 1
+            move_before(queue[place].node, waits[queue[awaited]])
 
 
 def move_before(node: fx.Node, place: fx.Node) -> None:
-    """Move a call before another one, with all that it needs."""
+    """Move a call and the calls that it depends on before another one."""
     if node.op != "call_function" or node < place:
         return
     for source in node.all_input_nodes:
@@ -194,10 +199,5 @@ def move_before(node: fx.Node, place: fx.Node) -> None:
 
 
 def _meta_at(meta: dict[str, Any], place: fx.Node) -> dict[str, Any]:
-    """What is told of a node, moved to the operator of another one, where that is told."""
+    """Return the metadata of a node that is moved to `place`, with the position of the operator there."""
     return {**meta, "position": place.meta["position"]} if "position" in place.meta else meta
-
-
-def _value(node: Any) -> torch.Tensor:
-    value: torch.Tensor = node.meta["val"]
-    return value

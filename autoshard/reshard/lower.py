@@ -1,4 +1,4 @@
-"""Lowering of a path: its steps as functional collectives and local operators on one rank's tensors."""
+"""Lowering of a path to functional collectives and local operators on the tensors of one rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ aten = torch.ops.aten
 
 @runtime_checkable
 class KnowsStrides(Protocol):
-    """What an emitter may offer besides: without it, every input of a collective is copied to be contiguous."""
+    """An emitter that knows strides. Any other emitter copies every input of a collective to make it contiguous."""
 
     def is_contiguous(self, value: Any) -> bool:
-        """Whether the value lies row-major in memory."""
+        """Return True if the value is row-major in memory."""
 
 
 def lower(path: Path, value: Any, emit: Emitter, dtype: torch.dtype) -> Any:
@@ -33,22 +33,22 @@ def lower(path: Path, value: Any, emit: Emitter, dtype: torch.dtype) -> Any:
     One program serves all ranks: a rank's coordinate enters only as a value.
 
     Args:
-        path: what to do; `path.source` is how `value` lies.
-        value: local value, of shape `local_shape(path.shape, path.source, mesh)`. Where a dim is sharded unevenly,
-            what pads it is never read.
-        emit: where operators go.
-        dtype: element type of the value.
+        path: the steps, from the spec `path.source` of `value`.
+        value: local value, of shape `local_shape(path.shape, path.source, mesh)`. The padding of unevenly sharded dims
+            is never read.
+        emit: emits the operators.
+        dtype: dtype of the value.
 
     Returns:
-        The local value under `path.target`, contiguous after any collective or slice; `value` itself where there is
-        nothing to do.
+        The local value under `path.target`, contiguous after any collective or slice; `value` itself where the path
+        has no steps.
     """
     if not path.steps:
         return value
     if not dtype.is_complex:
         return _lower_real(path, value, emit)
-    # Collectives know no complex numbers: they move them as pairs, in a dim of its own that nothing shards.
-    # (A conjugate may be a mark on the tensor, which pairs do not have.)
+    # Collectives do not take complex numbers. They move pairs of real ones, in a last dim that no axis shards.
+    # A lazy conjugate is a mark on the tensor, which pairs do not have: it is resolved first.
     parts = emit.call(aten.view_as_real.default, emit.call(aten.resolve_conj.default, value))
     shape = (*path.shape, 2)
     parts = _lower_real(Path(shape, path.source, path.target, path.steps), parts, emit)
@@ -63,12 +63,12 @@ def _lower_real(path: Path, value: Any, emit: Emitter) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where an axis's piece lies in a local tensor.
+    """The loop of an axis in a local tensor.
 
     Attributes:
         dim: the dim.
         outer: steps of local loops of that dim above it.
-        block, total: where the axis does not divide its loop, a rank's share of it.
+        block, total: the share of one rank where the axis does not divide its loop; 0 otherwise.
     """
 
     dim: int
@@ -79,7 +79,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """One step with the local shapes at either end."""
+    """One step with the local shapes and the loops of its axis at either end."""
 
     step: Step
     emit: Emitter
@@ -117,10 +117,10 @@ def _piece(shape: tuple[int, ...], spec: Spec, axis: int, emit: Emitter) -> _Pie
 def _all_gather(move: _Move, value: Any) -> Any:
     assert move.source is not None
     emit, piece = move.emit, move.source
-    knows = shared_axis(emit, move.step.axis, move.before)
-    if knows is not None:
+    shares = shared_axis(emit, move.step.axis, move.before)
+    if shares is not None:
         dim, opened = _separate_outer(move.before, piece)
-        return _view(emit, gather_shares(emit, knows, _contiguous(emit, value), opened, dim), move.after)
+        return _view(emit, gather_shares(emit, shares, _contiguous(emit, value), opened, dim), move.after)
     value = _contiguous(emit, value)
     value = emit.call(collectives.all_gather_into_tensor.default, value, move.size, emit.group(move.step.axis))
     value = emit.call(collectives.wait_tensor.default, value)
@@ -131,6 +131,7 @@ def _all_reduce(move: _Move, value: Any) -> Any:
     operation = _reduction(move)
     if operation != "avg":
         return all_reduce(move.emit, value, move.step.axis, operation)
+    # A sum and a division: not every backend reduces to an average.
     return _divide(move, all_reduce(move.emit, value, move.step.axis))
 
 
@@ -157,19 +158,18 @@ def _all_to_all(move: _Move, value: Any) -> Any:
     cut, joint = _pieces_between(move.source, move.target, move.size)
     value, block = _extract(move, value, move.before, cut)
     value = _view(emit, value, (move.size, *block))
-    ones = [1] * move.size
+    ones = [1] * move.size  # one row of dim 0 to and from every rank
     value = emit.call(collectives.all_to_all_single.default, value, ones, ones, emit.group(move.step.axis))
     value = emit.call(collectives.wait_tensor.default, value)
     return _insert(move, value, block, joint)
 
 
 def _pieces_between(source: _Piece, target: _Piece, size: int) -> tuple[_Piece, _Piece]:
-    """Where an all-to-all cuts the local tensor in blocks, and where received blocks are put together.
-
-    Within one dim, the piece that lies below the other sees it: it is there when received and gone when sent.
-    """
+    """Return the loops where an all-to-all cuts the local tensor in blocks, and where it joins received blocks."""
     if source.dim != target.dim:
         return target, source
+    # Within one dim, `outer` of the inner loop counts the steps of the outer one, which is distributed meanwhile: an
+    # outer target already when blocks are joined, an outer source still when they are cut.
     if target.outer < source.outer:
         return target, _Piece(source.dim, source.outer // size)
     return _Piece(target.dim, target.outer // size), source
@@ -178,23 +178,24 @@ def _pieces_between(source: _Piece, target: _Piece, size: int) -> tuple[_Piece, 
 def _slice(move: _Move, value: Any) -> Any:
     assert move.target is not None
     emit, piece = move.emit, move.target
-    knows = shared_axis(emit, move.step.axis, move.after)
-    if knows is not None:
+    shares = shared_axis(emit, move.step.axis, move.after)
+    if shares is not None:
         dim, opened = _separate_outer(move.before, piece)
-        return _view(emit, cut_share(emit, knows, value, opened, dim), move.after)
+        return _view(emit, cut_share(emit, shares, value, opened, dim), move.after)
     value, padded = _pad(move, value, move.before, piece)
     value = _view(emit, value, _split_shape(padded, piece, move.size))
+    # `index_select` takes the coordinate as a tensor: a slice would need it as a number, another one on every rank.
     index = emit.call(aten.view.default, emit.coordinate(move.step.axis), [1])
     value = emit.call(aten.index_select.default, value, piece.dim + 1, index)
     return _view(emit, value, move.after)
 
 
 def _make_partial(move: _Move, value: Any) -> Any:
-    """The first rank keeps the value and the others hold what the reduction ignores; nothing to do where all may."""
+    """Keep the value on the first rank and give all others the neutral element of the reduction."""
     operation = move.step.target[move.step.axis].reduce_op  # type: ignore[attr-defined]
     neutral = {"sum": 0, "product": 1}.get(operation)
     if neutral is None:
-        return value
+        return value  # averages and extremes of equal values are these values
     behind = move.emit.call(aten.gt.Scalar, move.emit.coordinate(move.step.axis), 0)
     return move.emit.call(aten.masked_fill.Scalar, value, behind, neutral)
 
@@ -218,23 +219,19 @@ def _divide(move: _Move, value: Any) -> Any:
 
 
 def _split_shape(shape: Sequence[int], piece: _Piece, size: int) -> tuple[int, ...]:
-    """`shape` with its dim `piece.dim` opened into (outer, size, inner)."""
+    """Return `shape` with its dim `piece.dim` split into (outer, size, inner)."""
     inner = shape[piece.dim] // (piece.outer * size)
     return (*shape[: piece.dim], piece.outer, size, inner, *shape[piece.dim + 1 :])
 
 
 def _extract(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> tuple[Any, tuple[int, ...]]:
-    """Bring the blocks that go to the ranks of the axis one behind the other in memory.
-
-    Returns:
-        A contiguous value of the blocks, rank by rank along dim 0 as far as its shape goes, and a block's shape.
-    """
+    """Return the blocks for the ranks of the axis, one after the other in memory, and the shape of a block."""
     emit = move.emit
     value, shape = _pad(move, value, shape, piece)
     block = (*shape[: piece.dim], shape[piece.dim] // move.size, *shape[piece.dim + 1 :])
     if math.prod(shape[: piece.dim]) * piece.outer == 1:
         value = _contiguous(emit, value)
-        # Leading dims of size 1 would hide the blocks from a collective, which cuts along dim 0.
+        # Collectives cut along dim 0: leading dims of size 1 must not hide the blocks.
         return (value if piece.dim == 0 else _view(emit, value, (move.size, *block))), block
     value = _view(emit, value, _split_shape(shape, piece, move.size))
     front = piece.dim + 1
@@ -244,7 +241,7 @@ def _extract(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> 
 
 
 def _insert(move: _Move, value: Any, block: tuple[int, ...], piece: _Piece) -> Any:
-    """Put blocks that lie one behind the other in memory together, as the loop of the axis at `piece`."""
+    """Join blocks that lie one after the other in memory along the loop `piece` of the axis."""
     emit = move.emit
     whole = (*block[: piece.dim], block[piece.dim] * move.size, *block[piece.dim + 1 :])
     if math.prod(block[: piece.dim]) * piece.outer > 1:
@@ -258,7 +255,7 @@ def _insert(move: _Move, value: Any, block: tuple[int, ...], piece: _Piece) -> A
 
 
 def _separate_outer(shape: tuple[int, ...], piece: _Piece) -> tuple[int, tuple[int, ...]]:
-    """The dim of a piece's loop, and `shape`, once the loops above it are a dim of their own, if there are such."""
+    """Return the dim of a loop, and `shape`, with the steps above the loop split off as a dim if there are any."""
     if piece.outer == 1:
         return piece.dim, shape
     stretch = shape[piece.dim] // piece.outer
@@ -266,8 +263,8 @@ def _separate_outer(shape: tuple[int, ...], piece: _Piece) -> tuple[int, tuple[i
 
 
 def _pad(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> tuple[Any, tuple[int, ...]]:
-    """`value` with zeros behind every stretch of a loop that the axis does not divide, and its shape then."""
-    if not piece.total:
+    """Pad every run of a loop that the axis does not divide with zeros; return the value and its shape."""
+    if not piece.total:  # the axis divides it
         return value, shape
     dim, opened = _separate_outer(shape, piece)
     block = opened[dim] * piece.block // piece.total
@@ -278,7 +275,7 @@ def _pad(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> tupl
 
 
 def _narrow(emit: Emitter, value: Any, shape: tuple[int, ...], piece: _Piece, size: int) -> Any:
-    """`size` elements along the dim of a piece: without what pads its stretches."""
+    """Remove the padding of a loop's runs, so that `size` elements of its dim remain."""
     if shape[piece.dim] == size:
         return value
     dim, opened = _separate_outer(shape, piece)

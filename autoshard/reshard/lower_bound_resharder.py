@@ -1,10 +1,11 @@
-"""Prices that no path between two specs is below: for bounds where the specs are too many for exact ones.
+"""Lower bounds of the prices of paths, for problems with too many specs for exact prices.
 
-What is left of a spec is, per mesh axis, which piece of which dim it shards, or which reduction it leaves open. A piece
-is known by the steps above it in its whole dim, which the moves of other axes do not change; so a collective over one
-axis changes what is left of that axis alone, and one small graph serves all specs of a tensor at once. The exact paths
-of a pair go through few placements beside the plain ones; here every pair may use what any other pair needs, and pieces
-that nobody asked for cost no more than the cheapest of their dim. Shortest paths here are never dearer than exact ones.
+A spec is simplified to one token per mesh axis: the piece of a dim that the axis shards, or its pending reduction. The
+steps above a piece in the whole dim identify it, and moves of other axes do not change these. So a collective over an
+axis changes the token of that axis alone, and one small graph serves all specs of a tensor.
+
+Shortest paths in this graph are never dearer than exact ones: a pair may use the placements of all other pairs, and a
+piece without a place in its dim costs no more than the cheapest piece of that dim.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
 _MOST_CELLS = 1 << 17
-"""Combinations of what the axes do, from which pieces of one dim are no longer told apart."""
+"""Combinations of tokens above which all pieces of a dim become one token; a guess that works."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Token:
-    """What one axis does.
+    """The placement of one axis.
 
     Attributes:
         kind: "whole", "partial" or "shard".
-        detail: the reduction of a partial one, and nothing for others.
-        dim: the dim that is sharded; -1 of others.
+        detail: the reduction if partial.
+        dim: the dim if sharded, otherwise -1.
         above: steps of the whole dim above the piece; 0 of a piece anywhere in the dim.
-        share: of the piece that one rank holds, where the axis does not divide it; 0 where it does.
+        share: the share of one rank where the axis does not divide the piece, otherwise 0.
     """
 
     kind: str
@@ -49,11 +50,11 @@ class Token:
 
 
 Tokens = tuple[int, ...]
-"""What every axis does, each by its number (see `_TokenTable`)."""
+"""The number of every axis's token (see `_TokenTable`)."""
 
 
 class _TokenTable:
-    """Numbers of tokens: equal ones are compared and looked up very often, and fractions take long to."""
+    """Interned tokens: they are compared and looked up very often, and fractions are slow to compare."""
 
     def __init__(self) -> None:
         self._tokens: list[Token] = []
@@ -70,11 +71,11 @@ class _TokenTable:
         return self._tokens[number]
 
     def sort_ids(self, numbers: Iterable[int]) -> Tokens:
-        """By what they are, not by when they were met."""
+        """Sort numbers by their tokens, so that the order does not depend on earlier queries."""
         return tuple(sorted(numbers, key=self.__getitem__))
 
     def coarse(self, number: int) -> int:
-        """The piece of a dim without where it lies there."""
+        """Return a piece of a dim without its place there."""
         token = self[number]
         return self.number(Token("shard", dim=token.dim)) if token.kind == "shard" else number
 
@@ -91,14 +92,14 @@ _MOVES = {
 
 @dataclass(eq=False)
 class _TokenGraph:
-    """All that axes may do with one tensor, and the collectives between.
+    """States of one tensor, one token per axis, and the collectives between them.
 
     Attributes:
         number: [tokens of axis 0, tokens of axis 1, ...] -> number of the state; -1 where pieces overlap.
-        place: per axis, position of every token.
+        place: per axis, the position of every token.
         source, target: ends of every move.
-        seconds: its price.
-        columns: states -> column of `reached`, of those from which distances were asked for.
+        seconds: the price of every move.
+        columns: source state -> column of `reached`, for the sources so far.
         reached: seconds to all states, `[states, columns]`.
     """
 
@@ -111,14 +112,13 @@ class _TokenGraph:
     reached: NDArray[np.float64] | None = None
 
     def states(self, ends: Sequence[Tokens]) -> NDArray[np.int64]:
-        """Numbers of some states."""
-        places = [
-            [place[token] for token in own] for place, own in zip(self.place, zip(*ends, strict=True), strict=True)
-        ]
+        """Return the numbers of states given by their tokens."""
+        by_axis = zip(*ends, strict=True)
+        places = [[place[token] for token in tokens] for place, tokens in zip(self.place, by_axis, strict=True)]
         return self.number[tuple(places)]
 
     def distances(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds between states, `[sources, targets]`."""
+        """Return the seconds between states, `[sources, targets]`."""
         wanted = np.array(sorted(set(sources.tolist()) - self.columns.keys()), dtype=np.int64)
         if len(wanted) or self.reached is None:
             reached = np.full((int(self.number.max()) + 1, len(wanted)), np.inf)
@@ -131,7 +131,7 @@ class _TokenGraph:
 
 
 class LowerBoundResharder:
-    """Stands in for a `Resharder` where prices need not be met, only never be passed.
+    """A `Resharder` whose prices are lower bounds.
 
     Args:
         mesh: the mesh.
@@ -139,7 +139,7 @@ class LowerBoundResharder:
         gradient_price: the same for gradients on their way to the optimizer.
 
     Attributes:
-        gradients: the one for gradients on their way to the optimizer.
+        gradients: the resharder for gradients on their way to the optimizer.
     """
 
     def __init__(self, mesh: MeshShape, price: Price, gradient_price: Price | None = None) -> None:
@@ -157,7 +157,7 @@ class LowerBoundResharder:
     def seconds(
         self, shape: Sequence[int], dtype_size: int, sources: Sequence[Spec], targets: Sequence[Spec]
     ) -> NDArray[np.float64]:
-        """At most the price of the cheapest path between every source and every target, `[sources, targets]`."""
+        """Return lower bounds of the prices between every source and every target, `[sources, targets]`."""
         key = (tuple(shape), dtype_size, tuple(sources), tuple(targets))
         if key not in self._tables:
             self._tables[key] = self._table(*key)
@@ -167,28 +167,29 @@ class LowerBoundResharder:
         self, shape: tuple[int, ...], dtype_size: int, sources: Sequence[Spec], targets: Sequence[Spec]
     ) -> NDArray[np.float64]:
         rows, columns = ([self._tokens(shape, spec) for spec in specs] for specs in (sources, targets))
-        names, known = self._token_table, {tokens for tokens in (*rows, *columns) if tokens is not None}
-        fine = []
+        interned, known = self._token_table, {tokens for tokens in (*rows, *columns) if tokens is not None}
+        by_axis = []
         for axis, size in enumerate(self.mesh.sizes):
-            anywhere = {names.number(Token("shard", dim=dim)) for dim in range(len(shape) if size > 1 else 0)}
-            fine.append(names.sort_ids({names.whole, *(tokens[axis] for tokens in known)}) + names.sort_ids(anywhere))
-        if math.prod(map(len, fine)) > _MOST_CELLS:
+            used = {interned.whole, *(tokens[axis] for tokens in known)}
+            # On its way, a path may shard any dim, in ways that no spec of the query has.
+            anywhere = {interned.number(Token("shard", dim=dim)) for dim in range(len(shape) if size > 1 else 0)}
+            by_axis.append(interned.sort_ids(used) + interned.sort_ids(anywhere))
+        if math.prod(map(len, by_axis)) > _MOST_CELLS:
             rows, columns = (
-                [tokens and tuple(map(names.coarse, tokens)) for tokens in ends] for ends in (rows, columns)
+                [tokens and tuple(map(interned.coarse, tokens)) for tokens in ends] for ends in (rows, columns)
             )
-            fine = [names.sort_ids({*map(names.coarse, tokens)}) for tokens in fine]
-        graph = self._graph(shape, dtype_size, tuple(fine))
-        table = np.zeros((len(rows), len(columns)))  # nothing is known of where no path leads from or to
-        own, other = ([at for at, tokens in enumerate(ends) if tokens] for ends in (rows, columns))
-        if own and other:
-            starts, ends = (
-                graph.states([every[at] or () for at in some]) for every, some in ((rows, own), (columns, other))
-            )
-            table[np.ix_(own, other)] = graph.distances(starts, ends)
+            by_axis = [interned.sort_ids({*map(interned.coarse, tokens)}) for tokens in by_axis]
+        graph = self._graph(shape, dtype_size, tuple(by_axis))
+        table = np.zeros((len(rows), len(columns)))  # 0 bounds any price: specs without a state are priced so
+        row_places, column_places = ([at for at, tokens in enumerate(ends) if tokens] for ends in (rows, columns))
+        if row_places and column_places:
+            starts = graph.states([tokens for tokens in rows if tokens])
+            ends = graph.states([tokens for tokens in columns if tokens])
+            table[np.ix_(row_places, column_places)] = graph.distances(starts, ends)
         return table
 
     def _tokens(self, shape: tuple[int, ...], spec: Spec) -> Tokens | None:
-        """What is left of a spec; nothing of one that no path leads from or to."""
+        """Return the tokens of a spec; None if it has no state."""
         known = self._known[shape]
         if spec not in known:
             known[spec] = self._compute_tokens(shape, spec)
@@ -198,23 +199,24 @@ class LowerBoundResharder:
         state = state_of(shape, spec, self.mesh)
         if state is None:
             return None
-        names = self._token_table
-        tokens = [names.whole if kind is None else names.number(Token("partial", kind)) for kind in state.partial]
+        interned = self._token_table
+        tokens = [interned.whole if kind is None else interned.number(Token("partial", kind)) for kind in state.partial]
         for dim, nest in enumerate(state.nests):
             for axis, token in self._pieces(dim, nest) if nest else ():
                 tokens[axis] = token
         return tuple(tokens)
 
     def _pieces(self, dim: int, nest: Nest) -> list[tuple[int, int]]:
-        """The axes that shard a dim, each with the token of its piece."""
+        """Return the axes that shard a dim, each with the token of its piece."""
         if (dim, nest) not in self._nests:
-            found, steps = [], Fraction(1)  # that axes distribute above
+            pieces, steps = [], Fraction(1)  # distributed steps above the loop
             for loop in nest:
                 block, total = loop.share(self.mesh)
                 share = Fraction(block, total) if loop.total else Fraction(0)
-                found.append((loop.axis, self._token_table.number(Token("shard", "", dim, loop.outer * steps, share))))
+                token = Token("shard", "", dim, loop.outer * steps, share)
+                pieces.append((loop.axis, self._token_table.number(token)))
                 steps = steps * total / block
-            self._nests[dim, nest] = found
+            self._nests[dim, nest] = pieces
         return self._nests[dim, nest]
 
     def _graph(self, shape: tuple[int, ...], dtype_size: int, tokens: tuple[Tokens, ...]) -> _TokenGraph:
@@ -224,19 +226,20 @@ class LowerBoundResharder:
         return self._graphs[key]
 
     def _build_graph(self, shape: tuple[int, ...], dtype_size: int, numbers: tuple[Tokens, ...]) -> _TokenGraph:
-        tokens = tuple(tuple(map(self._token_table.__getitem__, one)) for one in numbers)
+        tokens = tuple(tuple(map(self._token_table.__getitem__, by_axis)) for by_axis in numbers)
         number = self._number_states(tokens)
         states = np.argwhere(number >= 0)
-        sharded = [np.array([token.kind == "shard" for token in one]) for one in tokens]
-        # What a rank holds depends on which axes shard, not on what: a bit for each.
+        sharded = [np.array([token.kind == "shard" for token in by_axis]) for by_axis in tokens]
+        # The bytes of a rank depend on the set of axes that shard, one bit for each, not on their dims.
         holding = sum(sharded[axis][states[:, axis]].astype(np.int64) << axis for axis in range(self.mesh.ndim))
         holding = np.asarray(holding, dtype=np.int64).reshape(len(states))
         inner = self._inner(shape, tokens, states)
         parts = []
         for axis, size in enumerate(self.mesh.sizes):
             if size > 1:
+                # A line holds the states that differ in this axis alone: all moves over it lie within lines.
                 lines = np.moveaxis(number, axis, 0).reshape(len(tokens[axis]), -1)
-                kinds = np.array([[_kind(one, other) for other in tokens[axis]] for one in tokens[axis]])
+                kinds = np.array([[_kind(first, second) for second in tokens[axis]] for first in tokens[axis]])
                 usable = (kinds >= 0)[:, :, None] & (lines >= 0)[:, None, :] & (lines >= 0)[None, :, :]
                 before, after, line = np.nonzero(usable)
                 source, target, kind = lines[before, line], lines[after, line], kinds[before, after]
@@ -248,17 +251,18 @@ class LowerBoundResharder:
                 parts.append((source, target, seconds))
         nothing = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
         source, target, seconds = map(np.concatenate, zip(nothing, *parts, strict=True))
-        order = np.argsort(source, kind="stable")  # moves from one state together: what it is reached in stays at hand
-        places = tuple({token: place for place, token in enumerate(one)} for one in numbers)
+        order = np.argsort(source, kind="stable")  # moves from one state read its row of `reached` while it is cached
+        places = tuple({token: place for place, token in enumerate(by_axis)} for by_axis in numbers)
         return _TokenGraph(number, places, source[order], target[order], seconds[order])
 
     def _number_states(self, tokens: tuple[tuple[Token, ...], ...]) -> NDArray[np.int64]:
-        """Numbers of the states: all combinations in which no two axes shard overlapping pieces of a dim."""
+        """Number the states: all combinations in which no two axes shard overlapping pieces of a dim."""
         apart = np.ones(tuple(map(len, tokens)), dtype=bool)
         sizes = self.mesh.sizes
         for first, second in itertools.combinations(range(len(tokens)), 2):
             pairs = [
-                [_may_coexist(one, sizes[first], two, sizes[second]) for two in tokens[second]] for one in tokens[first]
+                [_may_coexist(left, sizes[first], right, sizes[second]) for right in tokens[second]]
+                for left in tokens[first]
             ]
             view = [1] * len(tokens)
             view[first], view[second] = len(tokens[first]), len(tokens[second])
@@ -270,9 +274,10 @@ class LowerBoundResharder:
     def _inner(
         self, shape: tuple[int, ...], tokens: tuple[tuple[Token, ...], ...], states: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """`[states, axes]`: whether an axis's piece certainly lies inside other loops of the local tensor."""
-        dims = [np.array([token.dim for token in one])[states[:, axis]] for axis, one in enumerate(tokens)]
-        above = [np.array([float(token.above) for token in one])[states[:, axis]] for axis, one in enumerate(tokens)]
+        """Return `[states, axes]`, True where an axis's piece certainly lies inside other loops of the local tensor."""
+        dims = [np.array([token.dim for token in row])[states[:, axis]] for axis, row in enumerate(tokens)]
+        above = [np.array([float(token.above) for token in row])[states[:, axis]] for axis, row in enumerate(tokens)]
+        # Outside of a piece are the dims before it and the steps above it, less those that other axes distribute.
         inner = np.zeros(states.shape, dtype=bool)
         for axis in range(len(tokens)):
             outside = np.ones(len(states))
@@ -282,11 +287,11 @@ class LowerBoundResharder:
             for other, size in enumerate(self.mesh.sizes):
                 same = (dims[other] == dims[axis]) & (above[other] < above[axis])
                 outside /= np.where((dims[other] >= 0) & ((dims[other] < dims[axis]) | same), float(size), 1.0)
-            inner[:, axis] = (dims[axis] >= 0) & (outside > 1.0 + 1e-9)
+            inner[:, axis] = (dims[axis] >= 0) & (outside > 1.0 + 1e-9)  # 1e-9: rounding of products and quotients
         return inner
 
     def _prices(self, shape: tuple[int, ...], dtype_size: int, axis: int) -> NDArray[np.float64]:
-        """`[kinds, sets of axes that shard]`: seconds of a collective over an axis; the last kind is a local copy."""
+        """Return seconds of collectives over an axis, `[kinds, sets of axes that shard]`; the last kind is a copy."""
         whole = math.prod(map(int, shape)) * dtype_size
         held = [
             whole // math.prod(size for other, size in enumerate(self.mesh.sizes) if bits >> other & 1)
@@ -296,24 +301,26 @@ class LowerBoundResharder:
 
 
 def _kind(before: Token, after: Token) -> int:
-    """The collective from one to the other; -1 where none does it."""
+    """Return the collective between two tokens of an axis; -1 where there is none."""
     kind = _MOVES.get((before.kind, after.kind))
     return -1 if kind is None or before == after else KINDS.index(kind)
 
 
-def _may_coexist(one: Token, size: int, other: Token, other_size: int) -> bool:
-    """Whether two axes may do so together: pieces of a dim that both divide are apart, others may be."""
-    if one.kind != "shard" or one.dim != other.dim or not one.above or not other.above or one.share or other.share:
+def _may_coexist(first: Token, size: int, second: Token, second_size: int) -> bool:
+    """Return False if the pieces of two axes certainly overlap: both are evenly divided pieces of one dim."""
+    if first.kind != "shard" or first.dim != second.dim:
         return True
-    (above, length), (below, _) = sorted(((one.above, size), (other.above, other_size)))
+    if not first.above or not second.above or first.share or second.share:
+        return True
+    (above, length), (below, _) = sorted(((first.above, size), (second.above, second_size)))
     return below % (above * length) == 0
 
 
 @compiled_when_called
 def _relax(source, target, seconds, reached):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Shortens `reached`, `[states, columns]`, over all moves until none helps (Bellman and Ford)."""
+    """Shorten `reached`, `[states, columns]`, over all moves until none helps (Bellman and Ford)."""
     states, columns = reached.shape
-    fresh = np.zeros(states, dtype=np.bool_)  # states that came closer in the last round, from which others may now
+    fresh = np.zeros(states, dtype=np.bool_)  # states that came closer in the last round: only their moves can help
     for state in range(states):
         fresh[state] = reached[state].min() < np.inf if columns else False
     changed = True
@@ -324,7 +331,7 @@ def _relax(source, target, seconds, reached):  # type: ignore[no-untyped-def] # 
                 continue
             start, end, price = reached[source[move]], reached[target[move]], seconds[move]
             closer = 0
-            for column in range(columns):
+            for column in range(columns):  # without branches, so that the loop is vectorised
                 through = start[column] + price
                 closer += through < end[column]
                 end[column] = min(end[column], through)

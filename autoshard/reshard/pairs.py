@@ -1,9 +1,9 @@
-"""Prices of the paths between many specs, each pair in the graph of its own nests, found in one graph of all nests.
+"""Prices of the paths between many pairs of specs from one graph of all nests.
 
-The path of a pair may use the plain nests and those of its two ends, so that it depends on nothing else. Groups of
-specs are so many that a graph for every two of them takes minutes where tensors have many dims. The graph of all nests
-holds those of all pairs. Where one of its shortest paths keeps to the nests of a pair, it is the pair's; only what is
-left is looked for again, with the other states left out.
+The path of a pair may use only the plain nests and those of its two ends, so that it depends on nothing else. Tensors
+of many dims have so many groups of specs that a graph for every two of them takes minutes. The graph of all nests
+contains the graphs of all pairs. If one of its shortest paths uses only the nests of a pair, that path is the pair's.
+The other pairs are solved again without the states that they may not use.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from autoshard.reshard.states import Nest, State, StateGraph
 from autoshard.solver.jit import compiled_when_called
 
 Extra = frozenset[tuple[int, frozenset[Nest]]]
-"""The dims, and the nests there beside the plain ones, that the paths from or to some specs may use."""
+"""The dims, each with its nests beside the plain ones, that the paths from or to some specs may use."""
 
-_WORD = 64
+_WORD = 64  # bits: groups of targets that are followed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class PairEnds:
     """One side of many pairs.
 
     Attributes:
-        rows: positions of the specs among those that were asked for.
-        states: theirs.
+        rows: positions of the specs in the table of prices.
+        states: the states of the specs.
         places: positions of the states in the graph.
-        groups: for every state, the number of the nests beside the plain ones that its paths may use.
-        extras: these.
+        groups: for every state, the position in `extras` of the nests that its paths may use beside the plain ones.
+        extras: these nests.
     """
 
     rows: tuple[int, ...]
@@ -43,7 +43,7 @@ class PairEnds:
 
     @staticmethod
     def of(graph: StateGraph, by_extra: Mapping[Extra, Sequence[tuple[int, State]]]) -> PairEnds:
-        """The states, in the order of their groups."""
+        """Return the states in the order of their groups."""
         listed = [(row, state, group) for group, rows in enumerate(by_extra.values()) for row, state in rows]
         rows, states, groups = zip(*listed, strict=True) if listed else ((), (), ())
         places = np.array([graph.index[state] for state in states], dtype=np.int64)
@@ -58,18 +58,18 @@ def distances_of_pairs(
     sources: PairEnds,
     targets: PairEnds,
 ) -> NDArray[np.float64]:
-    """Seconds of the cheapest path between every source and every target that uses their nests and plain ones alone.
+    """Return the seconds of the cheapest path of every pair that uses plain nests and those of its ends alone.
 
     Args:
-        graph: of all nests.
+        graph: the graph of all nests.
         seconds: of its edges.
         distance: `[sources, states]`, seconds of the cheapest path in the graph.
         plain: per dim, the nests that all paths may use.
         sources, targets: the ends.
     """
     closed_to = _closed_dims(graph, plain, sources.extras), _closed_dims(graph, plain, targets.extras)
-    found = distance[:, targets.places]
-    proved = np.isinf(found)
+    prices = distance[:, targets.places]  # lower bounds: these paths may use any nest
+    proved = np.isinf(prices)
     for first in range(0, len(targets.extras), _WORD):
         held = (targets.groups >= first) & (targets.groups < first + _WORD)
         reached = _reachable_groups(
@@ -78,8 +78,9 @@ def distances_of_pairs(
         bits = np.uint64(1) << (targets.groups[held] - first).astype(np.uint64)
         proved[:, held] |= (reached[:, targets.places[held]] & bits) != 0
     if proved.all():
-        return found
-    unproved = np.zeros((len(found), len(targets.extras)), dtype=np.bool_)
+        return prices
+    # A search from one source serves all targets of a group.
+    unproved = np.zeros((len(prices), len(targets.extras)), dtype=np.bool_)
     rows, columns = np.nonzero(~proved)
     unproved[rows, targets.groups[columns]] = True
     order = np.argsort(targets.groups, kind="stable")
@@ -95,21 +96,21 @@ def distances_of_pairs(
         targets.places,
         order,
         begins,
-        found,
+        prices,
     )
-    return found
+    return prices
 
 
 def _closed_dims(graph: StateGraph, plain: Sequence[frozenset[Nest]], extras: Sequence[Extra]) -> NDArray[np.uint64]:
-    """`[extras, states]`: as bits, the dims whose nest is neither a plain one nor one of the group's."""
-    found = np.zeros((len(extras), len(graph.states)), dtype=np.uint64)
+    """Return as bits, `[extras, states]`, the dims whose nest is neither a plain one nor one of the group's."""
+    dims = np.zeros((len(extras), len(graph.states)), dtype=np.uint64)
     for number, extra in enumerate(extras):
         more = dict(extra)
         for dim, choices in enumerate(graph.nests):
             usable = plain[dim] | more.get(dim, frozenset())
             closed = np.array([nest not in usable for nest in choices])[graph.numbers[:, dim]]
-            found[number] |= closed.astype(np.uint64) << np.uint64(dim)
-    return found
+            dims[number] |= closed.astype(np.uint64) << np.uint64(dim)
+    return dims
 
 
 def _reachable_groups(
@@ -120,13 +121,15 @@ def _reachable_groups(
     from_source: NDArray[np.uint64],
     to_target: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """`[sources, states]`: as bits, to which groups of targets a shortest path may go on that has come so far."""
+    """Return as bits, `[sources, states]`, the groups of targets whose states alone a shortest path to a state uses."""
     shifts = np.uint64(1) << np.arange(len(to_target), dtype=np.uint64)
+    # A pair may use a state if each dim is open to one of its ends: no dim is closed to both.
     allowed = np.stack(
-        [np.bitwise_or.reduce(((one & to_target) == 0) * shifts[:, None], axis=0) for one in from_source]
+        [np.bitwise_or.reduce(((closed & to_target) == 0) * shifts[:, None], axis=0) for closed in from_source]
     )[sources.groups]
     count = len(graph.states)
     with np.errstate(invalid="ignore"):
+        # Edges of shortest paths. Distances are sums in the order of the path, so equality is exact.
         before = distance[:, graph.source]
         tight = (before + seconds == distance[:, graph.target]) & np.isfinite(before)
     row, edge = np.nonzero(tight)
@@ -134,8 +137,9 @@ def _reachable_groups(
     first = np.flatnonzero(np.diff(end, prepend=-1))
     ends, limit = end[first], allowed.reshape(-1)
     reached = np.zeros(len(distance) * count, dtype=np.uint64)
-    own = np.arange(len(distance)) * count + sources.places
-    reached[own] = limit[own]
+    begin = np.arange(len(distance)) * count + sources.places
+    reached[begin] = limit[begin]
+    # Bits flow along these edges until nothing changes; a state passes on only bits of groups that may use it.
     while len(first):
         more = reached[ends] | (np.bitwise_or.reduceat(reached[start], first) & limit[ends])
         if np.array_equal(more, reached[ends]):
@@ -157,34 +161,34 @@ def _price_within(  # pragma: no cover
     ends: NDArray[np.int64],
     order: NDArray[np.int64],
     first: NDArray[np.int64],
-    found: NDArray[np.float64],
+    prices: NDArray[np.float64],
 ) -> None:
-    """Write the price of the cheapest path over no other states than those of both ends into a table.
+    """Write the price of the cheapest path over the states that both ends may use into a table.
 
     Args:
-        source: where edges begin, by the state in which they end.
-        into: the first edge into every state, and behind them all.
+        source: the states where edges begin; edges are ordered by the state where they end.
+        into: the first edge into every state, and the number of edges.
         seconds: of the edges.
-        from_source, to_target: of the groups, as `_closed_dims` has them.
+        from_source, to_target: `_closed_dims` of the groups of either end.
         tasks: pairs of a row of the table and a group of targets.
         groups, starts: the group and the state of every row.
         ends: the state of every column.
-        order, first: the columns by group, and where those of every group begin.
-        found: the table.
+        order, first: the columns by group, and the beginning of every group in them.
+        prices: the table.
     """
     distance = np.empty(len(into) - 1)
     usable = np.empty(len(into) - 1, dtype=np.int64)
     for task in range(len(tasks)):
         row, target = tasks[task]
-        one, other = from_source[groups[row]], to_target[target]
+        source_closed, target_closed = from_source[groups[row]], to_target[target]
         distance[:] = np.inf
         distance[starts[row]] = 0.0
         count = 0
         for state in range(len(distance)):
-            if one[state] & other[state] == 0:
+            if source_closed[state] & target_closed[state] == 0:
                 usable[count] = state
                 count += 1
-        closer = True
+        closer = True  # Bellman-Ford, in place: within a sweep, later states see the gains of earlier ones
         while closer:
             closer = False
             for state in usable[:count]:
@@ -194,4 +198,4 @@ def _price_within(  # pragma: no cover
                         distance[state] = through
                         closer = True
         for column in order[first[target] : first[target + 1]]:
-            found[row, column] = distance[ends[column]]
+            prices[row, column] = distance[ends[column]]

@@ -33,10 +33,9 @@ from autoshard.specs.spec import Spec
 Price = Callable[[str, int, int], float]
 """Seconds of a collective: kind, bytes that a rank holds before it, mesh axis."""
 
-_CHUNK_ENTRIES = 1 << 19
-_BYTES_BITS = 52
-
-_MOST_STATES = 1 << 12  # of one graph for all pairs
+_CHUNK_ENTRIES = 1 << 19  # distances [states, sources] computed together: 4 MiB; a guess that works
+_BYTES_BITS = 52  # of a key that packs kind, axis and bytes in 64 bits
+_MOST_STATES = 1 << 12  # of one graph for all pairs; a guess that works
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,11 @@ class Step:
     """One collective, or one local move, over one mesh axis.
 
     Attributes:
-        kind: one of all_gather, all_reduce, reduce_scatter, all_to_all, slice, make_partial.
+        kind: one of `KINDS`.
         axis: the mesh axis.
         source, target: the spec before and after.
-        bytes: what one rank holds before, blocks that it sends padded.
-        seconds: its price, local copies that it needs included.
+        bytes: held by one rank before the step, with padding of the blocks that it sends.
+        seconds: the price, including the local copies that the step needs.
     """
 
     kind: str
@@ -61,7 +60,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The cheapest steps that take a tensor of `shape` from `source` to `target`; none where they are equal."""
+    """The cheapest steps that take a tensor of `shape` from `source` to `target`; no steps where they are equal."""
 
     shape: tuple[int, ...]
     source: Spec
@@ -73,7 +72,7 @@ class Path:
         return sum(step.seconds for step in self.steps)
 
     def at(self, sizes: Sizes) -> Path:
-        """The same steps for a tensor whose dynamic sizes are taken at `sizes`; itself without any."""
+        """Return the same steps with dynamic sizes replaced by `sizes`; the path itself if `sizes` is empty."""
         if not sizes:
             return self
         steps = (replace(step, source=step.source.at(sizes), target=step.target.at(sizes)) for step in self.steps)
@@ -82,7 +81,10 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class _PricedGraph:
-    """A state graph for one shape and element size: bytes that move and seconds, per edge."""
+    """A state graph for one shape and element size: bytes and seconds per edge, and the distances known so far.
+
+    `rows` holds, by source, the seconds to every state.
+    """
 
     graph: StateGraph
     bytes: NDArray[np.int64]
@@ -115,7 +117,7 @@ class Resharder:
         self.shared = shared
         self.gradients: Resharder = self if gradient_price is None else Resharder(mesh, gradient_price, shared=shared)
         self._price = price
-        self._prices: dict[tuple[str, int, int], float] = {}
+        self._prices: dict[int, float] = {}  # by the keys of `_prices_of`
         self._graphs: dict[tuple[tuple[int, ...], int, frozenset[str], Extra], _PricedGraph] = {}
         self._tables: dict[object, NDArray[np.float64]] = {}
         self._states: dict[tuple[int, ...], dict[Spec, tuple[State, Extra] | None]] = {}
@@ -124,15 +126,14 @@ class Resharder:
     def seconds(
         self, shape: Sequence[int], dtype_size: int, sources: Sequence[Spec], targets: Sequence[Spec]
     ) -> NDArray[np.float64]:
-        """Price of the cheapest path between every source and every target.
+        """Return the prices of the cheapest paths between every source and every target.
 
         Args:
             shape: global shape of the tensor.
             dtype_size: bytes of one element.
-            sources, targets: specs.
 
         Returns:
-            `[len(sources), len(targets)]` seconds, read-only; inf where no path leads.
+            `[sources, targets]` seconds, read-only; inf where no path exists.
         """
         key = (tuple(shape), dtype_size, tuple(sources), tuple(targets))
         if key not in self._tables:
@@ -142,17 +143,17 @@ class Resharder:
         return self._tables[key]
 
     def same_graph_positions(self, shape: Sequence[int], specs: Sequence[Spec], which: int) -> list[int]:
-        """Positions of the specs that are priced along with one of them, which is found in the same graphs."""
-        extras = [None if placed is None else placed[1] for placed in self._states_and_extras(tuple(shape), specs)]
-        return [position for position, extra in enumerate(extras) if extra is not None and extra == extras[which]] or [
-            which
-        ]
+        """Return the positions of the specs that are priced in the same graphs as the spec at `which`."""
+        extras = [None if state is None else state[1] for state in self._states_and_extras(tuple(shape), specs)]
+        # A spec that has no state is priced alone.
+        same = [position for position, extra in enumerate(extras) if extra is not None and extra == extras[which]]
+        return same or [which]
 
     def path(self, shape: Sequence[int], dtype_size: int, source: Spec, target: Spec) -> Path:
-        """The cheapest path from `source` to `target`; of equally cheap ones, one of the fewest steps.
+        """Return the cheapest path from `source` to `target`, with the fewest steps of equally cheap paths.
 
         Raises:
-            ValueError: no path leads from source to target.
+            ValueError: no path exists.
         """
         key = (tuple(shape), dtype_size, source, target)
         if key not in self._paths:
@@ -162,23 +163,23 @@ class Resharder:
     def _table(
         self, shape: tuple[int, ...], dtype_size: int, sources: Sequence[Spec], targets: Sequence[Spec]
     ) -> NDArray[np.float64]:
-        """Rows and columns are grouped by the nests they need beyond the plain ones, so that each pair is priced in
-        the graph that its own path is found in; or in one of all nests, as if it were that."""
+        """Return the prices of all pairs, each as in the graph of the plain nests and those of its two ends."""
         table = np.full((len(sources), len(targets)), np.inf)
         for row, source in enumerate(sources):
-            if source.is_routed:  # may stay as it is, and nothing else
+            if source.is_routed:  # rows routed by data can only stay as they are
                 table[row, [target is source for target in targets]] = 0.0
         sources_by, targets_by = self._group_by_extra(shape, sources), self._group_by_extra(shape, targets)
         operations = _operations(state for group in (*sources_by.values(), *targets_by.values()) for _, state in group)
-        if len({one | other for one in sources_by for other in targets_by}) > 1:
+        if len({source | target for source in sources_by for target in targets_by}) > 1:
+            # One graph of all nests, where it is not too large, in place of a graph for every pair of groups.
             every: Extra = frozenset().union(*sources_by, *targets_by)
             if count_of_states(self._nests(shape, every), operations, self.mesh) <= _MOST_STATES:
                 priced = self._graph(shape, dtype_size, operations, every)
                 starts, ends = PairEnds.of(priced.graph, sources_by), PairEnds.of(priced.graph, targets_by)
                 distances = _distances(priced, starts.states)
                 plain = [plain_nests(size, self.mesh) for size in shape]
-                found = distances_of_pairs(priced.graph, priced.seconds, distances, plain, starts, ends)
-                table[np.ix_(starts.rows, ends.rows)] = found
+                prices = distances_of_pairs(priced.graph, priced.seconds, distances, plain, starts, ends)
+                table[np.ix_(starts.rows, ends.rows)] = prices
                 return table
         for source_extra, rows in sources_by.items():
             for target_extra, columns in targets_by.items():
@@ -189,17 +190,17 @@ class Resharder:
         return table
 
     def _group_by_extra(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> dict[Extra, list[tuple[int, State]]]:
-        """Positions and states of the specs that exist for `shape`, by their nests beyond the plain ones."""
+        """Return positions and states of the specs that have a state, by their nests beside the plain ones."""
         groups: dict[Extra, list[tuple[int, State]]] = {}
-        for position, placed in enumerate(self._states_and_extras(shape, specs)):
-            if placed is not None:
-                state, extra = placed
+        for position, pair in enumerate(self._states_and_extras(shape, specs)):
+            if pair is not None:
+                state, extra = pair
                 groups.setdefault(extra, []).append((position, state))
         return groups
 
     def _states_and_extras(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> list[tuple[State, Extra] | None]:
-        """For every spec its state, and the nests beyond the plain ones that its paths may use; None where the spec
-        does not exist."""
+        """Return for every spec its state and the nests that its paths may use beside the plain ones; None without
+        a state."""
         known = self._states.setdefault(shape, {})
         for spec in specs:
             if spec not in known:
@@ -208,9 +209,9 @@ class Resharder:
         return [known[spec] for spec in specs]
 
     def _extra(self, shape: tuple[int, ...], state: State) -> Extra:
-        """The dims, and the nests there, that only paths from or to such a state may use."""
-        found = ((dim, extra_nests(nest, shape[dim], self.mesh)) for dim, nest in enumerate(state.nests))
-        return frozenset((dim, nests) for dim, nests in found if nests)
+        """Return the dims, each with its nests, that only paths from or to such a state may use."""
+        extras = ((dim, extra_nests(nest, shape[dim], self.mesh)) for dim, nest in enumerate(state.nests))
+        return frozenset((dim, nests) for dim, nests in extras if nests)
 
     def _graph(self, shape: tuple[int, ...], dtype_size: int, operations: frozenset[str], extra: Extra) -> _PricedGraph:
         key = (shape, dtype_size, operations, extra)
@@ -220,31 +221,29 @@ class Resharder:
         return self._graphs[key]
 
     def _nests(self, shape: tuple[int, ...], extra: Extra) -> tuple[frozenset[Nest], ...]:
-        """Per dim, the plain nests, and those beside them."""
+        """Return per dim the plain nests and the extra ones."""
         nests = [set(plain_nests(size, self.mesh)) for size in shape]
         for dim, more in extra:
             nests[dim] |= more
         return tuple(map(frozenset, nests))
 
     def _price_graph(self, graph: StateGraph, shape: tuple[int, ...], dtype_size: int) -> _PricedGraph:
-        """Bytes and seconds of every edge for one shape.
-
-        A collective moves blocks that are contiguous in memory: where the axis's piece is not the outermost loop of
-        the local tensor, packing before it or unpacking after it costs a local copy.
-        """
+        """Return the graph with bytes and seconds of every edge for one shape."""
         local = np.array(shape, dtype=np.int64) * graph.held // graph.parts  # [states, dims], padded
         held = local.prod(axis=1) * dtype_size
         above = np.concatenate([np.ones((len(local), 1), np.int64), local.cumprod(axis=1)], axis=1)
         before = held[graph.source]
-        pads = np.isin(graph.kind, (REDUCE_SCATTER, ALL_TO_ALL))  # the blocks for all ranks, before they are sent
+        pads = np.isin(graph.kind, (REDUCE_SCATTER, ALL_TO_ALL))  # the collectives that send padded blocks
         before[pads] = before[pads] * graph.padding[pads, 0] // graph.padding[pads, 1]
         seconds = self._prices_of(graph.kind, before, graph.axis)
-        copies = len(KINDS)
+        # A collective moves blocks that are contiguous in memory. Where the axis's loop is not the outermost one of
+        # the local tensor, packing before the collective or unpacking after it costs a local copy.
         unpacked = np.isin(graph.kind, (ALL_GATHER, ALL_TO_ALL)) & _inner(graph.source, graph.source_place, above)
         packed = np.isin(graph.kind, (REDUCE_SCATTER, ALL_TO_ALL)) & _inner(graph.target, graph.target_place, above)
-        for chosen, amount in ((unpacked, held[graph.target]), (packed, before)):
-            kinds = np.full(int(chosen.sum()), copies, dtype=np.int8)
-            seconds[chosen] += self._prices_of(kinds, amount[chosen], graph.axis[chosen])
+        for copied, amount in ((unpacked, held[graph.target]), (packed, before)):
+            kinds = np.full(int(copied.sum()), len(KINDS), dtype=np.int8)  # the number of "copy", behind all others
+            seconds[copied] += self._prices_of(kinds, amount[copied], graph.axis[copied])
+        # Unequal shares cannot be the equal blocks of these collectives.
         if self.shared is not None and any(map(self.shared.is_of_whole, shape)):
             seconds[pads & (graph.axis == self.shared.axis)] = np.inf
         return _PricedGraph(graph, before, seconds, {})
@@ -252,25 +251,27 @@ class Resharder:
     def _prices_of(
         self, kinds: NDArray[np.int8], amounts: NDArray[np.int64], axes: NDArray[np.int8]
     ) -> NDArray[np.float64]:
-        """Prices of many collectives, asking once for those that are alike."""
+        """Return the prices of many collectives, calling `price` once for equal ones."""
         keys = ((kinds.astype(np.int64) * self.mesh.ndim + axes) << _BYTES_BITS) | amounts
         distinct, inverse = np.unique(keys, return_inverse=True)
         prices = np.empty(len(distinct))
         for position, key in enumerate(distinct.tolist()):
-            kind, axis = divmod(key >> _BYTES_BITS, self.mesh.ndim)
-            prices[position] = self._price_of((*KINDS, "copy")[kind], key & ((1 << _BYTES_BITS) - 1), axis)
+            if key not in self._prices:
+                kind, axis = divmod(key >> _BYTES_BITS, self.mesh.ndim)
+                amount = key & ((1 << _BYTES_BITS) - 1)
+                self._prices[key] = float(self._price((*KINDS, "copy")[kind], amount, axis))
+            prices[position] = self._prices[key]
         return prices[inverse]
-
-    def _price_of(self, kind: str, amount: int, axis: int) -> float:
-        key = (kind, amount, axis)
-        if key not in self._prices:
-            self._prices[key] = float(self._price(kind, amount, axis))
-        return self._prices[key]
 
     def _find(self, shape: tuple[int, ...], dtype_size: int, source: Spec, target: Spec) -> Path:
         start, end = state_of(shape, source, self.mesh), state_of(shape, target, self.mesh)
         if start is None or end is None:
-            raise ValueError(_no_state(shape, source if start is None else target, self.mesh))
+            raise ValueError(
+                f"a tensor of shape {shape} can not lie as {source if start is None else target} in a program on mesh "
+                f"{self.mesh}, or no path leads there: a dim is not divided evenly by several axes or a strided shard, "
+                "or reductions of different kinds are open whose order matters, or the data decides which rows a rank "
+                "holds."
+            )
         ends = canonical(shape, source, self.mesh), canonical(shape, target, self.mesh)
         if start == end:
             return Path(shape, *ends, ())
@@ -297,7 +298,7 @@ class Resharder:
 
 
 def _inner(states: NDArray[np.int32], places: NDArray[np.int32], above: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Where the axis's piece lies inside other loops of the local tensor (dims before it, or steps above it)."""
+    """Return True where the axis's loop lies inside others of the local tensor: dims before it, or steps above it."""
     dims, outer = places[:, 0], places[:, 1]
     return np.asarray(above[states, np.maximum(dims, 0)] * outer > 1)
 
@@ -307,10 +308,7 @@ def _operations(states: Iterable[State]) -> frozenset[str]:
 
 
 def _distances(priced: _PricedGraph, sources: Sequence[State]) -> NDArray[np.float64]:
-    """Seconds from every source to every state of the graph, `[sources, states]`.
-
-    Bellman-Ford over all sources at once: paths have few steps, so that a few sweeps over the edges suffice.
-    """
+    """Return the seconds from every source to every state of the graph, `[sources, states]`."""
     wanted = sorted({priced.graph.index[state] for state in sources if state not in priced.rows})
     step = max(1, _CHUNK_ENTRIES // len(priced.graph.states))
     for first in range(0, len(wanted), step):
@@ -321,7 +319,10 @@ def _distances(priced: _PricedGraph, sources: Sequence[State]) -> NDArray[np.flo
 
 
 def _sweeps(priced: _PricedGraph, sources: Sequence[int]) -> list[NDArray[np.float64]]:
-    """Distances `[states, sources]` over paths of at most 0, 1, 2, ... steps, until no more steps help."""
+    """Return distances `[states, sources]` over paths of at most 0, 1, 2, ... steps, until no more steps help.
+
+    This is Bellman-Ford over all sources at once. Paths have few steps, so a few sweeps over the edges suffice.
+    """
     graph = priced.graph
     distance = np.full((len(graph.states), len(sources)), np.inf)
     distance[list(sources), range(len(sources))] = 0.0
@@ -329,7 +330,7 @@ def _sweeps(priced: _PricedGraph, sources: Sequence[int]) -> list[NDArray[np.flo
     order = np.argsort(graph.by_degree)
     while True:
         closer = distance[graph.by_degree]
-        for edges in graph.incoming:
+        for edges in graph.incoming:  # one vectorised minimum per incoming edge, over all states that have so many
             through = distance[graph.source[edges]]
             through += priced.seconds[edges, None]
             reached = closer[: len(edges)]
@@ -342,7 +343,7 @@ def _sweeps(priced: _PricedGraph, sources: Sequence[int]) -> list[NDArray[np.flo
 
 
 def _edges_between(priced: _PricedGraph, start: State, end: State) -> list[int] | None:
-    """Edges of a shortest path; None where there is none. Read backwards from the sweep that reached the end first."""
+    """Return the edges of a shortest path with the fewest steps; None where no path exists."""
     graph = priced.graph
     rounds = [distance[:, 0] for distance in _sweeps(priced, [graph.index[start]])]
     place = graph.index[end]
@@ -351,18 +352,10 @@ def _edges_between(priced: _PricedGraph, start: State, end: State) -> list[int] 
     edges: list[int] = []
     for number in range(len(rounds) - 1, 0, -1):
         if rounds[number][place] == rounds[number - 1][place]:
-            continue
+            continue  # a path of fewer steps is as cheap
         incoming = np.flatnonzero(graph.target == place)
         through = rounds[number - 1][graph.source[incoming]] + priced.seconds[incoming]
         edge = int(incoming[int(np.argmin(through))])
         edges.append(edge)
         place = int(graph.source[edge])
     return edges[::-1]
-
-
-def _no_state(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> str:
-    return (
-        f"a tensor of shape {shape} can not lie as {spec} in a program on mesh {mesh}, or no path leads there: a dim "
-        "is not divided evenly by several axes or a strided shard, or reductions of different kinds are open whose "
-        "order matters, or the data decides which rows a rank holds."
-    )

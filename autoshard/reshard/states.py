@@ -1,7 +1,7 @@
 """The state graph of resharding: nodes are placements of one tensor, edges are single collectives (TensorOpt 4.2).
 
-Whether two placements are one collective apart depends neither on the sizes of the dims nor on the cost of words,
-only on how mesh axes are nested in every dim. So graphs are made of nests, and shared by all shapes that divide alike.
+Two placements are one collective apart depending only on the nesting of mesh axes in every dim, not on the sizes of
+the dims or on prices. So graphs consist of nests, and all shapes that divide alike share one graph.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from autoshard.specs.spec import Spec
 KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "make_partial")
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, SLICE, MAKE_PARTIAL = range(len(KINDS))
 
+# Axes above 1 up to which all orders of axes are plain nests: their number grows with the factorial.
 _FULL_NESTING_AXES = 3
+
 _LINEAR = frozenset({"sum", "avg"})
 _OPERATIONS = _LINEAR | {"max", "min", "product"}
 
 
 class ShardLoop(NamedTuple):
-    """A piece of one dim that an axis shards.
+    """The loop of one dim that an axis shards.
 
     Attributes:
         axis: the mesh axis.
         outer: undistributed steps above it in the dim.
-        block, total: where the axis does not divide its loop, a rank's share of it in lowest terms (see `Segment`).
+        block, total: the share of one rank in lowest terms where the axis does not divide its loop (see `Segment`).
     """
 
     axis: int
@@ -44,7 +46,7 @@ class ShardLoop(NamedTuple):
     total: int = 0
 
     def share(self, mesh: MeshShape) -> tuple[int, int]:
-        """The share of the loop that one rank holds, as a fraction."""
+        """Return the share of the loop that one rank holds, as a fraction."""
         return (self.block, self.total) if self.total else (1, mesh.sizes[self.axis])
 
 
@@ -54,13 +56,13 @@ Nest = tuple[ShardLoop, ...]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One placement: a nest for every dim, and the open reduction of every axis (None: none)."""
+    """One placement: a nest for every dim, and the pending reduction of every axis, None where there is none."""
 
     nests: tuple[Nest, ...]
     partial: tuple[str | None, ...]
 
     def place(self, axis: int) -> tuple[int, ShardLoop] | None:
-        """The dim that `axis` shards and its loop there; None where it shards none."""
+        """Return the dim that `axis` shards and its loop there; None where it shards no dim."""
         for dim, nest in enumerate(self.nests):
             for loop in nest:
                 if loop.axis == axis:
@@ -69,7 +71,7 @@ class State:
 
 
 def state_of(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> State | None:
-    """The state of a spec; None where no path leads from or to it: uneven nests, mixed reductions, routed rows."""
+    """Return the state of a spec; None where no path exists: uneven nests, mixed reductions, routed rows."""
     return _state_of(tuple(shape), spec, mesh)
 
 
@@ -99,13 +101,13 @@ def _nest_of(segments: Sequence[Segment]) -> Nest:
 
 
 def _reducible(partial: Iterable[str | None]) -> bool:
-    """Whether the order in which axes are reduced does not matter, which a path may choose."""
+    """Return True if the axes may be reduced in any order: a path chooses the order."""
     operations = {operation for operation in partial if operation is not None}
     return operations <= _OPERATIONS and (len(operations) < 2 or operations <= _LINEAR)
 
 
 def spec_of_state(state: State, shape: Sequence[int], mesh: MeshShape) -> Spec:
-    """The spec of a state of a tensor of `shape`."""
+    """Return the spec of a state of a tensor of `shape`."""
     layout = []
     for nest, size in zip(state.nests, shape, strict=True):
         segments, above = [], 1
@@ -115,6 +117,7 @@ def spec_of_state(state: State, shape: Sequence[int], mesh: MeshShape) -> Spec:
                 Segment(mesh.sizes[loop.axis], loop.axis, loop.block, loop.total),
             ]
             above = loop.outer
+        # The undistributed steps below the innermost loop are what is left of the dim.
         held, parts = held_share(nest, mesh)
         layout.append((*segments, Segment(size * held // (parts * above))))
     partial = {axis: operation for axis, operation in enumerate(state.partial) if operation is not None}
@@ -122,15 +125,15 @@ def spec_of_state(state: State, shape: Sequence[int], mesh: MeshShape) -> Spec:
 
 
 def held_share(nest: Nest, mesh: MeshShape) -> tuple[int, int]:
-    """The share of a dim, padded, that one rank holds, as a fraction."""
+    """Return the share of a padded dim that one rank holds, as a fraction."""
     shares = [loop.share(mesh) for loop in nest]
     return math.prod(block for block, _ in shares), math.prod(total for _, total in shares)
 
 
 def without_axis(nest: Nest, axis: int, mesh: MeshShape) -> Nest:
-    """The nest after an all-gather over `axis`: its steps are undistributed for the axes below it."""
+    """Return the nest after an all-gather over `axis`."""
     result: list[ShardLoop] = []
-    block, total = 1, 1
+    block, total = 1, 1  # of the gathered loop, whose steps are undistributed for the axes below it
     for loop in nest:
         if loop.axis == axis:
             block, total = loop.share(mesh)
@@ -140,23 +143,24 @@ def without_axis(nest: Nest, axis: int, mesh: MeshShape) -> Nest:
 
 
 def closure(nests: Iterable[Nest], mesh: MeshShape) -> frozenset[Nest]:
-    """The nests, and all that is left of them when axes are gathered."""
-    found: set[Nest] = set()
+    """Return the nests, and all nests that remain when some of their axes are gathered."""
+    closed: set[Nest] = set()
     waiting = list(nests)
     while waiting:
         nest = waiting.pop()
-        if nest not in found:
-            found.add(nest)
+        if nest not in closed:
+            closed.add(nest)
             waiting += [without_axis(nest, loop.axis, mesh) for loop in nest]
-    return frozenset(found)
+    return frozenset(closed)
 
 
 def plain_nests(size: int, mesh: MeshShape) -> frozenset[Nest]:
-    """The nests that every path may use on a dim of `size`: `Shard` over any axes in any order, and their closure.
+    """Return the nests that every path may use on a dim of `size`: `Shard` over any axes in any order, closed.
 
-    On meshes of four axes and more, over at most two axes in mesh order, lest states be too many: other nests are
-    used by the paths from and to specs that have them.
+    On meshes of four axes and more, `Shard` over at most two axes in mesh order, to keep the number of states small.
+    The paths from and to specs with other nests use those too.
     """
+    # Only divisibility by products of axis sizes matters, so all sizes with one gcd share a set. All axes divide 0.
     return _plain_nests(math.gcd(size, mesh.size) if size else mesh.size, mesh)
 
 
@@ -178,11 +182,10 @@ def _plain_nests(divisor: int, mesh: MeshShape) -> frozenset[Nest]:
 
 @lru_cache(maxsize=1 << 14)
 def extra_nests(nest: Nest, size: int, mesh: MeshShape) -> frozenset[Nest]:
-    """The nests that paths to or from `nest`, on a dim of `size`, may use beside the plain ones.
+    """Return the nests that paths to or from `nest`, on a dim of `size`, may use beside the plain ones.
 
-    These are the plain nests below its outer loop, such as the 3 of a fused projection of queries, keys and values:
-    the same for all nests below that loop, so that few graphs serve many specs. Failing that, what is left of `nest`
-    when axes are gathered. Nothing where `nest` is plain itself.
+    These are the plain nests below its outer loop, such as the 3 of a fused projection of queries, keys and values. If
+    there is no such loop, they are the closure of `nest`. A plain nest needs none.
     """
     if nest in plain_nests(size, mesh):
         return frozenset()
@@ -195,7 +198,7 @@ def extra_nests(nest: Nest, size: int, mesh: MeshShape) -> frozenset[Nest]:
                 tuple(loop._replace(outer=loop.outer * outer) for loop in plain)
                 for plain in plain_nests(size // outer, mesh)
             }
-            if nest in family:
+            if nest in family:  # the same set for all nests below that loop, so that few graphs serve many specs
                 return frozenset(family)
     return closure([nest], mesh)
 
@@ -206,18 +209,17 @@ class StateGraph:
 
     Attributes:
         states: the nodes.
-        nests: per dim, the nests that states have there.
-        numbers: `[states, dims]`: which of them.
+        nests: per dim, the nests that states may have.
+        numbers: `[states, dims]`, the position of a state's nest in `nests`.
         index: position of every state.
         source, target: ends of every edge, positions in `states`; `target` ascends.
         kind, axis: collective (position in `KINDS`) and mesh axis of every edge.
-        source_place, target_place: `[edges, 2]`: dim, and undistributed steps above, of the axis's shard at either
-            end; dim -1 where the axis does not shard there.
-        held, parts: `[states, dims]`: the share of every dim, padded, that one rank holds: `held / parts`.
-        padding: `[edges, 2]`: how many times as long as its loop the blocks are that the axis shards the target into,
-            as a fraction.
+        source_place, target_place: `[edges, 2]`, the dim that the axis shards at either end, -1 for no dim, and the
+            undistributed steps above it.
+        held, parts: `[states, dims]`, the share `held / parts` of every padded dim that one rank holds.
+        padding: `[edges, 2]`, as a fraction, the length of all blocks of the axis at the target over that of its loop.
         by_degree: positions of all states, those with most incoming edges first.
-        incoming: the k-th incoming edge of every state that has so many, in the order of `by_degree`.
+        incoming: at position k, the k-th incoming edge of every state with more than k, in the order of `by_degree`.
     """
 
     states: tuple[State, ...]
@@ -239,11 +241,11 @@ class StateGraph:
 
 @lru_cache(maxsize=1 << 10)
 def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], mesh: MeshShape) -> StateGraph:
-    """The graph over all combinations of one nest per dim and reductions of `operations` on axes that shard nothing.
+    """Return the graph of all combinations of one nest per dim, and reductions on axes that shard nothing.
 
     Args:
         nests: per dim, a set of nests closed under removal of axes.
-        operations: reductions that a state may leave open.
+        operations: reductions that a state may have pending.
         mesh: the mesh.
     """
     listed = tuple(tuple(sorted(choices)) for choices in nests)
@@ -254,6 +256,7 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
     states = tuple(map(State, zip(*columns, strict=True) if columns else [()] * len(partials), partials))
     index = {state: position for position, state in enumerate(states)}
     edges = [_moves(listed, numbers, partials, axis, mesh) for axis, size in enumerate(mesh.sizes) if size > 1]
+    # Columns: target, source, kind, axis, source place (2), target place (2), padding (2).
     table = np.concatenate([*edges, np.zeros((0, 10), dtype=np.int64)])
     table = table[np.lexsort((table[:, 1], table[:, 0]))]
     degree = np.bincount(table[:, 0], minlength=len(states))
@@ -282,8 +285,8 @@ def state_graph(nests: tuple[frozenset[Nest], ...], operations: frozenset[str], 
 
 
 def count_of_states(nests: Sequence[frozenset[Nest]], operations: frozenset[str], mesh: MeshShape) -> int:
-    """How many states the graph over such nests has, at most: what rules out some pairs of reductions is not asked."""
-    by_axes = Counter({0: 1})
+    """Return an upper bound of the number of states of `state_graph`: mixed reductions are counted too."""
+    by_axes = Counter({0: 1})  # sets of used axes, as bits -> number of combinations of nests
     for choices in nests:
         more = Counter(_axes(nest) for nest in choices)
         pairs = [(used, axes) for used in by_axes for axes in more if not used & axes]
@@ -296,39 +299,43 @@ def count_of_states(nests: Sequence[frozenset[Nest]], operations: frozenset[str]
 
 
 def _axes(nest: Nest) -> int:
-    """The axes of a nest, as bits."""
+    """Return the axes of a nest, as bits."""
     return sum(1 << loop.axis for loop in nest)
 
 
 def _nest_values(
     listed: Sequence[Sequence[Nest]], numbers: NDArray[np.int64], value: Callable[[Nest], Sequence[int]], width: int
 ) -> NDArray[np.int64]:
-    """`[states, dims, width]`: what is said of the nest that every state has in every dim."""
-    found = np.zeros((*numbers.shape, width), dtype=np.int64)
+    """Return `value` of the nest of every state in every dim, `[states, dims, width]`."""
+    values = np.zeros((*numbers.shape, width), dtype=np.int64)
     for dim, choices in enumerate(listed):
-        found[:, dim] = np.array([value(nest) for nest in choices], dtype=np.int64).reshape(-1, width)[numbers[:, dim]]
-    return found
+        rows = np.array([value(nest) for nest in choices], dtype=np.int64).reshape(-1, width)
+        values[:, dim] = rows[numbers[:, dim]]
+    return values
 
 
 def _states(
     listed: Sequence[Sequence[Nest]], operations: frozenset[str], mesh: MeshShape
 ) -> tuple[NDArray[np.int64], list[tuple[str | None, ...]]]:
-    """All states, in an order that depends on the arguments alone: the number of the nest in every dim, `[states,
-    dims]`, and the open reductions."""
+    """Return all states: the number of the nest in every dim, `[states, dims]`, and the pending reductions.
+
+    Their order depends on the arguments alone.
+    """
     chosen, used = np.zeros((1, 0), dtype=np.int64), np.zeros(1, dtype=np.int64)
     for choices in listed:
         axes = np.array([_axes(nest) for nest in choices], dtype=np.int64)
+        # Every axis shards one dim at most.
         rows, columns = np.nonzero((used[:, None] & axes[None, :]) == 0)
         chosen, used = np.column_stack([chosen[rows], columns]), used[rows] | axes[columns]
     open_choices: dict[int, list[tuple[str | None, ...]]] = {}
-    for taken in np.unique(used).tolist():
+    for bits in np.unique(used).tolist():
         per_axis = [
-            (None, *sorted(operations)) if size > 1 and not taken >> axis & 1 else (None,)
+            (None, *sorted(operations)) if size > 1 and not bits >> axis & 1 else (None,)
             for axis, size in enumerate(mesh.sizes)
         ]
-        open_choices[taken] = [partial for partial in itertools.product(*per_axis) if _reducible(partial)]
-    partials = [open_choices[taken] for taken in used.tolist()]
-    return np.repeat(chosen, [len(one) for one in partials], axis=0), list(itertools.chain.from_iterable(partials))
+        open_choices[bits] = [partial for partial in itertools.product(*per_axis) if _reducible(partial)]
+    partials = [open_choices[bits] for bits in used.tolist()]
+    return np.repeat(chosen, list(map(len, partials)), axis=0), list(itertools.chain.from_iterable(partials))
 
 
 def _moves(
@@ -338,7 +345,9 @@ def _moves(
     axis: int,
     mesh: MeshShape,
 ) -> NDArray[np.int64]:
-    """All edges that change the placement on `axis`: between states that an all-gather over it makes equal."""
+    """Return all edges that change the placement on `axis`, with the columns of `state_graph`'s table."""
+    # A collective over an axis leaves the placements on all others as they are. So its edges lie within a family:
+    # the states that become equal when the axis is gathered.
     size = mesh.sizes[axis]
     left_over: dict[object, int] = {}
 
@@ -346,21 +355,22 @@ def _moves(
         return (left_over.setdefault(without_axis(nest, axis, mesh), len(left_over)),)
 
     others: dict[object, int] = {}
-    kept = [others.setdefault((one[:axis], one[axis + 1 :]), len(others)) for one in partials]
+    kept = [others.setdefault((partial[:axis], partial[axis + 1 :]), len(others)) for partial in partials]
     family = np.array(kept, dtype=np.int64)
     left_by_dim = _nest_values(listed, numbers, nest_after_gather, 1)[..., 0]
-    for column in left_by_dim.T:
+    for column in left_by_dim.T:  # numbers of families are made small again after every dim, lest they overflow
         family = np.unique(family * len(left_over) + column, return_inverse=True)[1].reshape(-1)
 
     def place(nest: Nest) -> tuple[int, ...]:
-        own = (loop for loop in nest if loop.axis == axis)
-        return next(((1, loop.outer, loop.total, *loop.share(mesh)) for loop in own), (0, 0, 0, 0, 0))
+        loops = (loop for loop in nest if loop.axis == axis)
+        return next(((1, loop.outer, loop.total, *loop.share(mesh)) for loop in loops), (0, 0, 0, 0, 0))
 
-    found = _nest_values(listed, numbers, place, 5)
-    sharded: NDArray[np.bool_] = np.asarray(found[..., 0].any(axis=1))
-    dim = np.where(sharded, found[..., 0].argmax(axis=1) if listed else -1, -1)
-    loops = np.where(sharded[:, None], found[..., 1:].sum(axis=1), (1, 0, *ShardLoop(axis, 1).share(mesh)))
-    reduced = np.array([one[axis] is not None for one in partials], dtype=np.int64) - 1
+    places = _nest_values(listed, numbers, place, 5)
+    sharded: NDArray[np.bool_] = np.asarray(places[..., 0].any(axis=1))
+    dim = np.where(sharded, places[..., 0].argmax(axis=1) if listed else -1, -1)
+    # The axis shards one dim at most, so the sum over dims is its loop.
+    loops = np.where(sharded[:, None], places[..., 1:].sum(axis=1), (1, 0, *ShardLoop(axis, 1).share(mesh)))
+    reduced = np.array([partial[axis] is not None for partial in partials], dtype=np.int64) - 1
     table = np.column_stack([family, reduced, dim, loops])
     source, target = _pairs(family)
     left, right = table[source], table[target]
@@ -373,7 +383,7 @@ def _moves(
 
 
 def _pairs(family: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """All ordered pairs of two members of one family."""
+    """Return all ordered pairs of two different members of one family."""
     order = np.argsort(family, kind="stable")
     counts = np.bincount(family)
     start = np.cumsum(counts) - counts
@@ -386,13 +396,13 @@ def _pairs(family: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _kinds(left: NDArray[np.int64], right: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """The collective from one placement on an axis of `size` to another; -1 where no single one does it.
+    """Return the collective from one placement on an axis of `size` to another; -1 where no single one exists.
 
     Columns of either side: family, reduction, dim, steps above, total of the share; -1 for no reduction and no dim.
     """
     before, after = left[:, 1] >= 0, right[:, 1] >= 0
     sharded_before, sharded_after = left[:, 2] >= 0, right[:, 2] >= 0
-    # Two pieces of one dim must divide it and not overlap: else blocks would not be equal.
+    # An all-to-all within one dim needs pieces that divide it and do not overlap: else blocks would not be equal.
     even = (left[:, 4] == 0) & (right[:, 4] == 0)
     inside = (left[:, 3] % (right[:, 3] * size) == 0) | (right[:, 3] % (left[:, 3] * size) == 0)
     exchanged = (left[:, 2] != right[:, 2]) | (even & inside)

@@ -1,4 +1,4 @@
-"""A plan's seconds, event by event."""
+"""Replay of the operations of a plan, event by event, to predict its seconds."""
 
 from __future__ import annotations
 

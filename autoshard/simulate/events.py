@@ -1,4 +1,4 @@
-"""Replay of one device's operations on streams: what communication is hidden behind compute, and what is not."""
+"""Replay of the operations of one device on streams: which communication compute hides, and which is exposed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 COMPUTE = "compute"
-"""The stream that computes; every other one communicates."""
+"""The stream of compute; all other streams are of communication."""
 
 
 def link_stream(spans_hosts: bool) -> str:
-    """The stream of collectives on one kind of link."""
+    """Return the stream of collectives on one kind of link."""
     return "between hosts" if spans_hosts else "inside a host"
 
 
@@ -22,11 +22,11 @@ class Operation:
 
     Attributes:
         name: for reports.
-        stream: `COMPUTE`, or what carries communication, such as a link; each runs its operations one at a time, in
-            their order, and at the same time as the others.
-        seconds: how long it takes once it runs.
+        stream: `COMPUTE`, or a stream of communication, such as a link. A stream runs its operations in order, one at
+            a time; streams run concurrently.
+        seconds: its duration once it runs.
         needs: indices of the operations, all earlier, that must end before it starts.
-        dispatch: seconds for which the host is busy with it before it can issue the next.
+        dispatch: seconds of the host to issue it, before it issues the next one.
     """
 
     name: str
@@ -38,14 +38,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When every operation of a replay ran.
+    """The start and the end of every operation of a replay.
 
     Attributes:
-        starts: seconds from the beginning, one per operation.
-        ends: likewise.
+        starts, ends: seconds from the beginning, one per operation.
         seconds: from the beginning to the last end.
-        exposed: seconds in which the device communicated and did not compute.
-        hidden: seconds in which it communicated and computed.
+        exposed: seconds in which the device communicates and does not compute.
+        hidden: seconds in which it communicates and computes.
     """
 
     starts: tuple[float, ...]
@@ -55,22 +54,22 @@ class Timeline:
     hidden: float
 
     def seconds_with_contention(self, contention: float) -> float:
-        """Seconds where every hidden second of communication takes `contention` seconds from the compute beside it."""
+        """Return the seconds if every hidden second of communication delays compute by `contention` seconds."""
         return self.seconds + contention * self.hidden
 
 
 def replay(operations: Sequence[Operation]) -> Timeline:
-    """Run the operations on one device, each as early as its stream, what it needs and the host that issues it allow.
+    """Run the operations on one device, each as early as its stream, its needs and the host allow.
 
-    The host issues them one after the other and waits for none: where calls take it longer than the device, the device
-    waits for the host.
+    The host issues them one after the other and waits for none. The device waits for the host where issuing takes
+    longer than running.
 
     Args:
         operations: in the order in which they are issued; a stream never overtakes itself.
 
     Returns:
-        The timeline. Its `seconds` lie between the larger of the longest chain and the busiest stream, the host
-        included, and the sum of all operations and their dispatch.
+        The timeline. Its `seconds` are at least the longest chain and the busiest stream, the host included, and at
+        most the sum of all operations and their dispatch.
     """
     free: dict[str, float] = {}
     issued = 0.0
@@ -84,18 +83,19 @@ def replay(operations: Sequence[Operation]) -> Timeline:
         starts.append(start)
         ends.append(start + operation.seconds)
         free[operation.stream] = ends[-1]
+    # Communication while nothing computes is exposed: the time when any stream is busy, less the compute.
     computing = [operation.stream == COMPUTE for operation in operations]
     intervals = list(zip(starts, ends, strict=True))
     busy = _covered_seconds(intervals)
     compute = _covered_seconds(itertools.compress(intervals, computing))
     communication = _covered_seconds(itertools.compress(intervals, map(operator.not_, computing)))
-    exposed = max(0.0, busy - compute)
+    exposed = max(0.0, busy - compute)  # rounding may make a difference of equal sums negative
     hidden = max(0.0, communication - exposed)
     return Timeline(tuple(starts), tuple(ends), max(ends, default=0.0), exposed, hidden)
 
 
 def _covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of the intervals."""
+    """Return the length of the union of the intervals."""
     covered, reached = 0.0, 0.0
     for start, end in sorted(intervals):
         covered += max(0.0, end - max(start, reached))

@@ -1,7 +1,7 @@
-"""Tasks of several ranks, event by event: computations, what passes between ranks, and what both cost each other.
+"""Replay of the tasks of several ranks, event by event: computations, transfers, and their contention.
 
-`events.replay` is of one device, whose operations are issued in one order. Here every rank has an order of its own, and
-communication slows the computation beside it down while both last, so that what it costs is known on every rank.
+`events.replay` is for one device, which issues its operations in one order. Here every rank has an order of its own,
+and communication slows down the computation of its ranks while both last.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Task(NamedTuple):
 
     Attributes:
         name: for reports.
-        kind: for reports: what it does, in a word.
-        stream: `COMPUTE`, or what carries communication. Tasks of one stream of the same ranks run one at a time, in
-            their order.
-        ranks: that it occupies: the one that computes, or the sender and the receiver.
-        seconds: how long it takes where nothing disturbs it.
+        kind: for reports, one word for its action.
+        stream: `COMPUTE`, or a stream of communication. Tasks on one stream of the same ranks run in order, one at a
+            time.
+        ranks: the rank that computes, or the sender and the receiver, or the ranks of the collective.
+        seconds: its duration without contention.
         needs: indices of the tasks, all earlier, that must end before it starts.
-        takes: bytes of memory that its first rank holds from its start on.
-        frees: bytes that its first rank no longer holds from its end on.
-        label: for pictures: what is written on it.
+        takes: bytes that its first rank allocates at its start.
+        frees: bytes that its first rank frees at its end.
+        label: its text in pictures.
     """
 
     name: str
@@ -45,11 +45,10 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TaskTimes:
-    """When every task ran.
+    """The start and the end of every task.
 
     Attributes:
-        starts: seconds from the beginning, one per task.
-        ends: likewise.
+        starts, ends: seconds from the beginning, one per task.
         seconds: from the beginning to the last end.
     """
 
@@ -59,22 +58,22 @@ class TaskTimes:
 
 
 def replay_tasks(tasks: Sequence[Task], contention: float = 0.0) -> TaskTimes:
-    """Run the tasks, each as early as its stream and what it needs allow.
+    """Run the tasks, each as early as its stream and its needs allow.
 
     Args:
-        tasks: such that a task needs only earlier ones.
-        contention: seconds that a second of communication costs the computation beside it on each of its ranks, as
-            in `Cluster.contention`; 1 and more stop it.
+        tasks: in an order in which a task needs only earlier ones.
+        contention: seconds by which a second of communication delays the concurrent computation on each of its ranks,
+            as in `Cluster.contention`; 1 and more stop it.
 
     Returns:
-        When every task ran. Without contention no task starts later where any takes less time. With it one may: a
-        transfer that is earlier may disturb another computation.
+        The times. Without contention, a shorter task delays no task. With contention it may: a transfer that runs
+        earlier may slow down another computation.
     """
     return _Replay(tasks, contention).run()
 
 
 class _Replay:
-    """The state of one replay: what has started, and what it waits for."""
+    """The state of one replay."""
 
     def __init__(self, tasks: Sequence[Task], contention: float) -> None:
         self.tasks = tasks
@@ -82,11 +81,11 @@ class _Replay:
         self.starts = [0.0] * len(tasks)
         self.ends = [math.inf] * len(tasks)
         self.waits, self.followers = _order(tasks)
-        self.events: list[tuple[float, int]] = []  # expected ends; those that are no longer true are passed over
-        self.expected = [math.inf] * len(tasks)
+        self.events: list[tuple[float, int]] = []  # a heap of expected ends, outdated ones included
+        self.expected = [math.inf] * len(tasks)  # the end that is valid now
         self.computing: dict[int, int] = {}  # rank -> its task
-        self.communicating: dict[int, int] = defaultdict(int)  # rank -> number of tasks
-        self.left = [task.seconds for task in tasks]  # of work, as of `since`
+        self.communicating: dict[int, int] = defaultdict(int)  # rank -> number of its transfers
+        self.left = [task.seconds for task in tasks]  # seconds of work left at `since`
         self.since = [0.0] * len(tasks)
 
     def run(self) -> TaskTimes:
@@ -97,7 +96,7 @@ class _Replay:
         while self.events:
             now, index = heapq.heappop(self.events)
             if self.expected[index] != now or self.ends[index] != math.inf:
-                continue
+                continue  # contention has moved this end since it was pushed
             self._end(index, now)
             ended += 1
         assert ended == len(self.tasks), "tasks wait for one another"
@@ -126,12 +125,14 @@ class _Replay:
                 self._start(follower, now)
 
     def _communicate(self, task: Task, now: float, more: int) -> None:
-        """One task of communication more or less on its ranks: their computations go on at another rate."""
+        """Add `more` (1 or -1) transfers on the task's ranks, whose computations go on at another rate."""
+        # A transfer of no time disturbs nothing.
         for rank in task.ranks if task.seconds > 0 else ():
             rate = self._rate(rank)
             self.communicating[rank] += more
             index = self.computing.get(rank)
             if index is not None and rate != self._rate(rank):
+                # Settle the work done at the old rate, then expect the end at the new one.
                 self.left[index] = max(0.0, self.left[index] - (now - self.since[index]) * rate)
                 self.since[index] = now
                 self._expect(index, now)
@@ -140,7 +141,7 @@ class _Replay:
         return self.slowed_rate if self.communicating[rank] else 1.0
 
     def _expect(self, index: int, now: float) -> None:
-        """When a computation will end, as things stand; never, where communication stops it."""
+        """Push the end of a computation at its present rate; none where communication stops it."""
         rate = self._rate(self.tasks[index].ranks[0])
         left = self.left[index]
         self._push(index, now + left / rate if rate else now if left == 0 else math.inf)
@@ -152,7 +153,7 @@ class _Replay:
 
 
 def _order(tasks: Sequence[Task]) -> tuple[list[int], list[list[int]]]:
-    """For every task how many others must end before it, and which ones wait for it."""
+    """Return for every task the number of tasks that must end before it, and the tasks that wait for it."""
     waits = [0] * len(tasks)
     followers: list[list[int]] = [[] for _ in tasks]
     last: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -160,6 +161,7 @@ def _order(tasks: Sequence[Task]) -> tuple[list[int], list[list[int]]]:
         assert task.seconds >= 0, f"{task.name} takes {task.seconds} seconds"
         assert all(0 <= need < index for need in task.needs), f"{task.name} needs what comes after it"
         stream = task.stream, tuple(sorted(task.ranks))
+        # The stream's previous task is one more need: a stream runs one task at a time. A set counts it once.
         before = {*task.needs, last[stream]} if stream in last else set(task.needs)
         for need in before:
             followers[need].append(index)

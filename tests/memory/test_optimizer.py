@@ -1,4 +1,4 @@
-"""What optimizers are said to hold is what they hold, for parameters that are sharded and such that are whole."""
+"""Predicted memory of optimizers against measured memory, for sharded and replicated parameters."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_state_and_temporaries(name: str, foreach: bool, parameters: list[torch.
 
 
 def test_torch_chooses_foreach_for_dtensors_where_it_has_it() -> None:
-    """What docs/memory.md says of accelerators: DTensors are among the tensors that `foreach` is chosen for."""
+    """`docs/memory.md` relies on it: DTensors are among the tensors for which torch chooses `foreach`."""
     assert DTensor in _foreach_supported_types
 
 
