@@ -44,7 +44,7 @@ class SortedExperts(nn.Module):
         gate, up = (multiply(rows, self.up.transpose(1, 2), ends) + self.bias[ranked]).chunk(2, -1)
         rows = multiply(functional.silu(gate) * up, self.down.transpose(1, 2), ends)
         rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
-        return rows[self._undone(order)].view(x.shape[0], choices, -1).sum(1)
+        return rows[self._inverse_order(order)].view(x.shape[0], choices, -1).sum(1)
 
     def _inverse_order(self, order: torch.Tensor) -> torch.Tensor:
         if self.inverse == "argsort":
