@@ -72,10 +72,14 @@ def whole_shapes(
             counts = shares[1] if shares and shares[0] == axis else None
             # The ranks along the axis, for every line of ranks: the axes behind it are joined.
             lines = sizes.reshape(-1, device_mesh.size(axis), dims).tolist()
-            lengths = [enumerate(zip(*line, strict=True)) for line in lines]
-            sizes = np.array(
-                [[_whole_size(names, *each, each[0] == split, counts) for each in line] for line in lengths]
-            )
+            joined = [
+                [
+                    _whole_size(names, dim, lengths, dim == split, counts)
+                    for dim, lengths in enumerate(zip(*line, strict=True))
+                ]
+                for line in lines
+            ]
+            sizes = np.array(joined)
         whole[name] = sizes.reshape(dims).tolist() if dims else []
     return whole
 
