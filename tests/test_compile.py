@@ -43,7 +43,7 @@ def _parallelized(mesh: DeviceMesh, compile: bool, **options: Any) -> tuple[nn.M
 
 def _graphs(model: nn.Module) -> list[fx.Graph]:
     """The forward and the backward graph of the one program that a model has."""
-    (served,) = model.__dict__["_autoshard_runtime"]._served.values()
+    (served,) = model.__dict__["_autoshard_runtime"]._programs.values()
     halves = served.program.halves
     return [getattr(half, "_orig_mod", half).graph for half in (halves.forward, halves.backward)]
 

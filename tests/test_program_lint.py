@@ -158,7 +158,7 @@ class Stack(nn.Module):
 def program_of(module: nn.Module, inputs: dict[str, Tensor], sizes: dict[str, int], **options: Any) -> LocalProgram:
     with first_rank(sizes) as mesh:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **options)
-    (served,) = module.__dict__[RUNTIME]._served.values()
+    (served,) = module.__dict__[RUNTIME]._programs.values()
     return served.program
 
 

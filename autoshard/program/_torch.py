@@ -38,37 +38,38 @@ from autoshard.capture._torch import symbolic_integer
 
 
 class SymbolicNumbers:
-    """Symbolic integers of torch's."""
+    """Torch's symbolic integers, and the fake mode of tensors with such sizes."""
 
     def __init__(self) -> None:
         self.env = ShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        # Making an entry costs as much as the operator, and whoever uses the mode runs equal calls once.
+        # Making an entry of torch's cache costs as much as the operator, and callers run equal calls once.
         self.mode.cache_enabled = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which operators run on tensors of symbolic sizes."""
+        """Return a context in which operators run on tensors of symbolic sizes."""
         with self.mode, enable_python_dispatcher(), torch.no_grad():
             yield
 
     def new(self, value: int, number: int) -> tuple[int | torch.SymInt, sympy.Symbol]:
-        """A symbolic integer that is `value` where it has to be a number, the `number`-th, and its symbol."""
+        """Return the `number`-th symbolic integer and its symbol; it is `value` where torch needs a number."""
         return symbolic_integer(self.env, value, number, small=True)
 
 
 def lazy_graph_module(graph: fx.Graph) -> fx.GraphModule:
-    """A module of a graph, without code until it runs."""
+    """Return a module of a graph, without code until it runs."""
     return _LazyGraphModule(torch.nn.Module(), graph)
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph whose tangents are placeholders called `tangents_*` into forward and backward.
 
-    The forward graph returns its outputs and then what it saves, which the backward graph takes before the tangents.
-    Neither has code yet.
+    The forward graph returns its outputs and then the saved tensors, which the backward graph takes first, before the
+    tangents. Neither has code yet.
     """
-    output: Any = next(iter(joint.graph.find_nodes(op="output")))
+    output: Any = joint.graph.output_node()
+    # The partitioner reads a description of every output, which `aot_autograd` writes.
     output.meta.setdefault("desc", [None] * len(output.args[0]))
     partition = min_cut_rematerialization_partition if recompute else default_partition
     with _use_lazy_graph_module(True):
@@ -79,13 +80,15 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int, recompute: bool) ->
 
 
 def _drop_unread_saves(forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int) -> None:
-    """Save nothing that the backward graph does not read: torch keeps what dead copies of calls read."""
+    """Save no tensor that the backward graph does not read."""
+    # Torch's partitioner saves the operands of dead copies of calls.
     backward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    output: Any = next(iter(forward.graph.find_nodes(op="output")))
+    output: Any = forward.graph.output_node()
     results = tuple(output.args[0])
-    taken = list(backward.graph.find_nodes(op="placeholder"))
     kept = []
-    for placeholder, result in zip(taken, results[forward_outputs:], strict=False):
+    for placeholder, result in zip(
+        list(backward.graph.find_nodes(op="placeholder")), results[forward_outputs:], strict=False
+    ):
         if placeholder.users:
             kept.append(result)
         else:
@@ -94,12 +97,9 @@ def _drop_unread_saves(forward: fx.GraphModule, backward: fx.GraphModule, forwar
 
 
 def write_code(graph: fx.GraphModule, take_list: bool = False) -> None:
-    """Write the code of a graph that is finished.
+    """Write the code of a finished graph.
 
-    Args:
-        graph: becomes a module that can run.
-        take_list: whether it takes its arguments as one list, which it empties; they are then freed after their last
-            use.
+    With `take_list` it takes its arguments as one list, which it empties: each is freed after its last use.
     """
     if take_list:
         graph.graph.set_codegen(_BoxedCodeGen())
@@ -108,24 +108,23 @@ def write_code(graph: fx.GraphModule, take_list: bool = False) -> None:
 
 
 def compile_graph(graph: fx.GraphModule, dynamic: bool) -> Any:
-    """The graph compiled by inductor at its first call; its shapes are fixed unless sizes are dynamic.
-
-    Inductor keeps the graph's order: its own, made for memory and locality, starts all gathers of parameters first and
-    awaits each at once.
-    """
+    """Return the graph compiled by inductor at its first call; its shapes are fixed unless sizes are dynamic."""
+    # Inductor's own orders, made for memory and locality, start all gathers of parameters first and await each at once.
     options: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
     return torch.compile(graph, backend="inductor", dynamic=dynamic, fullgraph=True, options=options)
 
 
 _OVERLAP_OPTIONS: dict[str, Any] = {
-    "compute_estimator": "analytical",  # the hook's prices, which are kept on no disk
-    "pre_bucketing_fsdp_collectives": False,  # sizes buckets by links that it takes for NCCL's
+    # The prices of our hook, which are cached on no disk.
+    "compute_estimator": "analytical",
+    # It would size buckets by links that it takes for NCCL's.
+    "pre_bucketing_fsdp_collectives": False,
 }
 
 
 @functools.cache
 def _overlap_scheduling() -> Any:
-    """The module of torch that orders and joins collectives; None where a release lacks what is used of it."""
+    """Return torch's module that orders and joins collectives; None where a release lacks a name that is used."""
     try:
         # Orders and joins the collectives of a graph, for the compiler; takes prices by a hook.
         from torch._inductor.fx_passes import overlap_scheduling
@@ -140,25 +139,25 @@ def _overlap_scheduling() -> Any:
 
 
 def has_overlap_pass() -> bool:
-    """Whether this release of torch orders collectives by prices that it is given."""
+    """Return True if this release of torch orders collectives by prices that it is given."""
     return _overlap_scheduling() is not None
 
 
 def schedule_overlap(
     graph: fx.GraphModule, seconds: Callable[[fx.Node, int | None], float | None], join: bool, bytes_more: int
 ) -> None:
-    """Order the collectives of a graph by torch's pass.
+    """Order the collectives of a graph in place by torch's pass.
 
     Args:
-        graph: is changed.
-        seconds: of a call; of a collective, of so many bytes where they are given.
-        join: whether to join collectives, too.
-        bytes_more: that may be held at the peak, over what the graph holds as it is.
+        graph: half a program.
+        seconds: of a call; of a collective, for the given number of bytes, if any.
+        join: True to join collectives, too.
+        bytes_more: the bytes by which the peak of memory may grow.
     """
 
     def milliseconds(node: fx.Node, size: int | None) -> float | None:
-        found = seconds(node, size)
-        return None if found is None else 1e3 * found
+        price = seconds(node, size)
+        return None if price is None else 1e3 * price
 
     passes = _overlap_scheduling()
     pass_of_torch = passes.schedule_overlap_bucketing
@@ -170,13 +169,13 @@ def schedule_overlap(
         "max_memory_increase_ratio": None,
     }
     known = inspect.signature(pass_of_torch).parameters
-    # It asks a GPU for its rates before it takes our prices instead of what they say.
+    # The pass asks a GPU for its rates, and then takes our prices.
     with mock.patch.object(passes, "estimate_roofline_runtime_ms", return_value=0.0):
         pass_of_torch(graph, **{name: value for name, value in options.items() if name in known})
 
 
 def has_symmetric_memory(group: str) -> bool:
-    """Whether a process group has symmetric memory, and this release of torch fuses products with its collectives."""
+    """Return True if a process group has symmetric memory, and torch can fuse products with its collectives."""
     try:
         from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group  # of a group by its name
     except ImportError:
@@ -191,8 +190,8 @@ def _fuse_products() -> Callable[[fx.Graph], None] | None:
         from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
     except ImportError:
         return None
-    found: Callable[[fx.Graph], None] = micro_pipeline_tp_pass
-    return found
+    fusion_pass: Callable[[fx.Graph], None] = micro_pipeline_tp_pass
+    return fusion_pass
 
 
 def fuse_products(graph: fx.Graph) -> None:
@@ -201,18 +200,16 @@ def fuse_products(graph: fx.Graph) -> None:
     assert pass_of_torch is not None, "no group has symmetric memory"
     pass_of_torch(graph)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    # The pass gives its calls no fake tensors, which later passes read.
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
-            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), _fake)
-            mode = next(one.meta["val"].fake_mode for one in graph.nodes if isinstance(one.meta.get("val"), FakeTensor))
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            vals = (source.meta.get("val") for source in graph.nodes)
+            mode = next(val.fake_mode for val in vals if isinstance(val, FakeTensor))
             with mode, torch.no_grad():
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
-def _fake(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
-
-
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for tensors that lie in the same memory, with or without numbers."""
+    """Return a number that is equal for tensors in the same memory; fake tensors have such numbers, too."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Recording a rank's program: local operators become nodes of an FX graph, with the shapes of local tensors."""
+"""A rank's program as an FX graph: every local operator is a node with the shape of its local tensor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import fx
 
 from autoshard.program._torch import FakeTensorMode
-from autoshard.program.memory_order import supports_layout
 from autoshard.program.symbolic import SymbolicShapes
 from autoshard.size import Sizes, plain
 from autoshard.specs.axes import MeshShape
+
+aten = torch.ops.aten
 
 
 class GraphEmitter:
@@ -24,8 +25,8 @@ class GraphEmitter:
         groups: for every axis, the name of the process group of this rank's line along it.
         mode: the fake mode that the captured graph's tensors belong to.
         home: the device of the program's tensors.
-        sizes: where sizes are dynamic, those that the fake tensors have. What depends on them stands as `Size`s and
-            `Ratio`s in the graph's arguments.
+        sizes: where sizes are dynamic, those that the fake tensors have. Numbers that depend on them stand as
+            `DynamicSize`s and `Ratio`s in the graph's arguments.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class GraphEmitter:
         self.mesh = mesh
         self.graph = fx.Graph()
         self.phase = "forward"
+        self.home = home
+        # The count of random operators so far. Each has a number, so that it draws numbers of its own.
+        self.streams = 0
         self._groups = tuple(groups)
         self._mode = mode
-        self.home = home
-        self.streams = 0  # how many random operators were emitted: each has a number
         self._coordinates: list[fx.Node] = []
         self._host_coordinates: list[fx.Node] = []
         self._seed: fx.Node | None = None
@@ -52,7 +54,7 @@ class GraphEmitter:
     def placeholder(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
     ) -> fx.Node:
-        """An input of the program, with its local shape; by default on the program's device."""
+        """Add an input of the program, with its local shape; by default on the program's device."""
         node = self.graph.placeholder(name)
         with self._mode:
             node.meta["val"] = torch.empty([int(size) for size in shape], dtype=dtype, device=device or self.home)
@@ -61,9 +63,10 @@ class GraphEmitter:
         return node
 
     def add_rank_inputs(self) -> None:
-        """Take what `Ranks.arguments` gives as the next inputs of the program."""
+        """Add the inputs that `Ranks.arguments` gives."""
         host = torch.device("cpu")
         self._coordinates = [self.placeholder(f"coordinate_{name}", (), torch.int64) for name in self.mesh.names]
+        # Coordinates and seed on the host are read there without waiting for the device.
         self._host_coordinates = [
             self.placeholder(f"host_coordinate_{name}", (), torch.int64, host) for name in self.mesh.names
         ]
@@ -82,11 +85,11 @@ class GraphEmitter:
         return node
 
     def _in_supported_layout(self, op: Any, operand: fx.Node) -> fx.Node:
-        """The operand, or a copy of it in the order of memory that an operator wants."""
+        """Return the operand, or a copy of it in the order of memory that an operator wants."""
         val = operand.meta["val"]
         if not isinstance(val, torch.Tensor) or supports_layout(op, val):
             return operand
-        copy: fx.Node = self.call(torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
+        copy: fx.Node = self.call(aten.clone.default, operand, memory_format=torch.contiguous_format)
         return copy
 
     def _result(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,8 +101,9 @@ class GraphEmitter:
         return self._results[key]
 
     def _item(self, node: fx.Node, index: int, val: Any) -> fx.Node | None:
+        # Numbers among the results are known before the program runs, and torch's partitioner wants tensors only.
         if not isinstance(val, torch.Tensor):
-            return None  # numbers among the results are known before the program runs
+            return None
         item = self.graph.call_function(operator.getitem, (node, index))
         self._finish(item, val)
         if self._symbolic is not None:
@@ -109,6 +113,7 @@ class GraphEmitter:
 
     def _finish(self, node: fx.Node, val: Any) -> None:
         node.meta["val"] = val
+        # Torch's partitioner puts nodes in the half that this tag names.
         node.meta["partitioner_tag"] = f"is_{self.phase}"
 
     def coordinate(self, axis: int) -> fx.Node:
@@ -121,7 +126,7 @@ class GraphEmitter:
         return self._groups[axis]
 
     def seed(self) -> fx.Node:
-        assert self._seed is not None, "ranks() comes before the first operator"
+        assert self._seed is not None, "add_rank_inputs() comes before the first operator"
         return self._seed
 
     def stream(self) -> int:
@@ -140,17 +145,17 @@ class GraphEmitter:
         return device
 
     def is_contiguous(self, value: fx.Node) -> bool:
-        """Whether the value lies row-major in memory, by the strides of the fake tensor."""
+        """Return True if the value lies row-major in memory, by the strides of the fake tensor."""
         return bool(value.meta["val"].is_contiguous())
 
 
 def _fake(argument: Any) -> Any:
-    """What stands for an argument when shapes are found."""
+    """Return the fake tensor of a node, and the plain number of a size."""
     return argument.meta["val"] if isinstance(argument, fx.Node) else plain(argument)
 
 
 def _cache_key(argument: Any) -> Any:
-    """What of an argument decides how the results look."""
+    """Return what of an argument decides shapes, strides and types of the results."""
     if isinstance(argument, dict):
         return tuple((name, _cache_key(value)) for name, value in argument.items())
     if isinstance(argument, (list, tuple)):
@@ -158,4 +163,39 @@ def _cache_key(argument: Any) -> Any:
     value = _fake(argument)
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device
+    # Equal numbers of different types, such as 1 and True, give results of different types.
     return _cache_key(value) if isinstance(value, (list, tuple)) else (type(value), value)
+
+
+# Kernels that read their operands as if these were contiguous: other operands give an error, or numbers of other
+# elements. Torch itself hardly ever calls them so. In a rank's program an operand may come from a collective that left
+# it in another order, and its shards may have dims of length one. The sets were found by calling every operator of
+# torch's samples with operands in column order, and with strides that a dim of length one makes ambiguous.
+_NEEDS_CONTIGUOUS = frozenset(
+    {
+        aten.adaptive_max_pool3d_backward.default,
+        aten.fractional_max_pool2d_backward.default,
+        aten.fractional_max_pool3d_backward.default,
+        aten.native_group_norm.default,
+        aten.native_group_norm_backward.default,
+        aten.native_layer_norm_backward.default,
+        aten.nll_loss2d_backward.default,
+    }
+)
+# The strides of images whose batch, height or width is one fit several memory formats, and the kernel mixes them up.
+_NEEDS_CONTIGUOUS_IMAGES_ON_CPU = frozenset({aten.native_batch_norm_backward.default})
+_NEEDS_CONTIGUOUS_LAST_DIM = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten.view_as_complex.default,
+    }
+)
+
+
+def supports_layout(op: Any, operand: torch.Tensor) -> bool:
+    """Return True if an operator may read a tensor with these strides."""
+    images = operand.ndim > 3 and operand.device.type == "cpu"
+    if op in _NEEDS_CONTIGUOUS or (op in _NEEDS_CONTIGUOUS_IMAGES_ON_CPU and images):
+        return operand.is_contiguous()
+    return op not in _NEEDS_CONTIGUOUS_LAST_DIM or operand.ndim == 0 or operand.shape[-1] < 2 or operand.stride(-1) == 1

@@ -28,30 +28,32 @@ _RESHAPES = (aten.view.default, aten.reshape.default)
 
 
 def fuse(graph: fx.Graph) -> None:
-    """Fuse the products of half a program; nothing to do where no group of it has symmetric memory."""
+    """Fuse the products of half a program in place, where groups of it have symmetric memory."""
     starts = [node for node in graph.nodes if node.target in (_GATHER, _SCATTER)]
     fusible = [node for node in starts if has_symmetric_memory(str(node.args[-1]))]
     if not fusible:
         return
-    joined = [found for start in fusible if start.target is _GATHER and (found := _DimGather.find(start)) is not None]
-    told = [(one, one.rewrite_as_cat(graph)) for one in joined]
+    gathers = [_DimGather.find(start) for start in fusible if start.target is _GATHER]
+    rewritten = [(gather, gather.rewrite_as_cat(graph)) for gather in gathers if gather is not None]
+    # The pass knows no views.
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        node.target = aten.reshape.default  # the pass knows no views
+        node.target = aten.reshape.default
     fuse_products(graph)
-    for one, told_as in told:
-        if told_as.users and not one.copies:  # the pass left it: looking at the pieces costs less than copying them
-            one.rewrite_as_view(graph, told_as)
+    for gather, whole in rewritten:
+        # The pass has not fused it. Where no copy was needed, a view costs less than the `cat`.
+        if whole.users and not gather.copies:
+            gather.rewrite_as_view(graph, whole)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DimGather:
-    """A gather along a dim, as a program has it.
+    """A gather along another dim than the first, as a program has it.
 
     Attributes:
         wait: for the pieces, one behind the other along the first dim.
         result: the whole tensor.
-        dim: along which the pieces lie in it.
-        copies: whether they have to be copied to lie there; else the dims before are of size one.
+        dim: the dim of it along which the pieces lie.
+        copies: True if the program copies pieces there; otherwise the dims before are of size one.
     """
 
     wait: fx.Node
@@ -61,16 +63,18 @@ class _DimGather:
 
     @staticmethod
     def find(gather: fx.Node) -> _DimGather | None:
-        """The gather that starts here; None where its pieces lie along the first dim, or in several blocks."""
+        """Return the gather that starts here; None where its pieces lie along the first dim, or in several blocks."""
         wait = _only_user(gather)
         block = tuple(gather.args[0].meta["val"].shape)  # type: ignore[union-attr]
         first = None if wait is None or wait.target is not _WAIT else _only_user(wait)
         if wait is None or first is None or first.target not in _RESHAPES:
             return None
+        # A view of the pieces, and the permutation, copy and view that bring them to their places.
         chain = [first]
         while len(chain) < 4 and (user := _only_user(chain[-1])) is not None:
             chain.append(user)
         size = int(gather.args[1])  # type: ignore[arg-type]
+        # The first dim needs no rewriting.
         for dim in range(1, len(block)):
             whole = (*block[:dim], size * block[dim], *block[dim + 1 :])
             if math.prod(block[:dim]) == 1 and _shape(first) == whole:
@@ -80,14 +84,15 @@ class _DimGather:
         return None
 
     def rewrite_as_cat(self, graph: fx.Graph) -> fx.Node:
-        """Put the pieces together by a split and a `cat`; returns the whole tensor."""
+        """Put the pieces together by a split and a `cat`, and return the whole tensor."""
         pieces = self.wait.meta["val"]
         block = _shape(self.wait.all_input_nodes[0].all_input_nodes[0])[0]
 
         def call(op: Any, *args: Any) -> fx.Node:
             node = graph.call_function(op, args)
-            values = fx.node.map_aggregate(args, lambda one: one.meta["val"] if isinstance(one, fx.Node) else one)
+            values = fx.node.map_arg(args, lambda source: source.meta["val"])
             with pieces.fake_mode, torch.no_grad():
+                # Phase and layer stay those of the whole tensor.
                 node.meta = {**self.result.meta, "val": op(*values)}
             return node
 
@@ -100,7 +105,7 @@ class _DimGather:
         return whole
 
     def rewrite_as_view(self, graph: fx.Graph, whole: fx.Node) -> None:
-        """Look at the pieces again as the whole tensor."""
+        """Make the whole tensor a view of the pieces again."""
         with graph.inserting_before(whole):
             view = graph.call_function(aten.view.default, (self.wait, list(_shape(whole))))
         view.meta = dict(whole.meta)
@@ -109,7 +114,7 @@ class _DimGather:
 
 
 def _is_reassembly(chain: list[fx.Node], opened: tuple[int, ...], dim: int, whole: tuple[int, ...]) -> bool:
-    """Whether calls view pieces as `opened`, bring the dim that counts them to its place, and copy them together."""
+    """Return True if calls view pieces as `opened`, permute the dim that counts them to its place, and copy them."""
     if len(chain) < 4 or _shape(chain[0]) != opened or _shape(chain[3]) != whole:
         return False
     order = [*range(1, dim + 2), 0, *range(dim + 2, len(opened))]

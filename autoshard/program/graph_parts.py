@@ -1,8 +1,8 @@
-"""Graphs in two parts that run apart, one some time after the other.
+"""Graphs in two parts, of which the second runs some time after the first.
 
-Zero-bubble schedules of pipelines run the backward half in parts: gradients of what the step was given as soon as they
-can, since the stage before waits for them, and those of parameters in idle time. Reductions of gradients are awaited
-when there is nothing else to do.
+Zero-bubble schedules of pipelines run the backward half in parts: gradients of inputs as soon as they can, since the
+stage before waits for them, and those of parameters in idle time. Reductions of gradients are awaited when there is
+nothing else to do.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -21,9 +22,9 @@ class GraphPart:
     """One part of a graph.
 
     Attributes:
-        graph: takes some of what the whole graph takes, and for the second part what the first hands over, behind it.
+        graph: the first part returns values for the second behind its results, which takes them behind its arguments.
         takes: places of its arguments among those of the whole graph.
-        makes: places of its results among those of the whole graph; what the first part hands over stands behind them.
+        makes: places of its results among those of the whole graph.
     """
 
     graph: fx.GraphModule
@@ -32,31 +33,30 @@ class GraphPart:
 
 
 def split_by_results(whole: fx.GraphModule, first: Sequence[int]) -> tuple[GraphPart, GraphPart]:
-    """Split a graph by its results: all that some of them need, and the rest.
+    """Split a graph, which returns a tuple, into all that the results at places `first` need, and the rest.
 
-    Args:
-        whole: returns a tuple.
-        first: places of the results that the first part makes.
-
-    Returns:
-        The parts. Nothing is computed twice: the second takes what it needs of the first's values.
+    Nothing is computed twice: the second part takes the values that it needs from the first.
     """
-    results = tuple(whole.graph.output_node().args[0])  # type: ignore[arg-type]
-    early = _ancestors([results[place] for place in first])
-    # Several results of one operator go over one by one.
+    results = _results(whole)
+    early = {results[place] for place in first}
+    pending = list(early)
+    for node in pending:  # grows while it is walked
+        fresh = [source for source in node.all_input_nodes if source not in early]
+        early.update(fresh)
+        pending += fresh
+    # A part cannot hand over a tuple: several results of one operator go over one by one.
     early |= {user for node in early for user in node.users if user.target is operator.getitem}
     return _split_calls(whole, early, tuple(first))
 
 
 def split_at_waits(whole: fx.GraphModule, places: Sequence[int]) -> tuple[GraphPart, GraphPart]:
-    """Split a graph where it awaits the last collectives of some of its results.
+    """Split a graph, which returns a tuple, before the waits for the last collectives of results at these places.
 
-    Args:
-        whole: returns a tuple.
-        places: of the results that the second part may make: all that share no collective with another result.
+    The second part makes those of the results that share no collective with another result.
     """
-    output = whole.graph.output_node()
-    ends = {place: _wait_chain(output.args[0][place]) for place in places}  # type: ignore[arg-type, index]
+    output, results = whole.graph.output_node(), _results(whole)
+    ends = {place: _wait_chain(results[place]) for place in places}
+    # A result that leaves the second part takes its wait along, which may be that of a further result.
     while True:
         late = set().union(*ends.values())
         shared = {node for node in late if not late.issuperset({*node.users} - {output})}
@@ -64,42 +64,37 @@ def split_at_waits(whole: fx.GraphModule, places: Sequence[int]) -> tuple[GraphP
         if len(alone) == len(ends):
             break
         ends = alone
-    rest = tuple(place for place in range(len(output.args[0])) if place not in ends)  # type: ignore[arg-type]
+    rest = tuple(place for place in range(len(results)) if place not in ends)
     return _split_calls(whole, {node for node in whole.graph.nodes if node not in late}, rest)
 
 
+def _results(whole: fx.GraphModule) -> tuple[Any, ...]:
+    return tuple(whole.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
 def _wait_chain(result: fx.Node) -> set[fx.Node]:
-    """The wait for a collective that a result looks at, and all on the way."""
-    found = {result}
+    """Return the views from a result back to the wait for its collective, and that wait."""
+    chain = {result}
     while result.target is not collectives.wait_tensor.default:
         (result,) = result.all_input_nodes
-        found.add(result)
-    return found
+        chain.add(result)
+    return chain
 
 
 def _split_calls(whole: fx.GraphModule, early: Set[fx.Node], first: tuple[int, ...]) -> tuple[GraphPart, GraphPart]:
-    """The parts of which the first runs the calls that are `early`, and makes some of the results."""
-    results = tuple(whole.graph.output_node().args[0])  # type: ignore[arg-type]
-    late = [node for node in whole.graph.nodes if node.op == "call_function" and node not in early]
+    """Return the part that runs the calls in `early` and makes the results at places `first`, and the rest."""
+    results = _results(whole)
+    calls = [node for node in whole.graph.nodes if node.op == "call_function"]
+    late = [node for node in calls if node not in early]
     rest = tuple(place for place in range(len(results)) if place not in first)
     read = dict.fromkeys(source for node in late for source in node.all_input_nodes)
     read |= dict.fromkeys(results[place] for place in rest)
+    # Arguments of the whole graph are not handed over: the second part takes them itself.
     handed = [node for node in read if node in early and node.op == "call_function"]
-    nodes = [node for node in whole.graph.nodes if node.op == "call_function" and node in early]
     return (
-        _extract_part(whole, nodes, (), first, handed),
+        _extract_part(whole, [node for node in calls if node in early], (), first, handed),
         _extract_part(whole, late, handed, rest, ()),
     )
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    found = set(nodes)
-    waiting = list(found)
-    for node in waiting:  # grows while it is walked
-        fresh = [source for source in node.all_input_nodes if source not in found]
-        found.update(fresh)
-        waiting += fresh
-    return found
 
 
 def _extract_part(
@@ -109,25 +104,26 @@ def _extract_part(
     makes: tuple[int, ...],
     handed: Sequence[fx.Node],
 ) -> GraphPart:
-    """These nodes as a graph, which takes the placeholders that they read and `given`."""
-    results = tuple(whole.graph.output_node().args[0])  # type: ignore[arg-type]
+    """Return these nodes as a graph, which takes the placeholders that they read, and `given`."""
+    results = _results(whole)
     returned = [*(results[place] for place in makes), *handed]
     read = {*returned}.union(*(node.all_input_nodes for node in nodes))
     graph = fx.Graph()
-    own: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     takes = []
     for place, node in enumerate(whole.graph.find_nodes(op="placeholder")):
         if node in read:
-            own[node] = graph.node_copy(node)
+            copies[node] = graph.node_copy(node)
             takes.append(place)
     for node in given:
-        own[node] = graph.placeholder(node.name)
-        own[node].meta = dict(node.meta)
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    # Constants are read by both parts.
     for node in whole.graph.find_nodes(op="get_attr"):
         if node in read:
-            own[node] = graph.node_copy(node)
+            copies[node] = graph.node_copy(node)
     for node in nodes:
-        own[node] = graph.node_copy(node, own.__getitem__)
-    graph.output(tuple(own[node] for node in returned))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in returned))
     graph.lint()
     return GraphPart(fx.GraphModule(whole, graph), tuple(takes), makes)

@@ -1,11 +1,13 @@
-"""What one call of a program costs: a kernel by its operations and bytes, a collective by its kind and bytes."""
+"""Prices of the calls of a program: kernels, alone or fused by a compiler, and collectives."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from autoshard.cluster.cost import CostModel
 from autoshard.cluster.flops import flops
@@ -13,6 +15,7 @@ from autoshard.patterns.ring import shift
 from autoshard.patterns.routed_exchange import exchange_ops
 from autoshard.specs.emitter import collectives
 
+# The operators that start a collective, and its kind. Tensors are their first argument, the group is the last.
 COLLECTIVE_KINDS: dict[Any, str] = {
     collectives.all_gather_into_tensor.default: "all_gather",
     collectives.all_gather_into_tensor_coalesced.default: "all_gather",
@@ -22,43 +25,100 @@ COLLECTIVE_KINDS: dict[Any, str] = {
     shift: "shift",
     exchange_ops.exchange.default: "all_to_all",
 }
-"""The operators that start a collective, and its kind; the tensors are their first argument, the group the last."""
 
 
 def kernel_seconds(cost: CostModel, op: Any, operands: object, results: object, args: Sequence[object]) -> float:
-    """Time of one call of an operator that is no collective, on one device.
+    """Return the seconds of one call of an operator that is no collective, on one device.
+
+    A view costs a call. Everything else costs its operations, or the bytes that it reads and writes.
 
     Args:
         cost: prices of the cluster.
-        op: the operator; what is none, such as arithmetic on sizes, costs nothing.
-        operands: the tensors that it reads, with or without numbers; nested as they may be.
-        results: those that it makes.
-        args: its arguments, for what the shapes do not tell.
-
-    Returns:
-        Seconds: of a view, what a call costs; of everything else, its operations or the bytes that it reads and writes.
+        op: the operator. Other functions, such as arithmetic on sizes, cost nothing.
+        operands: the tensors that it reads, nested as they may be; their numbers are not needed.
+        results: the tensors that it makes.
+        args: its arguments, for the operators whose work does not follow from shapes.
     """
     if not hasattr(op, "overloadpacket"):
         return 0.0
     if makes_view(op):
         return cost.view()
-    made, taken = list(tensors(results)), list(tensors(operands))
-    work = flops(op, [one.shape for one in taken], [one.shape for one in made], args)
-    read = made if op is torch.ops.aten.index_select.default else taken  # a slice reads what it keeps
-    moved = sum(one.numel() * one.element_size() for one in (*read, *made))
+    made, operands = list(tensors(results)), list(tensors(operands))
+    work = flops(op, [tensor.shape for tensor in operands], [tensor.shape for tensor in made], args)
+    # A kernel that selects reads only what it keeps.
+    read = made if op is torch.ops.aten.index_select.default else operands
     dtype = made[0].dtype if made else torch.float32
-    return cost.compute(work, moved, dtype, op.overloadpacket.__name__)
+    return cost.compute(work, bytes_of([*read, *made]), dtype, op.overloadpacket.__name__)
 
 
 def makes_view(op: Any) -> bool:
-    """Whether a result of the operator lies in the memory of an operand."""
+    """Return True if a result of the operator lies in the memory of an operand."""
     return any(result.alias_info is not None for result in op._schema.returns)
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a value: itself, or those in a list of values."""
+    """Yield the tensors in a value: itself, or those in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors(item)
+
+
+def bytes_of(value: object) -> int:
+    """Return the bytes of the elements of all tensors in a value."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(value))
+
+
+# A compiler makes one kernel of a chain of pointwise operators, and of reductions of what they make.
+# Softmax and norms are reductions without torch's tag.
+_REDUCTIONS = ("_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm", "linalg_vector_norm")
+
+
+@functools.cache
+def is_pointwise(op: Any) -> bool:
+    """Return True if every element of the result depends only on the elements at its place."""
+    # Casts lack the tag.
+    return torch.Tag.pointwise in getattr(op, "tags", ()) or op is torch.ops.aten._to_copy.default
+
+
+@functools.cache
+def _fuses_operands(op: Any) -> bool:
+    """Return True if a compiler computes the operands of an operator in the operator's own kernel."""
+    name = getattr(getattr(op, "overloadpacket", None), "__name__", "")
+    return is_pointwise(op) or torch.Tag.reduction in getattr(op, "tags", ()) or name in _REDUCTIONS
+
+
+def memory_operands(node: fx.Node) -> list[fx.Node] | None:
+    """Return the operands that a compiled call reads from memory; None if its operator is not fused."""
+    if not _fuses_operands(node.target):
+        return None
+    read = []
+    for source in node.all_input_nodes:
+        base = source
+        while base.op == "call_function" and _is_view(base):
+            base = base.all_input_nodes[0]
+        # The results of pointwise operators are in the kernel already.
+        if not is_pointwise(base.target):
+            read.append(source)
+    return read
+
+
+def is_written(node: fx.Node) -> bool:
+    """Return True if a compiled call writes its result to memory, because a call outside of its kernel reads it."""
+    if not is_pointwise(node.target) or not node.users:
+        return True
+    return not all(_fuses_operands(user.target) for user in _users(node))
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the users of a node and of its views."""
+    for user in node.users:
+        if user.op == "call_function" and _is_view(user):
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _is_view(node: fx.Node) -> bool:
+    return hasattr(node.target, "_schema") and makes_view(node.target) and len(node.all_input_nodes) == 1

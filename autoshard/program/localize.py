@@ -1,4 +1,4 @@
-"""The joint graph of whole tensors becomes the program that every rank runs on its shards."""
+"""Rewriting of the joint graph of whole tensors as the program that every rank runs on its shards."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from autoshard.patterns.rule import TensorMeta
 from autoshard.patterns.strategy import keeps_shares
 from autoshard.program._torch import lazy_graph_module
 from autoshard.program.emitter import GraphEmitter
+from autoshard.program.kernels import makes_view
 from autoshard.program.shares_emitter import SharesEmitter
 from autoshard.reshard.lower import lower
-from autoshard.reshard.path import Path, Resharder, Step
+from autoshard.reshard.path import Resharder, Step
 from autoshard.size import Sizes, at
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives
@@ -45,8 +46,8 @@ class ProgramTensor:
         name: parameter, buffer, input or output path.
         shape: global shape.
         dtype: element type.
-        spec: how it lies.
-        share: where a rank holds a share of its own of a dynamic size, the shape that its local tensor has.
+        spec: its placements.
+        share: the local shape, where a rank holds an unequal share of a dynamic size.
     """
 
     kind: str
@@ -57,25 +58,28 @@ class ProgramTensor:
     share: tuple[int, ...] | None = None
 
     def local_shape(self, mesh: MeshShape) -> tuple[int, ...]:
-        """Shape of the tensor in the program, padded where a dim does not divide."""
+        """Return the shape of the tensor in the program, padded where a dim does not divide."""
         return local_shape(self.shape, self.spec, mesh) if self.share is None else self.share
 
     def is_padded(self, mesh: MeshShape) -> bool:
-        """Whether the tensor in the program may hold more than what the rank is given, or gives."""
+        """Return True if the tensor in the program may be larger than the local tensor outside."""
         return self.share is None and not is_even(self.shape, self.spec, mesh)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalStep:
-    """A step as one rank runs it, forward and backward in one graph.
+    """The step of one rank, forward and backward in one graph.
 
-    Where sizes are dynamic, shapes and the graph's arguments hold them as `Size`s.
+    Dynamic sizes stand in shapes and in the graph's arguments as `DynamicSize`s.
 
-    The graph takes the tensors of `inputs` that are no tangents, then the rank's coordinates, on the program's device
-    and on the host, and the step's seed, then the tangents; it returns the tensors of `outputs`, forward ones first. It
-    `repeats` work where the backward half gathers again what the forward half had gathered, or runs operators again.
-    Where the ranks of an axis hold shares of their own of a dynamic size, it is `shared`. `gradient_sources` are the
-    outputs whose tangents a gradient is made of, by the gradient's name.
+    Attributes:
+        graph_module: takes the `inputs` that are no tangents, then the rank's coordinates on the program's device and
+            on the host, the step's seed, and the tangents; returns the `outputs`.
+        inputs: tangents last.
+        outputs: forward ones first.
+        repeats: True if the backward half gathers tensors again, or runs operators again.
+        shared: the axis whose ranks hold unequal shares of a dynamic size, if any.
+        gradient_sources: for every gradient by name, the outputs from whose tangents it is computed.
     """
 
     graph_module: fx.GraphModule
@@ -90,20 +94,24 @@ class LocalStep:
         return tuple(border for border in self.outputs if border.kind != "gradient")
 
     @property
+    def gradients(self) -> tuple[ProgramTensor, ...]:
+        return tuple(border for border in self.outputs if border.kind == "gradient")
+
+    @property
     def tangents(self) -> tuple[ProgramTensor, ...]:
         return tuple(border for border in self.inputs if border.kind == "tangent")
 
 
 class Localizer:
-    """Rewrites a joint graph under some decisions.
+    """Rewrites a joint graph by the decisions of a plan.
 
     Args:
         flow: the graph, its rules and the decisions.
-        resharder: finds the reshards, the same that priced them.
+        resharder: finds the reshards; the one that priced them.
         groups: for every mesh axis, the name of the process group of this rank's line along it.
         home: the device of the program's tensors: of this rank, or of its type.
-        sizes: where sizes are dynamic, those that stand for all; by default those that the rules were made at.
-        shared: the axis of which ranks hold shares of their own, if there is one.
+        sizes: where sizes are dynamic, those that stand for all; by default those of the rules.
+        shared: the axis whose ranks hold unequal shares, if any.
     """
 
     def __init__(
@@ -120,38 +128,35 @@ class Localizer:
         self.rules = flow.rules
         self.resharder = resharder
         example = next(node.meta["val"] for node in flow.graph.graph_module.graph.nodes if node.op == "placeholder")
-        self.emit = (
-            GraphEmitter(flow.mesh, groups, example.fake_mode, home, self.sizes)
-            if shared is None
-            else SharesEmitter(flow.mesh, groups, example.fake_mode, home, self.sizes, shared)
-        )
+        arguments = flow.mesh, groups, example.fake_mode, home, self.sizes
+        self.emit = GraphEmitter(*arguments) if shared is None else SharesEmitter(*arguments, shared)
         self._shared = shared
         self.nodes: dict[str, fx.Node] = {}  # key of a value or copy -> the node that holds it
         self.results: dict[tuple[str, str], fx.Node] = {}  # kind and name of an output -> the node that holds it
         self._gradient_roots: set[fx.Node] = set()  # nodes whose memory is a gradient
+        self._streams: dict[str, int] = {}  # operator -> count of random operators emitted before it
         self._zero_padded: set[fx.Node] = set()  # nodes in which all padding is zero
-        self._streams: dict[str, int] = {}  # operator -> random operators emitted before it
-        self._zero_padded_copies: dict[
-            tuple[fx.Node, str], fx.Node
-        ] = {}  # node and phase -> its tensor with padding made zero
+        # Node and phase -> its tensor with zeros for padding. Backward makes its own, so that none is saved for it.
+        self._zero_padded_copies: dict[tuple[fx.Node, str], fx.Node] = {}
 
     def run(self) -> LocalStep:
         """Emit the whole program."""
         inputs = self._add_inputs()
+        # Inputs that the step returns.
         for source in self.flow.graph.inputs:
             if source.kind != "tangent":
                 self._emit_outputs(Value(source.node))
         for node in self.rules.operators:
             try:
                 self._localize_operator(node)
-            except RuntimeError as error:  # torch's own: shapes do not fit each other
-                raise RuleError(
-                    f"{node_place(node, 'has no program on the shards that were planned')}: {error}"
-                ) from error
+            except RuntimeError as error:  # of torch: shapes do not fit each other
+                place = node_place(node, "has no program on the shards that were planned")
+                raise RuleError(f"{place}: {error}") from error
             for index in range(len(self.rules.calls[node].results)):
                 self._emit_outputs(Value(node, index))
+        # Tangents that are gradients as they arrive: no backward node may stand before forward ones.
         for source in self.flow.graph.inputs:
-            if source.kind == "tangent":  # a gradient as it arrives: no backward node may stand before forward ones
+            if source.kind == "tangent":
                 self._emit_outputs(Value(source.node))
         outputs = [
             self._program_tensor(output.kind, output.name, value, self.flow.output_spec(output))
@@ -162,26 +167,24 @@ class Localizer:
         ]
         self.emit.graph.output(tuple(self.results[border.kind, border.name] for border in outputs))
         module = lazy_graph_module(self.emit.graph)
-        again = any(key.endswith("@backward") for key in self.flow.decisions.hubs)
-        again = again or bool(self.flow.graph.recomputed)
+        gathers_again = any(key.endswith("@backward") for key in self.flow.decisions.hubs)
+        repeats = gathers_again or bool(self.flow.graph.recomputed)
         sources = self.flow.graph.gradient_sources
-        return LocalStep(module, tuple(inputs), tuple(outputs), again, self._shared, sources)
+        return LocalStep(module, tuple(inputs), tuple(outputs), repeats, self._shared, sources)
 
     def _emit_outputs(self, value: Value) -> None:
-        """Bring a value that the step hands back to where it is wanted, as soon as it is made.
-
-        A gradient's reduction then starts behind the compute that follows it.
-        """
+        """Reshard a value that the step returns, as soon as it is made, so that later compute hides its reduction."""
         for output in self.rules.outputs_of.get(value, ()):
             gradient = output.kind == "gradient"
             result = self._read(value, phase_of(output), self.flow.output_spec(output), gradient)
             self.results[output.kind, output.name] = self._unaliased_gradient(result) if gradient else result
 
     def _unaliased_gradient(self, gradient: fx.Node) -> fx.Node:
-        """The gradient in contiguous memory of its own, which optimizers and clipping change in place."""
+        """Return the gradient in contiguous memory of its own, since optimizers and clipping change it in place."""
         root = _view_root(gradient)
         fresh = root.op != "placeholder" and root not in self._gradient_roots
         self._gradient_roots.add(root)
+        # A collective writes its result to contiguous memory.
         if fresh and (gradient.target is _WAIT or self.emit.is_contiguous(gradient)):
             return gradient
         return self.emit.call(torch.ops.aten.clone.default, gradient, memory_format=torch.contiguous_format)
@@ -189,6 +192,7 @@ class Localizer:
     def _add_inputs(self) -> list[ProgramTensor]:
         primals = [source for source in self.flow.graph.inputs if source.kind != "tangent"]
         tangents = [source for source in self.flow.graph.inputs if source.kind == "tangent"]
+        # Torch's partitioner knows inputs of the forward and tangents by these names.
         borders = [self._add_input(source, f"primals_{index}") for index, source in enumerate(primals)]
         self.emit.add_rank_inputs()
         return borders + [self._add_input(source, f"tangents_{index}") for index, source in enumerate(tangents)]
@@ -201,7 +205,7 @@ class Localizer:
         if source.kind == "parameter":
             node.meta["layer"] = self.rules.parameter_layers[source.name]
         self.nodes[value.name] = node
-        self._zero_padded.add(node)  # as inputs are padded
+        self._zero_padded.add(node)  # inputs are padded with zeros
         return border
 
     def _program_tensor(self, kind: str, name: str, value: Value, spec: Spec) -> ProgramTensor:
@@ -222,13 +226,13 @@ class Localizer:
             for operand, source in enumerate(operand_nodes(node))
         ]
         self.emit.phase = phase
+        # `autoshard.shard` is the identity: its operand was read in the pinned spec.
         if self.rules.pin_spec(node, self.flow.mesh) is not None:
             self.nodes[Value(node).name] = operands[0]
             return
         choices = self.flow.decisions.choices[node.name]
-        if self._shared is not None and not keeps_shares(
-            self.rules.rules[node], choices[self._shared.axis], self._shared
-        ):
+        rule = self.rules.rules[node]
+        if self._shared is not None and not keeps_shares(rule, choices[self._shared.axis], self._shared):
             axis = self.flow.mesh.names[self._shared.axis]
             raise PlanError(
                 f"this plan splits {node.target} by other than {self._shared.whole} on axis {axis!r}, which shares "
@@ -236,10 +240,11 @@ class Localizer:
             )
         operands = [self._zero_padded_copies.get((operand, phase), operand) for operand in operands]
         call = LocalCall(
-            *(self.rules.calls[node], self.rules.rules[node], choices, self.flow.mesh, self.emit, operands),
+            *(self.rules.calls[node], rule, choices, self.flow.mesh, self.emit, operands),
             zeros=[operand in self._zero_padded for operand in operands],
         )
         fill_operands(call)
+        # Operands whose padding was filled with zeros serve later operators, too.
         for operand, value, zero in zip(operands, call.operands, call.zeros, strict=True):
             if zero and value is not operand:
                 self._zero_padded_copies[operand, phase] = value
@@ -254,48 +259,45 @@ class Localizer:
                     self._zero_padded.add(result)
 
     def _emit_operator(self, node: fx.Node, call: LocalCall) -> Any:
-        """Emit an operator; one that is run again draws the numbers that it drew the first time.
-
-        What draws from the device's own generator would not: its results are kept.
-        """
+        """Emit an operator; one that is run again draws the numbers that it drew the first time."""
+        # A kernel that draws from the device's own generator would draw new numbers: its first results are used.
         first = self.rules.original_draw(node)
         if first is not None and call.rule.local is None:
             return [self.nodes.get(Value(first, index).name) for index in range(len(call.call.results))]
         streams = self.emit.streams
+        # A repeated operator draws from the streams of the original; later ones count on from the largest number.
         self._streams[node.name] = self.emit.streams = self._streams.get(node.meta.get(RECOMPUTES, ""), streams)
         results = emit_program(call)
         self.emit.streams = max(streams, self.emit.streams)
         return results
 
     def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
-        """The value as `target`, for an optimizer if it is a `gradient`; every copy on the way is made once."""
+        """Return the value in spec `target`, for an optimizer if it is a `gradient`; equal copies are made once."""
         self.emit.phase = phase
         node, meta = self.nodes[value.name], self._meta(value)
         for key, source, spec in self.flow.reshards(value, phase, target):
             if key not in self.nodes:
                 resharder = self.resharder.gradients if gradient and spec is target else self.resharder
-                path = self._path(resharder, value, source, spec)
+                # The cheapest path at the rules' sizes, whatever those of this program: it is one for all sizes.
+                generic, plain = self.rules.generic, at(value.meta, self.rules.generic)
+                path = resharder.path(plain.shape, plain.dtype.itemsize, source.at(generic), spec.at(generic))
+                path = path.at(self.sizes)
                 self.nodes[key] = lower(path, node, self.emit, meta.dtype)
                 if node in self._zero_padded and all(_keeps_zeros(step) for step in path.steps):
                     self._zero_padded.add(self.nodes[key])
             node = self.nodes[key]
         return node
 
-    def _path(self, resharder: Resharder, value: Value, source: Spec, target: Spec) -> Path:
-        """The way between two specs: the one that is cheapest at the rules' sizes, whatever this program's are."""
-        generic = self.rules.generic
-        meta = at(value.meta, generic)
-        return resharder.path(meta.shape, meta.dtype.itemsize, source.at(generic), target.at(generic)).at(self.sizes)
-
 
 def _keeps_zeros(step: Step) -> bool:
-    """Whether a step leaves zeros where they are, and pads with such; all do but one that makes a product's ones."""
+    """Return True if a step of a reshard keeps zero padding zero, and pads with zeros."""
+    # A partial product of ranks is completed with ones.
     return step.kind != "make_partial" or "P(product)" not in str(step.target)
 
 
 def _view_root(node: fx.Node) -> fx.Node:
-    """The node in whose memory a node's tensor lies: what it is a view of, or itself."""
-    made = node.all_input_nodes[0] if node.target is operator.getitem else node
-    if made.op != "call_function" or all(result.alias_info is None for result in made.target._schema.returns):  # type: ignore[union-attr]
+    """Return the node of which a node is a view, through any number of views, or itself."""
+    call = node.all_input_nodes[0] if node.target is operator.getitem else node
+    if call.op != "call_function" or not makes_view(call.target):
         return node
-    return _view_root(made.all_input_nodes[0])
+    return _view_root(call.all_input_nodes[0])

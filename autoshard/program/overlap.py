@@ -1,4 +1,4 @@
-"""Who joins and orders the collectives of a local program: this library, or torch's passes at the cluster's prices."""
+"""Arrangement of the collectives of a local program: by this library, or by torch's passes at the cluster's prices."""
 
 from __future__ import annotations
 
@@ -25,25 +25,21 @@ OVERLAPS = ("own", "torch")
 
 
 class Arrangement(Protocol):
-    """Joins and orders the collectives of a half in place, in one order on all ranks."""
+    """Joins and orders the collectives of half a program in place, in one order on all ranks."""
 
     def __call__(self, half: fx.GraphModule, forward: bool) -> None: ...
 
 
 def arrange_own(half: fx.GraphModule, forward: bool) -> None:
-    """As the predicted program does it (`reshard.overlap`)."""
+    """Arrange collectives by the passes that the predicted program has, too."""
+    # Reductions of the forward half are not joined: a loss that is kept would keep the buffer of all its neighbours.
     if not forward:
-        # What the forward half reduces is not joined: who keeps the loss would keep the buffer of all its neighbours.
         bucket_reductions(half.graph)
     schedule(half.graph)
 
 
 def check_overlap(overlap: str) -> None:
-    """Raise an error where the option is not valid.
-
-    Raises:
-        PlanError: it is unknown, or this release of torch has no such pass.
-    """
+    """Raise a `PlanError` if the option is unknown, or this release of torch has no such pass."""
     if overlap not in OVERLAPS:
         raise PlanError(f"overlap={overlap!r} is unknown: choose one of {', '.join(OVERLAPS)}.")
     if overlap == "torch" and not has_overlap_pass():
@@ -60,7 +56,7 @@ class TorchArrangement:
     Attributes:
         prices: of kernels and collectives.
         groups: for every mesh axis, the name of the process group in the program.
-        dynamic: whether sizes are: nothing is joined or fused then, since torch writes the example's into the program.
+        dynamic: True if sizes are dynamic.
     """
 
     prices: KernelPrices
@@ -68,17 +64,17 @@ class TorchArrangement:
     dynamic: bool
 
     def __call__(self, half: fx.GraphModule, forward: bool) -> None:
+        # Torch's joins and fusions write the sizes of the example into the program.
         if not self.dynamic:
             fuse(half.graph)
         schedule_overlap(half, self.seconds, join=not self.dynamic, bytes_more=GATHERED_BYTES + REDUCED_BYTES)
 
     def seconds(self, node: fx.Node, size: int | None) -> float | None:
-        """Time of a call; of a collective of `size` bytes, where torch asks what it would take of that many."""
+        """Return the seconds of a call; of a collective as if it had `size` bytes, where torch asks for that."""
         if node.op != "call_function" or "val" not in node.meta:
             return None
         if node.target in COLLECTIVE_KINDS:
             sent = collective_call(node, self.groups)
             return self.prices.cost.collective(sent.kind, sent.bytes if size is None else size, sent.axis)
-        if node.target in (collectives.wait_tensor.default, operator.getitem):
-            return 0.0
-        return self.prices.seconds(node)
+        free = node.target in (collectives.wait_tensor.default, operator.getitem)
+        return 0.0 if free else self.prices.seconds(node)

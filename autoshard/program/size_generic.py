@@ -1,4 +1,4 @@
-"""A program with dynamic sizes is compared with the one for other sizes: nothing in it may be the example's number."""
+"""Check of a program with dynamic sizes against the one for other sizes: no number in it may be the example's."""
 
 from __future__ import annotations
 
@@ -20,34 +20,30 @@ from autoshard.specs.shared_axis import SharedAxis
 def size_generic_step(
     flow: Flow, resharder: Resharder, groups: Sequence[str], home: torch.device, shared: SharedAxis | None
 ) -> LocalStep:
-    """The program of a plan; of a graph of dynamic sizes, one that is the same at all of them.
+    """Return the program of a plan; of a graph with dynamic sizes, one that is the same at all of them.
 
-    Args:
-        flow: the graph, and what was decided.
-        resharder: for the collectives.
-        groups: for every mesh axis, the name of its process group.
-        home: the device of the program's tensors.
-        shared: the mesh axis of which ranks hold shares of their own, if there is one.
+    The arguments are those of `Localizer`.
 
     Raises:
-        PlanError: an operator can't have shares of its own as the plan has it.
+        PlanError: an operator can't have unequal shares as the plan has it.
         RuleError: the program would be another one at other sizes.
     """
     step = Localizer(flow, resharder, groups, home, shared=shared).run()
     if flow.graph.dynamic is not None:
-        others = generic_sizes(flow.graph, flow.mesh, flow.rules.generic)
-        other = Localizer(flow, resharder, groups, home, others, shared).run()
-        check_size_generic(step, other, others if shared is None else shared.example(others))
+        sizes = generic_sizes(flow.graph, flow.mesh, flow.rules.generic)
+        expected = Localizer(flow, resharder, groups, home, sizes, shared).run()
+        check_size_generic(step, expected, sizes if shared is None else shared.example(sizes))
     return step
 
 
-def check_size_generic(step: LocalStep, other: LocalStep, sizes: Sizes) -> None:
-    """Refuse a program that is not, with its sizes taken at `sizes`, the `other` one, which was made for these.
+def check_size_generic(step: LocalStep, expected: LocalStep, sizes: Sizes) -> None:
+    """Check that a program, with its sizes replaced by `sizes`, equals the program that was made for these.
 
     Raises:
-        RuleError: an operator's arguments hold a number that came from a dynamic size, or there are other operators.
+        RuleError: an operator's arguments hold a number that came from a dynamic size, or operators differ.
     """
-    place = {node: index for half in (step, other) for index, node in enumerate(half.graph_module.graph.nodes)}
+    nodes, expected_nodes = (list(made.graph_module.graph.nodes) for made in (step, expected))
+    place = {node: index for both in (nodes, expected_nodes) for index, node in enumerate(both)}
 
     def call_texts(node: fx.Node) -> Any:
         def leaf(value: Any) -> Any:
@@ -55,16 +51,14 @@ def check_size_generic(step: LocalStep, other: LocalStep, sizes: Sizes) -> None:
 
         return node.op, str(node.target), fx.node.map_aggregate((node.args, node.kwargs), leaf)
 
-    pairs = zip(step.graph_module.graph.nodes, other.graph_module.graph.nodes, strict=False)  # the first difference
-    for ours, theirs in pairs:
-        one, two = call_texts(ours), call_texts(theirs)
-        if one != two:
+    # A program that is longer differs before the other one ends, in its output at the latest.
+    for node, expected_node in zip(nodes, expected_nodes, strict=False):
+        call, expected_call = call_texts(node), call_texts(expected_node)
+        if call != expected_call:
+            given = ", ".join(f"{name} = {value}" for name, value in sizes.items())
             raise RuleError(
-                f"a program for all sizes cannot be made: at {_sizes_text(sizes)} it would call {one[1]}{one[2]}, and "
-                f"should call {two[1]}{two[2]}. A rule, or the local program of a rule, has made a plain number of a "
-                "dynamic size: let it compute with +, -, *, // and %. Until then, leave that size out of dynamic."
+                f"a program for all sizes cannot be made: at {given} it would call {call[1]}{call[2]}, and should call "
+                f"{expected_call[1]}{expected_call[2]}. A rule, or the local program of a rule, has made a plain "
+                "number of a dynamic size: let it compute with +, -, *, // and %. Until then, leave that size out of "
+                "dynamic."
             )
-
-
-def _sizes_text(sizes: Sizes) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in sizes.items())

@@ -1,4 +1,4 @@
-"""The program in two halves that run apart: forward, which saves, and backward, which takes what was saved."""
+"""A program in two halves that run apart: forward, which saves tensors, and backward, which takes them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from autoshard.size import DynamicSize, Ratio
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientReduction:
-    """How gradients are reduced that the backward half returns unreduced, to be added up over several runs of it.
+    """The reduction of gradients that the backward half returns unreduced, to be added up over several runs of it.
 
     Attributes:
-        places: of these among the step's gradients.
-        last: what runs instead the last time: of the backward half, or of its second part if it has parts. It takes the
-            sums of the runs before, too, behind all else; and returns gradients, and behind them what `end` takes.
-        end: awaits what is left of the reductions, and returns those gradients; None if `last` returns all.
+        places: the places of these gradients among all gradients of the step.
+        last: replaces the backward half, or its second part, in the last run. Its last arguments are the sums of the
+            runs before; its last results are the arguments of `end`.
+        end: awaits the rest of the reductions and returns those gradients; None if `last` returns all.
     """
 
     places: tuple[int, ...]
@@ -46,18 +46,25 @@ class GradientReduction:
 class Halves:
     """Forward and backward of a local step.
 
-    The forward graph takes the program's inputs but the tangents, and returns the outputs of the forward and then
-    `saved` tensors; the backward graph takes these and the tangents, and returns the gradients. Unless it is compiled,
-    it takes them as one list, which it empties: what is saved is freed as it is used up. A forward-only step has no
-    backward. Where it is asked for, `parts` is the backward graph in two: gradients of inputs, then those of
-    parameters; and where it returns some of these unreduced, `reduction` is how they are reduced.
+    The backward graph takes its arguments as one list, which it empties, unless it is compiled: a saved tensor is freed
+    after its last use.
+
+    Attributes:
+        forward: takes the program's inputs but the tangents; returns the forward outputs and then the saved tensors.
+        backward: takes the saved tensors and the tangents; returns the gradients. None of a step without gradients.
+        saved: the number of saved tensors.
+        draws: True if the program takes random numbers.
+        forward_sizes: the expressions of the numbers that the forward graph takes last.
+        backward_sizes: those of the backward graph.
+        parts: where it is wanted, the backward graph in two: gradients of inputs, then those of parameters.
+        reduction: of the gradients that the backward graph returns unreduced, if any.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     saved: int
-    draws: bool  # whether the program takes random numbers
-    forward_sizes: tuple[sympy.Expr, ...] = ()  # the numbers, by expression, that a half takes last
+    draws: bool
+    forward_sizes: tuple[sympy.Expr, ...] = ()
     backward_sizes: tuple[sympy.Expr, ...] = ()
     parts: tuple[GraphPart, GraphPart] | None = None
     reduction: GradientReduction | None = None
@@ -79,11 +86,11 @@ def split(
 
     Args:
         step: the program.
-        compile: hand both halves to inductor, unless the data decides how many rows a rank holds; cheap operators are
-            then recomputed in the backward half, unless the plan itself says what is done again.
-        in_parts: whether gradients of parameters may be wanted later than those of inputs.
-        reduced: if gradients of parameters are added up over several runs before they are reduced, which ones.
-        arrange: joins and orders the collectives of a half; reductions of such sums are arranged as planned.
+        compile: True to compile both halves by inductor, unless the data decides how many rows a rank holds. Cheap
+            operators are then recomputed in the backward half, unless the plan itself repeats operators.
+        in_parts: True if gradients of parameters may be wanted later than those of inputs.
+        reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
+        arrange: joins and orders the collectives of a half.
     """
     joint = step.graph_module
     propagate_layers(joint.graph)
@@ -91,7 +98,7 @@ def split(
     placeholders = joint.graph.find_nodes(op="placeholder")
     draws = any(node.users for node in placeholders if node.target == "seed")
     if any(border.kind == "gradient" for border in step.outputs):
-        # The partitioner that recomputes cheap operators merges equal ones first, those that the plan repeats too.
+        # The partitioner that recomputes cheap operators first merges equal ones, also those that the plan repeats.
         cheap = compile and not step.repeats
         forward, backward = split_joint(joint, len(step.forward_outputs), recompute=cheap)
     else:
@@ -99,31 +106,34 @@ def split(
     unreduced = None
     if reduced is not None and backward is not None:
         unreduced = take_reductions(backward.graph, _gradients_of(step, "parameter"), reduced)
-    # What is made of the backward half takes the same numbers as it.
+    # Graphs that are made of the backward half take the same numbers, so it takes them before these are made.
     taken = take_sizes(backward.graph) if backward is not None and (in_parts or unreduced is not None) else ()
     parts = split_by_results(backward, _gradients_of(step, "input")) if in_parts and backward is not None else None
     reduction = None
     if unreduced is not None and backward is not None:
         reduction = _reduction(unreduced, backward if parts is None else parts[1], compile, dynamic=bool(taken))
-    backwards = [half for half in (backward, *(one.graph for one in parts or ())) if half is not None]
+    backwards = [half for half in (backward, *(part.graph for part in parts or ())) if half is not None]
     for half in (forward, *backwards):
+        # Torch counts random operators as impure, and would keep dead ones.
         half.graph.eliminate_dead_code(is_impure_node=is_border)
         arrange(half, half is forward)
+        # A compiler would reuse memory that a shift still reads.
         if compile:
             lower_shifts(half.graph)
     forward_sizes = take_sizes(forward.graph)
     backward_sizes = () if backward is None else (*taken, *take_sizes(backward.graph))
     for half in (forward, *backwards):
         half.graph.lint()
+        # The arguments of the forward half belong to its caller, so only backward takes them as a list.
         write_code(half, take_list=not compile and half is not forward)
-    output = next(iter(forward.graph.find_nodes(op="output")))
-    saved = len(output.args[0]) - len(step.forward_outputs)
+    results: Any = forward.graph.output_node().args[0]
+    saved = len(results) - len(step.forward_outputs)
     if compile:
         dynamic = bool(forward_sizes or backward_sizes)
         forward = compile_graph(forward, dynamic=dynamic)
         backward = None if backward is None else compile_graph(backward, dynamic=dynamic)
         if parts is not None:
-            first, second = (replace(one, graph=compile_graph(one.graph, dynamic=dynamic)) for one in parts)
+            first, second = (replace(part, graph=compile_graph(part.graph, dynamic=dynamic)) for part in parts)
             parts = first, second
     return Halves(forward, backward, saved, draws, forward_sizes, backward_sizes, parts, reduction)
 
@@ -131,34 +141,38 @@ def split(
 def _reduction(
     unreduced: PendingReductions, ends: fx.GraphModule | GraphPart, compile: bool, dynamic: bool
 ) -> GradientReduction:
-    """How what is left of gradients is done where the backward half, or its second part, runs last."""
-    whole = ends.graph if isinstance(ends, GraphPart) else ends
-    makes = ends.makes if isinstance(ends, GraphPart) else tuple(range(len(whole.graph.output_node().args[0])))  # type: ignore[arg-type]
-    own = [makes.index(place) for place in unreduced.places]
-    graph = fx.GraphModule(whole, reduce_with_sums(whole.graph, unreduced, own))
+    """Return the reduction of gradients in the last run of `ends`: the backward half, or its second part."""
+    if isinstance(ends, GraphPart):
+        whole, makes = ends.graph, ends.makes
+    else:
+        whole, makes = ends, tuple(range(len(ends.graph.output_node().args[0])))  # type: ignore[arg-type]
+    places = [makes.index(place) for place in unreduced.places]
+    graph = fx.GraphModule(whole, reduce_with_sums(whole.graph, unreduced, places))
     if compile:
+        # Compiled code is not split at waits: `last` does everything.
         lower_shifts(graph.graph)
         graph.recompile()
         takes = tuple(range(len(graph.graph.find_nodes(op="placeholder"))))
         return GradientReduction(unreduced.places, GraphPart(compile_graph(graph, dynamic=dynamic), takes, makes), None)
-    last, end = (replace(one, makes=tuple(makes[place] for place in one.makes)) for one in split_at_waits(graph, own))
+    parts = split_at_waits(graph, places)
+    last, end = (replace(part, makes=tuple(makes[place] for place in part.makes)) for part in parts)
     for half in (last, end):
         write_code(half.graph, take_list=True)
     return GradientReduction(unreduced.places, last, end)
 
 
 def _gradients_of(step: LocalStep, kind: str) -> list[int]:
-    """Places, among the gradients, of those of one kind of what the step is given."""
-    named = {border.name for border in step.inputs if border.kind == kind}
-    gradients = [border.name for border in step.outputs if border.kind == "gradient"]
-    return [place for place, name in enumerate(gradients) if name in named]
+    """Return the places, among the gradients of a step, of those of one kind of input."""
+    names = {border.name for border in step.inputs if border.kind == kind}
+    return [place for place, border in enumerate(step.gradients) if border.name in names]
 
 
 def take_sizes(graph: fx.Graph) -> tuple[sympy.Expr, ...]:
-    """Make every number that depends on dynamic sizes an input of the graph, behind the others: their expressions."""
+    """Make every number that depends on dynamic sizes an input of the graph, behind all others; return expressions."""
     last = list(graph.find_nodes(op="placeholder"))[-1]
     taken: dict[sympy.Expr, fx.Node] = {}
 
+    # Equal numbers are one input.
     def number(value: Any) -> Any:
         nonlocal last
         if not isinstance(value, (DynamicSize, Ratio)):
@@ -175,7 +189,7 @@ def take_sizes(graph: fx.Graph) -> tuple[sympy.Expr, ...]:
 
 
 def _is_sized_by_data(joint: fx.GraphModule) -> bool:
-    """Whether ranks send each other as many rows as the data says; compiled code knows one size only."""
+    """Return True, and warn, if ranks send each other as many rows as the data says."""
     if not joint.graph.find_nodes(op="call_function", target=exchange_ops.exchange.default):
         return False
     warnings.warn(

@@ -1,4 +1,4 @@
-"""Shapes of local tensors as expressions: a program's operators are run on tensors of symbolic sizes besides."""
+"""Shapes of local tensors as expressions: a program's operators are also run on tensors of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class SymbolicShapes:
         self._symbolic_sizes: dict[sympy.Expr, Any] = {}
         self._expressions: dict[sympy.Symbol, sympy.Expr] = {}
         self._tensors: dict[fx.Node, Any] = {}
-        self._results: dict[tuple[Any, ...], Any] = {}  # what a call of an operator gave: equal calls are run once
+        self._results: dict[tuple[Any, ...], Any] = {}  # results of operators: equal calls are run once
         self._interned: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def placeholder(self, node: fx.Node, shape: Sequence[int]) -> None:
-        """An input of the program, of this local shape."""
+        """Record an input of the program, of this local shape."""
         if any(map(is_dynamic, shape)):
             val = node.meta["val"]
             with self._numbers.mode:
-                made = torch.empty([self._number(size) for size in shape], dtype=val.dtype, device=val.device)
-            self._tensors[node] = self._intern(made)
+                tensor = torch.empty([self._number(size) for size in shape], dtype=val.dtype, device=val.device)
+            self._tensors[node] = self._intern(tensor)
 
     def run(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> None:
-        """Run the operator of a node, if dynamic sizes come into it."""
+        """Run the operator of a node, if an argument depends on dynamic sizes."""
         leaves: list[Any] = []
         fx.node.map_aggregate((args, kwargs), leaves.append)
         if not any(is_dynamic(leaf) or (isinstance(leaf, fx.Node) and leaf in self._tensors) for leaf in leaves):
@@ -55,18 +55,19 @@ class SymbolicShapes:
         self._keep(node, self._results[key])
 
     def _intern(self, tensor: Any) -> Any:
-        """The first tensor that looked like this one."""
+        """Return the first tensor with this shape, these strides and this dtype."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         numbers = (*tensor.shape, *tensor.stride())
-        look = tuple(number.node.expr if isinstance(number, torch.SymInt) else number for number in numbers)
-        return self._interned.setdefault((look, tensor.dtype), tensor)
+        layout = tuple(number.node.expr if isinstance(number, torch.SymInt) else number for number in numbers)
+        return self._interned.setdefault((layout, tensor.dtype), tensor)
 
     def _key(self, value: Any) -> Any:
-        """What decides the shape that an operator gives, of one of its arguments."""
+        """Return what of an argument decides the shape of an operator's results."""
         if isinstance(value, fx.Node):
             if value in self._tensors:
-                return id(self._tensors[value])  # kept as long as the key is
+                # Tensors are interned, so equal ones have one id, and they live as long as the key.
+                return id(self._tensors[value])
             val = value.meta["val"]
             return (tuple(val.shape), val.stride(), val.dtype) if isinstance(val, torch.Tensor) else val
         if isinstance(value, dict):
@@ -76,16 +77,16 @@ class SymbolicShapes:
         return value.expr if isinstance(value, (DynamicSize, Ratio)) else (type(value), value)
 
     def item(self, node: fx.Node, source: fx.Node, index: int) -> None:
-        """A node that takes one of several results."""
+        """Record a node that takes one of several results."""
         if source in self._tensors:
             self._keep(node, self._tensors[source][index])
 
     def has_dynamic_size(self, node: fx.Node) -> bool:
-        """Whether some size of a node's tensor is dynamic."""
+        """Return True if a size of a node's tensor is dynamic."""
         return node in self._tensors
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Local shape of a node's tensor."""
+        """Return the local shape of a node's tensor."""
         if node not in self._tensors:
             return tuple(node.meta["val"].shape)
         return tuple(
@@ -102,31 +103,36 @@ class SymbolicShapes:
             self._tensors[node] = value
 
     def _operand(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            if value not in self._tensors:
-                val = value.meta["val"]
-                if not isinstance(val, torch.Tensor):
-                    return val
-                with self._numbers.mode:
-                    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
-            return self._tensors[value]
         if isinstance(value, DynamicSize):
             return self._number(value)
-        return float(value) if isinstance(value, Ratio) else value
+        if isinstance(value, Ratio):
+            return float(value)
+        if not isinstance(value, fx.Node):
+            return value
+        if value in self._tensors:
+            return self._tensors[value]
+        val = value.meta["val"]
+        if not isinstance(val, torch.Tensor):
+            return val
+        with self._numbers.mode:
+            return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
 
     def _number(self, size: int) -> Any:
-        """Torch's symbolic integer for a size: sums and products of those for its parts."""
+        """Return torch's symbolic integer for a dynamic size."""
         return self._symbolic(size.expr) if isinstance(size, DynamicSize) else size
 
     def _symbolic(self, expr: sympy.Expr) -> Any:
         if expr.is_Integer:
             return int(expr)
-        whole = all(part.is_integer for part in expr.args)
-        if expr.is_Add and whole:
-            return sum(self._symbolic(part) for part in expr.args)
-        if expr.is_Mul and whole:
-            return math.prod(self._symbolic(part) for part in expr.args)
+        # Sums and products are made of their parts, so that torch sees that sizes are equal, or one a multiple.
+        if all(part.is_integer for part in expr.args):
+            if expr.is_Add:
+                return sum(self._symbolic(part) for part in expr.args)
+            if expr.is_Mul:
+                return math.prod(self._symbolic(part) for part in expr.args)
+        # Everything else, such as a rounded quotient, is a symbol for torch.
         if expr not in self._symbolic_sizes:
-            made, own = self._numbers.new(int(DynamicSize.of(expr, self.sizes)), len(self._symbolic_sizes))
-            self._symbolic_sizes[expr], self._expressions[own] = made, expr
+            value = int(DynamicSize.of(expr, self.sizes))
+            self._symbolic_sizes[expr], symbol = self._numbers.new(value, len(self._symbolic_sizes))
+            self._expressions[symbol] = expr
         return self._symbolic_sizes[expr]

@@ -11,13 +11,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-# Runs a function once per rank where one process holds all ranks, and plainly elsewhere.
+# Runs a function once per rank where one process holds all ranks, and once elsewhere.
 from torch.distributed._local_tensor import LocalTensor, maybe_run_for_local_tensor
 from torch.distributed.checkpoint import hf_storage, state_dict, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-# How a DTensor lies: what its public constructors work out anew at every call, at six times the price.
+# Mesh, placements, shape and strides of a DTensor: its public constructors compute them anew, in six times the time.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 Arguments = ParamSpec("Arguments")
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 def per_rank(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`function` of this rank's tensors and coordinates; run for every rank where one process holds them all.
+    """Wrap a function of a rank's tensors and coordinates so that it runs for every rank that this process holds.
 
     The function has no side effects and returns new tensors.
     """
@@ -36,7 +36,7 @@ def per_rank(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 def dtensor_spec(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    """How a contiguous global tensor lies on a mesh, in torch's words."""
+    """Return torch's description of a contiguous global tensor on a mesh."""
     return DTensorSpec(device_mesh, tuple(placements), tensor_meta=_contiguous(tuple(shape), dtype))
 
 
@@ -51,17 +51,17 @@ def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around `local`, without checks, copies or autograd."""
+    """Return a DTensor around `local`, without checks, copies or autograd."""
     return DTensor(local, spec, requires_grad=False)
 
 
 def dtensor_spec_of(tensor: DTensor) -> DTensorSpec:
-    """How a DTensor lies; DTensors may share it."""
+    """Return torch's description of a DTensor, which DTensors may share."""
     return tensor._spec
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """The local tensor of a DTensor itself, outside autograd (`to_local` records it and makes a view)."""
+    """Return the local tensor of a DTensor itself, outside autograd (`to_local` records it and makes a view)."""
     return tensor._local_tensor
 
 
@@ -72,52 +72,47 @@ def set_local_tensor(tensor: DTensor, local: Tensor, spec: DTensorSpec) -> None:
 
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
-    """The hooks that `register_hook` put on a tensor."""
+    """Return the hooks that `register_hook` put on a tensor."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def post_accumulate_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
-    """The hooks that `register_post_accumulate_grad_hook` put on a tensor."""
+    """Return the hooks that `register_post_accumulate_grad_hook` put on a tensor."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
 def allows_mutation() -> bool:
-    """Whether `torch.autograd.graph.allow_mutation_on_saved_tensors` is active."""
+    """Return True if `torch.autograd.graph.allow_mutation_on_saved_tensors` is active."""
     return bool(getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False))
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another one."""
+    """Return True if autograd takes a tensor for a view of another one."""
     return tensor._is_view()
 
 
 def local_tensors(tensor: Tensor) -> list[Tensor]:
-    """What the ranks that this process holds have of a tensor."""
+    """Return the tensors of all ranks that this process holds."""
     return list(tensor._local_tensors.values()) if isinstance(tensor, LocalTensor) else [tensor]
 
 
 def has_views(tensor: Tensor) -> bool:
-    """Whether another tensor uses the same memory, for any of the ranks that this process holds."""
+    """Return True if another tensor uses the same memory, for any of the ranks that this process holds."""
+    # Two users are the tensor and the storage object made here. Torch counts tensors in no other way.
     shards = local_tensors(tensor)
-    # One user is the tensor, one the storage object made here. A plain count of tensors is not to be had otherwise.
     return any(torch._C._storage_Use_Count(shard.untyped_storage()._cdata) > 2 for shard in shards)
 
 
 def broadcasts_from_first_rank() -> bool:
-    """Whether the caller serves a load of `torch.distributed.checkpoint.state_dict` with `broadcast_from_rank0`.
-
-    Found on the stack: torch tells nobody. A release that names its functions or their variables otherwise says no.
-    """
+    """Return True within a load of `torch.distributed.checkpoint.state_dict` with `broadcast_from_rank0`."""
+    # Torch passes the option to nobody, so it is read on the stack. For releases with other names this is False.
     loads = {_code(state_dict, name) for name in ("_load_model_state_dict", "_load_optim_state_dict")}
     infos = (frame.f_locals.get("info") for frame in _stack() if frame.f_code in loads)
     return any(getattr(info, "broadcast_from_rank0", False) for info in infos)
 
 
 def saves_in_hugging_face_files() -> bool:
-    """Whether the caller serves a `torch.distributed.checkpoint.save` with a `HuggingFaceStorageWriter`.
-
-    Found on the stack, as `broadcasts_from_first_rank` is.
-    """
+    """Return True within a `torch.distributed.checkpoint.save` with a `HuggingFaceStorageWriter`, by the stack."""
     place = state_dict_saver.__file__
     frames = (frame for frame in _stack() if frame.f_code.co_filename == place)
     writer = hf_storage.HuggingFaceStorageWriter
@@ -139,7 +134,7 @@ def support_anomaly_detection() -> None:
     """Give `DTensor` the rule that `torch.autograd.detect_anomaly` needs, where this release of torch has none."""
     from torch.distributed.tensor.experimental import register_sharding  # gives DTensor a rule for an operator
 
-    operator = torch.ops.aten._is_any_true.default  # asks whether any number of a gradient is no number
+    operator = torch.ops.aten._is_any_true.default  # reduces the flags of NaN in a gradient
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
     if not any(operator in getattr(propagator, table, ()) for table in tables):

@@ -1,4 +1,4 @@
-"""A rank's shard as blocks: the boxes of the whole tensor that it is made of, where files are written and read."""
+"""A rank's shard as blocks, which are boxes of the whole tensor: the form in which files are written and read."""
 
 from __future__ import annotations
 
@@ -13,19 +13,13 @@ from autoshard.specs.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class ShardBlock:
-    """A box of a tensor that one rank holds.
-
-    Attributes:
-        whole: where it lies in the whole tensor, one range per dim.
-        local: where it lies in the local tensor.
-    """
+    """A box of a tensor that one rank holds: its ranges per dim in the whole tensor, and in the local one."""
 
     whole: tuple[slice, ...]
     local: tuple[slice, ...]
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where it begins in the whole tensor."""
         return tuple(place.start for place in self.whole)
 
     @property
@@ -34,14 +28,16 @@ class ShardBlock:
 
 
 def blocks_of(shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]) -> Iterator[ShardBlock]:
-    """The blocks of the rank at `coordinate`: one where nothing is strided, none where the shard is empty."""
+    """Yield the blocks of the rank at `coordinate`: one where nothing is strided, none where the shard is empty."""
     indices = local_indices(shape, spec, mesh, coordinate)
+    # A box for every combination of runs of its dims.
     for runs in itertools.product(*(_runs(index) for index in indices)):
         yield ShardBlock(tuple(whole for whole, _ in runs), tuple(local for _, local in runs))
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[slice, slice]]:
-    """Stretches of consecutive numbers: the numbers, and their places in the sequence."""
+    """Return runs of consecutive indices: the range of the indices, and the range of their places."""
+    # Without strides: a large dim is not walked through.
     if isinstance(indices, range):
         return [(slice(indices.start, indices.stop), slice(0, len(indices)))] if indices else []
     breaks = [place for place in range(1, len(indices)) if indices[place] != indices[place - 1] + 1]

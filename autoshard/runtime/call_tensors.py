@@ -1,4 +1,4 @@
-"""The tensors of a call by name: what ranks tell each other of them, and what a signature says."""
+"""The tensors of a call by name: their texts for comparison by ranks, their shapes, and their part of a signature."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from autoshard.capture.dynamic import Dynamic
 
 
 def describe_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> dict[str, str]:
-    """Words for what all ranks have in common in a call of the module."""
+    """Return texts of all that ranks must have in common in a call of the module."""
     tensors = tensors_of_call(module, args, kwargs)
     return {
         "whether gradients are wanted": "yes" if grad else "no",
         "whether the module is in training mode": "yes" if module.training else "no",
         "the names of the tensors that are passed": ", ".join(tensors),
-        **{f"the input {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in tensors.items()},
+        **{f"the input {name}": f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()},
     }
 
 
 def tensors_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a call by name, or by number where they have none."""
+    """Return the tensors of a call by name, or by number where they have none."""
     call = (args, dict(kwargs))
     return {
         name or f"number {place}": leaf
@@ -38,17 +38,18 @@ def tensors_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 def shapes_of_call(
     module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors of a call."""
+    """Yield names and shapes of the tensors of a call."""
     for name, leaf in zip(names_of_leaves(module, call), pytree.tree_leaves(call), strict=True):
         if isinstance(leaf, torch.Tensor):
             yield name, tuple(leaf.shape)
 
 
+# No tuple: pytree would take that apart.
 @dataclass(frozen=True, slots=True)
 class _TensorSignature:
-    """What a signature says of a tensor some of whose sizes calls may change."""
+    """A tensor in a signature."""
 
-    shape: tuple[int | None, ...]
+    shape: tuple[int | None, ...]  # None for sizes that calls may change
     dtype: torch.dtype
     requires_grad: bool
 
@@ -56,13 +57,14 @@ class _TensorSignature:
 def without_dynamic_sizes(
     module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic: Dynamic
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with its tensors replaced by what of them does not change."""
+    """Return the call with its tensors replaced by a description without the sizes that calls may change."""
     names = iter(names_of_leaves(module, call))
 
     def mask_sizes(leaf: Any) -> Any:
         dims = dynamic.get(next(names), {})
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        # Users may count dims from the end.
         free = {dim % leaf.ndim for dim in dims}
         shape = tuple(None if dim in free else size for dim, size in enumerate(leaf.shape))
         return _TensorSignature(shape, leaf.dtype, leaf.requires_grad)
@@ -72,6 +74,7 @@ def without_dynamic_sizes(
 
 
 def names_of_leaves(module: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[str]:
-    """The input path of every leaf of a call, empty where it has none."""
+    """Return the input path of every leaf of a call, empty where it has none."""
+    # A layout has the leaves of a call, and paths in the place of tensors.
     leaves, structure = pytree.tree_flatten(call)
     return [leaf if isinstance(leaf, str) else "" for leaf in call_layout(module, structure, leaves).leaves]

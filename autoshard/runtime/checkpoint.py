@@ -1,8 +1,8 @@
 """Checkpoints of sharded modules: strided shards in `torch.distributed.checkpoint`, whole tensors in `load_state_dict`.
 
-`torch.distributed.checkpoint` describes the local tensor of a `DTensor` as one stretch of the global tensor. Of a
-strided shard that is wrong: it is several. A `DTensor` lets its local tensor speak for itself, however, so local
-tensors are given the methods of that protocol, which tell every stretch apart.
+`torch.distributed.checkpoint` takes the local tensor of a `DTensor` for one block of the global tensor. A strided shard
+has several. But a `DTensor` asks its local tensor first, if that has the methods of the checkpoint protocol, so such
+local tensors get these methods.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import InputError
 from autoshard.runtime import _torch
 from autoshard.runtime.blocks import ShardBlock, blocks_of
-from autoshard.runtime.shards import coordinate_of, cut, distribute, local_of, set_parameter, wrap_like
+from autoshard.runtime.shards import coordinate_of, cut, distribute, local_of, set_tensor, wrap_like
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import dim_of
 from autoshard.specs.spec import Spec, split_factor_of
@@ -34,14 +34,14 @@ Target = TypeVar("Target")
 def checkpointable(target: Target) -> Target:
     """Make strided shards known to `torch.distributed.checkpoint`.
 
-    The `state_dict()` of a parallelised module is so already, and that of an optimizer of its parameters from the
-    first step on (`torch.distributed.checkpoint.state_dict` takes one of its own where there was none). Whatever else
-    holds `DTensor`s, such as averages of weights, is made so by this function, before loading as before saving: without
-    it torch refuses to save a strided shard, and loads wrong numbers into it.
+    The `state_dict()` of a parallelised module needs no call, and neither does that of an optimizer of its parameters
+    from the first step on (`torch.distributed.checkpoint.state_dict` takes a step where there was none). Call it for
+    other `DTensor`s, such as averages of weights, before saving and before loading: without it torch refuses to save a
+    strided shard, and loads wrong numbers into it.
 
     Args:
-        target: a state dict, nested or not, whose `DTensor`s may lie anyhow; or an optimizer, whose `state_dict()` will
-            be made so from now on.
+        target: a state dict, nested or not, with `DTensor`s of any placements; or an optimizer, all of whose later
+            `state_dict()`s are covered.
 
     Returns:
         `target` itself.
@@ -58,11 +58,11 @@ def checkpointable(target: Target) -> Target:
 def install_hooks(module: nn.Module) -> None:
     """Make `state_dict` and `load_state_dict` of a module with `DTensor` parameters work with any checkpoint.
 
-    * What `state_dict()` returns can be saved and loaded by `torch.distributed.checkpoint`, strided shards included.
+    * `torch.distributed.checkpoint` can save and load the `state_dict()`, strided shards included.
     * `load_state_dict` takes whole tensors, the same on every rank, of which every rank keeps its part without
-      communication, and `DTensor`s placed in another way. With `assign=True` parameters may be on the meta device.
+      communication, and `DTensor`s with other placements. With `assign=True` parameters may be on the meta device.
     * Tied parameters stay tied, with `assign=True` too.
-    * What torch would load wrongly into strided shards is refused.
+    * Loads that torch would do wrongly into strided shards are refused.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -71,22 +71,20 @@ def install_hooks(module: nn.Module) -> None:
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(loading.before)
     module.register_load_state_dict_post_hook(loading.after)
+    # Torch calls the hook before it loads anything. Of a module without children it does not: that refuses in `before`.
     if not hasattr(module, _FQN_HOOK):
-        # Asked for before anything is loaded; a module without children is not asked, and refuses in `before`.
         setattr(module, _FQN_HOOK, _BroadcastGuard(module))
 
 
-_FQN_HOOK = "_fqn_modifiers"  # by default, what a module tells `torch.distributed.checkpoint` about its names
+# The method by which a module may tell `torch.distributed.checkpoint.state_dict` of other names for its parameters.
+_FQN_HOOK = "_fqn_modifiers"
 
 
 class _BroadcastGuard:
-    """What a module says of its names to `torch.distributed.checkpoint.state_dict`: nothing, but it may refuse.
-
-    Args:
-        module: is referred to weakly.
-    """
+    """A hook for names of parameters that changes none, and raises an error for a load that would be wrong."""
 
     def __init__(self, module: nn.Module) -> None:
+        # The module holds this object: a strong reference would be a cycle.
         self._module = weakref.ref(module)
 
     def __call__(self) -> dict[str, str]:
@@ -95,15 +93,12 @@ class _BroadcastGuard:
         return {}
 
     def __reduce__(self) -> Any:
-        return dict, ()  # a copy is bound to nothing
+        # A copy or pickle of the module gets `dict`, which changes no names, either.
+        return dict, ()
 
 
 def _refuse_broadcast(tensors: Mapping[str, Any]) -> None:
-    """Refuse that torch broadcasts whole tensors into strided shards: it takes each for one stretch.
-
-    Raises:
-        InputError: it is about to, and one of `tensors` is several stretches.
-    """
+    """Raise an `InputError` if torch is about to broadcast whole tensors into strided shards."""
     if not _torch.broadcasts_from_first_rank():
         return
     for name, tensor in tensors.items():
@@ -130,74 +125,61 @@ def _after_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]
 
 
 class _LoadHooks:
-    """What happens around a module's `load_state_dict`.
-
-    Args:
-        tied: names of every parameter that has several.
-    """
+    """Hooks before and after a module's `load_state_dict`; `tied` are the names of every parameter with several."""
 
     def __init__(self, tied: Sequence[tuple[str, ...]]) -> None:
         self._tied = tied
         self._parameters_before: dict[str, nn.Parameter] = {}
 
     def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Replace every tensor that is to fill a `DTensor` by one that lies alike."""
+        """Replace every tensor that is to fill a `DTensor` by one with the same placements."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         _refuse_broadcast(parameters)
-        self._parameters_before = {
-            name: parameters[name] for names in self._tied for name in names if name in parameters
-        }
+        tied = (name for names in self._tied for name in names)
+        self._parameters_before = {name: parameters[name] for name in tied if name in parameters}
+        # A wrong shape is left to torch, which names all of them in one error.
         for name, parameter in parameters.items():
             value = state_dict.get(prefix + name)
             if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
                 state_dict[prefix + name] = _distribute_like(value, parameter)
 
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """Tie what was assigned under several names: the first one that was assigned stands for all."""
+        """Tie parameters again that were assigned one by one: the first that was assigned takes all their names."""
         for names in self._tied:
-            now = {name: module.get_parameter(name) for name in names}
-            assigned = [
-                parameter for name, parameter in now.items() if parameter is not self._parameters_before.get(name)
-            ]
+            current = {name: module.get_parameter(name) for name in names}
+            assigned = [value for name, value in current.items() if value is not self._parameters_before.get(name)]
             for name in names if assigned else ():
-                if now[name] is not assigned[0]:
-                    set_parameter(module, name, assigned[0])
+                if current[name] is not assigned[0]:
+                    set_tensor(module, name, assigned[0])
         self._parameters_before = {}
 
 
 def _distribute_like(value: Tensor, parameter: DTensor) -> Tensor:
-    """A whole tensor, or a `DTensor` placed in another way, as a `DTensor` that lies as the parameter does."""
+    """Return a whole tensor, or a `DTensor` with other placements, with the placements of the parameter."""
     spec = Spec(tuple(parameter.placements))
     if isinstance(value, DTensor):
-        same = value.device_mesh != parameter.device_mesh or Spec(tuple(value.placements)) is spec
-        return value if same else distribute(value.detach(), parameter.device_mesh, spec)
+        keep = value.device_mesh != parameter.device_mesh or Spec(tuple(value.placements)) is spec
+        return value if keep else distribute(value.detach(), parameter.device_mesh, spec)
     with torch.no_grad():
         local = cut(value, parameter.device_mesh, spec)
-    device = local.device if local.is_meta else parameter.device_mesh.device_type
-    local = local.to(device)
-    return wrap_like(local, parameter)
+    return wrap_like(local if local.is_meta else local.to(parameter.device_mesh.device_type), parameter)
 
 
 def _attach_protocol(tensor: DTensor) -> None:
-    """Give the local tensor of a `DTensor` the methods of the checkpoint protocol, where it is not one stretch."""
-    if not _has_several_blocks(tensor):
-        return
-    spec = Spec(tuple(tensor.placements))
-    local: Any = local_of(tensor)
-    # The pieces refer to another tensor object of the same memory: `local` itself would be a cycle.
-    coordinate = tuple(coordinate_of(tensor.device_mesh))
-    pieces = _CheckpointShard(local.detach(), tuple(tensor.shape), spec, MeshShape.of(tensor.device_mesh), coordinate)
-    local.__create_write_items__ = pieces.write_items
-    local.__create_chunk_list__ = pieces.chunks
-    local.__get_tensor_shard__ = pieces.shard
-
-
-def _has_several_blocks(tensor: DTensor) -> bool:
-    """Whether a rank's part may be something else than the stretch that `torch.distributed.checkpoint` takes it for."""
+    """Give the local tensor of a `DTensor` the methods of the checkpoint protocol, where torch's own may be wrong."""
     spec = Spec(tuple(tensor.placements))
     dims = [dim_of(spec[axis], tensor.ndim) for axis in spec.shard_axes]
+    # A dim that several axes split may be uneven on each.
     nested = len(set(dims)) < len(dims)
-    return not spec.partial_axes and (nested or _is_strided(spec))
+    if spec.partial_axes or not (nested or _is_strided(spec)):
+        return
+    local: Any = local_of(tensor)
+    coordinate = tuple(coordinate_of(tensor.device_mesh))
+    # The shard refers to another tensor object of the same memory: `local` itself would be a cycle.
+    shard = _CheckpointShard(local.detach(), tuple(tensor.shape), spec, MeshShape.of(tensor.device_mesh), coordinate)
+    local.__create_write_items__ = shard.write_items
+    local.__create_chunk_list__ = shard.chunks
+    local.__get_tensor_shard__ = shard.block
 
 
 def _is_strided(spec: Spec) -> bool:
@@ -206,18 +188,10 @@ def _is_strided(spec: Spec) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _CheckpointShard:
-    """A local tensor as `torch.distributed.checkpoint` sees it: the blocks of the global tensor that it holds.
-
-    Attributes:
-        local: the local tensor.
-        shape: global shape.
-        spec: how the tensor lies.
-        mesh: the mesh.
-        coordinate: of this rank.
-    """
+    """A local tensor for `torch.distributed.checkpoint`, as the blocks of the global tensor that it holds."""
 
     local: Tensor
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # global
     spec: Spec
     mesh: MeshShape
     coordinate: tuple[int, ...]
@@ -226,15 +200,11 @@ class _CheckpointShard:
         return blocks_of(self.shape, self.spec, self.mesh, self.coordinate)
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """The blocks, when loading."""
+        """Return the blocks, when loading."""
         return [_chunk(block) for block in self.blocks()]
 
     def write_items(self, name: str, tensor: DTensor) -> list[WriteItem]:
-        """The blocks, when saving.
-
-        Raises:
-            InputError: they are several, and go to files that hold one tensor under every name.
-        """
+        """Return the blocks, when saving; raise an `InputError` if they are several for files with one per name."""
         blocks = list(self.blocks())
         if len(blocks) > 1 and _torch.saves_in_hugging_face_files():
             raise InputError(
@@ -253,8 +223,8 @@ class _CheckpointShard:
             for block in blocks
         ]
 
-    def shard(self, index: MetadataIndex) -> Tensor:
-        """The block that begins at an offset, as a view: filling it fills the local tensor."""
+    def block(self, index: MetadataIndex) -> Tensor:
+        """Return the block that begins at an offset, as a view: filling it fills the local tensor."""
         for block in self.blocks():
             if index.offset is not None and tuple(index.offset) == block.offsets:
                 return self.local[block.local]

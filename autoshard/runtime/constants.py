@@ -1,4 +1,4 @@
-"""Tensors that a module holds outside its parameters and buffers: constants of its graph, which calls may set anew."""
+"""Constants of a graph: tensors that a module holds outside its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from autoshard.runtime.shards import to_mesh_device
 
 
 def _attribute(module: nn.Module, constant: JointInput) -> tuple[dict[str, Any], str] | None:
-    """Where the module holds a tensor of that shape outside its parameters and buffers: calls may set it anew."""
+    """Return the table and key of a module's attribute that holds the constant, which calls may assign anew."""
     owner, _, name = constant.name.rpartition(".")
     try:
         table = vars(module.get_submodule(owner))
     except AttributeError:
         return None
-    held, shape = table.get(name), constant.node.meta["val"].shape
-    return (table, name) if isinstance(held, torch.Tensor) and held.shape == shape and not held.is_meta else None
+    value, shape = table.get(name), constant.node.meta["val"].shape
+    return (table, name) if isinstance(value, torch.Tensor) and value.shape == shape and not value.is_meta else None
 
 
 def place_constant(
     module: nn.Module, constant: JointInput, device_mesh: DeviceMesh
 ) -> tuple[dict[str, Any], str] | torch.Tensor | None:
-    """Move a tensor that the graph holds to this rank's device, and tell where to find it: a table and its key, or it.
-
-    An attribute of the module is replaced by what was moved. Any other tensor is not the module's alone: it stays.
-    """
+    """Move a constant to this rank's device, and return where to find it: a table and its key, or the tensor."""
+    # An attribute of the module is replaced. Another tensor may not be the module's alone, and is copied.
     place = _attribute(module, constant)
     if place is not None:
         table, name = place
@@ -40,7 +38,7 @@ def place_constant(
 
 
 def check_constants(graph: JointGraph, module: nn.Module) -> None:
-    """`InputError` if a tensor that the module holds outside its parameters and buffers has no numbers."""
+    """Raise an `InputError` if a constant has no numbers."""
     for source in graph.inputs:
         if source.kind == "constant" and source.value is None and _attribute(module, source) is None:
             raise InputError(

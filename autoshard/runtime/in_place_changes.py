@@ -1,4 +1,4 @@
-"""What a call changes in place: tensors of the caller's, and buffers; refused where their memory is that of others."""
+"""Changes in place by a call, of the caller's tensors and of buffers; refused where others share their memory."""
 
 from __future__ import annotations
 
@@ -15,92 +15,77 @@ from autoshard.runtime.shards import local_of, wrap
 
 
 def check_changes(step: LocalStep, tensors: Sequence[Tensor]) -> None:
-    """Refuse a call that changes memory which several of its tensors look at: programs know each by itself.
+    """Raise an `InputError` if a call changes memory that several of its tensors use.
 
-    Args:
-        step: the program.
-        tensors: what the user passed, and what the module holds, in the order of the program's inputs.
-
-    Raises:
-        InputError: such a tensor is changed in place.
+    The tensors are those of the caller and of the module, in the order of the program's inputs.
     """
     changed = {border.name for border in step.outputs if border.kind == "mutation"}
     if not changed:
         return
-    held = [
-        (border, local_of(tensor) if isinstance(tensor, DTensor) else tensor)
-        for border, tensor in zip(step.inputs, tensors, strict=False)
-    ]
+    held = [(border, local_of(tensor)) for border, tensor in zip(step.inputs, tensors, strict=False)]
     given = [(border, tensor) for border, tensor in held if border.kind == "input"]
+    # Storages are compared first, in a set, since few tensors share one.
     passed = {storage_of(tensor) for _, tensor in given}
     for border, tensor in held:
         if border.name not in changed or storage_of(tensor) not in passed:
             continue
+        # The elements of an expanded tensor would be changed several times.
         if border.kind == "input" and any(not stride and size > 1 for stride, size in _dims(tensor)):
             raise InputError(
                 f"forward changes the input {border.name} in place, and several of its elements are in one place of "
                 f"memory, as those of an expanded tensor are: pass {border.name}.clone()."
             )
-        for other, beside in held if border.kind == "input" else given:
-            if other is not border and has_overlap(tensor, beside):
+        for second, second_tensor in held if border.kind == "input" else given:
+            if second is not border and has_overlap(tensor, second_tensor):
+                passed_name = second.name if second.kind == "input" else border.name
                 raise InputError(
-                    f"forward changes the {border.kind} {border.name} in place, and the {other.kind} {other.name} "
+                    f"forward changes the {border.kind} {border.name} in place, and the {second.kind} {second.name} "
                     "looks at the same memory in this call: on one device both would change, and the program of a "
-                    f"parallelised module knows each by itself. Pass a copy, such as "
-                    f"{_input_name(border, other)}.clone()."
+                    f"parallelised module knows each by itself. Pass a copy, such as {passed_name}.clone()."
                 )
-
-
-def _input_name(one: ProgramTensor, other: ProgramTensor) -> str:
-    """The name of which of two tensors the caller passes."""
-    return other.name if other.kind == "input" else one.name
 
 
 def _dims(tensor: Tensor) -> zip[tuple[int, int]]:
     return zip(tensor.stride(), tensor.shape, strict=True)
 
 
-def has_overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors look at an element in common."""
-    if storage_of(one) != storage_of(other) or not one.numel() or not other.numel():
+def has_overlap(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors have an element in common; of unlike dtypes, if the ranges of their bytes overlap."""
+    if storage_of(a) != storage_of(b) or not a.numel() or not b.numel():
         return False
-    (start, end), (other_start, other_end) = _bounds(one), _bounds(other)
-    if one.dtype != other.dtype:
-        width, other_width = one.element_size(), other.element_size()
-        return start * width < other_end * other_width and other_start * other_width < end * width
-    if start >= other_end or other_start >= end:
+    (start, end), (b_start, b_end) = _bounds(a), _bounds(b)
+    if a.dtype != b.dtype:
+        width, b_width = a.element_size(), b.element_size()
+        # Elements of unlike sizes have no common grid: ranges of bytes decide, which may refuse too much.
+        return start * width < b_end * b_width and b_start * b_width < end * width
+    if start >= b_end or b_start >= end:
         return False
-    first = min(start, other_start)
+    # Ranges overlap, but strides may interleave: mark the elements of one, and look at those of the other.
+    first = min(start, b_start)
     with outside_modes():
-        seen = torch.zeros(max(end, other_end) - first, dtype=torch.bool, device="cpu")
-        seen.as_strided(one.shape, one.stride(), start - first).fill_(True)
-        return bool(seen.as_strided(other.shape, other.stride(), other_start - first).any())
+        marks = torch.zeros(max(end, b_end) - first, dtype=torch.bool, device="cpu")
+        marks.as_strided(a.shape, a.stride(), start - first).fill_(True)
+        return bool(marks.as_strided(b.shape, b.stride(), b_start - first).any())
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor begins and ends in its memory, in elements."""
+    """Return where a tensor begins and ends in its memory, in elements."""
     start = int(tensor.storage_offset())
     return start, start + 1 + sum(stride * (size - 1) for stride, size in _dims(tensor))
 
 
 def write_back(step: LocalStep, border: ProgramTensor, value: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write the new value of a buffer, or of what else a program changes in place.
+    """Write this rank's part of the new value of a buffer or input, an output of the program, to its tensor.
 
-    Args:
-        step: the program.
-        border: its output.
-        value: this rank's part.
-        tensors: those that the user knows, in the order of the program's inputs.
+    The tensors are those of the caller and of the module, in the order of the program's inputs.
     """
     for source, tensor in zip(step.inputs, tensors, strict=False):
         if source.name != border.name or source.kind == "tangent":
             continue
         with torch.no_grad():
-            if not isinstance(tensor, DTensor):
-                tensor.copy_(value)
-            elif source.kind == "input":  # which the user placed
+            # The caller has placed a `DTensor` that is an input; the program may place it otherwise.
+            if isinstance(tensor, DTensor) and source.kind == "input":
                 mesh = tensor.device_mesh
-                new = wrap(value.contiguous(), mesh, source.spec, tensor.shape, tensor.dtype)
-                local_of(tensor).copy_(local_of(new.redistribute(mesh, tensor.placements)))
-            else:
-                local_of(tensor).copy_(value)
+                changed = wrap(value.contiguous(), mesh, source.spec, tensor.shape, tensor.dtype)
+                value = local_of(changed.redistribute(mesh, tensor.placements))
+            local_of(tensor).copy_(value)

@@ -1,8 +1,8 @@
-"""Pipeline stages become real: every rank draws what one device draws, and keeps what its stages hold.
+"""Materialization of pipeline stages: every rank draws the numbers that one device draws, and keeps its stages' part.
 
-Which random numbers a parameter gets depends on all that was drawn before, so every rank runs the initialisers of the
-whole model. It does so on one whole tensor at a time, keeps this rank's part of it, if its stages have one, and lets
-the rest go (Rhino 6.3, distributed initialisation).
+The random numbers of a parameter depend on all that was drawn before, so every rank runs the initialisers of the whole
+model. It does so on one whole tensor at a time, and keeps its part of it, if its stages have one (Rhino 6.3,
+distributed initialisation).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.materialize import (
     Initializer,
@@ -23,13 +22,12 @@ from autoshard.runtime.materialize import (
     check_filled,
     initialize,
     is_meta,
-    set_buffer,
     synchronize_random_state,
     target_device,
 )
 from autoshard.runtime.rank_agreement import gather_from_axis
-from autoshard.runtime.shards import gather_full_tensor
-from autoshard.runtime.whole_tensors import WholeTensors, fill
+from autoshard.runtime.shards import fill, gather_full_tensor, set_tensor
+from autoshard.runtime.whole_tensors import WholeTensors
 
 
 def materialize_stages(
@@ -41,25 +39,25 @@ def materialize_stages(
     init: Initializer | None = None,
     names: Collection[str] | None = None,
 ) -> None:
-    """Allocate and initialise what this rank's stages have on the meta device, in place.
+    """Allocate and initialise the meta tensors of this rank's stages, in place.
 
     A rank holds its parts of its stages' parameters, and one whole parameter at a time besides, as
     `autoshard.materialize` says. Parameters of the stages stay the same objects. All ranks of the mesh call this
-    together; initialisers that read what another rank holds get it from there. A parameter that no stage has is drawn
-    too, and held until all is done.
+    together; initialisers that read a tensor of another rank get it from there. A parameter that no stage has is drawn,
+    too, and held until the end.
 
     Args:
-        model: the whole model, on the meta device; it stays there, but for what it shares with stages. What is on
-            another device counts as initialised, and so does what a stage of some rank has on another device.
+        model: the whole model, on the meta device; it stays there, but for tensors that it shares with stages. Tensors
+            on another device count as initialised, and so do those that a stage of some rank has on another device.
         stages: those of this rank. Their parameters, plain ones or `DTensor`s, have the names of the model's.
         device_mesh: the whole mesh.
         axis: the mesh axis along which ranks have different stages.
-        device: where to; by default the mesh's device type.
+        device: of the new tensors; by default the mesh's device type.
         init: as for `autoshard.materialize`, of submodules of `model`.
-        names: of what of the model is to be initialised, where it is on the meta device; by default all.
+        names: of the tensors of the model to initialise, where they are on the meta device; by default all.
 
     Raises:
-        InputError: the device is of another type than the mesh; or something has not been initialised.
+        InputError: the device is of another type than the mesh, or a tensor was not initialised.
 
     Source: Rhino 6.3.
     """
@@ -68,14 +66,18 @@ def materialize_stages(
     with torch.no_grad():
         parts = StageParts(_stage_tensors(work, stages, device), device_mesh, axis, device)
         synchronize_random_state(device_mesh, device)
+        # From here on all ranks draw the same numbers.
         with WholeTensors(parts) as mode:
             initialize(model, init, work)
         left = list(work.finish_parameters(model, mode.touched, parts))
         for name, buffer in work.buffers.items():
-            now = model.get_buffer(name)
-            if now is not buffer:
-                set_buffer(model, name, buffer)
-                _replace_buffer(stages, name, now.to(device))
+            current = model.get_buffer(name)
+            if current is not buffer:
+                # The model keeps its meta buffer, the stages get the new one.
+                set_tensor(model, name, buffer)
+                for stage in stages:
+                    if name in dict(stage.named_buffers(remove_duplicate=False)):
+                        set_tensor(stage, name, current.to(device))
             elif buffer not in mode.touched and buffer.numel():
                 left.append(name)
     check_filled(left)
@@ -86,8 +88,8 @@ class _ModelTensor:
     """A parameter or buffer of the model.
 
     Attributes:
-        name: its first one.
-        here: what this rank's stages have of it: none, one, or several where stages of one rank share it.
+        name: its first name.
+        here: the tensors of this rank's stages for it: none, one, or several where stages of one rank share it.
     """
 
     name: str
@@ -97,9 +99,10 @@ class _ModelTensor:
 def _uninitialized_names(
     model: nn.Module, stages: Sequence[nn.Module], device_mesh: DeviceMesh, axis: str, names: Collection[str] | None
 ) -> frozenset[str]:
-    """Those names of the model's tensors, or of all, that no stage of any rank along the axis has numbers of."""
+    """Return the names of the model's tensors, or those of `names`, of which no stage on any rank has numbers."""
     here = {name for stage in stages for name, tensor in _named_tensors(stage) if not is_meta(tensor)}
     filled = set[str]().union(*gather_from_axis(device_mesh, axis, here))
+    # By tensors, not names: a tied tensor is filled under all its names.
     known = {tensor for name, tensor in _named_tensors(model) if name in filled}
     return frozenset(
         name for name, tensor in _named_tensors(model) if (names is None or name in names) and tensor not in known
@@ -112,74 +115,61 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _stage_tensors(work: MetaTensors, stages: Sequence[nn.Module], device: torch.device) -> dict[Tensor, _ModelTensor]:
-    """What stages have of each of the model's tensors that are on the meta device, with memory on `device`."""
+    """Allocate the meta tensors of stages, and return them by the model's meta tensors."""
     names: dict[Tensor, list[str]] = defaultdict(list)
     for name, tensor in (*work.parameters.items(), *work.buffers.items()):
         names[tensor].append(name)
     known = {*work.parameters, *work.buffers}
     here: dict[str, list[Tensor]] = defaultdict(list)
     for stage in stages:
-        own = MetaTensors.of(stage, known)
-        own.allocate(stage, device)
-        for name, tensor in (*own.parameters.items(), *own.buffers.items()):
+        held = MetaTensors.of(stage, known)
+        held.allocate(stage, device)
+        for name, tensor in (*held.parameters.items(), *held.buffers.items()):
             here[name].append(tensor)
     return {
-        tensor: _ModelTensor(some[0], tuple(dict.fromkeys(one for name in some for one in here.get(name, ()))))
-        for tensor, some in names.items()
+        tensor: _ModelTensor(aliases[0], tuple(dict.fromkeys(part for name in aliases for part in here.get(name, ()))))
+        for tensor, aliases in names.items()
     }
 
 
-def _replace_buffer(stages: Sequence[nn.Module], name: str, value: Tensor) -> None:
-    for stage in stages:
-        if name in dict(stage.named_buffers(remove_duplicate=False)):
-            set_buffer(stage, name, value)
-
-
 class StageParts:
-    """A model's tensors, of which this rank has what its stages hold.
-
-    Args:
-        held: every tensor of the model, and what of it is here.
-        device_mesh, axis: the mesh, and the axis along which ranks hold different ones.
-        device: of whole tensors.
-    """
+    """The tensors of a model, of which this rank has those of its stages; the group is that along the stages' axis."""
 
     def __init__(
-        self, held: dict[Tensor, _ModelTensor], device_mesh: DeviceMesh, axis: str, device: torch.device
+        self, tensors: dict[Tensor, _ModelTensor], device_mesh: DeviceMesh, axis: str, device: torch.device
     ) -> None:
-        self._tensors = held
+        self._tensors = tensors
         self._group = device_mesh.get_group(axis)
         self._device_sample = torch.empty(0, device=device)
-        self._stageless: dict[Tensor, Tensor] = {}  # the whole tensors of what no stage has
-        told = gather_from_axis(device_mesh, axis, {one.name for one in held.values() if one.here})
-        self._owner = {name: place for place, names in reversed(list(enumerate(told))) for name in names}
+        self._stageless: dict[Tensor, Tensor] = {}  # the whole tensors of those that no stage has
+        names_here = {held.name for held in tensors.values() if held.here}
+        names_of_ranks = list(enumerate(gather_from_axis(device_mesh, axis, names_here)))
+        # Of several ranks that have a tensor, the first sends it: it is written last here.
+        self._owner = {name: place for place, names in reversed(names_of_ranks) for name in names}
 
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._tensors
 
     def whole(self, tensor: Tensor, written: bool) -> Tensor:
         held = self._tensors[tensor]
-        if not written:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device_sample.device)
-        if held.name not in self._owner:
+        # Nothing is sent for a tensor that no function has written to: its numbers do not matter.
+        if written and held.name not in self._owner:
             return self._stageless.pop(tensor)
-        if held.here:
-            value = _whole_copy(held.here[0])
+        if written and held.here:
+            value = gather_full_tensor(held.here[0])
         else:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device_sample.device)
+        if not written:
+            return value
         dist.broadcast(value, group=self._group, group_src=self._owner[held.name])
         return value
 
     def keep(self, tensor: Tensor, whole: Tensor) -> None:
         held = self._tensors[tensor]
-        for one in held.here:
-            fill(one, whole)
+        for part in held.here:
+            fill(part, whole)
         if held.name not in self._owner:
             self._stageless[tensor] = whole
 
     def device_sample(self, tensor: Tensor) -> Tensor:
         return self._device_sample
-
-
-def _whole_copy(tensor: Tensor) -> Tensor:
-    return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()

@@ -1,4 +1,4 @@
-"""What stands in for a module's `forward` once it is parallelised: programs by call signature."""
+"""The `forward` of a parallelised module: programs by call signature."""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ from autoshard.errors import InputError
 from autoshard.program.localize import ProgramTensor
 from autoshard.runtime import _torch
 from autoshard.runtime.call_sizes import MOST_PROGRAMS, CallSizes
-from autoshard.runtime.call_tensors import describe_call, names_of_leaves, shapes_of_call, without_dynamic_sizes
+from autoshard.runtime.call_tensors import (
+    describe_call,
+    names_of_leaves,
+    shapes_of_call,
+    tensors_of_call,
+    without_dynamic_sizes,
+)
 from autoshard.runtime.constants import place_constant
 from autoshard.runtime.host_groups import HostGroups
 from autoshard.runtime.in_place_changes import check_changes, write_back
-from autoshard.runtime.rank_agreement import check_ranks_agree, is_alone, is_first_rank
-from autoshard.runtime.same_inputs import check_same_inputs
-from autoshard.runtime.shards import to_mesh_device
+from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs, is_alone, is_first_rank
+from autoshard.runtime.shards import set_tensor, to_mesh_device
 from autoshard.runtime.step import LocalProgram
 from autoshard.runtime.uneven_inputs import check_blocks, even_shapes, gather_shapes, local_shares, whole_shapes
 from autoshard.size import Sizes, at
@@ -40,31 +45,32 @@ from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_even
 from autoshard.specs.spec import Spec
 
+# The end of an error about ranks whose calls differ.
 ADVICE = (
     'All ranks call the module alike: with inputs="global" each passes the whole batch, with inputs="local" its own '
     "rows of it, as many as the others. Drop what is over at the end of an epoch (drop_last=True of a DataLoader). "
     "The last ranks may pass fewer rows, those that Shard makes, only where the batch of the example does not divide "
     "and the plan splits it: input_placements asks for that."
 )
-"""The end of an error about ranks whose calls differ."""
+
+# The attribute of a parallelised module that holds its runtime.
+RUNTIME = "_autoshard_runtime"
 
 Tangents = Literal["loss", "all"]
-RUNTIME = "_autoshard_runtime"
-"""Attribute of a parallelised module that runs it."""
 
 Prepare = Callable[[tuple[Any, ...], dict[str, Any], bool, Tangents, Hashable, bool], tuple[JointGraph, LocalProgram]]
 
 
 @dataclass(slots=True, eq=False)
 class CallProgram:
-    """One call signature.
+    """The graph and program of a call signature.
 
     Attributes:
-        graph: its graph.
-        program: its program.
-        held: where the program's tensors are found in the module.
-        compared: whether the ranks have compared what they passed to the first call.
-        others: what serves the signature where other flags, numbers, submodules or hooks are set.
+        graph: of the call.
+        program: of the graph.
+        locations: for every input of the program, a table of the module and its key, a tensor, or None for arguments.
+        compared: True if the ranks have compared the inputs of the first call.
+        others: programs of the signature for other flags, numbers, submodules or hooks of the module.
     """
 
     graph: JointGraph
@@ -74,11 +80,11 @@ class CallProgram:
     others: tuple[CallProgram, ...] = ()
 
     def candidates(self) -> tuple[CallProgram, ...]:
-        """All that serve the signature."""
+        """Return all programs of the signature."""
         return (self, *self.others)
 
     def put_before(self, others: Iterable[CallProgram]) -> CallProgram:
-        """This, asked first, and the others behind it."""
+        """Put this program before others of the signature, and return it."""
         self.others = tuple(served for served in others if served is not self)
         for served in self.others:
             served.others = ()
@@ -91,16 +97,18 @@ class Runtime:
     Args:
         module: the module; its parameters are DTensors.
         device_mesh: the mesh.
-        prepare: makes graph and program for a call that was not met before. Its arguments are those of the call,
-            with tensors of global shape, whether gradients are wanted, of which outputs, the call's signature, and
-            whether the sizes that may be dynamic are to be.
+        prepare: makes graph and program of a new call. It takes the call's arguments, with tensors of global shape,
+            whether gradients are wanted, of which outputs, the call's signature, and whether sizes are dynamic.
         inputs: `"global"`: every rank passes whole tensors; `"local"`: its own shards.
         dynamic: for inputs by name, the dims whose sizes calls may change, as `autoshard.plan` takes them.
 
     Attributes:
         forward_before: the `forward` that `install` replaced, which captures run; None before.
-        only_call: where the module is a part of another one, which calls it in one way alone, that call with tensors of
-            global shapes: nobody has to find out what local inputs are shards of, and outputs are local tensors.
+        only_call: for a part of another module, which calls it in one way only, that call with tensors of global
+            shapes. Shapes are not exchanged then, and outputs are local tensors.
+        planned_outputs: True if the plan places outputs, which are DTensors then.
+        shares: a mesh axis, and the shares of the batch of its ranks.
+        owners: the modules that hold the parameters that were placed, by the parameters' names.
     """
 
     def __init__(
@@ -119,14 +127,15 @@ class Runtime:
         self.hosts = HostGroups(device_mesh)
         self.input_placements: dict[str, tuple[Placement, ...]] = {}
         self.uneven_inputs = False
-        self.shares: tuple[int, tuple[int, ...]] | None = None  # a mesh axis, and what its ranks take of the batch
+        self.shares: tuple[int, tuple[int, ...]] | None = None
+        self.planned_outputs = False
         self.forward_before: Callable[..., Any] | None = None
         self.only_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._prepare = prepare
         self._has_warned = False  # of hooks for all modules
         self._programs: dict[Hashable, CallProgram] = {}
         self._sizes = CallSizes(type(module).__name__, self.dynamic, quiet=not is_first_rank(device_mesh))
-        self.owners: dict[str, nn.Module] = {}  # of the parameters that were placed, by their names
+        self.owners: dict[str, nn.Module] = {}
 
     def __deepcopy__(self, memo: object) -> Runtime:
         raise InputError(
@@ -135,14 +144,14 @@ class Runtime:
         )
 
     def record_inputs(self, borders: Sequence[ProgramTensor]) -> None:
-        """Remember how a program takes its inputs: local ones arrive so in other calls too."""
+        """Record the placements of a program's inputs, which local inputs have in other calls, too."""
         for border in borders:
             if border.kind == "input":
                 self.input_placements[border.name] = border.spec.placements
                 self.uneven_inputs |= not is_even(border.shape, border.spec, self.mesh)
 
     def install(self) -> None:
-        """Put this runtime in the place of the module's `forward`."""
+        """Replace the module's `forward` by this runtime."""
         self.forward_before = self.module.forward
 
         @functools.wraps(self.forward_before)
@@ -178,27 +187,23 @@ class Runtime:
         return self._run(served, self._with_shares(served, sizes, counts), args, kwargs)
 
     def _compare_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> None:
-        """Have the ranks compare the sizes of every call, where sizes that differ would not ask for a new program.
-
-        A rank cannot compare new sizes alone, so known ones are compared, too: by one number from host to host. Local
-        inputs in shards of different lengths have an exchange of their own.
-
-        Raises:
-            InputError: ranks pass other sizes, on every rank.
-        """
+        """Raise an `InputError` on every rank if ranks pass other sizes that need no new program."""
+        # Uneven shards have an exchange of their own.
         free = self.inputs == "local" or self.dynamic
         if self.only_call is not None or self._takes_uneven_shards() or not free or is_alone(self.device_mesh):
             return
-        said = describe_call(self.module, args, kwargs, grad)
-        if self.hosts.differ(repr(said)):
-            check_ranks_agree(self.device_mesh, said, ADVICE)
+        # A rank with new sizes does not know whether the others have these, so every call is compared: by a digest
+        # from host to host, and by texts only where digests differ.
+        texts = describe_call(self.module, args, kwargs, grad)
+        if self.hosts.differ(repr(texts)):
+            check_ranks_agree(self.device_mesh, texts, ADVICE)
 
     def _takes_uneven_shards(self) -> bool:
-        """Whether ranks may be given shards of different lengths: they tell each other how long theirs are."""
+        """Return True if ranks may pass shards of different lengths, which they then tell each other."""
         return self.inputs == "local" and (self.uneven_inputs or self.shares is not None)
 
     def _compare(self, served: CallProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have the ranks compare the first batch of a signature, where they are to pass the same."""
+        """Compare the first batch of a signature over all ranks, where they must pass the same."""
         if self.inputs == "global" and self.only_call is None:
             names = [border.name for border in served.program.step.inputs if border.kind == "input"]
             given = served.graph.flatten_inputs(args, kwargs)
@@ -209,18 +214,15 @@ class Runtime:
     def describe_new_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, signature: Hashable
     ) -> dict[str, str]:
-        """What all ranks must have in common before they make a program for a call, in words."""
+        """Return texts of all that ranks must have in common before they make a program for a call."""
         known = self._programs.get(signature)
         changed = {} if known is None else dict(known.graph.changes(args, kwargs))
         return describe_call(self.module, args, kwargs, grad) | changed
 
     def _with_shares(self, served: CallProgram, sizes: Sizes, counts: Sequence[int] | None) -> Sizes:
-        """The sizes of a call with what this rank takes of the batch, where its program has such sizes.
+        """Return the dynamic sizes of a call, with this rank's share of the batch where its program has shares.
 
-        Args:
-            served: what serves the call.
-            sizes: its dynamic sizes.
-            counts: rows that the ranks were given; None where they are given the whole batch.
+        The counts are the rows that the ranks passed, or None where they passed the whole batch.
         """
         shared = served.program.step.shared
         if shared is None:
@@ -239,11 +241,7 @@ class Runtime:
         return {**sizes, **shared.sizes(counts, self.device_mesh.get_local_rank(shared.axis))}
 
     def program_for_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> tuple[CallProgram, Sizes]:
-        """What serves a call whose tensors have global shapes, made if there is none yet, and its dynamic sizes.
-
-        Calls that the dynamic graph is not for, with sizes outside its range or a batch of one, have graphs of their
-        own.
-        """
+        """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes."""
         shapes = dict(shapes_of_call(self.module, (args, kwargs))) if self.dynamic else {}
         dynamic = without_omitted_arguments(self.module, self.dynamic, shapes)
         if dynamic and may_be_dynamic(dynamic, shapes):
@@ -255,6 +253,7 @@ class Runtime:
             sizes = served.graph.dynamic.sizes_of(shapes)
             if served.graph.dynamic.serves(sizes):
                 return served, sizes
+        # Calls outside the range of the dynamic graph, such as a batch of one, have graphs of their own.
         signature = signature_of(self.module, args, kwargs, grad)
         served = self._matching_program(signature, args, kwargs)
         served = served or self.prepare(args, kwargs, grad, "loss", signature, False)
@@ -263,20 +262,21 @@ class Runtime:
     def _matching_program(
         self, signature: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CallProgram | None:
-        """What serves a call of a signature with the flags, numbers, submodules and hooks that the module has now."""
+        """Return the program of a signature for the current flags, numbers, submodules and hooks of the module."""
         first = self._programs.pop(signature, None)
         if first is None:
             return None
-        self._programs[signature] = first  # the last that was used
+        # Behind all others, so that the first of the table is the one that was not used for longest.
+        self._programs[signature] = first
         if first.graph.serves(args, kwargs):
             return first
-        found = next((served for served in first.others if served.graph.serves(args, kwargs)), None)
-        if found is not None:
-            self._programs[signature] = found.put_before(first.candidates())
-        return found
+        match = next((served for served in first.others if served.graph.serves(args, kwargs)), None)
+        if match is not None:
+            self._programs[signature] = match.put_before(first.candidates())
+        return match
 
     def programs_for(self, signature: Hashable) -> tuple[CallProgram, ...]:
-        """All that serve calls of a signature, in whatever state of the module."""
+        """Return all programs of a signature, for any state of the module."""
         return self._programs[signature].candidates() if signature in self._programs else ()
 
     def prepare(
@@ -288,8 +288,12 @@ class Runtime:
         signature: Hashable,
         dynamic: bool,
     ) -> CallProgram:
-        """Capture, plan and partition a call whose tensors have global shapes; serve calls of the signature with it."""
-        self._check_parameters()
+        """Make the program of a call whose tensors have global shapes, and keep it for calls of the signature."""
+        # A placed parameter must not have a plain one in its place; parameters of new modules are placed.
+        for name, owner in _owners(self.module):
+            parameter = owner._parameters[name.rpartition(".")[2]]
+            if self.owners.get(name) is owner and not isinstance(parameter, DTensor):
+                raise _replaced_error(name, parameter)
         known = self.programs_for(signature)
         check_invalidating_effects([served.graph.state for served in known])
         check_conditions([served.graph.state.conditions for served in known])
@@ -299,30 +303,20 @@ class Runtime:
             shapes = dict(shapes_of_call(self.module, (args, kwargs)))
             self._sizes.record(self._call_kind(args, kwargs, grad), shapes, time.perf_counter() - start)
         served = CallProgram(graph, program, tuple(self._location(graph, border) for border in program.step.inputs))
-        # One that serves the same state is replaced: it was made for fewer gradients.
-        others = [other for other in known if not other.graph.serves(args, kwargs)]
-        self._programs[signature] = served.put_before(others)
+        # A program for the same state was made for fewer gradients, and goes.
+        self._programs[signature] = served.put_before(old for old in known if not old.graph.serves(args, kwargs))
         if len(self._programs) > MOST_PROGRAMS:
             del self._programs[next(iter(self._programs))]
         self.owners = dict(_owners(self.module))
         return served
 
     def _call_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Hashable:
-        """All of a call that is neither a size nor a plain value."""
-        call = (args, kwargs)
-        leaves = zip(names_of_leaves(self.module, call), pytree.tree_leaves(call), strict=True)
-        tensors = [(name, leaf.dtype, leaf.ndim) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return grad, self.module.training, tuple(tensors)
-
-    def _check_parameters(self) -> None:
-        """`InputError` if a parameter that was placed has a plain one in its place; those of new modules are placed."""
-        for name, owner in _owners(self.module):
-            _, _, leaf = name.rpartition(".")
-            if self.owners.get(name) is owner and not isinstance(owner._parameters[leaf], DTensor):
-                raise _replaced_error(name, owner._parameters[leaf])
+        """Return everything of a call but sizes and plain values."""
+        tensors = tensors_of_call(self.module, args, kwargs).items()
+        return grad, self.module.training, tuple((name, tensor.dtype, tensor.ndim) for name, tensor in tensors)
 
     def _location(self, graph: JointGraph, border: ProgramTensor) -> tuple[dict[str, Any], str] | torch.Tensor | None:
-        """Where to find an input of the program: a table of the module and its key, or the tensor itself."""
+        """Return where to find an input of the program: a table of the module and its key, or the tensor itself."""
         if border.kind in ("parameter", "buffer"):
             owner, _, name = border.name.rpartition(".")
             module = self.module.get_submodule(owner)
@@ -335,14 +329,14 @@ class Runtime:
     def _run(self, served: CallProgram, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program, step = served.program, served.program.step
         given = iter(served.graph.flatten_inputs(args, kwargs))
-        known = []  # the tensors that the user knows
+        known = []  # the tensors that the user knows, in the order of the program's inputs
         for border, place in zip(step.inputs, served.locations, strict=True):
             if isinstance(place, tuple):
-                held = place[0].get(place[1])
-                if held is None or (border.kind == "parameter" and not isinstance(held, DTensor)):
-                    raise _replaced_error(border.name, held)
-                # An attribute may be set anew between calls: by the call before, or by the user, on any device.
-                known.append(to_mesh_device(held.detach(), self.device_mesh) if border.kind == "constant" else held)
+                tensor = place[0].get(place[1])
+                if tensor is None or (border.kind == "parameter" and not isinstance(tensor, DTensor)):
+                    raise _replaced_error(border.name, tensor)
+                # Calls and the user may assign an attribute anew, on any device.
+                known.append(to_mesh_device(tensor.detach(), self.device_mesh) if border.kind == "constant" else tensor)
             elif place is not None:
                 known.append(place)
             elif border.kind == "input":
@@ -354,6 +348,7 @@ class Runtime:
         check_changes(step, known)
         results = program(tensors, sizes)
         borders = list(zip(step.forward_outputs, results, strict=True))
+        # Before anything is changed: flags that the capture took for granted, such as that all numbers are finite.
         served.graph.result.check([result for border, result in borders if border.kind == "output"])
         outputs = []
         for border, result in borders:
@@ -364,35 +359,29 @@ class Runtime:
         self._restore_views(served, outputs, known)
         attributes, kept = served.graph.result.assigned_tensors(outputs)
         for path, value in attributes.items():
-            owner, _, name = path.rpartition(".")
-            setattr(self.module.get_submodule(owner), name, value)
+            set_tensor(self.module, path, value)
+        # Numbers and objects that `forward` sets are set after every call, which runs none of its Python code.
         served.graph.state.apply_effects(kept)
         return served.graph.unflatten_outputs(outputs)
 
     def _input(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
-        """An input as the program takes it: this rank's local tensor."""
+        """Return an input as the program takes it: this rank's local tensor, contiguous as in the capture."""
         if isinstance(tensor, DTensor):
             return tensor.redistribute(self.device_mesh, border.spec.placements).to_local()
-        return tensor.contiguous()  # the layout that was captured
+        return tensor.contiguous()
 
     def _output(self, local: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
-        """An output as the user gets it: plain where it is whole, a DTensor where it was left sharded."""
+        """Return an output for the user: a plain tensor if it is replicated, a DTensor if it is sharded or planned."""
         if self.only_call is not None or (border.spec.is_replicated and not self.planned_outputs):
             return local
-        stride = torch.empty(border.shape, device="meta").stride()
+        shape, stride = torch.Size(border.shape), torch.empty(border.shape, device="meta").stride()
+        # Shape and stride are given, since torch would take all shards for equal.
         return DTensor.from_local(
-            local,
-            self.device_mesh,
-            border.spec.placements,
-            run_check=False,
-            shape=torch.Size(border.shape),
-            stride=stride,
+            local, self.device_mesh, border.spec.placements, run_check=False, shape=shape, stride=stride
         )
 
-    planned_outputs = False
-
     def _restore_views(self, served: CallProgram, outputs: list[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
-        """Let outputs that are views of what the call changes in place be such, so that they see later changes too."""
+        """Replace outputs by views of tensors that the call changes in place, so that they see later changes, too."""
         step, result = served.program.step, served.graph.result
         if not result.views or self.only_call is not None or self.planned_outputs:
             return
@@ -403,16 +392,16 @@ class Runtime:
             if view is None or view.name not in changed:
                 continue
             source = held[view.kind, view.name]
-            looking = None if isinstance(source, DTensor) else view.of(source)
-            if looking is not None and looking.shape == outputs[place].shape:
-                outputs[place] = looking
+            restored = None if isinstance(source, DTensor) else view.of(source)
+            if restored is not None and restored.shape == outputs[place].shape:
+                outputs[place] = restored
 
     def _with_global_shapes(
         self, call: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[int] | None]:
-        """The call with this rank's shards replaced by meta tensors of the global shapes they are shards of.
+        """Return the call with this rank's shards replaced by meta tensors of global shapes.
 
-        Where the ranks of an axis hold shares of their own of the batch, also how many rows each was given.
+        Where the ranks of an axis have unequal shares of the batch, also return the number of rows of each.
         """
         leaves, structure = pytree.tree_flatten(call)
         local = {
@@ -420,33 +409,27 @@ class Runtime:
             for place, (name, leaf) in enumerate(zip(names_of_leaves(self.module, call), leaves, strict=True))
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
         }
-        own = {name: leaf.shape for name, (_, leaf) in local.items()}
-        placements = {name: self._placements(name) for name in local}
+        local_shapes = {name: leaf.shape for name, (_, leaf) in local.items()}
+        # An input that is in no plan has the placements of the first one.
+        default = next(iter(self.input_placements.values()), Spec.all_replicated(self.mesh.ndim).placements)
+        placements = {name: self.input_placements.get(name, default) for name in local}
         counts = shares = None
         if self._takes_uneven_shards():
-            tables = gather_shapes(own, self.hosts)
+            tables = gather_shapes(local_shapes, self.hosts)
             if self.shares is not None:
                 counts = local_shares(tables, placements, self.device_mesh, self.shares[0])
                 shares = self.shares[0], counts
             shapes = whole_shapes(tables, placements, self.device_mesh, shares)
         else:
-            shapes = even_shapes(own, placements, self.device_mesh)
+            shapes = even_shapes(local_shapes, placements, self.device_mesh)
         for name, (place, leaf) in local.items():
-            like = torch.empty(shapes[name], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-            leaves[place] = like
+            leaves[place] = torch.empty(shapes[name], dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return (args, kwargs), counts
 
-    def _placements(self, name: str) -> tuple[Placement, ...]:
-        """How an input lies: as planned; an input that no plan has met lies as the first one does."""
-        if name in self.input_placements:
-            return self.input_placements[name]
-        default = Spec.all_replicated(self.mesh.ndim).placements
-        return next(iter(self.input_placements.values()), default)
-
 
 def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that hold parameters, by the parameters' names."""
+    """Yield the names of parameters and the modules that hold them."""
     for path, part in module.named_modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -454,10 +437,12 @@ def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _replaced_error(name: str, held: torch.Tensor | None) -> InputError:
-    """What to say of a parameter or buffer that is not what the programs know."""
-    what = (
-        "deleted, or replaced by what is no parameter," if held is None else f"replaced by a plain {_tensor_text(held)}"
-    )
+    """Return the error about a parameter or buffer that was replaced."""
+    if held is None:
+        what = "deleted, or replaced by what is no parameter,"
+    else:
+        kind = "Parameter" if isinstance(held, nn.Parameter) else "tensor"
+        what = f"replaced by a plain {kind} of shape {tuple(held.shape)}"
     return InputError(
         f"{name} was {what} since autoshard.parallelize, and the programs of the module read the one that they placed "
         f"on the mesh. Fill that instead, with numbers of the same shape: model.load_state_dict({{{name!r}: value}}, "
@@ -465,13 +450,8 @@ def _replaced_error(name: str, held: torch.Tensor | None) -> InputError:
     )
 
 
-def _tensor_text(tensor: torch.Tensor) -> str:
-    kind = "Parameter" if isinstance(tensor, nn.Parameter) else "tensor"
-    return f"{kind} of shape {tuple(tensor.shape)}"
-
-
 def _meta_tensor_error(borders: Sequence[ProgramTensor], tensors: Sequence[torch.Tensor]) -> InputError:
-    """What to say of a call with tensors on the meta device."""
+    """Return the error about a call with tensors on the meta device."""
     border = next(border for border, tensor in zip(borders, tensors, strict=False) if tensor.is_meta)
     if border.kind == "input":
         return InputError(f"the input {border.name} is on the meta device and has no numbers: pass a real tensor.")
@@ -481,7 +461,8 @@ def _meta_tensor_error(borders: Sequence[ProgramTensor], tensors: Sequence[torch
     )
 
 
-_RESIZE = "resize_token_embeddings"  # what language models call the change of their vocabulary
+# The method of Hugging Face's language models that changes the size of their vocabulary.
+_RESIZE = "resize_token_embeddings"
 
 
 def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> None:
@@ -493,7 +474,7 @@ def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 def wants_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a parameter of the module or a tensor of the call requires a gradient."""
+    """Return True if a parameter of the module or a tensor of the call requires a gradient."""
     if any(parameter.requires_grad for parameter in module.parameters()):
         return True
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs)))

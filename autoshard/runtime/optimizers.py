@@ -1,4 +1,4 @@
-"""Optimizers of placed parameters: those made before, those that can't step, and the state that all save."""
+"""Optimizers of placed parameters: replacement of old parameters, unsupported optimizers, and checkpoints of state."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from autoshard.runtime.checkpoint import checkpointable
 
 
 def replace_in_optimizers(replaced: Mapping[Tensor, Tensor]) -> None:
-    """Let every optimizer that holds a replaced parameter take the new one at its next step.
+    """Replace old parameters in every optimizer that holds them, at its next step.
 
-    Where old parameters are left, somebody holds them: torch runs a hook before every step of every optimizer then. It
-    holds old parameters weakly, and has nothing to do once they are gone. The first backward warns of those that no
-    optimizer of torch's holds: what else holds them trains nothing.
+    The first backward warns of old parameters that are held by anything but optimizers of torch.
 
     Args:
-        replaced: old parameter -> the one that stands in its place in the module.
+        replaced: old parameter -> the one that replaced it in the module.
 
     Raises:
-        PlanError: in `step`, if the optimizer has state for an old parameter: it has the shape of the whole.
+        PlanError: in `step`, if the optimizer has state for an old parameter, which has the shape of the whole.
     """
     if not replaced:
         return
+    # Old parameters are held weakly. The hook stays, and has nothing to do once they are gone.
     waiting = WeakTensorKeyDictionary(dict(replaced))
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not len(waiting):
             return
         for group in optimizer.param_groups:
-            # In place: L-BFGS keeps the list.
+            # In place, since L-BFGS keeps the list.
             group["params"][:] = [_replacement(optimizer, parameter, waiting) for parameter in group["params"]]
 
     register_optimizer_step_pre_hook(before_step)
@@ -49,19 +48,21 @@ def replace_in_optimizers(replaced: Mapping[Tensor, Tensor]) -> None:
 
 
 def _warn_of_unreplaced(waiting: WeakTensorKeyDictionary) -> None:
+    """Warn at the first gradient of a new parameter if something but an optimizer holds an old one."""
     hooks: list[RemovableHandle] = []
 
     def first_gradient(_: Tensor) -> None:
         for hook in hooks:
             hook.remove()
         if len(waiting):
-            gc.collect()  # what is in cycles is held by nobody
+            # Parameters in cycles are in use nowhere.
+            gc.collect()
         left = list(waiting.keys())
         if left:
-            optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
-            served = {
-                id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]
-            }
+            # By the type: `isinstance` asks objects for their `__class__`, which may run code of proxies.
+            optimizers = [value for value in gc.get_objects() if issubclass(type(value), Optimizer)]
+            groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+            served = {id(parameter) for parameters in groups for parameter in parameters}
             left = [parameter for parameter in left if id(parameter) not in served]
         if left:
             warnings.warn(
@@ -90,19 +91,14 @@ def _replacement(optimizer: Optimizer, parameter: Tensor, waiting: WeakTensorKey
 
 
 def prepare_optimizers(module: nn.Module) -> None:
-    """Make optimizers of a module's parameters ready at their first step.
+    """Prepare optimizers of a module's `DTensor` parameters at their first step.
 
-    Their state is saved and loaded rightly from then on (`torch.distributed.checkpoint.state_dict` has an optimizer
-    without state take a step before anything else), and those that can't step on shards are refused.
-
-    Args:
-        module: its parameters are `DTensor`s; it is referred to weakly.
-
-    Raises:
-        InputError: in `step`, before anything is changed.
+    From then on checkpoints of their state are right (`torch.distributed.checkpoint.state_dict` has an optimizer
+    without state take a step first). Those that can't step on shards raise an `InputError` in `step` first.
     """
     watched = weakref.ref(module)
-    known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # parameters that it had
+    # The count of parameters at the last look: an optimizer is checked again where groups were added.
+    known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
     ready: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -123,23 +119,25 @@ def prepare_optimizers(module: nn.Module) -> None:
 
 
 def _count_changes(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let autograd know that `foreach` operators have changed parameters: it does not see that of a `DTensor`.
+    """Count the changes of `DTensor` parameters by `foreach` operators, which autograd does not see.
 
-    So a backward of a forward before the step is refused as on one device.
+    So autograd refuses a backward of a forward before the step, as on one device.
     """
     for group in optimizer.param_groups:
         if group.get("foreach"):
-            increment_version([one for one in group["params"] if isinstance(one, DTensor) and one.grad is not None])
+            held = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
+            increment_version([parameter for parameter in held if parameter.grad is not None])
 
 
+# Optimizers with operators that change a `DTensor` in place only if it is replicated.
 _WHOLE_ONLY = (Adafactor, Rprop)
-"""Optimizers whose operators `DTensor` has in place for whole parameters alone."""
 
 
 def _check_steps(optimizer: Optimizer, name: str, parameter: Tensor) -> None:
-    sharded = isinstance(parameter, DTensor) and any(not one.is_replicate() for one in parameter.placements)
-    captured = all(group.get("capturable") for group in optimizer.param_groups)  # Rprop's other code, on GPUs
-    if sharded and isinstance(optimizer, _WHOLE_ONLY) and not captured:
+    sharded = isinstance(parameter, DTensor) and not all(each.is_replicate() for each in parameter.placements)
+    # With `capturable`, on GPUs, Rprop has other code.
+    capturable = all(group.get("capturable") for group in optimizer.param_groups)
+    if sharded and isinstance(optimizer, _WHOLE_ONLY) and not capturable:
         raise InputError(
             f"{type(optimizer).__name__} can't step on sharded parameters: torch's has no operators for them as "
             f"DTensors, and {name!r} lies as {parameter.placements}. Take another optimizer, or keep the parameters "  # type: ignore[attr-defined]

@@ -37,10 +37,10 @@ from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.constants import check_constants
 from autoshard.runtime.gradient_sums import GradientSums
+from autoshard.runtime.host_groups import Seeds
 from autoshard.runtime.module_runtime import ADVICE, Runtime, Tangents, wants_gradient
 from autoshard.runtime.optimizers import prepare_optimizers, replace_in_optimizers
 from autoshard.runtime.rank_agreement import check_ranks_agree, from_first_rank, is_first_rank, on_all_ranks
-from autoshard.runtime.seeds import Seeds
 from autoshard.runtime.shards import check_fits, place_buffers, replace_parameters
 from autoshard.runtime.step import LocalProgram, Ranks
 from autoshard.specs.axes import MeshShape

@@ -1,34 +1,39 @@
-"""All ranks of a mesh agree on what the first one decided."""
+"""Agreement of all ranks of a mesh: on decisions of the first one, on arguments, and on batches."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autoshard import errors
 from autoshard.errors import AutoshardError, InputError
 
 Made = TypeVar("Made")
 
-_SHOWN = 8  # ranks that an error names
-_FAKE_BACKEND = "fake"  # torch's process group that stands for a world without one: there is nobody to agree with
+# Ranks that an error names.
+_SHOWN = 8
+# Torch's process group for a world without other processes: there is no rank to agree with.
+_FAKE_BACKEND = "fake"
 
 
 def is_alone(device_mesh: DeviceMesh) -> bool:
-    """Whether there is no other rank to talk to."""
+    """Return True if there is no other rank to talk to."""
     return device_mesh.size() == 1 or dist.get_backend(device_mesh.get_group(0)) == _FAKE_BACKEND
 
 
 def is_first_rank(device_mesh: DeviceMesh) -> bool:
-    """Whether this is the rank that decides for all of the mesh."""
+    """Return True if this is the rank that decides for all of the mesh."""
     return all(coordinate == 0 for coordinate in device_mesh.get_coordinate() or ())
 
 
 def from_first_rank(device_mesh: DeviceMesh, make: Callable[[], str]) -> str:
-    """The text that `make` returns on the first rank of the mesh, on every rank of it.
+    """Return on every rank of the mesh the text that `make` returns on the first one.
 
     Raises:
         AutoshardError: the one that `make` raised on the first rank, on every rank, so that none waits for the others.
@@ -51,15 +56,15 @@ def from_first_rank(device_mesh: DeviceMesh, make: Callable[[], str]) -> str:
 
 
 def on_all_ranks(device_mesh: DeviceMesh, make: Callable[[], Made]) -> Made:
-    """What `make` returns on this rank, once it has succeeded on every rank of the mesh.
+    """Return the result of `make` on this rank, once it has succeeded on every rank of the mesh.
 
     Raises:
-        Exception: what `make` raised here; where it failed elsewhere, an AutoshardError that tells the rank.
+        Exception: the error of `make` here; where it failed elsewhere, an AutoshardError that names the rank.
     """
     if is_alone(device_mesh):
         return make()
     try:
-        made = make()
+        result = make()
     except Exception as error:
         _first_failure(device_mesh, (type(error).__name__, f"rank {dist.get_rank()}: {error}"))
         raise
@@ -67,69 +72,126 @@ def on_all_ranks(device_mesh: DeviceMesh, make: Callable[[], Made]) -> Made:
     if failure is not None:
         kind, text = failure
         raise getattr(errors, kind, AutoshardError)(text)
-    return made
+    return result
 
 
-def check_ranks_agree(device_mesh: DeviceMesh, said: Mapping[str, str], advice: str) -> None:
-    """Have all ranks of the mesh say the same of what they are about to do.
+def check_ranks_agree(device_mesh: DeviceMesh, texts: Mapping[str, str], advice: str) -> None:
+    """Compare texts over all ranks of the mesh, which call this together.
 
     Args:
-        device_mesh: the mesh; every rank of it calls this.
-        said: what each rank says, by what it is about, as texts to compare and to show.
-        advice: what to change, the end of the error.
+        device_mesh: the mesh.
+        texts: for every subject, the text of this rank, to compare and to show.
+        advice: the end of the error, about what to change.
 
     Raises:
-        InputError: ranks say different things, on every rank; it tells which rank says what.
+        InputError: the texts differ, on every rank; it shows all of them.
     """
-    ranks = gather_from_mesh(device_mesh, dict(said))
-    for subject in dict.fromkeys(subject for one in ranks.values() for subject in one):
+    ranks = gather_from_mesh(device_mesh, dict(texts))
+    for subject in dict.fromkeys(subject for rank_texts in ranks.values() for subject in rank_texts):
         by_text: dict[str, list[int]] = {}
-        for rank, one in ranks.items():
-            by_text.setdefault(one.get(subject, "nothing"), []).append(rank)
+        for rank, rank_texts in ranks.items():
+            by_text.setdefault(rank_texts.get(subject, "nothing"), []).append(rank)
         if len(by_text) > 1:
-            told = "; ".join(f"{text} on {ranks_text(some)}" for text, some in by_text.items())
-            raise InputError(f"the ranks differ in {subject}: {told}. {advice}")
+            answers = "; ".join(f"{text} on {ranks_text(members)}" for text, members in by_text.items())
+            raise InputError(f"the ranks differ in {subject}: {answers}. {advice}")
 
 
-def gather_from_mesh(device_mesh: DeviceMesh, said: Made) -> dict[int, Made]:
-    """What every rank of the mesh says, in the order of the ranks."""
+# Weighted sums that tell one batch of numbers from another; few are enough, since others hardly have equal ones.
+_SUMS = 4
+# The part of a tensor's norm by which such sums may differ: unlike devices round their results differently. A guess
+# that works.
+_TOLERANCE = 1e-2
+Summary = str | tuple[float, ...]
+
+
+def check_same_inputs(device_mesh: DeviceMesh, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Compare the inputs of a call over all ranks: integers exactly, other numbers by weighted sums.
+
+    Raises:
+        InputError: a rank has another batch than the first one, on every rank.
+    """
     if is_alone(device_mesh):
-        return {dist.get_rank(): said}
-    ranks = [(dist.get_rank(), said)]
+        return
+    summaries = {name: _summary(tensor) for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}
+    ranks = gather_from_mesh(device_mesh, summaries)
+    first, expected = next(iter(ranks.items()))
+    for name in summaries:
+        deviating = [rank for rank, summary in ranks.items() if not _is_close(summary[name], expected[name])]
+        if deviating:
+            raise InputError(
+                f"the input {name} has other numbers on {ranks_text(deviating)} than on rank {first}, although "
+                'inputs="global" asks every rank for the same whole batch: each would compute with its part of another '
+                'one. Where every rank loads samples of its own, as with a DistributedSampler, pass inputs="local" to '
+                "parallelize; else give all ranks the same seed."
+            )
+
+
+def _summary(tensor: torch.Tensor) -> Summary:
+    """Return a digest of integers; of other numbers, the largest one, the norm, and weighted sums."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.is_floating_point():
+        plain = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        return hashlib.blake2b(plain.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+    flat = flat.nan_to_num().cpu().double()
+    largest = flat.abs().max().item() if len(flat) else 0.0
+    # Masks hold the largest numbers of their dtype, whose sums would be infinite.
+    flat = flat / largest if largest else flat
+    place = torch.arange(len(flat), dtype=torch.float64)
+    sums = (torch.dot(flat, torch.cos(place * (0.7 + number))).item() for number in range(_SUMS))
+    return largest, flat.norm().item(), *sums
+
+
+def _is_close(summary: Summary, expected: Summary) -> bool:
+    if isinstance(summary, str) or isinstance(expected, str):
+        return summary == expected
+    (largest, *sums), (expected_largest, norm, *_) = summary, expected
+    same_size = abs(largest - expected_largest) <= _TOLERANCE * expected_largest
+    return same_size and all(
+        abs(value - expected_value) <= _TOLERANCE * norm
+        for value, expected_value in zip(sums, expected[1:], strict=True)
+    )
+
+
+def gather_from_mesh(device_mesh: DeviceMesh, value: Made) -> dict[int, Made]:
+    """Return the values of all ranks of the mesh, in the order of the ranks."""
+    if is_alone(device_mesh):
+        return {dist.get_rank(): value}
+    ranks = [(dist.get_rank(), value)]
+    # Along each axis every rank passes on what it has from the axes before.
     for axis in range(device_mesh.ndim):
-        found: list[list[tuple[int, Made]]] = [[]] * device_mesh.size(axis)
-        dist.all_gather_object(found, ranks, group=device_mesh.get_group(axis))
-        ranks = [one for some in found for one in some]
-    return dict(sorted(ranks, key=lambda one: one[0]))
+        gathered: list[list[tuple[int, Made]]] = [[]] * device_mesh.size(axis)
+        dist.all_gather_object(gathered, ranks, group=device_mesh.get_group(axis))
+        ranks = [pair for pairs in gathered for pair in pairs]
+    return dict(sorted(ranks, key=lambda pair: pair[0]))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Such as "rank 3" or "ranks 1, 2"."""
+    """Return a text such as "rank 3" or "ranks 1, 2"."""
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def gather_from_axis(device_mesh: DeviceMesh, axis: str, said: Made) -> list[Made]:
-    """What every rank along a mesh axis says, in the order of their coordinates."""
+def gather_from_axis(device_mesh: DeviceMesh, axis: str, value: Made) -> list[Made]:
+    """Return the values of all ranks along a mesh axis, in the order of their coordinates."""
     group = device_mesh.get_group(axis)
-    if dist.get_backend(group) == _FAKE_BACKEND:
-        return [said] * dist.get_world_size(group)
-    found: list[Made | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, said, group=group)
-    return found  # type: ignore[return-value]
+    values = [value] * dist.get_world_size(group)
+    if dist.get_backend(group) != _FAKE_BACKEND:
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _first_failure(device_mesh: DeviceMesh, failure: tuple[str, str] | None) -> tuple[str, str] | None:
-    """The failure of the first rank that has one."""
+    """Return the failure of the first rank that has one, on every rank."""
     for axis in range(device_mesh.ndim):
-        found: list[tuple[str, str] | None] = [None] * device_mesh.size(axis)
-        dist.all_gather_object(found, failure, group=device_mesh.get_group(axis))
-        failure = next((one for one in found if one is not None), None)
+        failures: list[tuple[str, str] | None] = [None] * device_mesh.size(axis)
+        dist.all_gather_object(failures, failure, group=device_mesh.get_group(axis))
+        failure = next((each for each in failures if each is not None), None)
     return failure
 
 
 def _broadcast(device_mesh: DeviceMesh, payload: list[object]) -> list[object]:
-    """Broadcast along one axis after the other: each reaches the ranks whose later coordinates are zero."""
+    """Send the first rank's payload to every rank."""
+    # Along one axis after the other: each broadcast reaches the ranks whose later coordinates are zero.
     for axis in range(device_mesh.ndim):
         dist.broadcast_object_list(payload, group=device_mesh.get_group(axis), group_src=0)
     return payload

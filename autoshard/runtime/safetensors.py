@@ -1,9 +1,9 @@
-"""Filling a parallelised module from safetensors files: every rank reads its own slices alone."""
+"""Loading of a parallelised module from safetensors files: every rank reads only its own slices."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ Paths = str | Path | Sequence[str | Path]
 
 
 class IncompatibleKeys(NamedTuple):
-    """What a file and a module do not have in common, as `load_state_dict` reports it."""
+    """Names that only the module has, or only the files, as `load_state_dict` reports them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -33,28 +33,48 @@ class IncompatibleKeys(NamedTuple):
 def load_module(
     model: nn.Module, paths: Paths, *, strict: bool, device: torch.device | str | None, elsewhere: Container[str] = ()
 ) -> IncompatibleKeys:
-    """Fill a module, as `autoshard.load_safetensors` says; names `elsewhere` are of what other ranks hold."""
+    """Fill a module, as `autoshard.load_safetensors` says; names `elsewhere` are of tensors of other ranks."""
     files = {name: stored for name, stored in _stored_tensors(_files(paths)).items() if name not in elsewhere}
     targets = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    keys = _compare(targets, files)
-    problems = _mismatches(targets, files)
+    # A tied tensor is not missing if any of its names is stored.
+    stored = {id(value) for name, value in targets.items() if name in files}
+    missing = [name for name, value in targets.items() if id(value) not in stored]
+    keys = IncompatibleKeys(missing, [name for name in files if name not in targets])
+    problems = [
+        f"size mismatch for {name}: the shape is {list(files[name].shape)} in {files[name].file.name}, and "
+        f"{list(value.shape)} in the model."
+        for name, value in targets.items()
+        if name in files and files[name].shape != tuple(value.shape)
+    ]
     if strict:
         problems += [f"Missing key(s): {', '.join(keys.missing_keys)}."] if keys.missing_keys else []
         problems += [f"Unexpected key(s): {', '.join(keys.unexpected_keys)}."] if keys.unexpected_keys else []
-        problems += _unstored_buffers(model, targets)
+        problems += [
+            f"Buffer {name} is on the meta device and not persistent, so that no file holds it: call "
+            f"autoshard.materialize(model, device) first, which computes it."
+            for name, buffer in model.named_buffers()
+            if buffer.is_meta and name not in targets
+        ]
     if problems:
         raise InputError("the safetensors files do not fit the model:\n" + "\n".join(f"  {line}" for line in problems))
+    # Nothing is allocated before all files are known to fit.
     allocate(model, torch.device(device or _device_type(model)), files)
     loaded = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for name in targets:
             if name in files:
-                _fill(loaded[name], files[name], name)
+                target = loaded[name]
+                if isinstance(target, DTensor):
+                    spec, coordinate = Spec(tuple(target.placements)), tuple(coordinate_of(target.device_mesh))
+                    value = _read(files[name], name, spec, MeshShape.of(target.device_mesh), coordinate)
+                else:
+                    value = _read_whole(files[name], name)
+                local_of(target).copy_(value)
     return keys
 
 
 def _files(paths: Paths) -> list[Path]:
-    """The files behind what the user named."""
+    """Return the files behind a file, a folder, an index, or several of these."""
     if not isinstance(paths, (str, Path)):
         return [file for path in paths for file in _files(path)]
     path = Path(paths)
@@ -101,6 +121,7 @@ def _stored_tensors(files: Sequence[Path]) -> dict[str, _StoredTensor]:
 
 
 def _open_file(file: Path) -> Any:
+    # An optional dependency.
     try:
         import safetensors
     except ImportError as error:
@@ -111,31 +132,6 @@ def _open_file(file: Path) -> Any:
         raise InputError(f"{file} is no safetensors file: {error}.") from error
 
 
-def _compare(targets: Mapping[str, Tensor], files: Mapping[str, _StoredTensor]) -> IncompatibleKeys:
-    """Names on one side alone; a tied tensor is there if any of its names is."""
-    found = {id(value) for name, value in targets.items() if name in files}
-    missing = [name for name, value in targets.items() if id(value) not in found]
-    return IncompatibleKeys(missing, [name for name in files if name not in targets])
-
-
-def _mismatches(targets: Mapping[str, Tensor], files: Mapping[str, _StoredTensor]) -> list[str]:
-    return [
-        f"size mismatch for {name}: the shape is {list(files[name].shape)} in {files[name].file.name}, and "
-        f"{list(value.shape)} in the model."
-        for name, value in targets.items()
-        if name in files and files[name].shape != tuple(value.shape)
-    ]
-
-
-def _unstored_buffers(model: nn.Module, targets: Mapping[str, Tensor]) -> list[str]:
-    return [
-        f"Buffer {name} is on the meta device and not persistent, so that no file holds it: call "
-        f"autoshard.materialize(model, device) first, which computes it."
-        for name, buffer in model.named_buffers()
-        if buffer.is_meta and name not in targets
-    ]
-
-
 def _device_type(model: nn.Module) -> str:
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
@@ -143,30 +139,26 @@ def _device_type(model: nn.Module) -> str:
     raise InputError("the model has no DTensor parameters: call autoshard.parallelize(model, mesh) first.")
 
 
-def _fill(target: Tensor, stored: _StoredTensor, name: str) -> None:
-    if isinstance(target, DTensor):
-        mesh, spec = MeshShape.of(target.device_mesh), Spec(tuple(target.placements))
-        local_of(target).copy_(_read(stored, name, spec, mesh, tuple(coordinate_of(target.device_mesh))))
-    else:
-        with _open_file(stored.file) as reader:
-            target.copy_(reader.get_tensor(name))
-
-
 @_torch.per_rank
 def _read(stored: _StoredTensor, name: str, spec: Spec, mesh: MeshShape, coordinate: tuple[int, ...]) -> Tensor:
-    """One rank's part of a stored tensor."""
+    """Return one rank's part of a stored tensor."""
+    if not stored.shape:
+        return _read_whole(stored, name)
     with _open_file(stored.file) as reader:
-        if not stored.shape:
-            whole: Tensor = reader.get_tensor(name)
-            return whole
         source = reader.get_slice(name)
         parts = [(block, source[block.whole]) for block in blocks_of(stored.shape, spec, mesh, coordinate)]
         if len(parts) == 1:
             part: Tensor = parts[0][1]
             return part
-        local = source[tuple(slice(0, 0) for _ in stored.shape)].new_empty(
-            true_local_shape(stored.shape, spec, mesh, coordinate)
-        )
+        # A slice without elements has the dtype of the file.
+        empty = source[tuple(slice(0, 0) for _ in stored.shape)]
+        local = empty.new_empty(true_local_shape(stored.shape, spec, mesh, coordinate))
         for block, part in parts:
             local[block.local] = part
         return local
+
+
+def _read_whole(stored: _StoredTensor, name: str) -> Tensor:
+    with _open_file(stored.file) as reader:
+        whole: Tensor = reader.get_tensor(name)
+        return whole

@@ -1,4 +1,4 @@
-"""Parameters as shards: whole tensors cut into `DTensor`s, put into a module in place, and put together again."""
+"""Tensors as shards: whole tensors cut into `DTensor`s, put into a module in place, and put together again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Coordinate = Sequence[int]
 
 
 def coordinate_of(device_mesh: DeviceMesh) -> Coordinate:
-    """This rank's coordinate on every mesh axis; `MeshError` where the rank is not on the mesh."""
+    """Return this rank's coordinate on every mesh axis; raise a `MeshError` if the rank is not on the mesh."""
     coordinate = device_mesh.get_coordinate()
     if coordinate is None:
         raise MeshError(
@@ -35,16 +35,13 @@ def coordinate_of(device_mesh: DeviceMesh) -> Coordinate:
 
 
 def distribute(tensor: Tensor, device_mesh: DeviceMesh, spec: Spec) -> DTensor:
-    """`tensor` as a `DTensor` placed by `spec`. Rank 0's numbers win, as in DDP.
+    """Return `tensor` as a `DTensor` placed by `spec`, a leaf; rank 0's numbers win, as in DDP.
 
     Args:
-        tensor: the whole tensor on every rank, or a `DTensor` on the same mesh, or a tensor on the meta device, whose
-            shard is then on the meta device too, without communication. It is read and not kept.
+        tensor: the whole tensor on every rank, or a `DTensor` on the same mesh. That of a tensor on the meta device is
+            there, too, without communication. It is read and not kept.
         device_mesh: the mesh.
         spec: one placement per mesh axis.
-
-    Returns:
-        A leaf that requires a gradient if `tensor` does.
 
     Raises:
         ValueError: the spec does not fit the tensor or the mesh.
@@ -53,18 +50,20 @@ def distribute(tensor: Tensor, device_mesh: DeviceMesh, spec: Spec) -> DTensor:
     check_fits(tensor.shape, spec, device_mesh)
     with torch.no_grad():
         if isinstance(tensor, DTensor):
-            local = _reshard_local(tensor, device_mesh, spec)
+            _check_mesh(tensor, device_mesh)
+            whole = gather_full_tensor(tensor)
         elif tensor.is_meta:
-            local = cut(tensor, device_mesh, spec)
+            whole = tensor
         else:
-            local = cut(from_first_rank(tensor.to(device_mesh.device_type), device_mesh), device_mesh, spec)
+            whole = from_first_rank(tensor.to(device_mesh.device_type), device_mesh)
+        local = cut(whole, device_mesh, spec)
     result = wrap(local, device_mesh, spec, tensor.shape, tensor.dtype)
     result.requires_grad = tensor.requires_grad
     return result
 
 
 def cut(tensor: Tensor, device_mesh: DeviceMesh, spec: Spec) -> Tensor:
-    """This rank's part of a whole tensor that every rank has: a copy in memory of its own, without communication."""
+    """Return a copy of this rank's part of a whole tensor that every rank has; nothing is sent."""
     return _cut(tensor.detach(), coordinate_of(device_mesh), MeshShape.of(device_mesh), spec)
 
 
@@ -75,50 +74,45 @@ def _cut(tensor: Tensor, coordinate: Coordinate, mesh: MeshShape, spec: Spec) ->
 
 
 def from_first_rank(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
-    """The numbers that the first rank of the mesh has in `tensor`: one broadcast per mesh axis, in place if it can."""
+    """Return the numbers that the first rank of the mesh has in `tensor`, in place where it is contiguous."""
     tensor = tensor.detach().contiguous()
+    # Axis by axis: each broadcast reaches the ranks whose later coordinates are zero.
     for axis in range(device_mesh.ndim):
         if device_mesh.size(axis) > 1:
             dist.broadcast(tensor, group=device_mesh.get_group(axis), group_src=0)
     return tensor
 
 
-def gather_full_tensor(tensor: DTensor) -> Tensor:
-    """The whole tensor of a `DTensor` on every rank, in memory of its own; nothing partial is reduced.
-
-    `DTensor.full_tensor` does the same, and is wrong where several axes split one dim into strided pieces.
-    """
+def gather_full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole tensor of a `DTensor` without partial placements, or a plain tensor, in memory of its own."""
+    # `DTensor.full_tensor` is wrong where several axes split one dim into strided pieces.
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
     spec, device_mesh = Spec(tensor.placements), tensor.device_mesh
-    assert not spec.partial_axes, f"{spec} is partial: whole() puts shards together"
+    assert not spec.partial_axes, f"{spec} is partial: gather_full_tensor() puts shards together"
     if tensor.is_meta:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     mesh, coordinate = MeshShape.of(device_mesh), coordinate_of(device_mesh)
-    value = local_of(tensor)
+    value, shape = local_of(tensor), tuple(tensor.shape)
     if spec.is_replicated:
         return value.clone()
+    # The last axis was split last, so it is joined first.
     for axis in reversed(spec.shard_axes):
-        value = _gather_last_axis(value, tensor.shape, _truncated_spec(spec, axis + 1), device_mesh, mesh, coordinate)
+        split = _truncated_spec(spec, axis + 1)
+        value = _pad(value, _largest_shape(shape, split, mesh))
+        group = device_mesh.get_group(axis).group_name
+        gathered = collectives.wait_tensor(collectives.all_gather_into_tensor(value, mesh.sizes[axis], group))
+        value = _assemble(gathered, shape, split, mesh, coordinate)
     return value
 
 
 def _truncated_spec(spec: Spec, axes: int) -> Spec:
-    """The spec with everything replicated from axis number `axes` on."""
+    """Return the spec with everything replicated from axis number `axes` on."""
     return Spec.of(*spec.placements[:axes], *Spec.all_replicated(len(spec) - axes))
 
 
-def _gather_last_axis(
-    value: Tensor, shape: Sequence[int], spec: Spec, device_mesh: DeviceMesh, mesh: MeshShape, coordinate: Coordinate
-) -> Tensor:
-    """`value`, which lies by `spec`, with the last axis that shards it joined."""
-    axis = spec.shard_axes[-1]
-    value = _pad(value, _largest_shape(shape, spec, mesh))
-    group = device_mesh.get_group(axis).group_name
-    gathered = collectives.wait_tensor(collectives.all_gather_into_tensor(value, mesh.sizes[axis], group))
-    return _assemble(gathered, tuple(shape), spec, mesh, coordinate)
-
-
 def _largest_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
-    """The least shape that holds the shard of any rank."""
+    """Return the least shape that holds the shard of any rank."""
     coordinates = [(0,) * mesh.ndim] if is_even(shape, spec, mesh) else mesh.coordinates()
     shapes = [true_local_shape(shape, spec, mesh, coordinate) for coordinate in coordinates]
     return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
@@ -131,40 +125,40 @@ def _pad(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @_torch.per_rank
 def _assemble(gathered: Tensor, shape: tuple[int, ...], spec: Spec, mesh: MeshShape, coordinate: Coordinate) -> Tensor:
-    """The padded parts of all ranks along the last shard axis, which `gathered` stacks, each at its place."""
+    """Put the padded parts of all ranks along the last shard axis, which `gathered` stacks, to their places."""
     axis = spec.shard_axes[-1]
     dim = dim_of(spec[axis], len(shape))
     before = local_indices(shape, _truncated_spec(spec, axis), mesh, coordinate)
     position = {index: place for place, index in enumerate(before[dim])}
     result = gathered.new_empty([len(indices) for indices in before])
     for place, part in enumerate(gathered.chunk(mesh.sizes[axis]) if gathered.numel() else ()):
-        own = local_indices(shape, spec, mesh, (*coordinate[:axis], place, *coordinate[axis + 1 :]))
-        part = part[tuple(slice(len(indices)) for indices in own)]
-        where = torch.tensor([position[index] for index in own[dim]], dtype=torch.int64, device=part.device)
+        indices = local_indices(shape, spec, mesh, (*coordinate[:axis], place, *coordinate[axis + 1 :]))
+        part = part[tuple(slice(len(along)) for along in indices)]
+        # Strided and uneven parts do not lie in one piece.
+        where = torch.tensor([position[index] for index in indices[dim]], dtype=torch.int64, device=part.device)
         result.index_copy_(dim, where, part)
     return result
 
 
-def local_of(tensor: DTensor) -> Tensor:
-    """This rank's local tensor, outside autograd: unpadded, and shared with the `DTensor`."""
-    return _torch.local_tensor(tensor)
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a `DTensor`, outside autograd, unpadded and shared with it; a plain tensor itself."""
+    return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def wrap(local: Tensor, device_mesh: DeviceMesh, spec: Spec, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
-    """A `DTensor` around a rank's contiguous, unpadded local tensor, without checks or autograd (about 8 µs)."""
-    return _torch.dtensor(
-        local, _torch.dtensor_spec(device_mesh, _normalize_spec(spec, len(shape)).placements, shape, dtype)
-    )
+    """Return a `DTensor` around a rank's contiguous, unpadded local tensor, without checks or autograd (about 8 µs)."""
+    placements = _normalize_spec(spec, len(shape)).placements
+    return _torch.dtensor(local, _torch.dtensor_spec(device_mesh, placements, shape, dtype))
 
 
 def wrap_like(local: Tensor, model: DTensor) -> DTensor:
-    """As `wrap`, lying like another `DTensor`: of a gradient, say, like its parameter (about 3 µs)."""
+    """Return a `DTensor` as `wrap` does, placed like another one, such as its parameter (about 3 µs)."""
     return _torch.dtensor(local, _torch.dtensor_spec_of(model))
 
 
 @lru_cache(maxsize=1 << 14)
 def _normalize_spec(spec: Spec, ndim: int) -> Spec:
-    """The spec with dims counted from 0, as torch's operators expect them."""
+    """Return the spec with dims counted from 0, as torch's operators expect them."""
     for axis in spec.shard_axes:
         placement = spec[axis]
         dim = dim_of(placement, ndim)
@@ -174,14 +168,8 @@ def _normalize_spec(spec: Spec, ndim: int) -> Spec:
 
 
 def check_fits(shape: Sequence[int], spec: Spec, device_mesh: DeviceMesh) -> None:
-    """`ValueError` unless the spec has a placement per mesh axis, each splitting a dim that there is."""
+    """Raise a `ValueError` unless the spec has a placement per mesh axis, each splitting an existing dim."""
     local_indices(shape, spec, MeshShape.of(device_mesh), (0,) * device_mesh.ndim)
-
-
-def _reshard_local(tensor: DTensor, device_mesh: DeviceMesh, spec: Spec) -> Tensor:
-    """A new local tensor of a `DTensor` under another spec."""
-    _check_mesh(tensor, device_mesh)
-    return cut(gather_full_tensor(tensor), device_mesh, spec)
 
 
 def _check_mesh(tensor: DTensor, device_mesh: DeviceMesh) -> None:
@@ -197,7 +185,7 @@ def replace_parameters(module: nn.Module, placements: Mapping[str, Spec], device
 
     A parameter under several names (tied weights) stays one parameter under all of them. Attributes, gradient and
     hooks stay. Parameters that are `DTensor`s already stay the same objects and change their contents, so that
-    optimizers, hooks and other references made before go on.
+    optimizers, hooks and other references to them stay valid.
 
     Args:
         module: the module; its buffers are not touched.
@@ -214,15 +202,18 @@ def replace_parameters(module: nn.Module, placements: Mapping[str, Spec], device
         if isinstance(parameter, DTensor):
             _replace_contents(parameter, device_mesh, spec)
             continue
-        placed = _sharded_parameter(parameter, device_mesh, spec)
+        placed = parameter_like(distribute(parameter, device_mesh, spec), parameter)
+        if parameter.grad is not None:
+            placed.grad = distribute(parameter.grad, device_mesh, spec)
         for name in names:
-            set_parameter(module, name, placed)
+            set_tensor(module, name, placed)
 
 
 def _tied_names(
     module: nn.Module, placements: Mapping[str, Spec], device_mesh: DeviceMesh
 ) -> list[tuple[list[str], Spec]]:
-    """All names of every parameter, with its spec. It holds no parameter: each can be freed as soon as it is placed."""
+    """Return all names of every parameter, with its spec."""
+    # The result holds no parameter, so that each can be freed as soon as it is placed.
     parameters = dict(module.named_parameters(remove_duplicate=False))
     unknown = [name for name in placements if name not in parameters]
     if unknown:
@@ -236,13 +227,13 @@ def _tied_names(
 def _spec_of(
     parameter: nn.Parameter, names: Sequence[str], placements: Mapping[str, Spec], device_mesh: DeviceMesh
 ) -> Spec:
-    """The one spec that the placements give to a parameter under any of its names."""
+    """Return the one spec that the placements give to a parameter under any of its names."""
     known = {placements[name]: name for name in names if name in placements}
     if not known:
         raise PlanError(f"there is no placement for parameter {names[0]!r}: place every parameter of the module.")
     if len(known) > 1:
-        told = " and ".join(f"{name!r} as {spec}" for spec, name in known.items())
-        raise PlanError(f"{told} are one tied parameter, which lies in one way: give both names the same placement.")
+        given = " and ".join(f"{name!r} as {spec}" for spec, name in known.items())
+        raise PlanError(f"{given} are one tied parameter, which lies in one way: give both names the same placement.")
     spec, name = next(iter(known.items()))
     try:
         check_fits(parameter.shape, spec, device_mesh)
@@ -253,16 +244,8 @@ def _spec_of(
     return spec
 
 
-def _sharded_parameter(parameter: nn.Parameter, device_mesh: DeviceMesh, spec: Spec) -> nn.Parameter:
-    """A parameter like a plain one, with its attributes, gradient and hooks, that is a `DTensor`."""
-    placed = parameter_like(distribute(parameter, device_mesh, spec), parameter)
-    if parameter.grad is not None:
-        placed.grad = distribute(parameter.grad, device_mesh, spec)
-    return placed
-
-
 def parameter_like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
-    """`tensor` as a parameter with the attributes and hooks of another, and frozen if that is."""
+    """Return `tensor` as a parameter with the attributes and hooks of another, frozen if that is."""
     placed = nn.Parameter(tensor, parameter.requires_grad)
     placed.__dict__.update(parameter.__dict__)
     for hook in _torch.gradient_hooks(parameter):
@@ -280,16 +263,16 @@ def _replace_contents(parameter: DTensor, device_mesh: DeviceMesh, spec: Spec) -
             _torch.set_local_tensor(tensor, local_of(placed), _torch.dtensor_spec_of(placed))
 
 
-def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under a qualified name, by assignment: modules may watch theirs (`nn.LSTM` does)."""
+def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
+    """Assign a parameter, buffer or other tensor under a qualified name; a buffer stays persistent or not."""
     owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, parameter)
+    # Not by `_parameters`: modules may watch assignments, as `nn.LSTM` does.
+    setattr(module.get_submodule(owner), leaf, value)
 
 
 def get_full(module: nn.Module, name: str) -> Tensor:
-    """The whole parameter or buffer under a qualified name, on every rank, detached and in memory of its own."""
-    tensor = _get_tensor(module, name)
-    return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()
+    """Return the whole parameter or buffer under a qualified name, on every rank, detached and in memory of its own."""
+    return gather_full_tensor(_get_tensor(module, name))
 
 
 def set_full(module: nn.Module, name: str, value: Tensor) -> None:
@@ -302,10 +285,13 @@ def set_full(module: nn.Module, name: str, value: Tensor) -> None:
     if value.shape != tensor.shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the value has shape {tuple(value.shape)}.")
     with torch.no_grad():
-        if isinstance(tensor, DTensor):
-            local_of(tensor).copy_(cut(value, tensor.device_mesh, Spec(tensor.placements)))
-        else:
-            tensor.copy_(value)
+        fill(tensor, value)
+
+
+def fill(tensor: Tensor, value: Tensor) -> None:
+    """Fill a tensor with a whole one; a `DTensor`, with this rank's part of it."""
+    part = cut(value, tensor.device_mesh, Spec(tensor.placements)) if isinstance(tensor, DTensor) else value
+    local_of(tensor).copy_(part)
 
 
 def _get_tensor(module: nn.Module, name: str) -> Tensor:
@@ -326,19 +312,16 @@ def place_buffers(module: nn.Module, device_mesh: DeviceMesh) -> None:
     placed: dict[Tensor, Tensor] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None and not buffer.is_meta and not isinstance(buffer, DTensor):
-                if buffer not in placed:
-                    placed[buffer] = _place_buffer(buffer, device_mesh)
-                owner._buffers[name] = placed[buffer]
-
-
-def _place_buffer(buffer: Tensor, device_mesh: DeviceMesh) -> Tensor:
-    """The buffer itself, filled with rank 0's numbers; another tensor where it is not on this rank's device."""
-    moved = to_mesh_device(buffer, device_mesh)
-    value = from_first_rank(moved, device_mesh)
-    return buffer.copy_(value) if moved is buffer else value
+            if buffer is None or buffer.is_meta or isinstance(buffer, DTensor):
+                continue
+            if buffer not in placed:
+                moved = to_mesh_device(buffer, device_mesh)
+                value = from_first_rank(moved, device_mesh)
+                placed[buffer] = buffer.copy_(value) if moved is buffer else value
+            owner._buffers[name] = placed[buffer]
 
 
 def to_mesh_device(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
-    """The tensor on this rank's device of the mesh: itself where it lies there already."""
-    return tensor.to(device_mesh.device_type)  # a type without an index is the rank's current device
+    """Return the tensor on this rank's device of the mesh, itself where it lies there already."""
+    # A device type without an index is the rank's current device.
+    return tensor.to(device_mesh.device_type)

@@ -1,4 +1,4 @@
-"""Running a local step under autograd: tensors of the user's world in, tensors of the user's world out."""
+"""Running of a local step under autograd, from and to the tensors that the user knows."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from autoshard.program.localize import LocalStep, ProgramTensor
 from autoshard.program.split import Halves
 from autoshard.runtime._torch import is_view, local_tensors, per_rank
 from autoshard.runtime.gradient_sums import GradientSums
-from autoshard.runtime.seeds import Seeds, coordinates_on
+from autoshard.runtime.host_groups import Seeds, coordinates_on
 from autoshard.runtime.shards import coordinate_of, local_of, wrap
 from autoshard.size import Sizes, at, evaluate
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import true_local_shape
 from autoshard.specs.tensors import pad_to
 
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # the golden ratio of 2**64: its multiples differ in many bits
+# The golden ratio of 2**64: its multiples differ in many bits.
+_SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 class Ranks:
-    """What differs from rank to rank, as values that a program takes: coordinates and groups of a device mesh.
+    """Arguments of programs that differ from rank to rank: coordinates and groups of a device mesh.
 
     Args:
         device_mesh: the mesh.
         device: where the program runs.
-        part: number of the program among those that run side by side on other ranks: each draws numbers of its own.
+        part: number of the program among those that run side by side on other ranks, which draw other random numbers.
         seeds: those of the mesh's steps, which all its programs may share.
     """
 
@@ -53,13 +54,13 @@ class Ranks:
         self._no_seed = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def seed(self, draws: bool) -> torch.Tensor:
-        """The seed of one step, on the CPU: see `Seeds`. Zero for a program that draws nothing."""
+        """Return the seed of one step, on the CPU; zero for a program that draws no random numbers."""
         if not draws:
             return self._no_seed
         return self._seeds.draw() ^ (self._part * _SEED_STRIDE % 2**62)
 
     def arguments(self, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What a program takes behind its tensors, in the order of `GraphEmitter.ranks`."""
+        """Return the arguments behind a program's tensors, in the order of `GraphEmitter.add_rank_inputs`."""
         return (*self.coordinates, *self.host_coordinates, seed)
 
 
@@ -73,10 +74,9 @@ class LocalProgram:
         ranks: this rank's coordinates.
         general: makes the program in which every output has a gradient, for callers that differentiate more than the
             loss; None where this is that program.
-        later: where what is left of a backward is put, if gradients of parameters are to wait until somebody calls it:
-            the halves have parts then.
-        sums: where gradients are added up over several backwards before they are reduced; the halves may have a
-            reduction then.
+        later: a list to which a backward appends the function that computes gradients of parameters, if these are
+            computed later; the halves have parts then.
+        sums: the sums of gradients that are added up over several backwards before they are reduced, if any.
     """
 
     step: LocalStep
@@ -87,14 +87,11 @@ class LocalProgram:
     sums: GradientSums | None = None
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """Run the forward half; gradients flow to what requires them if the step has a backward half.
+        """Run the forward half under autograd, and return its local outputs in the order of the step.
 
         Args:
             tensors: for every input that is no tangent: DTensors for parameters, local tensors for the rest.
             sizes: the call's dynamic sizes, if there are any.
-
-        Returns:
-            Local tensors, in the order of the step's forward outputs.
         """
         if self.halves.backward is None:
             with torch.no_grad():
@@ -103,11 +100,9 @@ class LocalProgram:
         return list(_ProgramFunction.apply(self, sizes, histories, *tensors))
 
     def local(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """The tensors as the program takes them: local, and padded where a dim does not divide."""
-        return [
-            self._pad(local_of(tensor) if isinstance(tensor, DTensor) else tensor, at(border, sizes))
-            for tensor, border in zip(tensors, self.step.inputs, strict=False)
-        ]
+        """Return the tensors as the program takes them: local, and padded where a dim does not divide."""
+        pairs = zip(tensors, self.step.inputs, strict=False)
+        return [self._pad(local_of(tensor), at(border, sizes)) for tensor, border in pairs]
 
     def _pad(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
         if not border.is_padded(self.ranks.mesh):
@@ -117,75 +112,74 @@ class LocalProgram:
     def forward(
         self, locals_: Sequence[torch.Tensor], sizes: Sizes, seed: torch.Tensor | None = None
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Outputs, without padding, and saved tensors of the forward half."""
+        """Return outputs, without padding, and saved tensors of the forward half."""
         seed = self.ranks.seed(self.halves.draws) if seed is None else seed
         numbers = _numbers(self.halves.forward_sizes, sizes)
         with _without_autocast():
             results = self.halves.forward(*locals_, *self.ranks.arguments(seed), *numbers)
         borders = self.step.forward_outputs
-        outputs = [self._unpad(result, at(border, sizes)) for result, border in zip(results, borders, strict=False)]
+        outputs = [
+            # A copy, since the part without padding may be a view of another tensor of the program.
+            self.unpad(result, border).clone() if border.is_padded(self.ranks.mesh) else result
+            for result, border in zip(results, at(borders, sizes), strict=False)
+        ]
         return outputs, results[len(borders) :]
 
-    def _unpad(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
-        """What leaves the program, without padding, in memory that nothing else looks at."""
+    def unpad(self, tensor: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
         if not border.is_padded(self.ranks.mesh):
             return tensor
-        return _unpad_local(tensor, border, self.ranks.mesh, coordinate_of(self.ranks.device_mesh)).clone()
+        return _unpad_local(tensor, border, self.ranks.mesh, coordinate_of(self.ranks.device_mesh))
 
     def backward(
         self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
     ) -> list[torch.Tensor]:
-        """Local gradients, in the order of the step's gradient outputs.
-
-        The list of saved tensors is emptied, so that each is freed once it has been read for the last time.
-        """
+        """Return local gradients, in the order of the step; the list of saved tensors is emptied."""
         assert self.halves.backward is not None
         return _run_graph(self.halves.backward, self.arguments(saved, tangents, sizes))
 
     def backward_of_inputs(
         self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
     ) -> tuple[dict[int, torch.Tensor], list[Any]]:
-        """Local gradients of inputs, by their place among the step's gradient outputs; and what makes the others of.
-
-        That is: what the second part of the backward half takes.
-        """
+        """Return local gradients of inputs, by place among all gradients, and the arguments of the second part."""
         assert self.halves.parts is not None
         first, second = self.halves.parts
         arguments = self.arguments(saved, tangents, sizes)
-        kept = [arguments[place] for place in second.takes]
-        taken = [arguments[place] for place in first.takes]
+        second_arguments = [arguments[place] for place in second.takes]
+        first_arguments = [arguments[place] for place in first.takes]
         arguments.clear()
-        made = _run_graph(first.graph, taken)
-        return dict(zip(first.makes, made, strict=False)), [*kept, *made[len(first.makes) :]]
+        results = _run_graph(first.graph, first_arguments)
+        return dict(zip(first.makes, results, strict=False)), [*second_arguments, *results[len(first.makes) :]]
 
     def arguments(
         self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
     ) -> list[torch.Tensor | int | float]:
-        """What the backward half takes; the list of saved tensors is emptied."""
-        whole = [
+        """Return the arguments of the backward half; the list of saved tensors is emptied."""
+        padded = [
             torch.zeros(at(border, sizes).local_shape(self.ranks.mesh), dtype=border.dtype, device=self.ranks.device)
             if tangent is None
             else self._pad(tangent, at(border, sizes))
             for tangent, border in zip(tangents, self.step.tangents, strict=True)
         ]
-        arguments = [*saved, *whole, *_numbers(self.halves.backward_sizes, sizes)]
+        arguments = [*saved, *padded, *_numbers(self.halves.backward_sizes, sizes)]
+        # The arguments alone refer to saved tensors now, so that each is freed after its last use.
         saved.clear()
         return arguments
 
 
 def _run_graph(graph: Any, arguments: list[Any]) -> list[torch.Tensor]:
-    """The results of a graph; the list is emptied, so that what nobody needs any more is freed on the way."""
+    """Return the results of a graph; the list is emptied, so that arguments are freed after their last use."""
     with _without_autocast():
         if isinstance(graph, fx.GraphModule):
             return list(graph(arguments))
-        taken = tuple(arguments)  # compiled
+        # Compiled code takes no list.
+        unpacked = tuple(arguments)
         arguments.clear()
-        return list(graph(*taken))
+        return list(graph(*unpacked))
 
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Context in which operators run as they stand in a graph, which has the casts of the capture in it."""
+    """Return a context without autocast: a graph contains the casts of the capture."""
     with contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -194,7 +188,7 @@ def _without_autocast() -> Iterator[None]:
 
 
 def _numbers(expressions: Sequence[sympy.Expr], sizes: Sizes) -> list[int | float]:
-    """What expressions are at these sizes."""
+    """Return the values of expressions at these sizes."""
     values = [evaluate(expression, sizes) for expression in expressions]
     return [int(value) if value.is_Integer else float(value) for value in values]
 
@@ -212,20 +206,30 @@ class _ProgramFunction(torch.autograd.Function):
         outputs = _without_views(outputs)
         ctx.program, ctx.sizes, ctx.seed, ctx.histories = program, sizes, seed, histories
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved, *_saved_parameters(tensors, locals_, saved))
+        # Autograd refuses to run a backward whose saved tensors were changed since. An optimizer changes the DTensor
+        # of a parameter, and not the version of the local tensor in it, so DTensors of saved locals are saved, too.
+        held = {id(tensor) for tensor in saved}
+        pairs = zip(tensors, locals_, strict=True)
+        parameters = [tensor for tensor, local in pairs if isinstance(tensor, DTensor) and id(local) in held]
+        ctx.save_for_backward(*saved, *parameters)
         ctx.count = len(saved)
         waits = program.later is not None or program.sums is not None
         ctx.parameters = [tensor if waits and isinstance(tensor, DTensor) else None for tensor in tensors]
-        ctx.whole = None if program.general is None else _inputs_before_step(program, locals_)
-        ctx.versions = None if program.general is None else _versions(tensors)
-        borders = program.step.forward_outputs
+        ctx.whole, ctx.versions = None, []
+        if program.general is not None:
+            # The general program runs forward again, from the inputs before the step: buffers may change.
+            changed = {border.name for border in program.step.outputs if border.kind == "mutation"}
+            inputs = zip(locals_, program.step.inputs, strict=False)
+            ctx.whole = [tensor.clone() if border.name in changed else tensor for tensor, border in inputs]
+            ctx.versions = [(tensor, tensor._version) for tensor in tensors if isinstance(tensor, DTensor)]
         tangents = {border.name for border in program.step.tangents}
         plain = [
             tensor
-            for tensor, border in zip(outputs, borders, strict=True)
+            for tensor, border in zip(outputs, program.step.forward_outputs, strict=True)
             if border.kind == "mutation"
             or not tensor.is_floating_point()
-            or (program.general is None and border.name not in tangents)  # nothing that is trained leads there
+            # The general program has a tangent for every output that depends on a trained tensor.
+            or (program.general is None and border.name not in tangents)
         ]
         ctx.mark_non_differentiable(*plain)
         return tuple(outputs)
@@ -234,7 +238,8 @@ class _ProgramFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
             results = _gradients(ctx, gradients)
-        if torch.is_grad_enabled():  # create_graph=True
+        # With create_graph=True.
+        if torch.is_grad_enabled():
             results = _LastDerivative.apply(len(ctx.histories), *ctx.histories, *results)
         return (None, None, None, *results)
 
@@ -247,9 +252,9 @@ class _ProgramFunction(torch.autograd.Function):
 
 
 class _LastDerivative(torch.autograd.Function):
-    """The identity of gradients, to be differentiated no further: autograd would take them for constants.
+    """The identity of gradients, with an error for its derivative: autograd would take them for constants.
 
-    It takes tensors of what the gradients depend on first, so that whoever asks for a derivative by these comes here.
+    Its first arguments are the tensors that the gradients depend on, so that a derivative by these comes here.
     """
 
     @staticmethod
@@ -267,63 +272,61 @@ class _LastDerivative(torch.autograd.Function):
 
 
 def _without_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs that may be changed in place: autograd refuses that of views that a function returns.
-
-    One that shares its memory with another output stays a view: the other's history would not know of the change.
-    """
+    """Detach outputs that are views, since autograd refuses to change views that a function returns in place."""
     if not any(map(is_view, tensors)):
         return list(tensors)
     memory = [storage_of(local_tensors(tensor)[0]) for tensor in tensors]
+    # An output that shares memory with another one stays a view: the other's history would not know of a change.
     return [
-        tensor.detach() if is_view(tensor) and memory.count(own) == 1 else tensor  # its changes are counted on
-        for tensor, own in zip(tensors, memory, strict=True)
+        tensor.detach() if is_view(tensor) and memory.count(storage) == 1 else tensor
+        for tensor, storage in zip(tensors, memory, strict=True)
     ]
 
 
 def _history(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that autograd knows to come from this one, and that keeps none of its memory where others do not."""
+    """Return a tensor with the autograd history of this one that does not keep its memory alive."""
     if tensor.is_leaf or tensor.ndim == 0 or isinstance(tensor, DTensor):
         return tensor
     return tensor.narrow(0, 0, 0).sum()
 
 
 def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Gradients of the tensors that a program was run with, from those of its outputs."""
+    """Return gradients of the tensors that a program was run with, from those of its outputs."""
     program: LocalProgram = ctx.program
-    names = [border.name for border in program.step.forward_outputs]
-    given = dict(zip(names, gradients, strict=True))
-    expected = [border.name for border in program.step.tangents]
     step = program.step
+    given = dict(zip((border.name for border in step.forward_outputs), gradients, strict=True))
+    expected = [border.name for border in step.tangents]
     if any(gradient is not None and name not in expected for name, gradient in given.items()):
         step, results = _differentiate_all(ctx, program, given)
     else:
         saved = list(ctx.saved_tensors[: ctx.count])
-        ctx.maybe_clear_saved_tensors()  # unless the graph is to be kept
+        # Frees them after their last use, unless the graph is to be kept.
+        ctx.maybe_clear_saved_tensors()
         tangents = [given[name] for name in expected]
-        names = [border.name for border in program.step.outputs if border.kind == "gradient"]
         parameters = _ParameterGradients(program, ctx.parameters)
         if program.later is None:
-            made = parameters.backward(saved, tangents, ctx.sizes)
+            local_gradients = parameters.backward(saved, tangents, ctx.sizes)
         else:
-            made, others = program.backward_of_inputs(saved, tangents, ctx.sizes)
-            program.later.append(lambda: parameters.backward_of_parameters(others))
-        results = {names[place]: gradient for place, gradient in made.items()}
+            local_gradients, rest = program.backward_of_inputs(saved, tangents, ctx.sizes)
+            program.later.append(lambda: parameters.backward_of_parameters(rest))
+        results = {step.gradients[place].name: gradient for place, gradient in local_gradients.items()}
     arrived = {name for name, gradient in given.items() if gradient is not None}
+    # Autograd leaves `.grad` as it is for None, where zeros would make it a tensor.
     takes_part = {name for name, sources in step.gradient_sources.items() if sources & arrived}
-    primals = [border for border in program.step.inputs if border.kind != "tangent"]
     return [
         _autograd_gradient(program, at(border, ctx.sizes), results[border.name])
-        if border.name in results and border.name in takes_part  # autograd leaves the gradient of all else as it is
+        if border.name in results and border.name in takes_part
         else None
-        for border in primals
+        for border in program.step.inputs
+        if border.kind != "tangent"
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class _ParameterGradients:
-    """Those that a program was run with, beside its inputs, and what becomes of their gradients behind autograd's back.
+    """Gradients of the parameters of a program, some of which are computed and accumulated without autograd.
 
-    Gradients are named by their places among the step's gradient outputs.
+    Gradients are named by their places among the step's gradients; `tensors` are the parameters among the inputs.
     """
 
     program: LocalProgram
@@ -333,85 +336,56 @@ class _ParameterGradients:
     def backward(
         self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
     ) -> dict[int, torch.Tensor]:
-        """Run the backward half: the gradients that are there at once."""
-        whole = self.program.halves.backward
-        assert whole is not None
+        """Run the backward half, and return the gradients that do not wait for further backwards."""
+        graph = self.program.halves.backward
+        assert graph is not None
         arguments = self.program.arguments(saved, tangents, sizes)
-        return self._run(lambda: dict(enumerate(_run_graph(whole, arguments))), arguments)
+        return self._run(lambda: dict(enumerate(_run_graph(graph, arguments))), arguments)
 
     @torch.no_grad()
     def backward_of_parameters(self, kept: list[Any]) -> None:
-        """Run the second part of the backward half on what was kept for it."""
+        """Run the second part of the backward half on its arguments."""
         assert self.program.halves.parts is not None
         _, second = self.program.halves.parts
         self._accumulate(self._run(lambda: dict(zip(second.makes, _run_graph(second.graph, kept), strict=True)), kept))
 
     def _run(self, run: Callable[[], dict[int, torch.Tensor]], arguments: list[Any]) -> dict[int, torch.Tensor]:
-        """Gradients of one run of what makes them, but for those that are added up; the last run reduces these."""
+        """Return the gradients of one run but those that are added up; the last run reduces these."""
         reduction, sums = self.program.halves.reduction, self.program.sums
         if reduction is None or sums is None:
             return run()
         if not sums.is_last_backward:
-            made = run()
-            sums.add([made.pop(place) for place in reduction.places])
-            return made
+            gradients = run()
+            sums.add([gradients.pop(place) for place in reduction.places])
+            return gradients
+        # Another graph runs instead, which takes the sums, too.
         last, end = reduction.last, reduction.end
-        every = [*arguments, *sums.take()]
+        candidates = [*arguments, *sums.take()]
         arguments.clear()
-        taken = [every[place] for place in last.takes]
-        every.clear()
-        results = _run_graph(last.graph, taken)
+        last_arguments = [candidates[place] for place in last.takes]
+        candidates.clear()
+        results = _run_graph(last.graph, last_arguments)
         if end is not None:
-            handed = results[len(last.makes) :]
-            sums.defer(lambda: self._accumulate(dict(zip(end.makes, _run_graph(end.graph, handed), strict=True))))
+            pending = results[len(last.makes) :]
+            # Other stages of the rank compute while these reductions run.
+            sums.defer(lambda: self._accumulate(dict(zip(end.makes, _run_graph(end.graph, pending), strict=True))))
         return dict(zip(last.makes, results, strict=False))
 
     @torch.no_grad()
-    def _accumulate(self, made: dict[int, torch.Tensor]) -> None:
-        """Add gradients to `.grad`, as the end of a backward does, hooks and all; they are freed one by one."""
+    def _accumulate(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Add gradients to `.grad` and run hooks, as the end of a backward does; each is freed after that."""
         step = self.program.step
-        names = [border.name for border in step.outputs if border.kind == "gradient"]
         pairs = zip(step.inputs, self.tensors, strict=False)
         held = {border.name: (border, parameter) for border, parameter in pairs if parameter is not None}
-        for place in list(made):
-            border, parameter = held[names[place]]
-            torch.autograd.backward([parameter], [_autograd_gradient(self.program, border, made.pop(place))])
-
-
-def _saved_parameters(
-    tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The parameters whose local tensors the backward half reads.
-
-    Autograd refuses to run the backward when a saved tensor was changed meanwhile. It sees that on the DTensor, where
-    an optimizer changes it, and not on the local tensor in it.
-    """
-    held = {id(tensor) for tensor in saved}
-    return [
-        tensor
-        for tensor, local in zip(tensors, locals_, strict=True)
-        if isinstance(tensor, DTensor) and id(local) in held
-    ]
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """The parameters, and how often each has been changed in place."""
-    return [(tensor, tensor._version) for tensor in tensors if isinstance(tensor, DTensor)]
-
-
-def _inputs_before_step(program: LocalProgram, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs of the step as they were before it, for a backward that this program has not: buffers may change."""
-    changed = {border.name for border in program.step.outputs if border.kind == "mutation"}
-    return [
-        tensor.clone() if border.name in changed else tensor
-        for tensor, border in zip(locals_, program.step.inputs, strict=False)
-    ]
+        for place in list(gradients):
+            border, parameter = held[step.gradients[place].name]
+            torch.autograd.backward([parameter], [_autograd_gradient(self.program, border, gradients.pop(place))])
 
 
 def _differentiate_all(
     ctx: Any, program: LocalProgram, given: dict[str, torch.Tensor | None]
 ) -> tuple[LocalStep, dict[str, torch.Tensor]]:
-    """Gradients when more than the loss was differentiated: the general program, forward again and backward."""
+    """Return gradients where more than the loss is differentiated: the general program runs both halves."""
     assert program.general is not None
     assert ctx.whole is not None
     if any(tensor._version != version for tensor, version in ctx.versions):
@@ -422,18 +396,16 @@ def _differentiate_all(
     general = program.general()
     _, saved = general.forward(ctx.whole, ctx.sizes, ctx.seed)
     gradients = general.backward(list(saved), [given[border.name] for border in general.step.tangents], ctx.sizes)
-    names = (border.name for border in general.step.outputs if border.kind == "gradient")
-    return general.step, dict(zip(names, gradients, strict=True))
+    return general.step, dict(zip((border.name for border in general.step.gradients), gradients, strict=True))
 
 
 def _autograd_gradient(
     program: LocalProgram, border: ProgramTensor, gradient: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """A gradient as autograd takes it: a DTensor for a parameter, without padding."""
+    """Return a gradient as autograd takes it: without padding, and a DTensor for a parameter."""
     if gradient is None:
         return None
-    if border.is_padded(program.ranks.mesh):
-        gradient = _unpad_local(gradient, border, program.ranks.mesh, coordinate_of(program.ranks.device_mesh))
+    gradient = program.unpad(gradient, border)
     if border.kind != "parameter":
         return gradient
     return wrap(gradient, program.ranks.device_mesh, border.spec, border.shape, border.dtype)

@@ -1,6 +1,6 @@
-"""Whole sizes of inputs that arrive as shards of different lengths: the ranks tell each other how long theirs are.
+"""Global shapes of inputs that arrive as shards of different lengths, which the ranks tell each other.
 
-Every rank looks at the shards of all, so that what is wrong with one is an error on each.
+Every rank checks the shards of all, so that a wrong one is an error on each.
 """
 
 from __future__ import annotations
@@ -17,20 +17,15 @@ from autoshard.runtime.host_groups import HostGroups
 from autoshard.specs.layout import dim_of
 from autoshard.specs.spec import is_shard
 
+# The shape of every input by its path.
 Shapes = dict[str, list[int]]
-"""Shape of every input by its path."""
-
+# The shapes of the shards of every input, `[*axes of the mesh, dims]`, by its path.
 ShardShapes = Mapping[str, np.ndarray]
-"""The shapes of the shards of every input, `[*axes of the mesh, dims]`, by its path."""
 
 
 def gather_shapes(shapes: Mapping[str, Sequence[int]], hosts: HostGroups) -> ShardShapes:
-    """The shapes of the shards of all ranks: a message from host to host along every axis.
-
-    Args:
-        shapes: of this rank's shard of every input, in the same order on every rank.
-        hosts: the groups of the mesh.
-    """
+    """Return the shapes of the shards of all ranks; `shapes` are those of this rank, in one order on all ranks."""
+    # One message for all inputs, cut at their dims again.
     table = hosts.gather_numbers([size for shape in shapes.values() for size in shape])
     ends = np.cumsum([len(shape) for shape in shapes.values()])[:-1]
     return dict(zip(shapes, np.split(table, ends, axis=-1), strict=True))
@@ -39,16 +34,11 @@ def gather_shapes(shapes: Mapping[str, Sequence[int]], hosts: HostGroups) -> Sha
 def even_shapes(
     shapes: Mapping[str, Sequence[int]], placements: Mapping[str, Sequence[Placement]], device_mesh: DeviceMesh
 ) -> Shapes:
-    """The shapes of the tensors of which every rank was given a shard of one size.
-
-    Args:
-        shapes: of this rank's shard of every input.
-        placements: how inputs lie, one placement per mesh axis.
-        device_mesh: the mesh.
-    """
+    """Return the global shapes of inputs whose shards have the same shape on every rank."""
     whole = {name: list(shape) for name, shape in shapes.items()}
     for name, shape in whole.items():
         for axis, placement in enumerate(placements[name]):
+            # A number has no rows, whatever the placement of inputs that no plan has met.
             if shape and is_shard(placement):
                 shape[dim_of(placement, len(shape))] *= device_mesh.size(axis)
     return whole
@@ -60,27 +50,31 @@ def whole_shapes(
     device_mesh: DeviceMesh,
     shares: tuple[int, Sequence[int]] | None = None,
 ) -> Shapes:
-    """The shapes of the tensors of which the ranks were given shards of different sizes.
+    """Return the global shapes of inputs whose shards have different shapes.
 
     Args:
         tables: the shapes of the shards of all ranks.
-        placements, device_mesh: as for `even_shapes`.
-        shares: a mesh axis whose ranks hold what they want, and how much each does.
+        placements: of every input, one per mesh axis.
+        device_mesh: the mesh.
+        shares: a mesh axis whose ranks have unequal shares, and the share of each.
 
     Raises:
-        InputError: the lengths are not those of the parts that `Shard` makes of one tensor, or ranks that hold the same
-            have other shapes; on every rank.
+        InputError: the lengths are not those of the parts that `Shard` makes of one tensor, or ranks that must have the
+            same tensor have other shapes; on every rank.
     """
     whole: Shapes = {}
     for name, shards in tables.items():
         sizes, dims = shards, shards.shape[-1]
+        # The last axis is joined first, as it split last.
         for axis in reversed(range(device_mesh.ndim if dims else 0)):
             placement, names = placements[name][axis], (name, _axis_name(device_mesh, axis))
             split = dim_of(placement, dims) if is_shard(placement) else None
-            lines = sizes.reshape(-1, device_mesh.size(axis), dims).tolist()  # the axes behind are gone
+            counts = shares[1] if shares and shares[0] == axis else None
+            # The ranks along the axis, for every line of ranks: the axes behind it are joined.
+            lines = sizes.reshape(-1, device_mesh.size(axis), dims).tolist()
             joined = [
                 [
-                    _whole_size(names, dim, lengths, dim == split, shares[1] if shares and shares[0] == axis else None)
+                    _whole_size(names, dim, lengths, dim == split, counts)
                     for dim, lengths in enumerate(zip(*line, strict=True))
                 ]
                 for line in lines
@@ -93,14 +87,10 @@ def whole_shapes(
 def local_shares(
     tables: ShardShapes, placements: Mapping[str, Sequence[Placement]], device_mesh: DeviceMesh, axis: int
 ) -> list[int]:
-    """How many rows every rank along a shared axis was given.
-
-    Args:
-        tables, placements, device_mesh: as for `whole_shapes`.
-        axis: whose ranks hold as many rows as they want, the same of every input that lies in shares.
+    """Return the number of rows of every rank along an axis with unequal shares.
 
     Raises:
-        InputError: a rank was given other numbers of rows of different inputs, or none; on every rank.
+        InputError: a rank has unequal numbers of rows of different inputs, or none; on every rank.
     """
     first, counts = "", list[int]()
     for name, shards in tables.items():
@@ -119,20 +109,16 @@ def local_shares(
 
 
 def check_blocks(counts: Sequence[int], axis: str) -> None:
-    """`InputError` unless the ranks along an axis hold the blocks of a batch whose program knows no other shares."""
+    """Raise an `InputError` unless the counts along an axis are those of the blocks that `Shard` makes."""
     _whole_size(("the batch", axis), 0, counts, True, None)
 
 
 def _whole_size(
     names: tuple[str, str], dim: int, lengths: Sequence[int], is_split: bool, shares: Sequence[int] | None
 ) -> int:
-    """The size of a dim of which the ranks along an axis were given so much.
+    """Return the global size of a dim, from its lengths on the ranks along an axis; names of the input and the axis.
 
-    Args:
-        names: of the input and of the axis.
-        dim, lengths: the dim, and how much of it each rank was given.
-        is_split: whether the axis splits it.
-        shares: what each rank holds of what the axis splits, where that is no block.
+    If the axis splits the dim, the ranks have blocks, or the given shares.
     """
     name, axis = names
     given = f"the ranks along axis {axis!r} were given {', '.join(map(str, lengths))} elements of dim {dim} of {name}"
@@ -142,6 +128,7 @@ def _whole_size(
         return lengths[0]
     if shares is not None:
         return sum(shares)
+    # As `torch.chunk` splits: parts of one size, of which the last ones are shorter or empty.
     total = sum(lengths)
     part = math.ceil(total / len(lengths))
     expected = [max(0, min(part, total - rank * part)) for rank in range(len(lengths))]

@@ -1,4 +1,4 @@
-"""Functions run on whole tensors in the place of parameters of which only a part is here."""
+"""A mode in which functions get whole tensors in the place of parameters of which this rank has a part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import _torch
-from autoshard.runtime.shards import cut, gather_full_tensor, local_of
+from autoshard.runtime.shards import fill, gather_full_tensor, local_of
 from autoshard.specs.spec import Spec
 
 
@@ -20,16 +20,16 @@ class TensorParts(Protocol):
     """The tensors of which this rank has a part, or none."""
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of them."""
+        """Return True if a tensor is one of them."""
 
     def whole(self, tensor: Tensor, written: bool) -> Tensor:
-        """The whole tensor that stands in for one: with its numbers, if it has any yet."""
+        """Return the whole tensor that replaces one, with its numbers if any were written."""
 
     def keep(self, tensor: Tensor, whole: Tensor) -> None:
-        """Keep this rank's part of what was written to the whole tensor, which is let go."""
+        """Keep this rank's part of the whole tensor, which is no longer used."""
 
     def device_sample(self, tensor: Tensor) -> Tensor:
-        """A tensor on the device of the whole tensor."""
+        """Return a tensor on the device of the whole tensor."""
 
 
 class DTensorParts:
@@ -40,6 +40,7 @@ class DTensorParts:
 
     def whole(self, tensor: Tensor, written: bool) -> Tensor:
         assert isinstance(tensor, DTensor)
+        # Functions write to it directly.
         if Spec(tuple(tensor.placements)).is_replicated:
             return local_of(tensor)
         if written:
@@ -55,31 +56,18 @@ class DTensorParts:
         return tensor
 
 
-def fill(tensor: Tensor, value: Tensor) -> None:
-    """Fill a tensor with a whole one; a `DTensor`, with this rank's part of it."""
-    if isinstance(tensor, DTensor):
-        local_of(tensor).copy_(cut(value, tensor.device_mesh, Spec(tuple(tensor.placements))))
-    else:
-        tensor.copy_(value)
-
-
 class WholeTensors(TorchFunctionMode):
-    """While active, functions of parts get whole plain tensors, and of what they write there the parts are kept.
+    """While active, functions of parts get whole plain tensors; their parts are kept after that.
 
-    The whole tensor of a parameter is there as long as a function or a view needs it. All ranks call the same functions
-    in the same order, as they do when initialising.
+    A whole tensor exists as long as a function or a view needs it. All ranks call the same functions in the same order,
+    as they do when initialising.
     """
 
     def __init__(self, parts: TensorParts) -> None:
         super().__init__()
         self._parts = parts
-        self._stand_ins: dict[Tensor, Tensor] = {}
-        self._touched: set[Tensor] = set()
-
-    @property
-    def touched(self) -> frozenset[Tensor]:
-        """The tensors that were given to a function that may have written to them."""
-        return frozenset(self._touched)
+        self._stand_ins: dict[Tensor, Tensor] = {}  # part -> whole tensor
+        self.touched: set[Tensor] = set()  # arguments of functions that may have written to them
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -87,30 +75,34 @@ class WholeTensors(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if _is_metadata(function):
             if _attribute_name(function) in _DEVICE_ATTRIBUTES and args[0] in self._parts:
+                # A meta tensor of the model stands for one on the device of the stages.
                 args = (self._parts.device_sample(args[0]), *args[1:])
             return function(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        # Whole tensors of earlier functions go first, so that hardly more than one is there at a time.
         self._release(keep=tensors)
         opened = {tensor: self._stand_in_for(tensor) for tensor in tensors if tensor in self._parts}
         leaves = [opened.get(leaf, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._touched.update(tensors)
+        self.touched.update(tensors)
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         result = function(*args, **kwargs)
+        # An in-place function returns its argument.
         return next((tensor for tensor, stand_in in opened.items() if stand_in is result), result)
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
+        # After a failure, whole tensors may hold anything.
         if failure[0] is None:
             self._release(keep=(), views=False)
 
     def _stand_in_for(self, tensor: Tensor) -> Tensor:
         if tensor not in self._stand_ins:
-            self._stand_ins[tensor] = self._parts.whole(tensor, tensor in self._touched)
+            self._stand_ins[tensor] = self._parts.whole(tensor, tensor in self.touched)
         return self._stand_ins[tensor]
 
     def _release(self, keep: Sequence[Tensor], views: bool = True) -> None:
-        """Keep the parts of all whole tensors that nobody needs any more."""
+        """Keep the parts of all whole tensors but those of `keep` and, with `views`, those that have views."""
         kept = {id(tensor) for tensor in keep}
         for tensor, stand_in in list(self._stand_ins.items()):
             if id(tensor) in kept or (views and _torch.has_views(stand_in)):
@@ -119,7 +111,7 @@ class WholeTensors(TorchFunctionMode):
             del self._stand_ins[tensor]
 
 
-# What only tells of a tensor, so that no whole tensor need be made for it.
+# Functions that read or set what is known without the whole tensor.
 _METADATA_METHODS = frozenset(
     {
         *("dim", "ndimension", "size", "numel", "nelement", "stride", "element_size"),
@@ -131,12 +123,13 @@ _DATA_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 
 def _is_metadata(function: Any) -> bool:
-    """Whether a function tells or sets what a tensor is, rather than what is in it."""
-    if getattr(function, "__name__", "") in ("__get__", "__set__"):
+    """Return True if a function reads or sets something else than the numbers of a tensor."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__"):
         return _attribute_name(function) not in _DATA_ATTRIBUTES
-    return getattr(function, "__name__", "") in _METADATA_METHODS
+    return name in _METADATA_METHODS
 
 
 def _attribute_name(function: Any) -> str:
-    """Name of the attribute that a function gets or sets; empty for any other function."""
+    """Return the name of the attribute that a function gets or sets; empty for any other function."""
     return getattr(getattr(function, "__self__", None), "__name__", "")

@@ -140,7 +140,7 @@ def _describe_step(
 
 
 def _programs(module: torch.nn.Module) -> list[LocalProgram]:
-    served = module.__dict__[RUNTIME]._served
+    served = module.__dict__[RUNTIME]._programs
     return [call.program for call in served.values()]
 
 

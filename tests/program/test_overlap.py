@@ -88,7 +88,7 @@ def _trains_as_one_device(options: dict[str, Any], layers: int = 2) -> int:
         for name, parameter in alone.named_parameters():
             found = model.get_parameter(name).grad.full_tensor()
             torch.testing.assert_close(found, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
-    halves = next(iter(model.__dict__["_autoshard_runtime"]._served.values())).program.halves
+    halves = next(iter(model.__dict__["_autoshard_runtime"]._programs.values())).program.halves
     graphs = [getattr(half, "_orig_mod", half).graph for half in (halves.forward, halves.backward)]
     return sum(len(_gathers(graph)) for graph in graphs)
 

@@ -146,7 +146,9 @@ def test_views_overlap_where_they_have_an_element_in_common() -> None:
 )
 def test_another_shape_in_place_is_refused(mesh: DeviceMesh, change: Any) -> None:
     module = Changing(change)
-    with pytest.raises(CaptureError, match=r"another shape, in place.*test_changes.py|test_changes.py.*another shape"):
+    with pytest.raises(
+        CaptureError, match=r"another shape, in place.*test_in_place_changes.py|test_in_place_changes.py.*another shape"
+    ):
         autoshard.parallelize(module, mesh, (X.clone(), Y.clone()))
 
 
@@ -171,6 +173,6 @@ def test_an_output_that_is_a_view_may_be_changed_in_place(mesh: DeviceMesh) -> N
 def test_mutation_of_saved_tensors_is_refused_by_its_line(mesh: DeviceMesh) -> None:
     module = Viewing(8, 8, dtype=torch.float64)
     autoshard.parallelize(module, mesh, (X.clone(),), cluster=fast_links())
-    refused = pytest.raises(InputError, match=r"test_changes.py:\d+ \(module\(X\)\) calls .* outside of it")
+    refused = pytest.raises(InputError, match=r"test_in_place_changes.py:\d+ \(module\(X\)\) calls .* outside of it")
     with torch.autograd.graph.allow_mutation_on_saved_tensors(), refused:
         module(X)

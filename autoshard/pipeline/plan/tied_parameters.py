@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.runtime.shards import local_of, set_parameter
+from autoshard.runtime.shards import local_of, set_tensor
 
 
 def check_same_placements(stages: Sequence[StageModule], plans: Sequence[ShardingPlan]) -> None:
@@ -38,7 +38,7 @@ def tie(stages: Sequence[StageModule]) -> None:
             own = stage.module.get_parameter(name)
             for alias, parameter in list(stage.module.named_parameters(remove_duplicate=False)):
                 if parameter is own and own is not kept:
-                    set_parameter(stage.module, alias, kept)
+                    set_tensor(stage.module, alias, kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,8 @@ from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.materialize import Initializer
 from autoshard.runtime.materialize_stages import materialize_stages
 from autoshard.runtime.module_runtime import RUNTIME
-from autoshard.runtime.rank_agreement import check_ranks_agree
+from autoshard.runtime.rank_agreement import check_ranks_agree, check_same_inputs
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
-from autoshard.runtime.same_inputs import check_same_inputs
 from autoshard.specs.axes import MeshShape
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.runtime.same_inputs import _is_close, _summary
+from autoshard.runtime.rank_agreement import _is_close, _summary
 
 TENSORS = {
     "numbers": torch.randn(50, generator=torch.Generator().manual_seed(0)),

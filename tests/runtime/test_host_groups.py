@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.runtime import host_groups
-from autoshard.runtime.seeds import Seeds
+from autoshard.runtime.host_groups import Seeds
 from autoshard.runtime.step import Ranks
 from tests.runtime.meshes import one_device, per_rank, simulated_mesh
 

@@ -1,4 +1,4 @@
-"""Programs as a compiler finds them: chains of pointwise operators are one kernel."""
+"""Prices of kernels as a compiler fuses them: a chain of pointwise operators is one kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 
 from autoshard.cluster import Cluster, CostModel
 from autoshard.cluster.device import Device
-from autoshard.program.fusion import is_written, memory_operands
+from autoshard.program.kernels import is_written, memory_operands
 from autoshard.program.program_replay import KernelPrices, operations
 from autoshard.simulate.events import replay
 from autoshard.specs.axes import MeshShape
