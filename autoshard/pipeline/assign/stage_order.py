@@ -143,13 +143,7 @@ class _CutTable:
             start = int(best_start[stage + 1, end])
             stage_of[start:end] = [stage] * (end - start)
             end = start
-        recomputed = {
-            (place, stage)
-            for place, value in enumerate(self.problem.graph.values)
-            for stage in range(1, self.problem.stages)
-            if self.problem.recompute(value, stage) < self.problem.transfer(value, stage)
-        }
-        return Assignment(tuple(stage_of), frozenset(recomputed))
+        return Assignment(tuple(stage_of), self.problem.cheaper_recomputations())
 
 
 def _least_sum(worst: Array, sums: IntArray) -> int:

@@ -105,6 +105,15 @@ class StageProblem:
         seconds = value.recompute_seconds
         return math.inf if seconds is None else seconds / self.devices[stage].speed
 
+    def cheaper_recomputations(self) -> frozenset[tuple[int, int]]:
+        """Return the values, by position, and stages, where recomputing a value is cheaper than receiving it."""
+        return frozenset(
+            (place, stage)
+            for place, value in enumerate(self.graph.values)
+            for stage in range(1, self.stages)
+            if self.recompute(value, stage) < self.transfer(value, stage)
+        )
+
     def totals(self, assignment: Assignment) -> AssignmentTotals:
         """Return the totals of an assignment."""
         count = self.stages

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from autoshard.capture.task_graphs import task_graphs_with_counts
 from autoshard.errors import BudgetError, HintError
 from autoshard.options import Options
+from autoshard.pipeline.assign.marked_stages import marked_stages
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.assign.stages import Method, StageDevice, Stages, assign_layers, assign_stages
 from autoshard.pipeline.graph.forward_export import ExportedModule
-from autoshard.pipeline.graph.marked_stages import marked_stages
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
 from autoshard.pipeline.plan.capture_reuse import structural_text
