@@ -126,7 +126,7 @@ class _Noting(nn.Module):
 
 
 def test_tensors_set_as_attributes_are_refused_with_the_line() -> None:
-    with pytest.raises(CaptureError, match=r"test_forward_export.py:\d+ \(self.first.mean = .*tensor \(self.first.mean\)"):
+    with pytest.raises(CaptureError, match=r"forward_export.py:\d+ \(self.first.mean = .*tensor \(self.first.mean\)"):
         export_forward(_Noting(), (torch.randn(2, 4),), {})
 
 

@@ -20,7 +20,7 @@ from autoshard.pipeline.graph.forward_graph import read_stage_graph
 from autoshard.pipeline.graph.microbatch import batch_sizes, microbatches
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import StageModule
-from autoshard.pipeline.plan.capture_reuse import has_same_names, rename_capture, structural_text
+from autoshard.pipeline.plan.stage_reuse import has_same_names, rename_capture, structural_text
 from autoshard.planner import hints as hint_rules
 from autoshard.specs.axes import MeshShape
 
