@@ -1,4 +1,4 @@
-"""The private torch names that this room uses, in one place."""
+"""The private torch names that this room uses."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-# Runs a list of actions, messages among them, on the stages of a rank.
+# The runtime of lists of actions, messages included, on the stages of a rank.
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
 try:
-    from torch.distributed.pipelining._utils import InferenceMode  # whether sizes are known before a step (2.13)
+    from torch.distributed.pipelining._utils import InferenceMode  # STATIC: sizes are known before a step (torch 2.13)
 except ImportError:
     InferenceMode = None  # type: ignore[assignment, misc]
 
@@ -22,13 +22,13 @@ __all__ = ["ActionsRuntime", "MultiPeerStage", "order"]
 
 
 class MultiPeerStage(PipelineStage):
-    """Torch's stage, which may send what it makes to several processes of the stage before or behind, or to none.
+    """Torch's stage, whose messages may go to several processes of the neighbouring stages, or to none.
 
     Args:
-        args, kwargs: of torch's stage, whose group holds those that this process receives from.
-        line: the group for messages, in which all are.
-        sends: to whom, in global ranks, messages to the stage before (-1) and behind (1) go; as in torch where it is
-            empty.
+        args, kwargs: of torch's stage; its group holds the processes that this one receives from.
+        line: the group of all messages, with all processes of the pipeline.
+        sends: global ranks that receive the messages to the stage before (-1) and behind (1). If it is empty, messages
+            go to torch's neighbours.
     """
 
     def __init__(self, *args: Any, line: dist.ProcessGroup, sends: Mapping[int, Sequence[int]], **kwargs: Any) -> None:
@@ -49,35 +49,35 @@ class MultiPeerStage(PipelineStage):
         return self._route_messages(super().get_bwd_send_ops(bwd_chunk_id), self._sends.get(-1))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Messages before the first step, in which torch takes neighbours for pairs; up to torch 2.12."""
+        # Torch up to 2.12 exchanges messages before the first step, in pairs of neighbours.
         return [] if self._sends else super()._get_init_p2p_neighbors_ops()  # type: ignore[no-any-return]
 
     @property
     def is_paired(self) -> bool:
-        """Whether every process sends to the one that it receives from."""
+        """True if every process sends to the one that it receives from."""
         return not self._sends
 
     def _route_messages(self, ops: list[dist.P2POp], peers: Sequence[int] | None = None) -> list[dist.P2POp]:
-        """The messages in the group of all, to `peers`, or else to whom torch has them go."""
+        """Return the messages in the group of all, to `peers`, or else to torch's receivers."""
         if not self._sends:
             return ops
         return [
-            dist.P2POp(one.op, one.tensor, peer, self._axis_group)
-            for one in ops
-            for peer in ((one.peer,) if peers is None else peers)
+            dist.P2POp(op.op, op.tensor, peer, self._axis_group)
+            for op in ops
+            for peer in ((op.peer,) if peers is None else peers)
         ]
 
 
 class ActionsRuntime(_PipelineScheduleRuntime):
-    """Torch's runtime of lists of actions, on microbatches that are there already.
+    """Torch's runtime of lists of actions, for a batch that is split into microbatches already.
 
     Args:
         stages: of this rank.
         placement: the rank of every stage.
-        rows: for every rank its actions as torch writes them, messages among them.
+        rows: the actions of every rank in torch's notation, messages included.
         microbatches: of one step.
-        loss: from what the last stage returns for a microbatch, and the part that this is of the batch (a tensor
-            without dims), to what is differentiated.
+        loss: maps the output of the last stage for a microbatch, and the microbatch's part of the batch (a tensor
+            without dims), to the value that is differentiated.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ActionsRuntime(_PipelineScheduleRuntime):
     ) -> None:
         loss_fn = None if loss is None else lambda output, part: loss(output, part.squeeze())
         super().__init__(list(stages), microbatches, loss_fn=loss_fn, scale_grads=False)
-        # Torch's own way to here refuses orders without backward.
+        # Set here, because torch's methods that set it refuse orders without backward.
         self.pipeline_order_with_comms = {
             rank: [_Action.from_str(action) for action in row] for rank, row in enumerate(rows)
         }
@@ -99,10 +99,8 @@ class ActionsRuntime(_PipelineScheduleRuntime):
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
     def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
-        """Make communicators of neighbours by torch's vote on whether all sizes are known, from torch 2.13 on.
-
-        They are, so the host need not wait for the device to tell it. The vote takes neighbours for pairs.
-        """
+        # From torch 2.13 on, neighbours vote on whether all sizes are known, which also makes their communicators. The
+        # vote assumes pairs. All sizes are known, so the result is set without waiting for the device.
         if all(stage.is_paired for stage in stages):
             vote: torch.Tensor | None = None
             for stage in stages:
@@ -115,21 +113,21 @@ class ActionsRuntime(_PipelineScheduleRuntime):
     def _split_inputs(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """Positional and keyword arguments of every microbatch: `step` is given the latter, one by one."""
+        # `run` passes the keyword arguments of each microbatch as one positional argument of `step`.
         return [()] * len(args), list(args)
 
     def run(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], parts: torch.Tensor, backward: bool
     ) -> tuple[list[torch.Tensor], list[Any]]:
-        """One step.
+        """Run one step.
 
         Args:
             microbatches: keyword arguments of every microbatch; each stage is called with all.
-            parts: what part every microbatch is of the batch; a vector.
-            backward: whether the actions run backward; otherwise outputs are kept.
+            parts: the part of the batch in every microbatch; a vector.
+            backward: True to run backward; otherwise outputs are kept.
 
         Returns:
-            On the rank of the last stage the loss of every microbatch, and what it returned for each if that is kept.
+            On the rank of the last stage the loss of every microbatch, and its outputs if they are kept.
         """
         losses: list[torch.Tensor] | None = None if self._loss_fn is None else []
         targets = None if self._loss_fn is None else parts
@@ -143,7 +141,7 @@ class ActionsRuntime(_PipelineScheduleRuntime):
 
 @dataclass
 class _ScheduleStage:
-    """What torch's schedules ask of a stage to put actions in order; nothing runs, and no process group is needed."""
+    """The attributes of a stage that torch's schedules read to order actions; needs no process group."""
 
     group_size: int
     num_stages: int
@@ -153,24 +151,24 @@ class _ScheduleStage:
 
 
 class _WithoutMessages:
-    """A schedule of torch that is not made ready to run: adding its messages takes longer than all else."""
+    """Mixin that leaves the messages out: torch takes longer to add them than for all else."""
 
     def _prepare_schedule_with_comms(self, actions: object, format: str = "compute_only") -> None:
         pass
 
 
 def order(name: str, ranks: int, virtual: int, microbatches: int) -> list[list[str]]:
-    """The computations of every rank, in the order of a schedule class of torch.
+    """Return the computations of every rank, in the order of a schedule class of torch.
 
     Args:
-        name: of a class that has several stages per rank, as `get_schedule_class` knows it.
+        name: of a class with several stages per rank, as `get_schedule_class` knows it.
         ranks: of the pipeline.
         virtual: stages per rank.
         microbatches: of one step.
 
     Returns:
-        For every rank its actions as torch writes them, such as `"2F0"`; idle places are left out.
+        The actions of every rank in torch's notation, such as `"2F0"`, without the idle places.
     """
     schedule_class: Any = type(name, (_WithoutMessages, get_schedule_class(name)), {})
-    made = schedule_class([_ScheduleStage(ranks, ranks * virtual) for _ in range(virtual)], microbatches)
-    return [[str(action) for action in made.pipeline_order[rank] if action is not None] for rank in range(ranks)]
+    schedule = schedule_class([_ScheduleStage(ranks, ranks * virtual) for _ in range(virtual)], microbatches)
+    return [[str(action) for action in schedule.pipeline_order[rank] if action is not None] for rank in range(ranks)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,12 @@ def run_schedule(name: str, placement: Sequence[int], ranks: int, microbatches: 
 
 
 def run_csv_schedule(
-    text: str, form: str, placement: Sequence[int], ranks: int, microbatches: int, folder: Path
+    rows: Sequence[Sequence[object]], form: str, placement: Sequence[int], ranks: int, microbatches: int, folder: Path
 ) -> list[list[str]]:
-    """The computations that torch's runtime runs on every rank from a file of actions."""
+    """The computations that torch's runtime runs on every rank from a file of these actions."""
     file = folder / "actions.csv"
-    file.write_text(text)
+    with file.open("w") as stream:
+        csv.writer(stream, lineterminator="\n").writerows([str(action) for action in row] for row in rows)
 
     def load(stages: list[_Stub]) -> Any:
         runtime: Any = _PipelineScheduleRuntime(stages, microbatches)  # type: ignore

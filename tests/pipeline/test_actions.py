@@ -34,7 +34,3 @@ def test_an_action_that_is_none() -> None:
 def test_orders_that_are_no_schedule(orders: tuple[str, ...], said: str) -> None:
     with pytest.raises(PipelineError, match=said):
         Schedule("mine", 1, parse_orders(*orders))
-
-
-def test_a_file_has_a_line_per_rank() -> None:
-    assert Schedule("mine", 1, parse_orders("0F0 0B0", "1F0 1I0 1W0")).to_csv() == "0F0,0B0\n1F0,1I0,1W0\n"

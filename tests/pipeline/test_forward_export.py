@@ -88,7 +88,7 @@ class _Branching(nn.Module):
 
 
 def test_what_cannot_be_captured_is_refused_with_the_line() -> None:
-    with pytest.raises(CaptureError, match=r"test_exported.py:\d+ \(return x if x.sum"):
+    with pytest.raises(CaptureError, match=r"test_forward_export.py:\d+ \(return x if x.sum"):
         export_forward(_Branching(), (torch.randn(2, 4),), {})
 
 
@@ -104,7 +104,7 @@ class _Tangent(nn.Linear):
 
 @pytest.mark.parametrize("kind", [_Mapping, _Tangent])
 def test_transforms_are_refused_with_the_line(kind: type[nn.Module]) -> None:
-    with pytest.raises(CaptureError, match=r"test_exported.py:\d+ \(return torch.* no pipeline does"):
+    with pytest.raises(CaptureError, match=r"test_forward_export.py:\d+ \(return torch.* no pipeline does"):
         export_forward(kind(4, 4), (torch.randn(2, 4),), {})
 
 
@@ -126,12 +126,12 @@ class _Noting(nn.Module):
 
 
 def test_tensors_set_as_attributes_are_refused_with_the_line() -> None:
-    with pytest.raises(CaptureError, match=r"test_exported.py:\d+ \(self.first.mean = .*tensor \(self.first.mean\)"):
+    with pytest.raises(CaptureError, match=r"forward_export.py:\d+ \(self.first.mean = .*tensor \(self.first.mean\)"):
         export_forward(_Noting(), (torch.randn(2, 4),), {})
 
 
 def test_tensors_kept_in_containers_are_refused_with_the_line() -> None:
     with pytest.raises(
-        CaptureError, match=r"test_exported.py:\d+ \(self.kept = .*keeps a tensor \(self.kept\['mean'\]\)"
+        CaptureError, match=r"test_forward_export.py:\d+ \(self.kept = .*keeps a tensor \(self.kept\['mean'\]\)"
     ):
         export_forward(_Keeping(4, 4), (torch.randn(2, 4),), {})

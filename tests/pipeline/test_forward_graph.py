@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autoshard.memory.optimizer import optimizer_memory
+from autoshard.pipeline.graph.forward_graph import read_stage_graph
 from autoshard.pipeline.graph.stage_graph import StageGraph, StageNode, StageValue
 from tests.models.basic import mlp
 from tests.pipeline.exporting import cost_model, export_forward
@@ -48,7 +49,7 @@ def _of(graph: StageGraph, name: str) -> StageNode:
 
 
 def test_tied_frozen_and_constant() -> None:
-    graph = StageGraph.of(export_forward(Tied(), {"ids": torch.zeros(2, 4, dtype=torch.long)}), cost_model())
+    graph = read_stage_graph(export_forward(Tied(), {"ids": torch.zeros(2, 4, dtype=torch.long)}), cost_model())
     readers = [node.name for node in graph.nodes if "tokens.weight" in node.at_rest]
     assert readers == ["embedding", "linear_1"]
     state = optimizer_memory(None, None, foreach=False).state_bytes((16, 8), (16, 8), 4)
@@ -64,7 +65,7 @@ def test_tied_frozen_and_constant() -> None:
 
 
 def test_what_is_changed_in_place_stays_together_up_to_the_change() -> None:
-    graph = StageGraph.of(export_forward(InPlace(), {"x": torch.randn(6, 4)}), cost_model())
+    graph = read_stage_graph(export_forward(InPlace(), {"x": torch.randn(6, 4)}), cost_model())
     changed = next(node for node in graph.nodes if any("_" in name and len(node.members) > 2 for name in node.members))
     assert {"add", "exp"} <= set(changed.members)
     assert "sin" not in changed.members
@@ -86,7 +87,7 @@ def test_saved_bytes_are_those_of_autograd() -> None:
         module(**inputs)
     given = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *inputs.values())}
     expected = sum(size for key, size in saved.items() if key not in given)
-    graph = StageGraph.of(export_forward(module, inputs), cost_model())
+    graph = read_stage_graph(export_forward(module, inputs), cost_model())
     assert sum(node.saved_bytes for node in graph.nodes) == expected
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autoshard.errors import BudgetError, HintError
+from autoshard.pipeline.assign.marked_stages import marked_stages
 from autoshard.pipeline.assign.stages import StageDevice
-from autoshard.pipeline.graph.marked_stages import marked_stages
 from autoshard.pipeline.graph.stage_graph import StageGraph, StageValue
 from tests.pipeline.random_graphs import chain, node
 

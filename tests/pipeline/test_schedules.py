@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.schedule.actions import Schedule, to_csv
+from autoshard.pipeline.schedule.actions import Schedule
 from autoshard.pipeline.schedule.schedule_messages import runtime_actions
 from autoshard.pipeline.schedule.schedules import SCHEDULES, schedule
 from tests.pipeline._torch import run_csv_schedule, run_schedule
@@ -33,8 +33,8 @@ def test_the_order_is_the_one_in_which_torch_runs_its_class(
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "virtual"), SOME)
 def test_torch_runs_the_lists(name: str, ranks: int, microbatches: int, virtual: int, tmp_path: Path) -> None:
     made = schedule(name, ranks, microbatches, virtual)
-    for text, form in ((made.to_csv(), "compute_only"), (to_csv(runtime_actions(made)), "compute_comms")):
-        assert run_csv_schedule(text, form, made.placement, ranks, microbatches, tmp_path) == computations(made)
+    for rows, form in ((made.orders, "compute_only"), (runtime_actions(made), "compute_comms")):
+        assert run_csv_schedule(rows, form, made.placement, ranks, microbatches, tmp_path) == computations(made)
 
 
 def test_shape() -> None:

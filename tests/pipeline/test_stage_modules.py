@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -82,7 +82,11 @@ def test_any_stages_do_what_the_model_does(name: str, seed: int, stages: int) ->
     stage_of = {
         node.name: min(max(int(where), 0), stages - 1) for node, where in zip(graph.operators, near, strict=True)
     }
-    check(graph, inputs, settle_stages(graph, stage_of), stages)
+    try:
+        check(graph, inputs, settle_stages(graph, stage_of), stages)
+    except PlanError as error:
+        assume("nothing goes from stage" not in str(error))  # drawn so that it is no pipeline
+        raise
 
 
 def test_dropout_is_drawn_where_it_was() -> None:

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 
-from autoshard.pipeline.assign.stage_bounds import stage_bounds
-from autoshard.pipeline.assign.stage_order import balance_order, cut_order, is_linear
+from autoshard.pipeline.assign.stage_order import cut_order, is_linear
 from autoshard.pipeline.assign.stage_problem import Assignment, StageDevice, StageProblem
-from autoshard.pipeline.assign.stage_program import StageProgram
+from autoshard.pipeline.assign.stage_program import StageProgram, stage_bounds
 from tests.pipeline.random_graphs import (
     assignments,
     chain,
@@ -54,7 +53,7 @@ def test_on_chains_the_order_is_exact(problem: StageProblem) -> None:
 @given(problems(graphs()))
 @settings(max_examples=60, deadline=None)
 def test_what_the_order_gives_is_an_assignment_priced_right(problem: StageProblem) -> None:
-    found = balance_order(problem)
+    found = cut_order(problem, "balance")
     assume(found is not None)
     assert found is not None
     account = problem.totals(found)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard.errors import PlanError
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
-from autoshard.pipeline.plan.tied_parameters import TiedParameters, check_same_placements, tie
+from autoshard.pipeline.run.tied_parameters import TiedParameters, check_same_placements, tie
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.chain import balance_stages

@@ -12,6 +12,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.pipeline.assign.stages import StageDevice, assign_layers
 from autoshard.pipeline.graph.forward_export import export_forward
+from autoshard.pipeline.graph.forward_graph import read_stage_graph
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.random_graphs import chain
@@ -66,5 +67,5 @@ def test_what_is_saved_counts_unless_it_may_be_computed_again() -> None:
 def test_operators_know_their_layers() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
     cost = CostModel(Cluster.of("h100"), MeshShape.of({"x": 1}))
-    graph = StageGraph.of(export_forward(module, (torch.empty(4, 8),), {}), cost)
+    graph = read_stage_graph(export_forward(module, (torch.empty(4, 8),), {}), cost)
     assert list(dict.fromkeys(node.layer for node in graph.nodes)) == ["0", "1", "2", "3"]

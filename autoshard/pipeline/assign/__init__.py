@@ -1,1 +1,1 @@
-"""Which operators are which stage, and which devices run it."""
+"""The assignment of operators to stages, and of stages to devices."""

@@ -1,4 +1,4 @@
-"""A mesh with a pipeline along one of its axes: the ranks of every stage, and the mesh that they make up."""
+"""A mesh with a pipeline along one of its axes: the ranks, the mesh and the devices of every stage."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ALONE = MeshAxis("device", 1)
 
 @dataclass(frozen=True, slots=True)
 class PipelineMesh:
-    """All axes of a mesh, one of which is a pipeline's.
+    """A mesh, one axis of which is the pipeline's.
 
     Attributes:
         whole: all axes.
-        axis: name of the pipeline's.
-        devices: for every pipeline rank, how many consecutive places along that axis are its own. One each, unless task
-            graphs ask for other numbers (Whale, 3.2.1: devices are taken one after another, as many as each asks for).
+        axis: name of the pipeline's axis.
+        devices: number of consecutive places along that axis that make up each pipeline rank: one, unless task graphs
+            ask for other numbers (Whale, 3.2.1: devices are taken one after another, as many as each asks for).
     """
 
     whole: MeshShape
@@ -29,7 +29,7 @@ class PipelineMesh:
 
     @staticmethod
     def of(mesh: MeshShape, axis: str, devices: Sequence[int] = ()) -> PipelineMesh:
-        """The pipeline along an axis; each place is a pipeline rank unless `devices` says otherwise.
+        """Return the pipeline along an axis; each place is a pipeline rank unless `devices` says otherwise.
 
         Raises:
             MeshError: the mesh has no such axis.
@@ -38,29 +38,29 @@ class PipelineMesh:
 
     @property
     def ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return len(self.devices)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """For every pipeline rank the first of its places along the axis."""
+        """The first place of every pipeline rank along the axis."""
         return tuple(itertools.accumulate((0, *self.devices[:-1])))
 
     def rank_at(self, place: int) -> int:
-        """The pipeline rank of a place along the axis."""
+        """Return the pipeline rank of a place along the axis."""
         return next(rank for rank in reversed(range(self.ranks)) if self.starts[rank] <= place)
 
     def stage(self, rank: int) -> MeshShape:
-        """The mesh of a stage on a pipeline rank: the other axes, and the pipeline's own where it has several places.
+        """Return the mesh of a stage: the other axes, and the pipeline's own where its rank has several places.
 
-        It is one of a single device where that leaves none.
+        A mesh of a single device stands for no axes.
         """
         count = self.devices[rank]
-        axes = (replace(one, size=count) if one.name == self.axis else one for one in self.whole.axes)
-        return MeshShape(tuple(one for one in axes if one.name != self.axis or count > 1) or (ALONE,))
+        axes = (replace(axis, size=count) if axis.name == self.axis else axis for axis in self.whole.axes)
+        return MeshShape(tuple(axis for axis in axes if axis.name != self.axis or count > 1) or (ALONE,))
 
     def members(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the mesh, in row-major order, that a pipeline rank is made of."""
+        """Return the ranks of the mesh, in row-major order, that make up a pipeline rank."""
         position = self.whole.index(self.axis)
-        own = range(self.starts[rank], self.starts[rank] + self.devices[rank])
-        return tuple(number for number, place in enumerate(self.whole.coordinates()) if place[position] in own)
+        places = range(self.starts[rank], self.starts[rank] + self.devices[rank])
+        return tuple(member for member, at in enumerate(self.whole.coordinates()) if at[position] in places)

@@ -1,4 +1,4 @@
-"""Which ranks run which stage of a pipeline, and its replicas, on devices of different memory."""
+"""The ranks of every stage of a pipeline, and of its replicas, on devices of different memory."""
 
 from __future__ import annotations
 
@@ -16,32 +16,30 @@ from autoshard.pipeline.assign.stage_problem import StageDevice
 Together = Literal["auto", "model", "stage"]
 
 StageRanks = tuple[tuple[tuple[int, ...], ...], ...]
-"""For every stage, for every replica of it, its ranks."""
+"""The ranks of every replica of every stage."""
 
 
 def place_stages(
     cluster: Cluster, devices: int, requested: Sequence[int], *, together: Together = "auto"
 ) -> StageRanks:
-    """Lay the stages of a pipeline over ranks, as often as there are devices for all of them.
-
-    Devices with more memory go to earlier stages, which hold more microbatches at once.
+    """Lay the stages of a pipeline over ranks, with as many replicas as there are devices for.
 
     Args:
         cluster: whose first `devices` ranks are used.
-        devices: a multiple of what all stages ask for; the multiple is the number of replicas (nested data
+        devices: a multiple of the devices of all stages; the multiple is the number of replicas (nested data
             parallelism).
-        requested: devices that every stage asks for.
-        together: `"model"`: all stages of one replica on consecutive ranks, so that what passes from stage to stage
-            stays inside a host as far as it can, and gradients cross hosts; `"stage"`: all replicas of one stage on
-            consecutive ranks, the other way round; `"auto"`: `"model"` on equal devices, else `"stage"`, which gives
-            all replicas of a stage the same kind of device where there are enough of it.
+        requested: devices of every stage.
+        together: `"model"`: all stages of one replica on consecutive ranks, so that messages between stages stay inside
+            a host as far as possible, and gradients cross hosts; `"stage"`: all replicas of one stage on consecutive
+            ranks, the other way round; `"auto"`: `"model"` on equal devices, else `"stage"`, which gives all replicas
+            of a stage the same kind of device where there are enough of it.
 
     Returns:
-        For every stage, for every replica of it, its ranks. Where all stages ask for equally many, the nested tuples
-        are a mesh of the axes stage, replica, device.
+        The ranks of every replica of every stage. Where all stages have equally many devices, the nested tuples are a
+        mesh of the axes stage, replica, device.
 
     Raises:
-        PipelineError: `devices` is no such multiple, or a stage asks for none.
+        PipelineError: `devices` is no such multiple, or a stage has none.
         MeshError: the cluster has fewer devices.
 
     Source: Whale 3.1.2 and 3.2.1, nested data parallelism and virtual devices; 3.3.2, the order by memory.
@@ -54,23 +52,24 @@ def place_stages(
             f"{devices} devices are no multiple of the {whole} that the stages ask for "
             f"({' + '.join(map(str, requested))}): use {devices // whole * whole or whole} of them, or ask for others."
         )
+    # In both orders, devices with more memory go to earlier stages, which hold more microbatches at once.
     chosen = cluster.first(devices)
     replicas = devices // whole
     if together == "model" or (together == "auto" and chosen.is_uniform):
         models = [range(replica * whole, (replica + 1) * whole) for replica in range(replicas)]
-        parted = [_split_ranks(sort_by_memory(chosen, ranks), requested) for ranks in models]
-        return tuple(zip(*parted, strict=True))
+        parts = [_split_ranks(sort_by_memory(chosen, ranks), requested) for ranks in models]
+        return tuple(zip(*parts, strict=True))
     stages = _split_ranks(sort_by_memory(chosen, range(devices)), [replicas * count for count in requested])
     return tuple(_split_ranks(ranks, [len(ranks) // replicas] * replicas) for ranks in stages)
 
 
 def sort_by_memory(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Ranks from the largest memory to the smallest; equal ones as they were."""
+    """Return ranks from the largest memory to the smallest; equal ones keep their order."""
     return tuple(sorted(ranks, key=lambda rank: -cluster.device_of(rank).memory))
 
 
 def _split_ranks(ranks: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Consecutive parts of so many ranks."""
+    """Return consecutive parts with these numbers of ranks."""
     starts = [sum(counts[:place]) for place in range(len(counts))]
     return tuple(tuple(ranks[start : start + count]) for start, count in zip(starts, counts, strict=True))
 
@@ -82,7 +81,7 @@ def stage_devices(
     ranks: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[StageDevice, ...]:
-    """What `assign_stages` is to know of the devices of every stage.
+    """Return the device that `assign_stages` assumes for every stage.
 
     Args:
         cluster: the devices.
@@ -91,9 +90,9 @@ def stage_devices(
         dtype: of the operations by which speeds are compared.
 
     Returns:
-        For every stage: the memory of its smallest device, in bytes of one device; the speed of its slowest one in
-        times of the slowest in the mesh, for which a `CostModel` of the whole mesh prices; the bandwidth of the slowest
-        link over which it sends to the next stage.
+        For every stage: the memory of its smallest device, in bytes; the speed of its slowest device, relative to the
+        slowest one of the mesh, for which a `CostModel` of the whole mesh prices; the bandwidth of the slowest link to
+        the next stage.
 
     Raises:
         MeshError: the cluster has fewer devices.

@@ -1,4 +1,4 @@
-"""The choice of stages as a problem: what it may do, and what an assignment costs."""
+"""The assignment problem of stages: constraints, and the costs of an assignment."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from autoshard.pipeline.graph.stage_graph import StageGraph, StageValue
 
 _ROUNDING = 1e-6
-"""By how much of a limit sums may pass it: solvers keep rows within such tolerances."""
+"""Part of a limit by which sums may exceed it: solvers keep rows within such tolerances."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageDevice:
-    """What one stage runs on.
+    """The device of one stage.
 
     Attributes:
         bandwidth: bytes per second of the link to the next stage; that of the last stage is not used.
-        speed: in times of the device that the graph was priced for.
+        speed: relative to the device that the graph was priced for.
         memory: bytes.
     """
 
@@ -34,7 +34,7 @@ class StageDevice:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A stage for every node of a graph, and what is made once more: pairs of a value, by position, and a stage."""
+    """A stage for every node of a graph, and the recomputed values: pairs of a value's position and a stage."""
 
     stage: tuple[int, ...]
     recomputed: frozenset[tuple[int, int]] = frozenset()
@@ -42,16 +42,16 @@ class Assignment:
 
 @dataclass(slots=True)
 class AssignmentTotals:
-    """What an assignment comes to, one entry per stage, or per boundary, the first between stages 0 and 1.
+    """Totals of an assignment, by stage, or by boundary, the first between stages 0 and 1.
 
     Attributes:
         seconds: forward, backward and recomputation of one microbatch, on the stage's device.
         again: of these, seconds of recomputation.
         at_rest: bytes of parameters, gradients, optimizer state and buffers.
-        saved: bytes kept from forward to backward for one microbatch: saved there, or received.
+        saved: bytes that one microbatch keeps from forward to backward: saved there, or received.
         forward_bytes, backward_bytes: over every boundary, per microbatch.
-        recomputed: values, by position, and the stages where they are made once more, as far as they are needed there.
-        objective: seconds in which values and gradients cross boundaries, and in which values are recomputed.
+        recomputed: pairs of a value's position and a stage that recomputes it, where it is needed.
+        objective: seconds of values and gradients that cross boundaries, and of recomputation.
     """
 
     seconds: list[float]
@@ -66,14 +66,14 @@ class AssignmentTotals:
 
 @dataclass(frozen=True, slots=True)
 class StageProblem:
-    """Which node runs on which stage.
+    """The choice of a stage for every node.
 
     Attributes:
         graph: nodes and values.
         devices: of every stage.
         in_flight: for every stage, the microbatches whose saved tensors it holds at once.
-        tolerance: by how much of its share of the work a stage may differ from it.
-        less: whether a stage may have less than its share by more than that, which counts as no imbalance then.
+        tolerance: allowed deviation of a stage from its share of the work, as a part of the share.
+        less: True if less than a share is no imbalance.
     """
 
     graph: StageGraph
@@ -84,55 +84,73 @@ class StageProblem:
 
     @property
     def stages(self) -> int:
-        """Their number."""
+        """Number of stages."""
         return len(self.devices)
 
     @property
     def share(self) -> float:
-        """Seconds of every stage in perfect balance: work in proportion to speed (Whale 3.3.2)."""
+        """Seconds of a stage of speed 1 in perfect balance: work in proportion to speed (Whale 3.3.2)."""
         return self.graph.seconds / sum(device.speed for device in self.devices)
 
     def capacity(self, stage: int) -> float:
-        """Seconds of work, on a device of speed 1, that a stage takes at most."""
+        """Return the most seconds of work of a stage, on a device of speed 1."""
         return (1 + self.tolerance) * self.share * self.devices[stage].speed
 
     def transfer(self, value: StageValue, stage: int) -> float:
-        """Seconds in which a value, and its gradient, cross the boundary before a stage."""
+        """Return the seconds in which a value and its gradient cross the boundary before a stage."""
         return value.traffic / self.devices[stage - 1].bandwidth
 
     def recompute(self, value: StageValue, stage: int) -> float:
-        """Seconds of making a value once more on a stage; infinite where that is not possible."""
+        """Return the seconds of recomputing a value on a stage; infinite where that is not possible."""
         seconds = value.recompute_seconds
         return math.inf if seconds is None else seconds / self.devices[stage].speed
 
+    def cheaper_recomputations(self) -> frozenset[tuple[int, int]]:
+        """Return the values, by position, and stages, where recomputing a value is cheaper than receiving it."""
+        return frozenset(
+            (place, stage)
+            for place, value in enumerate(self.graph.values)
+            for stage in range(1, self.stages)
+            if self.recompute(value, stage) < self.transfer(value, stage)
+        )
+
     def totals(self, assignment: Assignment) -> AssignmentTotals:
-        """What an assignment comes to."""
+        """Return the totals of an assignment."""
         count = self.stages
-        account = AssignmentTotals(
+        totals = AssignmentTotals(
             [0.0] * count, [0.0] * count, [0] * count, [0] * count, [0] * (count - 1), [0] * (count - 1)
         )
         kept: list[set[str]] = [set() for _ in range(count)]
         for node, stage in zip(self.graph.nodes, assignment.stage, strict=True):
-            account.seconds[stage] += node.seconds / self.devices[stage].speed
-            account.saved[stage] += node.saved_bytes
+            totals.seconds[stage] += node.seconds / self.devices[stage].speed
+            totals.saved[stage] += node.saved_bytes
             kept[stage].update(node.at_rest)
-        for stage, names in enumerate(kept):
-            account.at_rest[stage] = sum(self.graph.at_rest[name] for name in names)
-        for place in range(len(self.graph.values)):
-            self._add_transfers(account, assignment, place)
-        return account
+        for stage, names in enumerate(kept):  # a parameter counts once per stage
+            totals.at_rest[stage] = sum(self.graph.at_rest[name] for name in names)
+        for place, value in enumerate(self.graph.values):
+            for stage, again in self.route(assignment, place):
+                if again:
+                    seconds = self.recompute(value, stage)
+                    totals.recomputed.add((place, stage))
+                    totals.seconds[stage] += seconds
+                    totals.again[stage] += seconds
+                    totals.objective += seconds
+                else:
+                    totals.objective += self.transfer(value, stage)
+                    totals.forward_bytes[stage - 1] += value.bytes
+                    totals.backward_bytes[stage - 1] += value.gradient_bytes
+                    totals.saved[stage] += value.bytes
+        return totals
 
     def route(self, assignment: Assignment, place: int) -> Iterator[tuple[int, bool]]:
-        """The stages that a value reaches behind its own, and whether it is made once more there, or received.
-
-        Backwards from its last reader: a stage has the value if it reads it, or hands it on.
-        """
+        """Yield the stages behind its own that a value reaches, and True where it is recomputed, not received."""
         value = self.graph.values[place]
         source = assignment.stage[value.source]
         readers = {assignment.stage[user] for user in value.users}
         if value.output:
             readers.add(self.stages - 1)
         needed = False
+        # Backwards from the last reader: a stage has the value if it reads it or hands it on.
         for stage in range(max(readers, default=source), source, -1):
             needed = needed or stage in readers
             if needed:
@@ -140,56 +158,38 @@ class StageProblem:
                 yield stage, again
                 needed = not again
 
-    def _add_transfers(self, account: AssignmentTotals, assignment: Assignment, place: int) -> None:
-        """Add how a value gets to where it is read."""
-        value = self.graph.values[place]
-        for stage, again in self.route(assignment, place):
-            if again:
-                account.recomputed.add((place, stage))
-                account.seconds[stage] += self.recompute(value, stage)
-                account.again[stage] += self.recompute(value, stage)
-                account.objective += self.recompute(value, stage)
-                continue
-            account.objective += self.transfer(value, stage)
-            account.forward_bytes[stage - 1] += value.bytes
-            account.backward_bytes[stage - 1] += value.gradient_bytes
-            account.saved[stage] += value.bytes
-
-    def memory(self, account: AssignmentTotals) -> list[int]:
-        """Bytes on every stage: at rest, and saved for the microbatches in flight."""
+    def memory(self, totals: AssignmentTotals) -> list[int]:
+        """Return the bytes on every stage: at rest, and saved for the microbatches in flight."""
         return [
             rest + count * saved
-            for rest, saved, count in zip(account.at_rest, account.saved, self.in_flight, strict=True)
+            for rest, saved, count in zip(totals.at_rest, totals.saved, self.in_flight, strict=True)
         ]
 
-    def imbalance(self, account: AssignmentTotals) -> float:
-        """By how much of its share the stage that differs most from it does.
-
-        What a stage recomputes is work that it has, and none that it does for the others: more than a share is counted
-        with it, less without.
-        """
+    def imbalance(self, totals: AssignmentTotals) -> float:
+        """Return the largest deviation of a stage from its share, as a part of the share."""
         if not self.share:
             return 0.0
-        over = max(account.seconds) / self.share - 1
+        over = max(totals.seconds) / self.share - 1
         if self.less:
             return over
-        work = zip(account.seconds, account.again, strict=True)
+        # Recomputation occupies a stage, but takes no work from the others: it counts for more than a share only.
+        work = zip(totals.seconds, totals.again, strict=True)
         return max(over, *(1 - (seconds - again) / self.share for seconds, again in work))
 
-    def fits_memory(self, account: AssignmentTotals) -> bool:
-        """Whether memory is kept."""
-        memory = zip(self.memory(account), self.devices, strict=True)
+    def fits_memory(self, totals: AssignmentTotals) -> bool:
+        """Return True if the totals keep memory."""
+        memory = zip(self.memory(totals), self.devices, strict=True)
         return all(held <= device.memory * (1 + _ROUNDING) for held, device in memory)
 
-    def is_feasible(self, account: AssignmentTotals) -> bool:
-        """Whether balance and memory are kept."""
-        return self.imbalance(account) <= self.tolerance + _ROUNDING and self.fits_memory(account)
+    def is_feasible(self, totals: AssignmentTotals) -> bool:
+        """Return True if the totals keep balance and memory."""
+        return self.imbalance(totals) <= self.tolerance + _ROUNDING and self.fits_memory(totals)
 
 
 def as_problem(
     graph: StageGraph, devices: Sequence[StageDevice], in_flight: Sequence[int], tolerance: float
 ) -> StageProblem:
-    """The problem of these arguments.
+    """Check these arguments and make a problem of them.
 
     Raises:
         ValueError: they do not fit each other.

@@ -1,4 +1,4 @@
-"""The choice of stages as an integer program."""
+"""The assignment of stages as an integer program."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from typing import Literal
 
 import numpy as np
 
-from autoshard.pipeline.assign.stage_bounds import stage_bounds
 from autoshard.pipeline.assign.stage_problem import Assignment, StageProblem
 from autoshard.solver.linear import LinearProgram, LinearSolution, minimise
 from autoshard.solver.problem import Array, IntArray
 
+_ROUNDING = 1e-9
+"""Part of all seconds by which a sum may exceed the capacity of stages."""
 Goal = Literal["crossing", "memory"]
 
 Term = tuple[int, float]
 
 
 class StageProgram:
-    """The integer program of a problem.
+    """The integer program of an assignment problem.
 
     The paper has an integer B_i for the stage of node i and, by a big M, a 0-1 variable for every edge that crosses.
     Here B_i is a sum of steps: Y_ik = 1 where B_i >= k. Then B_j >= B_i along an edge is Y_jk >= Y_ik for every k, and
-    a value crosses boundary k if some reader is behind it and the source is not: C_vk >= Y_uk - Y_ik, as a continuous
-    variable and without an M. It counts a value once on every boundary that it is handed over, however many read it
-    there, and its relaxation is that of a cut, much tighter than an M's. Of a value that can be recomputed, every stage
-    that reads it has it because it is made there, comes from the stage before, which has it, or is recomputed (R_vk).
-    Rows bound the seconds and the bytes of every stage; a parameter is at rest once on every stage that reads it.
+    a value crosses boundary k if some reader is behind it and the source is not: C_vk >= Y_uk - Y_ik, with a continuous
+    variable and without an M. A value counts once on every boundary that it crosses, however many nodes read it behind,
+    and the relaxation is that of a cut, much tighter than an M's. A value that can be recomputed is on a stage that
+    reads it because it is computed there, received from a stage that has it, or recomputed (R_vk). Rows bound the
+    seconds and the bytes of every stage; a parameter is at rest once on every stage that reads it.
 
     Args:
         problem: the graph, the devices and the tolerance.
-        goal: what to minimise: `"crossing"`, the objective; `"memory"`, by how much of its memory the fullest stage
-            exceeds it, whatever the tolerance.
+        goal: `"crossing"` minimises the objective; `"memory"` the excess of the fullest stage over its memory, whatever
+            the tolerance.
 
     Source: Rhino 5.1; unequal devices: Whale 3.3.2.
     """
@@ -42,19 +43,20 @@ class StageProgram:
         self.program = LinearProgram()
         self.nodes = len(problem.graph.nodes)
         self.stages = problem.stages
-        bounds = stage_bounds(problem) if goal == "crossing" else self._any_stage()
+        every = np.zeros(self.nodes, dtype=np.int64), np.full(self.nodes, self.stages - 1, dtype=np.int64)
+        bounds = stage_bounds(problem) if goal == "crossing" else every
         self.is_infeasible = bounds is None
         if bounds is None:
             return
         longest = max((problem.transfer(value, 1) for value in problem.graph.values if self.stages > 1), default=0.0)
-        self.scale = 1e3 / longest if longest else 1.0
-        self.excess = self._excess()
+        self.scale = 1e3 / longest if longest else 1.0  # seconds would be below the absolute tolerances of a solver
+        self.excess: int | None = None  # the variable that the goal of memory minimises
+        if goal == "memory":
+            self.excess = self.program.add_variables(np.ones(1), lower=-1.0, upper=math.inf)[0]
         self.steps = self._steps(*bounds)
-        self.crossing: dict[tuple[int, int], int] = {}
-        self.again: dict[tuple[int, int], int] = {}
-        self.shared: list[
-            tuple[int, int, list[int]]
-        ] = []  # variable, stage, and the nodes of which any has to be there
+        self.crossing: dict[tuple[int, int], int] = {}  # C_vk, by value and stage
+        self.again: dict[tuple[int, int], int] = {}  # R_vk
+        self.shared: list[tuple[int, int, list[int]]] = []  # variable, stage, nodes of which any is there
         for place in range(len(problem.graph.values)):
             self._add_value(place)
         for stage in range(self.stages):
@@ -68,8 +70,8 @@ class StageProgram:
             start: a known assignment.
 
         Returns:
-            An assignment (None where none was found), a lower bound of the goal, and whether there is nothing better:
-            no assignment at all, where none was found.
+            An assignment (None where none was found), a lower bound of the goal, and True if it is proved that no
+            assignment is better, or that there is none.
         """
         if self.is_infeasible:
             return None, math.inf, True
@@ -80,17 +82,8 @@ class StageProgram:
         bound = answer.bound / self.scale if self.goal == "crossing" else answer.bound
         return self._assignment(answer), bound, answer.optimal
 
-    def _excess(self) -> int | None:
-        """The variable that the goal of memory minimises."""
-        if self.goal == "crossing":
-            return None
-        return self.program.add_variables(np.ones(1), lower=-1.0, upper=math.inf)[0]
-
-    def _any_stage(self) -> tuple[IntArray, IntArray]:
-        return np.zeros(self.nodes, dtype=np.int64), np.full(self.nodes, self.stages - 1, dtype=np.int64)
-
     def _steps(self, first: IntArray, last: IntArray) -> IntArray:
-        """Numbers of the variables Y_ik, k from 1: Y_ik >= Y_i,k+1, and what is known of every node's stage."""
+        """Return the variables Y_ik, k from 1, with rows Y_ik >= Y_i,k+1 and the bounds of every node's stage."""
         count = self.stages - 1
         start = self.program.add_variables(np.zeros(self.nodes * count), integer=True)
         steps = np.array(start, dtype=np.int64).reshape(self.nodes, count)
@@ -106,7 +99,7 @@ class StageProgram:
         return steps
 
     def _at(self, node: int, stage: int, factor: float = 1.0) -> tuple[list[Term], float]:
-        """factor · [B_node = stage], as terms and a constant."""
+        """Return factor · [B_node = stage] = factor · (Y_node,stage - Y_node,stage+1), as terms and a constant."""
         terms: list[Term] = []
         constant = 0.0
         if stage == 0:
@@ -118,6 +111,7 @@ class StageProgram:
         return terms, constant
 
     def _row(self, terms: list[Term], least: float, most: float) -> None:
+        """Add a row; terms of one variable are added up."""
         factors: dict[int, float] = {}
         for name, factor in terms:
             factors[name] = factors.get(name, 0.0) + factor
@@ -135,6 +129,7 @@ class StageProgram:
             if value.recompute_seconds is not None:
                 cost = self._cost(self.problem.recompute(value, stage))
                 self.again[place, stage] = self.program.add_variables(cost, integer=True)[0]
+        # No reader is before the source.
         for user in value.users:
             for stage in range(1, self.stages):
                 source, reader = int(self.steps[value.source, stage - 1]), int(self.steps[user, stage - 1])
@@ -145,34 +140,35 @@ class StageProgram:
             self._add_choices(place)
 
     def _add_crossings(self, place: int) -> None:
-        """C_vk >= Y_uk - Y_ik for every reader; of an output, which the last stage reads, C_vk >= 1 - Y_ik."""
+        """Add C_vk >= Y_uk - Y_ik for every reader; for an output, which the last stage reads, C_vk >= 1 - Y_ik."""
         value = self.problem.graph.values[place]
         for stage in range(1, self.stages):
-            made = [(self.crossing[place, stage], 1.0), (int(self.steps[value.source, stage - 1]), 1.0)]
+            uncrossed = [(self.crossing[place, stage], 1.0), (int(self.steps[value.source, stage - 1]), 1.0)]
             if value.output:
-                self._row(made, 1.0, math.inf)
+                self._row(uncrossed, 1.0, math.inf)
                 continue
             for user in value.users:
-                self._row([*made, (int(self.steps[user, stage - 1]), -1.0)], 0.0, math.inf)
+                self._row([*uncrossed, (int(self.steps[user, stage - 1]), -1.0)], 0.0, math.inf)
 
     def _add_choices(self, place: int) -> None:
-        """Where the value is read, it is made, received or recomputed; it is received from where it is there."""
+        """Add rows by which a value is computed, received or recomputed on a stage that reads it."""
         value = self.problem.graph.values[place]
         for stage in range(1, self.stages):
-            made, _ = self._at(value.source, stage)
-            there = [*made, (self.crossing[place, stage], 1.0), (self.again[place, stage], 1.0)]
+            computed, _ = self._at(value.source, stage)
+            there = [*computed, (self.crossing[place, stage], 1.0), (self.again[place, stage], 1.0)]
             for user in value.users:
                 read, _ = self._at(user, stage, -1.0)
                 self._row([*there, *read], 0.0, math.inf)
             if value.output and stage == self.stages - 1:
                 self._row(there, 1.0, math.inf)
+            # It is received only if the stage before has it.
             before, constant = self._at(value.source, stage - 1)
             if stage > 1:
                 before += [(self.crossing[place, stage - 1], 1.0), (self.again[place, stage - 1], 1.0)]
             self._row([*before, (self.crossing[place, stage], -1.0)], -constant, math.inf)
 
     def _add_limits(self, stage: int) -> None:
-        """A stage is not empty, and keeps its seconds and its memory."""
+        """Add rows by which a stage is not empty, and keeps its seconds and its memory."""
         terms, constant = self._total(stage, dict.fromkeys(range(self.nodes), 1.0))
         self._row(terms, 1.0 - constant, math.inf)
         self._add_seconds(stage)
@@ -180,7 +176,7 @@ class StageProgram:
             self._add_memory(stage)
 
     def _total(self, stage: int, weights: dict[int, float]) -> tuple[list[Term], float]:
-        """Sum of the weights of the nodes on a stage."""
+        """Return the sum of the weights of the nodes on a stage, as terms and a constant."""
         terms: list[Term] = []
         constant = 0.0
         for node, weight in weights.items():
@@ -198,6 +194,7 @@ class StageProgram:
         weights = {place: node.seconds / unit for place, node in enumerate(problem.graph.nodes)}
         terms, constant = self._total(stage, weights)
         self._row(terms, 1.0 - problem.tolerance - constant, math.inf)
+        # Recomputation counts for more than a share only, as in `StageProblem.imbalance`.
         for (place, where), name in self.again.items():
             if where == stage:
                 terms.append((name, (problem.graph.values[place].recompute_seconds or 0.0) / unit))
@@ -205,7 +202,7 @@ class StageProgram:
 
     def _add_memory(self, stage: int) -> None:
         problem = self.problem
-        unit = problem.devices[stage].memory
+        unit = problem.devices[stage].memory  # rows are in parts of the memory, near 1
         flights = problem.in_flight[stage] / unit
         readers: dict[str, list[int]] = {}
         weights = {place: flights * node.saved_bytes for place, node in enumerate(problem.graph.nodes)}
@@ -215,7 +212,7 @@ class StageProgram:
         shared: list[Term] = []
         for name, places in readers.items():
             held = problem.graph.at_rest[name] / unit
-            if len(places) == 1:
+            if len(places) == 1:  # no variable is needed
                 weights[places[0]] += held
             elif held:
                 shared.append((self._held_by_any(stage, places), held))
@@ -231,7 +228,7 @@ class StageProgram:
         self._row(terms, -math.inf, 1.0 - constant)
 
     def _held_by_any(self, stage: int, places: list[int]) -> int:
-        """A variable that is 1 where one of the nodes is on the stage."""
+        """Add a variable that is 1 where one of the nodes is on the stage."""
         held = self.program.add_variables(np.zeros(1))[0]
         self.shared.append((held, stage, places))
         for place in places:
@@ -240,7 +237,7 @@ class StageProgram:
         return held
 
     def _values(self, start: Assignment) -> Array:
-        """The variables of an assignment."""
+        """Return the variables of an assignment, as a hint to the solver."""
         values = np.zeros(len(self.program.costs))
         for node, stage in enumerate(start.stage):
             values[self.steps[node, :stage]] = 1.0
@@ -260,3 +257,26 @@ class StageProgram:
         stage = tuple(round(answer.values[self.steps[node]].sum()) for node in range(self.nodes))
         again = frozenset(key for key, name in self.again.items() if answer.values[name] > 0.5)
         return Assignment(stage, again)
+
+
+def stage_bounds(problem: StageProblem) -> tuple[IntArray, IntArray] | None:
+    """Return the first and the last stage that every node can be on; None if a node fits nowhere.
+
+    A node runs behind its ancestors: if these and the node have more seconds than stages 0 to k take within the
+    tolerance, it is behind stage k. The same holds from the end, with its descendants.
+
+    Source: Rhino 5.2, with the capacities of the stages in place of the paper's perfectly balanced stages and an
+    epsilon, so that no assignment within the tolerance is lost.
+    """
+    graph = problem.graph
+    seconds = np.array([node.seconds for node in graph.nodes])
+    reach = np.eye(len(graph.nodes), dtype=bool)  # [i, j]: j depends on i
+    for value in sorted(graph.values, key=lambda value: -value.source):
+        for user in value.users:
+            reach[value.source] |= reach[user]
+    capacity = np.array([problem.capacity(stage) for stage in range(problem.stages)])
+    slack = _ROUNDING * capacity.sum()
+    before, behind = seconds @ reach, reach @ seconds
+    first = np.searchsorted(np.cumsum(capacity) + slack, before)
+    last = problem.stages - 1 - np.searchsorted(np.cumsum(capacity[::-1]) + slack, behind)
+    return None if (first > last).any() else (first, last)

@@ -1,1 +1,1 @@
-"""The forward graph of a model, cut into stages."""
+"""The forward graph of a model, and its cut into stages."""

@@ -1,4 +1,4 @@
-"""Which values go from stage to stage: what a cut of an exported graph asks for, checked before it is made."""
+"""The values between stages of a cut, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ Recompute = Mapping[str, Collection[int]]
 def stages_of(
     exported: ExportedModule, stage_of: Mapping[str, int], stages: int, recompute: Recompute
 ) -> dict[fx.Node, int]:
-    """The stage of every operator, in the order of the graph; parts of a result are where the operator is.
-
+    """Return the stage of every operator, in the order of the graph; parts of a result are where the operator is.
     Raises:
         PlanError: as for `cut`.
     """
@@ -40,11 +39,12 @@ def stages_of(
                 )
     by_name = {node.name: stage for node, stage in placed.items()}
     for group in exported.together:
-        found = {by_name[name]: name for name in reversed(group)}
-        if len(found) > 1:
-            said = ", ".join(f"{name} on stage {stage}" for stage, name in sorted(found.items()))
+        placements = {by_name[name]: name for name in reversed(group)}
+        if len(placements) > 1:
+            listed = ", ".join(f"{name} on stage {stage}" for stage, name in sorted(placements.items()))
             raise PlanError(
-                f"{said}: they read or change the same tensor, which is changed in place, and so must be on one stage, "
+                f"{listed}: they read or change the same tensor, which is changed in place, and so must be on one "
+                f"stage, "
                 f"with all of {', '.join(group[:8])}{', ...' if len(group) > 8 else ''}. Put them together, or use "
                 "operators that do not work in place (ReLU without inplace=True)."
             )
@@ -75,10 +75,7 @@ def _check_names(exported: ExportedModule, stage_of: Mapping[str, int], stages: 
 def values_across(
     exported: ExportedModule, placed: Mapping[fx.Node, int], stages: int, recompute: Recompute
 ) -> list[tuple[fx.Node, ...]]:
-    """What every stage receives from the one before, in the order of the graph.
-
-    A stage has a value if it reads it, or if the next stage receives it; it receives what it does not make.
-
+    """Return the values that every stage receives from the one before, in the order of the graph.
     Args:
         exported, stages, recompute: as for `cut`.
         placed: the stage of every operator.
@@ -91,6 +88,8 @@ def values_across(
         has[stage].update(node.all_input_nodes)
     has[-1].update(exported.forward.outputs)
     received: list[tuple[fx.Node, ...]] = [()] * stages
+    # From the last stage backwards: a stage has what it reads and what the next one receives, and receives what it has
+    # and does not make.
     for stage in range(stages - 1, 0, -1):
         received[stage] = tuple(
             node
@@ -126,21 +125,22 @@ def recomputed_nodes(
     received: Collection[fx.Node],
     returned: Collection[fx.Node],
 ) -> set[fx.Node]:
-    """Operators of earlier stages that a stage runs again: all that leads to what it has and does not receive.
+    """Return the operators of earlier stages that a stage runs anew, for values that it needs and does not receive.
 
     Args:
         exported: as for `cut`.
         placed: the stage of every operator.
         stage: the stage.
-        received, returned: what it takes from others and gives to others.
+        received, returned: the values that it takes from others and gives to others.
 
     Raises:
         PlanError: one of them must not be run again.
     """
-    own = [node for node, place in placed.items() if place == stage]
-    given = {*received, *own}
-    has = [*(source for node in own for source in node.all_input_nodes), *returned]
-    wanted_for = {node: node for node in has if node in placed and node not in given}
+    operators = [node for node, place in placed.items() if place == stage]
+    given = {*received, *operators}
+    needed = [*(source for node in operators for source in node.all_input_nodes), *returned]
+    # For every node that runs anew, a value that needs it.
+    wanted_for = {node: node for node in needed if node in placed and node not in given}
     waiting = list(wanted_for)
     for node in waiting:  # grows while it is walked
         _check_recomputable(exported, node, wanted_for[node], stage)
@@ -152,7 +152,7 @@ def recomputed_nodes(
 
 
 def _check_recomputable(exported: ExportedModule, node: fx.Node, wanted: fx.Node, stage: int) -> None:
-    """Refuse to run `node` again for the sake of `wanted`, if that would not give the same numbers there."""
+    """Refuse to run `node` anew for `wanted` if its result there would differ, or be unavailable."""
     fault = None
     if node.name in exported.random:
         fault = "may draw random numbers, which would be others"

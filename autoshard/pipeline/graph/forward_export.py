@@ -1,9 +1,9 @@
-"""`exported`: the forward graph of a module, ready to be cut into stages."""
+"""`export_forward`: the forward graph of a module, ready to be cut into stages."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,23 +18,22 @@ from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.effects import Effects
 from autoshard.capture.export import Exported, ExportedInput
 from autoshard.capture.joint import capture_forward
-from autoshard.capture.python_calls import is_effect
+from autoshard.capture.python_calls import PythonCall, is_effect
 from autoshard.capture.recurrent_cell_operators import gru_cell, lstm_cell
 from autoshard.capture.rms_norm import rms_norm
 from autoshard.capture.simplify import is_random
 from autoshard.capture.task_graphs import TaskGraph, defaults_of, mark_defaults
 from autoshard.errors import CaptureError
-from autoshard.pipeline.graph.gradient_calls import gradient_groups
 
 aten = torch.ops.aten
 
-# What export writes down of a tensor that is cast; on another device than that of the export it would not hold.
+# Export asserts the device of a tensor that is cast: that fails on another device than that of the export.
 _ASSERTIONS = frozenset({aten._assert_tensor_metadata.default})
 
-# Of a node's meta: where in the model it is, and in which task graph.
 _DRAWLESS = (attention, gru_cell, lstm_cell, rms_norm)
-"""Functions in place of operators that draw no random numbers."""
+"""Functions of this library in the place of operators, that draw no random numbers."""
 
+# Keys of a node's meta: its place in the model, and its task graph.
 _PLACE = ("nn_module_stack", "custom")
 
 
@@ -44,11 +43,11 @@ class ExportedModule:
 
     Attributes:
         module: the module, whose parameters and buffers the stages will hold.
-        forward: the graph, what its placeholders and outputs are, and how calls and results flatten to them. Every
-            node has `meta["val"]`, a fake tensor (or several). No operator takes several results of another as one
-            list: what crosses stages are tensors.
+        forward: the graph, its inputs and outputs, and the layout of calls and results. Every node has `meta["val"]`, a
+            fake tensor (or several). No operator takes several results of another as one list, as only tensors cross
+            stages.
         together: groups of names of nodes that must run on one stage: all that make, read or change a tensor up to its
-            last change in place; of a buffer that is changed, all that read or change it. A group may be of one node.
+            last change in place; all that read or change a buffer that is changed. A group may be of one node.
         differentiable: names of nodes whose value requires a gradient.
         random: names of nodes that may draw random numbers.
     """
@@ -66,12 +65,12 @@ class ExportedModule:
 
     @property
     def sources(self) -> dict[fx.Node, ExportedInput]:
-        """For every placeholder what it stands for: kind, name, and the numbers of a constant."""
+        """The input of every placeholder: its kind, its name, and the numbers of a constant."""
         return dict(zip(self.graph.find_nodes(op="placeholder"), self.forward.inputs, strict=True))
 
     @property
     def operators(self) -> tuple[fx.Node, ...]:
-        """The nodes that a stage has to be found for, in topological order."""
+        """The nodes that need a stage, in topological order."""
         return tuple(_operators(self.graph))
 
 
@@ -85,21 +84,21 @@ def export_forward(
     mp_policy: MixedPrecisionPolicy | None = None,
     dynamic: Dynamic | None = None,
 ) -> ExportedModule:
-    """Export one call of a module for a pipeline. Real weights are neither touched nor copied.
+    """Export one call of a module for a pipeline. Weights are neither changed nor copied.
 
-    The graph holds the sizes of this call, and whether the module trains or evaluates. Stages run microbatch by
-    microbatch: pass the tensors of one microbatch (see `microbatches`).
+    The graph is of the sizes of this call, and of the module's training or evaluation mode. Stages run one microbatch
+    at a time: pass the tensors of one microbatch (see `microbatches`).
 
     Args:
         module: the module; it may be on the meta device.
         args: positional arguments of a call with one microbatch; real, meta or fake tensors, and plain values.
         kwargs: keyword arguments of that call.
-        grad: whether gradients will be wanted.
-        task_graphs: what hints say of modules, by their paths: it counts more than their defaults.
+        grad: True if gradients will be wanted.
+        task_graphs: hints for modules by their paths; they have precedence over the modules' defaults.
         mp_policy: precisions of parameters, inputs and outputs, as casts in the graph. Every operator that reads a
-            parameter has a cast of its own, so that its stage needs no other's.
-        dynamic: dims of inputs that are dynamic sizes, as `capture` takes them: the graph's arguments are `Size`s then
-            where they depend on these, and `meta["sizes"]` holds such shapes.
+            parameter has a cast of its own, so that its stage needs no other stage's.
+        dynamic: dims of inputs that are dynamic sizes, as in `capture`: arguments in the graph that depend on them are
+            `DynamicSize`s, and `meta["sizes"]` has such shapes.
 
     Raises:
         CaptureError: the module cannot be captured as one graph; the message names the line of the user's code.
@@ -135,19 +134,20 @@ def _operators(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _inseparable_groups(graph: fx.Graph, effects: Effects) -> tuple[tuple[str, ...], ...]:
-    """Groups of nodes between which no stage may end: what they read or make is changed in place, or has a hook."""
+    """Return the groups of nodes that must run on one stage, because of changes in place and of hooks."""
     operators = _operators(graph)
+    # By node, the memory of its operands and results.
     touched = {
         node: effects.memory[node].union(*(effects.memory[source] for source in node.all_input_nodes))
         for node in operators
     }
     held = frozenset[int]().union(*(effects.memory[node] for node in graph.find_nodes(op="placeholder")))
     groups: list[set[fx.Node]] = []
-    for group in gradient_groups(graph):
+    for group in _gradient_groups(graph):
         groups = _merge_group(groups, group)
     for piece in dict.fromkeys(piece for changed in effects.changed.values() for piece in sorted(changed)):
         touching = [node for node in operators if piece in touched[node]]
-        if piece not in held:
+        if piece not in held:  # memory of inputs and buffers outlives the step: all that touches it stays together
             last = max(place for place, node in enumerate(touching) if piece in effects.changed.get(node, ()))
             touching = touching[: last + 1]
         groups = _merge_group(groups, {*touching})
@@ -157,13 +157,54 @@ def _inseparable_groups(graph: fx.Graph, effects: Effects) -> tuple[tuple[str, .
 
 
 def _merge_group(groups: list[set[fx.Node]], added: set[fx.Node]) -> list[set[fx.Node]]:
-    """The groups with another one, joined with those that share nodes with it."""
+    """Return the groups with another one, joined with those that share nodes with it."""
     joined = added.union(*(group for group in groups if not group.isdisjoint(added)))
     return [group for group in groups if group.isdisjoint(added)] + [joined]
 
 
+def _gradient_groups(graph: fx.Graph) -> Iterator[set[fx.Node]]:
+    """Yield the nodes that run on one stage with a call of Python code that needs the autograd graph of its operands.
+
+    Raises:
+        CaptureError: a hook is on a parameter or input, whose gradient comes from several stages; or on a function, as
+            those of modules are, which may run on several.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, PythonCall) and node.target.history:
+            operands: Any = node.args[0]
+            tensors = operands[: node.target.history]
+            _check_hook(node.target, tensors)
+            # The call, its operands, and all nodes between operands, or between them and the call.
+            behind = _closure(tensors, lambda node: node.users)
+            ahead = _closure([node], lambda node: node.all_input_nodes)
+            yield {between for between in behind & ahead if between.op == "call_function"}
+
+
+def _check_hook(call: PythonCall, operands: list[fx.Node]) -> None:
+    if call.shares_state:
+        raise CaptureError(
+            f"the hook at {call.where} is of a module or function, and a pipeline may cut through what it is of. Set "
+            "hooks on tensors (tensor.register_hook(hook) in forward), or use a mesh without a pipeline axis."
+        )
+    if call.has_effect and operands[0].op == "placeholder":
+        raise CaptureError(
+            f"{call.__name__} at {call.where} is on a parameter or an input of the model, which a pipeline may need on "
+            "several stages. Set it on the parameter outside of forward, or use a mesh without a pipeline axis."
+        )
+
+
+def _closure(nodes: list[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    reached = set(nodes)
+    waiting = list(nodes)
+    while waiting:
+        new = [node for node in following(waiting.pop()) if node not in reached]
+        reached.update(new)
+        waiting.extend(new)
+    return reached
+
+
 def _split_result_lists(graph: fx.Graph, differentiable: set[str]) -> None:
-    """Let operators that take several results of another as one list take a list of them one by one."""
+    """Take a list of results of an operator apart, where another operator takes it whole."""
     for node in _operators(graph):
         several = isinstance(node.meta.get("val"), (tuple, list))
         takers = [user for user in node.users if several and user.op == "call_function" and not is_part(user)]
@@ -181,8 +222,12 @@ def _split_result_lists(graph: fx.Graph, differentiable: set[str]) -> None:
             user.args, user.kwargs = _with_parts((user.args, user.kwargs), node, parts)
 
 
+def _with_parts(arguments: Any, whole: fx.Node, parts: list[fx.Node]) -> Any:
+    return fx.map_arg(arguments, lambda operand: parts if operand is whole else operand)
+
+
 def _split_casts(forward: Exported, differentiable: set[str]) -> None:
-    """Let every operator that takes the cast of a parameter take one of its own."""
+    """Give every operator that reads the cast of a parameter a cast of its own."""
     graph = forward.graph_module.graph
     for node, source in zip(graph.find_nodes(op="placeholder"), forward.inputs, strict=True):
         if source.kind != "parameter":
@@ -190,44 +235,41 @@ def _split_casts(forward: Exported, differentiable: set[str]) -> None:
         for cast in [user for user in node.users if is_cast(user)]:
             for user in [user for user in cast.users if user.op != "output"][1:]:
                 with graph.inserting_before(user):
-                    own = graph.node_copy(cast)
-                own.meta = {**cast.meta, **{key: user.meta[key] for key in _PLACE if key in user.meta}}
+                    copy = graph.node_copy(cast)
+                copy.meta = {**cast.meta, **{key: user.meta[key] for key in _PLACE if key in user.meta}}
                 if cast.name in differentiable:
-                    differentiable.add(own.name)
-                user.replace_input_with(cast, own)
+                    differentiable.add(copy.name)
+                user.replace_input_with(cast, copy)
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether the node is its operand in another dtype."""
+    """Return True if the node is its operand in another dtype."""
     return node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}
 
 
-def _with_parts(arguments: Any, whole: fx.Node, parts: list[fx.Node]) -> Any:
-    return fx.map_arg(arguments, lambda one: parts if one is whole else one)
-
-
 def is_part(node: fx.Node) -> bool:
-    """Whether the node takes one of several results of an operator: it runs where the operator does."""
+    """Return True if the node takes one of several results of an operator: it runs where the operator does."""
     return node.target is operator.getitem
 
 
 def _may_be_random(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether a node may draw random numbers: functions of our own in place of operators may have dropout in them."""
+    """Return True if a node may draw random numbers; of a region, if any of its nodes may."""
     if node.op != "call_function" or is_part(node):
         return False
     for source in node.all_input_nodes:
         region = module.get_submodule(str(source.target)) if source.op == "get_attr" else None
         if isinstance(region, fx.GraphModule):
             return any(_may_be_random(inner, region) for inner in region.graph.nodes)
+    # Other functions in the place of operators may have dropout in them.
     return is_random(node) or not (isinstance(node.target, OpOverload) or node.target in _DRAWLESS)
 
 
 def _refuse_kept(forward: Exported) -> None:
-    """`CaptureError` where `forward` leaves tensors in attributes, containers or variables: stages compute parts."""
+    """Refuse a `forward` that leaves tensors in attributes, containers or variables."""
     kept = {attribute.name for attribute in forward.result.attributes}
     for name, node in zip(forward.result.names, forward.outputs, strict=True):
         if name in kept:
-            changed = (one.line for one in forward.state.mutations if name.startswith(one.path))
+            changed = (change.line for change in forward.state.mutations if name.startswith(change.path))
             raise CaptureError(
                 f"{next(changed, '') or node_line(node)} keeps a tensor ({name}), which no pipeline does: one rank "
                 "computes it, one microbatch after another. Return it from forward, or have no pipeline axis."
@@ -235,7 +277,7 @@ def _refuse_kept(forward: Exported) -> None:
 
 
 def _refuse_reads(forward: Exported) -> None:
-    """`CaptureError` where what `forward` does depends on numbers: every call would have to look at them first."""
+    """Refuse a `forward` whose program depends on the numbers in tensors: every call would have to read them first."""
     lines = [reading.line for reading in forward.state.conditions.readings]
     lines += [check.line for check in forward.result.checks]
     if lines:

@@ -1,4 +1,4 @@
-"""`microbatches`: the arguments of a call with a batch as those of calls with parts of it; `samples` counts it."""
+"""Microbatches: the call with a batch as calls with parts of it, and the number of samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.capture.call_layout import call_layout
 from autoshard.errors import InputError
 
 BATCH = "batch"
-"""Name of the number of samples in a microbatch, where it is a dynamic size."""
+"""Name of the dynamic size of the samples in a microbatch."""
 
 
 def microbatches(
@@ -26,26 +26,23 @@ def microbatches(
     """Split the tensors of a call into equal parts along the batch.
 
     Args:
-        module: what is called; its forward names positional arguments.
+        module: the called module; its forward names positional arguments.
         args, kwargs: the call; tensors may be on the meta device.
-        number: how many microbatches there are.
-        batch_dims: for inputs by name (such as `input_ids` or `batch['x']`), the dim that counts samples, or None
-            where there is none and every microbatch gets the whole tensor. Of other tensors it is dim 0; tensors
-            without dims are whole.
+        number: of microbatches.
+        batch_dims: for inputs by name (such as `input_ids` or `batch['x']`), the dim that counts samples, or None for a
+            tensor that every microbatch gets whole. The default is dim 0; tensors without dims are whole.
 
     Returns:
-        Arguments and keyword arguments of every microbatch, the tensors being views.
+        Arguments and keyword arguments of every microbatch; the tensors are views.
 
     Raises:
-        InputError: the batch does not divide, tensors differ in their number of samples, or `batch_dims` names no
-            tensor or no dim of one.
+        InputError: the number of microbatches does not divide the batch, tensors differ in their number of samples, or
+            `batch_dims` names no tensor or no dim of one.
     """
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise InputError(f"{number!r} is no number of microbatches: it is one or more.")
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    names = call_layout(module, structure, leaves).leaves
-    tensors = _tensors(names, leaves)
-    dims = _batch_dims(tensors, batch_dims or {})
+    names, leaves, structure = _named_leaves(module, args, kwargs)
+    tensors, dims = _batch_dims(names, leaves, batch_dims)
     size = _samples(tensors, dims, number)
     parts = []
     for place in range(number):
@@ -63,11 +60,9 @@ def samples(
     kwargs: Mapping[str, Any],
     batch_dims: Mapping[str, int | None] | None = None,
 ) -> int:
-    """The number of samples in the tensors of a call; arguments and errors are those of `microbatches`."""
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    names = call_layout(module, structure, leaves).leaves
-    tensors = _tensors(names, leaves)
-    return _samples(tensors, _batch_dims(tensors, batch_dims or {}), 1)
+    """Return the number of samples in the tensors of a call; arguments and errors are those of `microbatches`."""
+    names, leaves, _ = _named_leaves(module, args, kwargs)
+    return _samples(*_batch_dims(names, leaves, batch_dims), 1)
 
 
 def batch_sizes(
@@ -76,33 +71,39 @@ def batch_sizes(
     kwargs: Mapping[str, Any],
     batch_dims: Mapping[str, int | None] | None = None,
 ) -> dict[str, dict[int, str]]:
-    """For every tensor with samples, the dim that counts them, under one name, as `capture` takes dynamic sizes.
+    """Return the dim that counts samples of every tensor that has one, as a dynamic size for `capture`.
 
     Arguments and errors are those of `microbatches`.
     """
+    names, leaves, _ = _named_leaves(module, args, kwargs)
+    _, dims = _batch_dims(names, leaves, batch_dims)
+    return {name: {dim: BATCH} for name, dim in dims.items()}
+
+
+def _named_leaves(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], list[Any], pytree.TreeSpec]:
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    tensors = _tensors(call_layout(module, structure, leaves).leaves, leaves)
-    return {name: {dim: BATCH} for name, dim in _batch_dims(tensors, batch_dims or {}).items()}
+    return call_layout(module, structure, leaves).leaves, leaves, structure
 
 
-def _tensors(names: Sequence[Any], leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a call by their names."""
-    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
-
-
-def _batch_dims(tensors: Mapping[str, torch.Tensor], said: Mapping[str, int | None]) -> dict[str, int]:
-    """The dim that counts samples, of every tensor that has one."""
-    for name, dim in said.items():
+def _batch_dims(
+    names: Sequence[Any], leaves: Sequence[Any], batch_dims: Mapping[str, int | None] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Return the tensors of a call by their names, and the dim that counts samples of those that have one."""
+    tensors = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(name, str)}
+    requested = batch_dims or {}
+    for name, dim in requested.items():
         if name not in tensors:
             raise InputError(f"batch_dims names {name!r}, which is no tensor of the call: {', '.join(tensors)}.")
         if dim is not None and not -tensors[name].ndim <= dim < tensors[name].ndim:
             raise InputError(f"batch_dims[{name!r}] is {dim}, and the tensor has {tensors[name].ndim} dims.")
-    chosen = {name: said.get(name, 0 if tensor.ndim else None) for name, tensor in tensors.items()}
-    return {name: dim % tensors[name].ndim for name, dim in chosen.items() if dim is not None}
+    chosen = {name: requested.get(name, 0 if tensor.ndim else None) for name, tensor in tensors.items()}
+    return tensors, {name: dim % tensors[name].ndim for name, dim in chosen.items() if dim is not None}
 
 
 def _samples(tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], number: int) -> int:
-    """The number of samples in a microbatch."""
+    """Return the number of samples in a microbatch."""
     sizes = {name: tensors[name].shape[dim] for name, dim in dims.items()}
     if not sizes:
         raise InputError(f"the call has no tensor with a batch to split in {number} microbatches.")
@@ -117,10 +118,6 @@ def _samples(tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], numbe
         fitting = [str(count) for count in range(1, batch + 1) if batch % count == 0]
         raise InputError(
             f"a batch of {batch} samples cannot be split into {number} equal microbatches: use "
-            f"{_join_with_or(fitting)}, or another batch size."
+            f"{', '.join(fitting[:-1])}{' or ' if len(fitting) > 1 else ''}{fitting[-1]}, or another batch size."
         )
     return batch // number
-
-
-def _join_with_or(options: Sequence[str]) -> str:
-    return " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)

@@ -1,4 +1,4 @@
-"""`StageGraph`: what the choice of pipeline stages needs to know of a forward graph, as numbers."""
+"""`StageGraph`: the seconds and bytes of a forward graph, for the assignment of its operators to stages."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.cluster.cost import CostModel
-from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
-from autoshard.pipeline.graph.components import components
-from autoshard.pipeline.graph.forward_export import ExportedModule
-from autoshard.pipeline.graph.forward_graph import ForwardGraph, read_forward_graph
-
 
 @dataclass(frozen=True, slots=True)
 class StageNode:
     """Operators that run on one stage together.
 
     Attributes:
-        name: of the operator among them that takes longest.
+        name: of its operator that takes longest.
         forward_seconds, backward_seconds: per microbatch, on a device of speed 1.
-        saved_bytes: per microbatch, what they make and backward reads.
-        at_rest: names of the parameters and buffers that they read.
+        saved_bytes: of results that backward reads, per microbatch.
+        at_rest: names of the parameters and buffers that it reads.
         members: names of the graph's nodes, in its order.
-        layer: path of the layer that all of them belong to, or `""`.
+        layer: path of the layer that all members belong to, or `""`.
     """
 
     name: str
@@ -36,7 +30,7 @@ class StageNode:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward, per microbatch."""
+        """Seconds of forward and backward, per microbatch."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -45,14 +39,14 @@ class StageValue:
     """A tensor that one node makes and others read.
 
     Attributes:
-        name: of the graph's node that makes it.
-        source: the node, by position.
-        users: the nodes that read it, by position, in order.
-        bytes: that cross a boundary of stages with it, per microbatch.
-        gradient_bytes: that come back, 0 where it has no gradient.
-        recompute_seconds: of making it once more from inputs, buffers and constants alone; None where that is not
+        name: of its node in the exported graph.
+        source: position of the node that makes it.
+        users: positions of the nodes that read it, in order.
+        bytes: of a microbatch's tensor.
+        gradient_bytes: of its gradient, 0 where it has none.
+        recompute_seconds: of computing it anew from inputs, buffers and constants alone; None where that is not
             possible: it depends on parameters or on random numbers, or is changed in place.
-        output: whether the model returns it: it is then handed on to the last stage.
+        output: True if the model returns it: it is then handed on to the last stage.
     """
 
     name: str
@@ -65,17 +59,17 @@ class StageValue:
 
     @property
     def traffic(self) -> int:
-        """Bytes over a boundary, there and back."""
+        """Bytes over a boundary, forward and back."""
         return self.bytes + self.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StageGraph:
-    """A forward graph for the choice of stages.
+    """A forward graph for the assignment of stages.
 
     Attributes:
         nodes: in topological order.
-        values: what nodes read of each other; inputs, parameters and constants are on every stage that reads them.
+        values: tensors between nodes; inputs, parameters and constants are on every stage that reads them.
         at_rest: bytes of every parameter with its gradient and optimizer state, and of every buffer.
         seconds: of all nodes.
     """
@@ -94,40 +88,18 @@ class StageGraph:
                     "order, every user behind the source."
                 )
 
-    @staticmethod
-    def of(exported: ExportedModule, cost: CostModel, *, optimizer: OptimizerMemory | None = None) -> StageGraph:
-        """The stage graph of an exported module.
-
-        Args:
-            exported: the module, exported with an example of one microbatch.
-            cost: prices of one device.
-            optimizer: what is kept for every trained parameter; AdamW's by default.
-
-        Returns:
-            One node for every operator, or for operators that cannot be parted: `exported.together`; several results
-            and what takes them out; what has no result and the operator that it watches. Seconds forward, backward and
-            saved bytes are those of `simulate.dry_run`, plus the additions of gradients where several operators read
-            one value. A saved tensor is counted once, where it was made, however many operators read it and whatever
-            views of it they read.
-        """
-        return _build_stage_graph(
-            read_forward_graph(exported, cost), optimizer or optimizer_memory(None, None, foreach=False)
-        )
-
     def merge_pairs(self, pairs: Sequence[tuple[int, int]]) -> StageGraph:
-        """The graph with the nodes of every pair, by position, in one node.
-
-        Two that are not parted are like two edges there and back: what lies on a cycle of edges is on one stage.
-        """
+        """Return the graph with the nodes of every pair of positions merged."""
+        # A pair is two edges, there and back. Stages go forward along edges, so nodes on a cycle are on one stage.
         edges = [(value.source, user) for value in self.values for user in value.users]
         both = [*pairs, *((later, earlier) for earlier, later in pairs)]
-        return self.merge_groups(components(len(self.nodes), [*edges, *both]))
+        return self.merge_groups(strongly_connected_components(len(self.nodes), [*edges, *both]))
 
     def merge_groups(self, group: Sequence[int]) -> StageGraph:
-        """The graph with one node for every group of nodes.
+        """Return the graph with one node for every group of nodes.
 
         Args:
-            group: number of the group of every node; the groups must not form a cycle.
+            group: the number of every node's group; the groups must not form a cycle.
         """
         order = _order_groups(group, [(value.source, user) for value in self.values for user in value.users])
         place = {number: position for position, number in enumerate(order)}
@@ -158,7 +130,7 @@ def _merge_nodes(nodes: Sequence[StageNode]) -> StageNode:
 
 
 def _order_groups(group: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
-    """The groups in topological order, as near to the order of the nodes as that allows."""
+    """Return the groups in topological order, ties in the order of their first nodes."""
     first: dict[int, int] = {}
     for position, number in enumerate(group):
         first.setdefault(number, position)
@@ -184,31 +156,44 @@ def _order_groups(group: Sequence[int], edges: Sequence[tuple[int, int]]) -> lis
     return order
 
 
-def _build_stage_graph(graph: ForwardGraph, optimizer: OptimizerMemory) -> StageGraph:
-    """The graph as read, with what cannot be parted in one node each."""
-    at_rest = {}
-    for tensor in graph.at_rest:
-        held = tensor.bytes
-        if tensor.trained:
-            held += tensor.bytes + optimizer.state_bytes(tensor.shape, tensor.shape, tensor.itemsize)
-        at_rest[tensor.name] = held
-    nodes = tuple(
-        StageNode(
-            call.name,
-            call.forward_seconds,
-            call.backward_seconds,
-            call.saved_bytes,
-            call.at_rest,
-            (call.name,),
-            call.layer,
-        )
-        for call in graph.calls
-    )
-    values = tuple(
-        StageValue(
-            call.name, position, call.users, call.bytes, call.gradient_bytes, call.recompute_seconds, call.output
-        )
-        for position, call in enumerate(graph.calls)
-        if call.users or call.output
-    )
-    return StageGraph(nodes, values, at_rest).merge_pairs(graph.together)
+def strongly_connected_components(nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the number of every node's component; nodes have the same one if each can be reached from the other.
+
+    Source: Kosaraju's algorithm: depth-first, then against the edges, from the node that was left last.
+    """
+    after: list[list[int]] = [[] for _ in range(nodes)]
+    before: list[list[int]] = [[] for _ in range(nodes)]
+    for source, user in edges:
+        after[source].append(user)
+        before[user].append(source)
+    component = [-1] * nodes
+    for start in reversed(_postorder(after)):
+        if component[start] >= 0:
+            continue
+        component[start], stack = start, [start]
+        while stack:
+            for node in before[stack.pop()]:
+                if component[node] < 0:
+                    component[node] = start
+                    stack.append(node)
+    return component
+
+
+def _postorder(after: Sequence[Sequence[int]]) -> list[int]:
+    """Return the nodes in the order in which a depth-first search leaves them."""
+    seen = [False] * len(after)
+    order = []
+    for start in range(len(after)):
+        if seen[start]:
+            continue
+        seen[start], stack = True, [(start, iter(after[start]))]
+        while stack:  # no recursion, as graphs are deeper than Python's stack
+            node, rest = stack[-1]
+            following = next((user for user in rest if not seen[user]), None)
+            if following is None:
+                order.append(node)
+                stack.pop()
+            else:
+                seen[following] = True
+                stack.append((following, iter(after[following])))
+    return order

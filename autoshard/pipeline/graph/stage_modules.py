@@ -1,4 +1,4 @@
-"""`cut`: an exported module as one module per pipeline stage."""
+"""`cut`: one module per pipeline stage of an exported module."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class BoundaryTensor:
 
     Attributes:
         name: of the node that makes it.
-        like: a contiguous tensor on the meta device of its shape and dtype, that requires a gradient if its gradient
-            is to be handed back. A tensor without dims goes as one of one element: captured by itself, a stage that
-            returns a scalar would take it for its loss.
-        sizes: its shape with `Size`s, if it has any.
+        like: a contiguous tensor on the meta device of its shape and dtype; it requires a gradient if its gradient is
+            handed back. A tensor without dims is sent as one of one element: a captured stage that returned a scalar
+            would take it for its loss.
+        sizes: its shape with dynamic sizes, if it has any.
     """
 
     name: str
@@ -38,27 +38,27 @@ class BoundaryTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape, with dynamic sizes."""
+        """The shape, with dynamic sizes."""
         return self.sizes or tuple(self.like.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageModule:
-    """What one stage runs.
+    """The module of one stage, and its inputs and outputs.
 
     Attributes:
         index: the stage, counted from 0.
         module: takes the tensors of `received` one by one, and those of `inputs` as keyword arguments; returns a tuple
             of the tensors of `passed`, or on the last stage of the model's outputs, in the order of its
-            `ExportedModule.forward.result`. It holds the very parameters and buffers of the exported module that it
-            reads, under all their names there. Whether the module was training or evaluating is part of the graph:
-            `train()` and `eval()` do not change what a stage computes.
-        received: what the stage before hands over, in order.
-        inputs: inputs of the exported module by their names (such as `input_ids` or `batch['x']`): the keyword that
-            `module` takes each under, and a tensor like it on the meta device.
-        passed: what is handed to the next stage, in order; empty on the last.
+            `ExportedModule.forward.result`. It holds the parameters and buffers of the exported module that it reads
+            themselves, under all their names there. Training or evaluation mode is part of the graph: `train()` and
+            `eval()` do not change it.
+        received: tensors from the stage before, in order.
+        inputs: inputs of the exported module by their names (such as `input_ids` or `batch['x']`): the keyword of
+            `module` for each, and a tensor like it on the meta device.
+        passed: tensors for the next stage, in order; empty on the last.
         returned: tensors on the meta device like all that `module` returns.
-        computed: names of the nodes that run here, among them those that are computed again.
+        computed: names of the nodes that run here, recomputed ones included.
         shared: parameters that other stages hold as well (tied ones), with all stages that do, in order: their
             gradients have to be added up over these.
     """
@@ -74,19 +74,19 @@ class StageModule:
 
     @property
     def example(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """Arguments and keyword arguments of a call of `module`, on the meta device, to plan it with."""
+        """Arguments and keyword arguments of a call of `module`, on the meta device."""
         return tuple(value.like for value in self.received), dict(self.inputs.values())
 
     @property
     def dynamic(self) -> dict[str, dict[int, sympy.Expr]]:
-        """For what `module` takes, by the names that it has there, the dims that are dynamic sizes."""
-        found: dict[str, dict[int, sympy.Expr]] = {}
+        """For every input of `module` by its name there, the dims that are dynamic sizes."""
+        dynamic: dict[str, dict[int, sympy.Expr]] = {}
         for node in self.module.graph.find_nodes(op="placeholder"):
             (shape,) = node.meta.get("sizes") or [()]
             dims = {dim: size.expr for dim, size in enumerate(shape) if isinstance(size, DynamicSize)}
             if dims:
-                found[str(node.target)] = dims
-        return found
+                dynamic[str(node.target)] = dims
+        return dynamic
 
 
 def cut(
@@ -95,28 +95,28 @@ def cut(
     stages: int,
     recompute: Mapping[str, Collection[int]] | None = None,
 ) -> list[StageModule]:
-    """One module per stage, which together compute what the exported module does.
+    """Cut an exported module into one module per stage.
 
-    A stage receives tensors from the stage before alone, as `torch.distributed.pipelining` sends them: a value used
-    several stages later is handed on by those between. Inputs of the model go to every stage that reads them; outputs
-    that are made before the last stage are handed on to it. A stage may have no operators, and then only hands on.
+    A stage receives tensors only from the stage before, as `torch.distributed.pipelining` sends them: stages in between
+    hand a value on. Inputs of the model go to every stage that reads them; outputs of earlier stages are handed on to
+    the last. A stage without operators only hands on.
 
     Args:
         exported: the module's graph.
         stage_of: stage of every operator, `0 ... stages - 1`, by name of its node (`exported.operators`); a node that
-            takes one of several results of an operator runs where the operator does, whatever is said of it.
-        stages: how many there are.
-        recompute: by name of a node, stages that do not receive its value from the stage before but, where they need
-            it or hand it on, compute it anew, from inputs, buffers, and what they receive anyway.
+            takes one of several results of an operator always runs where the operator does.
+        stages: number of stages.
+        recompute: by name of a node, the stages that compute its value anew, from inputs, buffers and received values,
+            instead of receiving it.
 
     Returns:
         The stages, in order.
 
     Raises:
-        PlanError: an operator has no stage, or one that does not exist; a value would go to an earlier stage; what has
-            to stay together (`exported.together`) is on several stages; there are more stages than operators; nothing
-            goes from a stage to the next; what is to be recomputed draws random numbers, is changed in place, or
-            depends on parameters.
+        PlanError: an operator has no stage, or one that does not exist; a value would go to an earlier stage; operators
+            that must stay together (`exported.together`) are on several stages; there are more stages than operators;
+            a stage receives nothing; a recomputed value draws random numbers, is changed in place, or depends on
+            parameters.
 
     Source: Rhino 5.1, for the stage of every operator.
     """
@@ -168,12 +168,12 @@ def _meta_tensor(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 
 def _inputs(exported: ExportedModule, graph: fx.Graph) -> dict[str, tuple[str, torch.Tensor]]:
-    """The model's inputs among the placeholders of a stage."""
-    taken = {node.target for node in graph.find_nodes(op="placeholder")}
+    """Return the model's inputs among the placeholders of a stage."""
+    placeholders = {node.target for node in graph.find_nodes(op="placeholder")}
     return {
         source.name: (node.name, _meta_tensor(source.fake, source.fake.requires_grad))
         for node, source in exported.sources.items()
-        if source.kind == "input" and node.name in taken
+        if source.kind == "input" and node.name in placeholders
     }
 
 
@@ -184,83 +184,67 @@ def _module(
     received: Sequence[fx.Node],
     returned: Sequence[fx.Node],
 ) -> fx.GraphModule:
-    """A module that takes `received` and what it needs of the model's inputs, and returns `returned`.
-
-    Args:
-        exported: the whole graph, of which all nodes are.
-        index: the stage, for the name of its class.
-        running: the operators that it runs, in order.
-        received, returned: what it takes from others and gives to others.
-    """
+    """Build the module of stage `index`, which runs the operators `running` on `received` and the model's inputs."""
     module = fx.GraphModule(nn.Module(), fx.Graph(), f"{type(exported.module).__name__}Stage{index}")
     module.training = exported.module.training
     graph = fx.Graph()
-    own: dict[fx.Node, fx.Node] = {node: _placeholder(graph, node) for node in received}
+    copies: dict[fx.Node, fx.Node] = {node: _copy_node(graph, node, "placeholder", node.name) for node in received}
     read = {*returned}.union(*(node.all_input_nodes for node in running))
     for node, source in exported.sources.items():
         if node in read and source.kind == "input":
-            own[node] = _placeholder(graph, node)
-    own.update({node: _unpack(graph, node, own[node]) for node in received})
+            copies[node] = _copy_node(graph, node, "placeholder", node.name)
+    for node in received:
+        if not node.meta["val"].ndim:  # sent as one element
+            copies[node] = graph.call_function(aten.squeeze.dim, (copies[node], 0))
     for node, source in exported.sources.items():  # in the module's order: first names are first here, too
         if node in read and source.kind != "input":
             for name in exported.forward.aliases.get(source.name, (source.name,)):
                 _register(module, name, exported.module, source)
-            own[node] = _attribute(graph, node, source.name)
+            copies[node] = _copy_node(graph, node, "get_attr", source.name)
     for node in exported.graph.find_nodes(op="get_attr"):
         if node in read:  # a region under autocast or without gradients
-            name = _free_name(module, str(node.target))
+            name = str(node.target)
+            while hasattr(module, name):
+                name += "_"
             module.add_module(name, exported.forward.graph_module.get_submodule(str(node.target)))
-            own[node] = _attribute(graph, node, name)
+            copies[node] = _copy_node(graph, node, "get_attr", name)
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     held = {node for node, source in exported.sources.items() if source.kind == "parameter"}
     for node in running:
-        if is_cast(node) and node.all_input_nodes[0] in held:  # one serves all operators of a stage
-            key = node.all_input_nodes[0], node.meta["val"].dtype
-            own[node] = casts.get(key) or casts.setdefault(key, graph.node_copy(node, own.__getitem__))
+        # Every operator has a cast of its own for each parameter; one per stage and dtype is enough.
+        if is_cast(node) and node.all_input_nodes[0] in held:
+            cast = node.all_input_nodes[0], node.meta["val"].dtype
+            copies[node] = casts.get(cast) or casts.setdefault(cast, graph.node_copy(node, copies.__getitem__))
         else:
-            own[node] = graph.node_copy(node, own.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     if returned is not exported.forward.outputs:
-        own.update({node: _pack(graph, node, own[node]) for node in returned})
-    graph.output(tuple(own[node] for node in returned))
+        copies.update({node: _pack(graph, node, copies[node]) for node in returned})
+    graph.output(tuple(copies[node] for node in returned))
     graph.lint()
     module.graph = graph
     mark_flat(module)
     return module
 
 
-def _pack(graph: fx.Graph, node: fx.Node, own: fx.Node) -> fx.Node:
-    """What goes to the next stage of the value of `node`: contiguous, as it has to be to be sent."""
+def _pack(graph: fx.Graph, node: fx.Node, copy: fx.Node) -> fx.Node:
+    """Make the value of `node` ready to be sent: contiguous, with at least one dim."""
     tensor = node.meta["val"]
     if tensor.ndim:
-        packed = graph.call_function(aten.contiguous.default, (own,))
+        packed = graph.call_function(aten.contiguous.default, (copy,))
     else:
-        packed = graph.call_function(aten.unsqueeze.default, (own, 0))
+        packed = graph.call_function(aten.unsqueeze.default, (copy, 0))
     packed.meta["val"] = torch.empty(tensor.shape or (1,), dtype=tensor.dtype, device="meta")
     return packed
 
 
-def _unpack(graph: fx.Graph, node: fx.Node, own: fx.Node) -> fx.Node:
-    """The value of `node`, of what came from the stage before."""
-    return own if node.meta["val"].ndim else graph.call_function(aten.squeeze.dim, (own, 0))
-
-
-def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    copy = graph.create_node("placeholder", node.name, name=node.name)
-    copy.meta = dict(node.meta)
-    return copy
-
-
-def _attribute(graph: fx.Graph, node: fx.Node, path: str) -> fx.Node:
-    copy = graph.create_node("get_attr", path, name=node.name)
+def _copy_node(graph: fx.Graph, node: fx.Node, op: str, target: str) -> fx.Node:
+    copy = graph.create_node(op, target, name=node.name)
     copy.meta = dict(node.meta)
     return copy
 
 
 def _register(module: fx.GraphModule, path: str, whole: nn.Module, source: ExportedInput) -> None:
-    """Register what `source` stands for in `module` under one of its names in the whole module.
-
-    Constants become buffers that no `state_dict` has: a `GraphModule` keeps tensors in no other way.
-    """
+    """Register the tensor of `source` in `module`, under one of its names in the whole module."""
     *owners, name = path.split(".")
     first = (*owners, name)[0]
     if hasattr(fx.GraphModule, first):
@@ -278,12 +262,6 @@ def _register(module: fx.GraphModule, path: str, whole: nn.Module, source: Expor
     elif source.kind == "buffer":
         persistent = is_persistent(whole.get_submodule(".".join(owners)), name)
         owner.register_buffer(name, whole.get_buffer(path), persistent)
-    else:
+    else:  # a constant: a GraphModule keeps tensors in no other way than as buffers
         value = source.value if source.value is not None else _meta_tensor(source.fake, False)
         owner.register_buffer(name, value, persistent=False)
-
-
-def _free_name(module: nn.Module, name: str) -> str:
-    while hasattr(module, name):
-        name += "_"
-    return name

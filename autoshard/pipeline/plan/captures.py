@@ -16,10 +16,11 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.options import Options
 from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
+from autoshard.pipeline.graph.forward_graph import read_stage_graph
 from autoshard.pipeline.graph.microbatch import batch_sizes, microbatches
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import StageModule
-from autoshard.pipeline.plan.capture_reuse import has_same_names, rename_capture, structural_text
+from autoshard.pipeline.plan.stage_reuse import has_same_names, rename_capture, structural_text
 from autoshard.planner import hints as hint_rules
 from autoshard.specs.axes import MeshShape
 
@@ -114,7 +115,7 @@ class PipelineCaptures:
             if known == cluster:
                 return graph
         cost = CostModel(cluster, MeshShape.of({"device": 1}))
-        graph = StageGraph.of(self.export(number), cost, optimizer=self._options.settings.optimizer)
+        graph = read_stage_graph(self.export(number), cost, optimizer=self._options.settings.optimizer)
         priced.append((cluster, graph))
         return graph
 

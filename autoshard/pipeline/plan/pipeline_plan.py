@@ -1,7 +1,8 @@
-"""`PipelinePlan`: which stage everything runs on, how every stage is sharded, and in which order stages run."""
+"""`PipelinePlan`: the stage of every operator, the sharding of every stage, and the order in which stages run."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,19 +10,21 @@ from pathlib import Path
 
 from autoshard.errors import PlanError
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
-from autoshard.pipeline.plan import plan_data, plan_tables
-from autoshard.pipeline.schedule.actions import Schedule
+from autoshard.pipeline.plan import plan_tables
+from autoshard.pipeline.plan.plan_data import PIPELINE
+from autoshard.pipeline.schedule.actions import Action, Schedule
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_search import ScheduleCandidate
 from autoshard.pipeline.schedule.simulation import Simulation, simulate
 from autoshard.pipeline.schedule.tasks import step_task_graph
-from autoshard.plans import plan_file
+from autoshard.plans import plan_file, plan_text
 from autoshard.plans.gantt import gantt
+from autoshard.plans.plan_rows import shares_text
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.plans.trace import trace
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
-from autoshard.units import format_seconds
+from autoshard.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,28 +35,28 @@ class PipelinePlan:
 
     Attributes:
         mesh: all axes, the pipeline's among them.
-        axis: name of the axis along which stages lie.
+        axis: name of the pipeline axis.
         stage_of: the stage of every operator of one microbatch's forward graph, by the name of its node.
-        recomputed: values by the name of their node, and the stages that make them once more instead of receiving them.
-        schedule: the order on every pipeline rank; with it the rank of every stage, the number of microbatches, and
-            that of stages per rank.
-        stages: how every stage is sharded, on the mesh that its ranks make up (`layout.stage`).
-        reduced: of every stage, when gradients are reduced that are smaller then, such as those of parameters that are
-            sharded over data-parallel ranks: `"step"`, once, or `"microbatch"`, every time; all once where it is empty.
-            Other gradients are added up over the microbatches, and reduced once.
-        modules: of every stage, paths of the first and the last module that it runs operators of.
-        costs: of every stage, for one microbatch; none where nobody worked them out.
+        recomputed: values by the name of their node, and the stages that recompute them instead of receiving them.
+        schedule: the order on every pipeline rank; it has the rank of every stage, the number of microbatches, and that
+            of stages per rank.
+        stages: the plan of every stage, on the mesh of its ranks (`layout.stage`).
+        reduced: for every stage, when it reduces the gradients that the reduction makes smaller, such as those of
+            parameters that are sharded over data-parallel ranks: `"step"`, once, or `"microbatch"`, every time; if it
+            is empty, all once. Other gradients are added up over the microbatches, and reduced once.
+        modules: for every stage, paths of the first and the last module that it runs operators of.
+        costs: of every stage, for one microbatch; empty if they were not computed.
         step_seconds: predicted time of one step: all microbatches forward and backward, without the optimizer's step.
         bubble: share of all pipeline ranks' time in which they do not compute.
-        peaks: the most bytes that a device of every pipeline rank holds at once.
-        capacities: the bytes that a device of every pipeline rank may hold; 0 where that is not known.
-        table: the schedules that there were to choose from.
-        cluster: name of the cluster it was priced on.
+        peaks: for every pipeline rank, the most bytes that one of its devices holds at once.
+        capacities: for every pipeline rank, the memory of one of its devices in bytes; 0 where it is not known.
+        table: the candidates for the schedule, with their verdicts.
+        cluster: name of the cluster that it was priced for.
         contention: seconds that a second of communication costs the computation beside it there.
         fingerprint: of one microbatch's forward graph.
-        timings: phase of planning -> seconds that it took.
-        versions: `"autoshard"` and `"torch"` -> version that made it.
-        devices: for every pipeline rank, how many devices along the axis are its own; empty where each has one.
+        timings: seconds of every phase of planning.
+        versions: versions of `"autoshard"` and `"torch"` that made it.
+        devices: for every pipeline rank, its number of devices along the axis; empty if each has one.
     """
 
     mesh: MeshShape
@@ -100,7 +103,7 @@ class PipelinePlan:
 
     @property
     def layout(self) -> PipelineMesh:
-        """Which devices every pipeline rank has."""
+        """The devices of every pipeline rank."""
         return PipelineMesh.of(self.mesh, self.axis, self.devices)
 
     @property
@@ -115,17 +118,19 @@ class PipelinePlan:
 
     @property
     def in_shares(self) -> bool:
-        """Whether the ranks of some stage take shares of their own of every microbatch."""
+        """True if the ranks of some stage take unequal shares of every microbatch."""
         return any(stage.shares for stage in self.stages)
 
     def reduced_at(self, stage: int) -> DeferredReduction:
-        """When a stage reduces gradients that are smaller then."""
+        """Return when a stage reduces the gradients that the reduction makes smaller."""
         return self.reduced[stage] if self.reduced else "step"
 
     @property
     def fits(self) -> bool:
-        """Whether every peak is within its capacity; True where that is not known."""
-        return all(not room or peak <= room for peak, room in zip(self.peaks, self.capacities, strict=False))
+        """True if every peak is within its capacity, or capacities are not known."""
+        return all(
+            not capacity or peak <= capacity for peak, capacity in zip(self.peaks, self.capacities, strict=False)
+        )
 
     @property
     def simulation(self) -> Simulation:
@@ -139,21 +144,82 @@ class PipelinePlan:
         )
 
     def __str__(self) -> str:
-        return plan_tables.render(self)
+        tables = [plan_tables.summary_table(self._summary())]
+        if self.costs:
+            modules = self.modules or (("", ""),) * len(self.stages)
+            tables.append(plan_tables.stage_table(self.schedule.placement, modules, self.costs))
+            tables.append(plan_tables.rank_table(self.simulation))
+        if self.table:
+            tables.append(plan_tables.choice_table(self.table))
+        return plan_text.plain(tables, plan_text.WIDTH)
+
+    def _summary(self) -> list[tuple[str, str]]:
+        """Labels and values of the head of the plan."""
+        cluster = f" on cluster {self.cluster}" if self.cluster else ""
+        ranks = f", ranks of {', '.join(map(str, self.devices))} devices" if self.devices else ""
+        lines = [
+            ("mesh", f"{self.mesh} ({self.mesh.size} devices){cluster}, pipeline axis {self.axis}{ranks}"),
+            ("schedule", self._schedule_text()),
+            ("gradients", self._gradients_text()),
+        ]
+        stages_by_shares: dict[str, list[int]] = {}
+        for index, stage in enumerate(self.stages):
+            stages_by_shares.setdefault(shares_text(stage), []).append(index)
+        lines += [
+            ("shares", f"stages {', '.join(map(str, stages))}: {text}")
+            for text, stages in stages_by_shares.items()
+            if text
+        ]
+        lines += [("predicted step", self._step_text()), ("memory per device", self._memory_text())]
+        if self.timings:
+            spent = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.timings.items())
+            lines.append(("planned in", spent))
+        return lines
+
+    def _schedule_text(self) -> str:
+        """Such as `"1F1B, 8 microbatches, 1 stage per rank"`."""
+        stages = "1 stage" if self.virtual == 1 else f"{self.virtual} stages"
+        batches = "1 microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
+        return f"{self.schedule.name}, {batches}, {stages} per rank"
+
+    def _step_text(self) -> str:
+        return f"{format_seconds(self.step_seconds)}, of which ranks do not compute {self.bubble:.1%}"
+
+    def _gradients_text(self) -> str:
+        if self.microbatches == 1:
+            return "reduced as they are made"
+        stages = [str(stage) for stage in range(self.schedule.stages) if self.reduced_at(stage) == "microbatch"]
+        often = f"; with every microbatch those that are smaller then, of stages {', '.join(stages)}" if stages else ""
+        return f"added up over the microbatches, reduced once per step{often}"
+
+    def _memory_text(self) -> str:
+        if not self.peaks:
+            return "not known"
+        rank = max(range(len(self.peaks)), key=self.peaks.__getitem__)
+        capacity = self.capacities[rank] if self.capacities else 0
+        of = f" of {format_bytes(capacity)}" if capacity else ""
+        return f"peak {format_bytes(self.peaks[rank])}{of} on rank {rank}{'' if self.fits else ': does not fit'}"
 
     def explain(self, path_glob: str) -> str:
-        """Why the parameters and modules that a glob matches lie as they do, stage by stage.
+        """Explain the placements of the parameters and modules that a glob matches, stage by stage.
 
         Args:
-            path_glob: glob over parameter names and module paths; what lies below a matching module belongs to it.
+            path_glob: glob over parameter names and module paths; a matching module includes all below it.
 
         Returns:
-            What `ShardingPlan.explain` says of every stage where something matches.
+            The text of `ShardingPlan.explain` for every stage where something matches.
 
         Raises:
             PlanError: nothing in any stage matches.
         """
-        return plan_tables.explain(self, path_glob)
+        texts = [
+            f"stage {index}\n{stage.explain(path_glob)}"
+            for index, stage in enumerate(self.stages)
+            if plan_text.matches(stage, path_glob)
+        ]
+        if not texts:
+            raise plan_text.no_match_error(path_glob, set().union(*map(plan_text.paths, self.stages)))
+        return "\n\n".join(texts)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted step as a trace that Perfetto and chrome://tracing load."""
@@ -163,45 +229,88 @@ class PipelinePlan:
     def picture(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted step as an SVG picture: a row per pipeline rank, a colour per kind of task."""
         step = self.simulation
-        title = f"{plan_tables.schedule_text(self)}: {plan_tables.step_text(self)}"
+        title = f"{self._schedule_text()}: {self._step_text()}"
         Path(path).write_text(gantt(step.graph.tasks, step.starts, step.ends, title), "utf-8")
 
     def check(self, mesh: MeshShape, fingerprint: str) -> None:
-        """Make sure that the plan was made for this model, cut into such microbatches, on this mesh.
+        """Check that the plan was made for this model, with these microbatches, on this mesh.
 
         Args:
-            mesh: all axes of the mesh that it is to be applied on.
-            fingerprint: of the forward graph of one microbatch (`places.forward_fingerprint`).
+            mesh: all axes of the mesh that it will be applied on.
+            fingerprint: of the forward graph of one microbatch (`pipeline_devices.forward_fingerprint`).
 
         Raises:
-            PlanError: naming every difference found.
+            PlanError: it was not; the message names every difference.
         """
         differences = []
         if mesh != self.mesh:
             differences.append(f"it was made for the mesh {self.mesh}; this mesh is {mesh}")
         if fingerprint != self.fingerprint:
-            made = ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "unknown versions"
+            versions = ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "unknown versions"
             differences.append(
                 f"the forward graph of one of its {self.microbatches} microbatches is another ({fingerprint[:12]} "
                 f"here, {self.fingerprint[:12]} planned): another model or mode of it, other sizes, or other versions "
-                f"(planned with {made})"
+                f"(planned with {versions})"
             )
         if differences:
             listed = "".join(f"\n  - {difference}" for difference in differences)
             raise PlanError(f"this pipeline plan does not fit:{listed}\nPlan this model on this mesh again.")
 
     def to_json(self) -> str:
-        """The plan as a JSON text with a checksum of its content."""
-        return plan_file.encode(plan_data.to_data(self), plan_data.PIPELINE)
+        """Return the plan as a JSON text with a checksum of its content."""
+        data = {
+            "mesh": {axis.name: axis.size for axis in self.mesh.axes},
+            "axis": self.axis,
+            "stage_of": dict(self.stage_of),
+            "recomputed": {name: list(stages) for name, stages in self.recomputed.items()},
+            "schedule": {
+                "name": self.schedule.name,
+                "microbatches": self.schedule.microbatches,
+                "orders": [[str(action) for action in order] for order in self.schedule.orders],
+            },
+            "stages": [plan_file.to_data(stage) for stage in self.stages],
+            "reduced": list(self.reduced),
+            "modules": [list(pair) for pair in self.modules],
+            "costs": [dataclasses.asdict(cost) for cost in self.costs],
+            "step_seconds": self.step_seconds,
+            "bubble": self.bubble,
+            "peaks": list(self.peaks),
+            "capacities": list(self.capacities),
+            "table": [dataclasses.asdict(line) for line in self.table],
+            "cluster": self.cluster,
+            "contention": self.contention,
+            "fingerprint": self.fingerprint,
+            "timings": dict(self.timings),
+            "versions": dict(self.versions),
+            "devices": list(self.devices),
+        }
+        return plan_file.encode(data, PIPELINE)
 
     @staticmethod
     def from_json(text: str, what: str = "the plan") -> PipelinePlan:
-        """The plan that `to_json` wrote; `what` names the text in errors.
+        """Read the text of `to_json`; `what` names the text in errors.
 
         Raises:
             PlanError: the text is cut short, was edited, is of another format or version, or is no pipeline's plan.
+            PipelineError: the orders are those of no schedule.
         """
-        return PipelinePlan(**plan_data.from_data(plan_file.decode(text, what, plan_data.PIPELINE)))
+        data = plan_file.decode(text, what, PIPELINE)
+        schedule = data["schedule"]
+        orders = tuple(tuple(map(Action.parse, order)) for order in schedule["orders"])
+        attributes = dict(data) | {
+            "mesh": MeshShape.of(data["mesh"]),
+            "recomputed": {name: tuple(stages) for name, stages in data["recomputed"].items()},
+            "schedule": Schedule(schedule["name"], schedule["microbatches"], orders),
+            "stages": tuple(ShardingPlan.from_data(stage) for stage in data["stages"]),
+            "reduced": tuple(data["reduced"]),
+            "modules": tuple((first, last) for first, last in data["modules"]),
+            "costs": tuple(StageCosts(**cost) for cost in data["costs"]),
+            "peaks": tuple(data["peaks"]),
+            "capacities": tuple(data["capacities"]),
+            "devices": tuple(data["devices"]),
+            "table": tuple(ScheduleCandidate(**line) for line in data["table"]),
+        }
+        return PipelinePlan(**attributes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file."""
@@ -209,7 +318,7 @@ class PipelinePlan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> PipelinePlan:
-        """The plan that `save` wrote.
+        """Read the file of `save`.
 
         Raises:
             PlanError: the file cannot be read, or `from_json` refuses it.

@@ -30,10 +30,16 @@ from autoshard.pipeline.plan.shape_planner import MIN_GAIN, MicrobatchGraph, Pip
 from autoshard.pipeline.plan.stage_estimates import StageTotals, estimate_stage_costs, totals_at
 from autoshard.pipeline.plan.stage_plans import BoundaryMode
 from autoshard.pipeline.plan.stopping import Stopping
-from autoshard.pipeline.schedule.choose import microbatches_to_try, names_to_try, virtual_to_try
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_bounds import least_seconds
-from autoshard.pipeline.schedule.schedule_search import CostsOf, ScheduleCandidate, ScheduleSearch
+from autoshard.pipeline.schedule.schedule_search import (
+    CostsOf,
+    ScheduleCandidate,
+    ScheduleSearch,
+    microbatches_to_try,
+    names_to_try,
+    virtual_to_try,
+)
 from autoshard.pipeline.schedule.schedules import SCHEDULES, placement
 from autoshard.pipeline.schedule.simulation import Simulation
 from autoshard.planner.gc_freeze import freeze_older_objects

@@ -13,19 +13,19 @@ from typing import NamedTuple
 from autoshard.capture.task_graphs import task_graphs_with_counts
 from autoshard.errors import BudgetError, HintError
 from autoshard.options import Options
+from autoshard.pipeline.assign.marked_stages import marked_stages
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.assign.stages import Method, StageDevice, Stages, assign_layers, assign_stages
 from autoshard.pipeline.graph.forward_export import ExportedModule
-from autoshard.pipeline.graph.marked_stages import marked_stages
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
-from autoshard.pipeline.plan.capture_reuse import structural_text
 from autoshard.pipeline.plan.captures import PipelineCaptures
 from autoshard.pipeline.plan.pipeline_devices import slowest_cluster, stage_clusters, stage_options
 from autoshard.pipeline.plan.planned_stage import Links, PlannedStage, stage_costs
 from autoshard.pipeline.plan.rank_shares import RankShares, memory_share, scale_to_shares
 from autoshard.pipeline.plan.relaxed_fit import RelaxedFit, merge_limits, relaxations
 from autoshard.pipeline.plan.stage_plans import BoundaryMode, Pins, StageBudget, StagePlanner, StageTarget
+from autoshard.pipeline.plan.stage_reuse import structural_text
 from autoshard.pipeline.plan.stopping import Stopping
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.pipeline.schedule.schedule_bounds import least_bytes

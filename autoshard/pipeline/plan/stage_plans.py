@@ -19,8 +19,8 @@ from autoshard.patterns.decisions import Decisions
 from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.pipeline.plan.boundaries import parts_are_equal
 from autoshard.pipeline.plan.captures import StageCaptures
-from autoshard.pipeline.plan.deduplicate import rename_decisions, structural_fingerprint, task_graph_marks
 from autoshard.pipeline.plan.planned_stage import Links, PlannedStage
+from autoshard.pipeline.plan.stage_reuse import rename_decisions, structural_fingerprint, task_graph_marks
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner, with_provenance
 from autoshard.planner.recompute_search import recomputing_planner

@@ -17,10 +17,10 @@ from autoshard.errors import InputError, PipelineError
 from autoshard.options import Options
 from autoshard.pipeline.plan.pipeline_devices import check_pipeline_options, forward_fingerprint
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.plan.tied_parameters import TiedParameters, check_same_placements, tie
 from autoshard.pipeline.run.call_cache import CallCache, PreparedCall
 from autoshard.pipeline.run.clipping import clip, total_norm
 from autoshard.pipeline.run.state_entries import register_stage_state, relink_entries
+from autoshard.pipeline.run.tied_parameters import TiedParameters, check_same_placements, tie
 from autoshard.runtime.call_tensors import describe_call, tensors_of_call
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.materialize import Initializer

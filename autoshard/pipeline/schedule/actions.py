@@ -1,12 +1,10 @@
-"""Actions of ranks, as torch writes them, and a schedule: the order of the computations of every rank."""
+"""Actions of ranks in torch's notation, and schedules: the order of the computations of every rank."""
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -16,7 +14,7 @@ from autoshard.errors import PipelineError
 
 
 class ActionKind(StrEnum):
-    """What an action does; the values are torch's."""
+    """Kinds of actions; the values are torch's."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -34,11 +32,11 @@ class Action(NamedTuple):
     """One entry of a rank's list, written as `torch.distributed.pipelining` writes it: `2F0`, `1SEND_B3`.
 
     Attributes:
-        stage: that it belongs to; -1 where several actions are one.
-        kind: what it does.
-        microbatch: from 0; None where it is not for one.
-        parts: the computations of a `TOGETHER`: they run in turn, from when all have what they need, and what they
-            send leaves after the last.
+        stage: the stage that runs it; -1 for several actions in one.
+        kind: of the action.
+        microbatch: counted from 0; None for an action that is not of one microbatch.
+        parts: the computations of a `TOGETHER`. They start when all have their inputs, run in turn, and send their
+            results after the last.
     """
 
     stage: int
@@ -48,7 +46,7 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """The action that a text stands for; the other way round is `str`."""
+        """Return the action of a text; `str` is the inverse."""
         if text.startswith("("):
             inner, kind = text[1:].split(")")
             return Action(-1, ActionKind(kind), None, tuple(Action.parse(part) for part in inner.split(";")))
@@ -68,7 +66,7 @@ class Action(NamedTuple):
 
     @property
     def computations(self) -> tuple[Action, ...]:
-        """The actions that it is made of: itself, or its parts."""
+        """The action itself, or its parts."""
         return self.parts or (self,)
 
 
@@ -80,9 +78,9 @@ class Schedule:
     """The computations of one step, for every rank in its order.
 
     Attributes:
-        name: of the schedule: one of `SCHEDULES`, or another.
-        microbatches: that the batch is split into.
-        orders: for every rank its actions: forward, backward, or the two halves of backward; no messages.
+        name: one of `SCHEDULES`, or another.
+        microbatches: per batch.
+        orders: the actions of every rank: forward, backward, or the two halves of backward; no messages.
 
     Raises:
         PipelineError: a stage is on two ranks, a microbatch does not go through a stage once forward and once backward,
@@ -143,12 +141,8 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward is run in two halves, the one for inputs first."""
+        """True if some backward runs in two halves, the one for inputs first."""
         return any(action.kind == ActionKind.WEIGHT_BACKWARD for _, action in self._computations())
-
-    def to_csv(self) -> str:
-        """The orders as the text of a file that torch's runtime loads: a line per rank."""
-        return to_csv(self.orders)
 
     def _computations(self) -> Iterable[tuple[int, Action]]:
         for rank, order in enumerate(self.orders):
@@ -157,15 +151,8 @@ class Schedule:
                     yield rank, part
 
 
-def to_csv(rows: Sequence[Sequence[Action]]) -> str:
-    """Lists of actions as torch's runtime loads them: a line per rank."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([str(action) for action in row] for row in rows)
-    return text.getvalue()
-
-
 def _check_once(name: str, done: Counter[tuple[int, ActionKind, int | None]], stage: int, microbatch: int) -> int:
-    """Refuse a microbatch that does not pass a stage once each way; the number of its actions there."""
+    """Refuse a microbatch that does not pass a stage once each way; return the number of its actions there."""
     forward, whole, for_inputs, for_weights = (
         done[stage, kind, microbatch]
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD, ActionKind.WEIGHT_BACKWARD)

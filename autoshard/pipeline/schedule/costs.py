@@ -1,4 +1,4 @@
-"""What a stage costs: seconds and bytes, in numbers that no longer know the model."""
+"""Costs of a stage: seconds and bytes, independent of the model."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from autoshard.pipeline.schedule.actions import ActionKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """What one stage costs on its devices; times are of one microbatch, bytes those of one device.
+    """Costs of one stage on its devices; times are of one microbatch, bytes those of one device.
 
     Attributes:
         forward_seconds: of the forward pass.
-        input_backward_seconds: of the half of backward that makes gradients of what the stage is given.
+        input_backward_seconds: of the half of backward that makes gradients of the stage's inputs.
         weight_backward_seconds: of the half that makes gradients of its parameters and adds them to those of the
-            microbatches before. A whole backward takes both.
+            earlier microbatches. A whole backward takes both.
         forward_bytes: sent to the next stage.
         forward_send_seconds: of sending them.
         backward_bytes: of gradients sent to the stage before.
         backward_send_seconds: of sending them.
-        rest_bytes: held all the time: parameters, gradients and optimizer state.
-        saved_bytes: kept of one microbatch from its forward to its backward, without what the stage receives.
-        weight_saved_bytes: which of these the half of backward for weights needs (with what the other half adds for
-            it): so much is kept until that has run.
-        working_bytes: held beside these while a computation runs.
-        reduction_seconds: of reducing the stage's gradients over data-parallel ranks, once per step, as far as its last
-            backward does not hide that.
+        rest_bytes: held during the whole step: parameters, gradients and optimizer state.
+        saved_bytes: kept of one microbatch from its forward to its backward, without the received tensors.
+        weight_saved_bytes: bytes that the half of backward for weights needs, including those that the half for inputs
+            adds. They are kept until the half for weights has run.
+        working_bytes: held in addition while a computation runs.
+        reduction_seconds: of reducing the stage's gradients over data-parallel ranks, once per step, without the part
+            that its last backward hides.
         application_seconds: of the optimizer's update, once per step.
-        application_bytes: held beside `rest_bytes` during that update.
+        application_bytes: held in addition to `rest_bytes` during that update.
     """
 
     forward_seconds: float
@@ -61,7 +61,7 @@ class StageCosts:
         return self.input_backward_seconds + self.weight_backward_seconds
 
     def seconds(self, kind: ActionKind) -> float:
-        """Seconds of a computation of this kind."""
+        """Return the seconds of a computation of this kind."""
         if kind == ActionKind.FORWARD:
             return self.forward_seconds
         if kind == ActionKind.INPUT_BACKWARD:
@@ -69,7 +69,7 @@ class StageCosts:
         return self.weight_backward_seconds if kind == ActionKind.WEIGHT_BACKWARD else self.backward_seconds
 
     def memory_change(self, kind: ActionKind) -> int:
-        """Bytes that are kept more, or less, once a computation of this kind is through."""
+        """Return the bytes that a computation of this kind adds to (or, negative, takes from) the kept memory."""
         if kind == ActionKind.FORWARD:
             return self.saved_bytes
         if kind == ActionKind.INPUT_BACKWARD:
@@ -78,10 +78,7 @@ class StageCosts:
 
 
 def rest_bytes(placement: Sequence[int], microbatches: int, costs: Sequence[StageCosts]) -> tuple[int, ...]:
-    """Bytes that every rank holds all the time: those of its stages, and the room for what they receive.
-
-    torch makes a buffer for every microbatch before the first step, one for what a stage receives forward and one for
-    the gradients that it receives.
+    """Return the bytes that every rank holds during the whole step: those of its stages and its receive buffers.
 
     Args:
         placement: the rank of every stage.
@@ -90,6 +87,8 @@ def rest_bytes(placement: Sequence[int], microbatches: int, costs: Sequence[Stag
     """
     rest = [0] * (max(placement) + 1)
     for stage, rank in enumerate(placement):
+        # Torch allocates buffers before the first step: one per microbatch for what a stage receives forward, and one
+        # for the gradients that it receives.
         received = costs[stage - 1].forward_bytes if stage > 0 else 0
         received += costs[stage + 1].backward_bytes if stage < len(placement) - 1 else 0
         rest[rank] += costs[stage].rest_bytes + microbatches * received

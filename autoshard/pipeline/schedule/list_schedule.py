@@ -1,4 +1,4 @@
-"""Schedules of our own: what is ready is run by priority, within the memory of every rank (list scheduling)."""
+"""List scheduling: every free rank runs the ready action of the highest priority, within its memory."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from autoshard.pipeline.schedule.costs import StageCosts, rest_bytes
 from autoshard.pipeline.schedule.schedule_bounds import least_bytes
 
 NAME = "custom"
-"""What these schedules are called."""
+"""Name of these schedules."""
 
 _F, _I, _W = ActionKind.FORWARD, ActionKind.INPUT_BACKWARD, ActionKind.WEIGHT_BACKWARD
 
+# Rules for the choice among ready actions: kinds in order of preference, each with 1 to try the rank's first stage
+# first, and -1 for its last.
 _PRIORITIES = (
-    ((_I, -1), (_F, -1), (_W, 1)),  # what frees memory, then the forward that is furthest on
-    ((_I, -1), (_F, 1), (_W, 1)),  # what frees memory, then the forward that feeds most ranks
-    ((_F, 1), (_I, 1), (_W, 1)),  # what has the longest way to the end of the step
+    ((_I, -1), (_F, -1), (_W, 1)),  # a backward, which frees memory, then the forward of the latest stage
+    ((_I, -1), (_F, 1), (_W, 1)),  # a backward, which frees memory, then the forward that most ranks wait for
+    ((_F, 1), (_I, 1), (_W, 1)),  # the action that is furthest from the end of the step
 )
-"""Ways to choose among what is ready: the kinds in turn, each with 1 for its first stage first and -1 for its last."""
 
 
 def list_schedules(
     costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int, memory: Sequence[int]
 ) -> Iterator[Schedule]:
-    """Orders in which every rank, whenever it is free, runs what matters most of what is ready.
+    """Build schedules in which every free rank runs the most important of its ready actions.
 
-    Backward runs in halves: that for weights waits for a rank with nothing else to do. Several priorities are tried,
-    with several limits on how many microbatches a rank may have under way; the orders come with the quickest first, by
-    an estimate that knows links without queues.
+    Backward runs in halves: the half for weights waits for a rank with nothing else to do. Several priorities are
+    combined with several limits on the microbatches that a rank may have in flight. The schedules come in the order of
+    their estimated seconds; the estimate ignores queues at links.
 
     Args:
         costs: one per stage.
@@ -39,22 +40,26 @@ def list_schedules(
         memory: bytes of every rank.
 
     Yields:
-        Schedules that stay within the memory; none where not even one microbatch at a time does.
+        Schedules that stay within the memory; none where not even a single microbatch fits.
     """
     ranks = max(placement) + 1
-    most = _most_in_flight(costs, placement, microbatches, memory)
+    most = _max_in_flight(costs, placement, microbatches, memory)
     if min(most) < 1:
         return
-    limits = {  # as 1F1B; enough for the way of a microbatch there and back; none
+    limits = {
         tuple(min(most[rank], limit(rank)) for rank in range(ranks))
-        for limit in (lambda rank: ranks - rank, lambda rank: 2 * (ranks - rank) - 1, lambda rank: microbatches)
+        for limit in (
+            lambda rank: ranks - rank,  # as 1F1B
+            lambda rank: 2 * (ranks - rank) - 1,  # covers the way of a microbatch to the last stage and back
+            lambda rank: microbatches,  # no limit
+        )
     }
-    found = [
+    results = [
         _ListScheduler(costs, placement, microbatches, limit, priority).run()
         for limit, priority in itertools.product(sorted(limits), _PRIORITIES)
     ]
     seen: set[tuple[tuple[Action, ...], ...]] = set()
-    for _, orders in sorted(found, key=lambda one: one[0]):
+    for _, orders in sorted(results, key=lambda result: result[0]):
         if orders not in seen:
             seen.add(orders)
             yield Schedule(NAME, microbatches, orders)
@@ -63,7 +68,7 @@ def list_schedules(
 def bytes_for_one_microbatch(
     costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int
 ) -> tuple[int, ...]:
-    """Bytes of every rank with which there is an order: one microbatch at a time is under way there.
+    """Return the bytes of every rank that suffice for a schedule with one microbatch in flight.
 
     Args:
         costs: one per stage.
@@ -72,13 +77,13 @@ def bytes_for_one_microbatch(
     """
     rest, each = _memory_needs(costs, placement, microbatches)
     least = least_bytes(costs, placement, microbatches)  # the optimizer's update may need more
-    return tuple(max(held + one, enough) for held, one, enough in zip(rest, each, least, strict=True))
+    return tuple(max(held + saved, bound) for held, saved, bound in zip(rest, each, least, strict=True))
 
 
 def _memory_needs(
     costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int
 ) -> tuple[list[int], list[int]]:
-    """For every rank the bytes that it needs whatever is under way, and those of one microbatch."""
+    """Return the bytes of every rank without microbatches in flight, and the bytes per microbatch in flight."""
     rest = list(rest_bytes(placement, microbatches, costs))
     each, working = [0] * len(rest), [0] * len(rest)
     for stage, rank in enumerate(placement):
@@ -87,23 +92,22 @@ def _memory_needs(
     return [held + work for held, work in zip(rest, working, strict=True)], each
 
 
-def _most_in_flight(
+def _max_in_flight(
     costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int, memory: Sequence[int]
 ) -> list[int]:
-    """How many microbatches every rank can have under way, from its first forward of each to its last backward."""
+    """Return the most microbatches in flight of every rank, from their first forward to their last backward."""
     rest, each = _memory_needs(costs, placement, microbatches)
     most = []
-    for room, held, one in zip(memory, rest, each, strict=True):
-        possible = min(microbatches, (room - held) // one) if one else microbatches
-        most.append(possible if room >= held else 0)
+    for limit, held, saved in zip(memory, rest, each, strict=True):
+        possible = min(microbatches, (limit - held) // saved) if saved else microbatches
+        most.append(possible if limit >= held else 0)
     return most
 
 
 class _StageProgress:
-    """How far a stage is.
+    """Progress of one stage: the next microbatch of each kind, and the moments from which microbatches can run.
 
-    Microbatches come in their order, so that a list says since when each can be run forward, and each backward; the
-    next one of each kind is counted.
+    Microbatches come in their order, so a list of moments is enough.
     """
 
     __slots__ = ("arrived", "next")
@@ -113,16 +117,15 @@ class _StageProgress:
         self.arrived: dict[ActionKind, list[float]] = {_F: [], _I: [], _W: []}
 
     def ready(self, kind: ActionKind, now: float) -> bool:
-        """Whether the next microbatch of a kind is there."""
+        """Return True if the next microbatch of a kind has arrived."""
         arrived, index = self.arrived[kind], self.next[kind]
         return index < len(arrived) and arrived[index] <= now
 
 
 class _ListScheduler:
-    """One run: events are moments at which a rank may have something to run.
+    """One run over events: moments at which a rank may have something to run.
 
-    A microbatch counts as under way on a rank from its first forward there to its last backward. Microbatches start in
-    their order, so that the oldest one is under way wherever it has come to, and no rank waits for memory for ever.
+    A microbatch is in flight on a rank from its first forward there to its last backward.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class _ListScheduler:
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(limit))]
 
     def run(self) -> tuple[float, tuple[tuple[Action, ...], ...]]:
-        """The estimated seconds of all computations, and the orders."""
+        """Return the estimated seconds of all computations, and the orders."""
         while self.events:
             now, rank = heapq.heappop(self.events)
             if self.free[rank] <= now:
@@ -156,15 +159,17 @@ class _ListScheduler:
                     if self.stages[stage].ready(kind, now) and (kind != _F or self._has_room(rank, stage)):
                         self._run_action(now, rank, stage, kind)
                         break
+        # Microbatches start in their order. The oldest is in flight on every rank that it has reached, so memory limits
+        # never stop it, and no rank waits for ever.
         assert sum(map(len, self.orders)) == 3 * len(self.stages) * self.microbatches, "ranks wait for one another"
         return max(self.free), tuple(map(tuple, self.orders))
 
     def _has_room(self, rank: int, stage: int) -> bool:
-        """Whether a rank may run the next forward of a stage: only its first stage brings it microbatches."""
-        mine = self.stages_of[rank]
-        if stage != mine[0]:
-            return True
-        ended = min(self.stages[one].next[_W] for one in mine)
+        """Return True if a rank may run the next forward of a stage without exceeding its limit."""
+        stages = self.stages_of[rank]
+        if stage != stages[0]:
+            return True  # the microbatch is in flight on this rank already
+        ended = min(self.stages[index].next[_W] for index in stages)
         return self.stages[stage].next[_F] - ended < self.limit[rank]
 
     def _run_action(self, now: float, rank: int, stage: int, kind: ActionKind) -> None:

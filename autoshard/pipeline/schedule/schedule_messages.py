@@ -1,4 +1,4 @@
-"""A schedule with what passes between ranks: where every send and receive stands among the computations."""
+"""A schedule with its messages: the place of every send and receive among the computations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from autoshard.pipeline.schedule.actions import Action, ActionKind, Schedule
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD)
 
-
 Product = tuple[int, ActionKind, int | None]
-"""What a computation makes, as others need it: by stage, kind and microbatch. The half of backward for inputs makes the
-gradients that a whole one makes, and goes by its kind."""
+"""Key of the result of a computation: stage, kind and microbatch. The half of backward for inputs makes the same
+gradients as a whole backward, and has its kind here."""
 
 
 class Issued(NamedTuple):
@@ -25,45 +24,46 @@ class Issued(NamedTuple):
 
 
 def issue(schedule: Schedule) -> list[Issued]:
-    """All actions of a step, with messages and reductions of gradients, in one order that every rank can keep to.
+    """Return all actions of a step, messages and reductions of gradients included, in one order for all ranks.
 
-    The ranks take turns, each with its next action where what it needs is there. A send stands behind what it sends,
-    its receive at the end of what the receiver has issued by then; so any two ranks have their messages in the same
-    order, and none waits for one behind it. It is the order of torch's own pass over such lists. Given computations
-    alone, torch's runtime counts places for the gathers of FSDP too, and may put a receive somewhat later.
+    This is the order of torch's own pass over such lists. It is repeated here because torch, given computations alone,
+    counts the gathers of FSDP as places too, and may put a receive later.
 
     Args:
         schedule: the computations.
 
     Returns:
-        The actions; those of one rank are in the order in which it issues them. A receive comes right after its send.
+        The actions; those of one rank are in the order in which it issues them. A receive follows its send directly.
 
     Raises:
         PipelineError: the orders wait for one another (a deadlock); the message says who waits for what.
     """
     issued: list[Issued] = []
     stages = schedule.stages
-    there: set[Product] = set()  # what others can use: computed, and on its way where it is not on their rank
+    available: set[Product] = set()  # computed, and sent where another rank needs them
     left = [iter(_with_reductions(schedule, rank)) for rank in range(schedule.ranks)]
     following: list[Action | None] = [next(actions, None) for actions in left]
+    # The ranks take turns, each with its next action if its inputs are available. A send follows its computation, and
+    # its receive comes behind everything that the receiver has issued so far: any two ranks have their messages in the
+    # same order, and no message waits for a later one.
     while any(action is not None for action in following):
         progress = False
         for rank, action in enumerate(following):
-            if action is None or _missing_product(action, stages, there) is not None:
+            if action is None or _missing_product(action, stages, available) is not None:
                 continue
             issued.append(Issued(rank, action))
             for part in action.computations:
-                there.add(product(part))
+                available.add(product(part))
                 issued += _messages(part, schedule)
             following[rank] = next(left[rank], None)
             progress = True
         if not progress:
-            raise PipelineError(_deadlock_text(schedule, following, there))
+            raise PipelineError(_deadlock_text(schedule, following, available))
     return issued
 
 
 def runtime_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """For every rank what torch's runtime runs, in its format "compute_comms"; raises what `issue` does."""
+    """Return the actions of every rank for torch's runtime, in its format "compute_comms"; raises as `issue` does."""
     orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     for rank, action in issue(schedule):
         orders[rank].append(action)
@@ -71,7 +71,7 @@ def runtime_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
 
 def _with_reductions(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """A rank's actions, the gradients of a stage reduced as soon as its last microbatch is through."""
+    """A rank's actions, with a reduction of the gradients of a stage behind its last backward."""
     through: Counter[int] = Counter()
     for action in schedule.orders[rank]:
         yield action
@@ -83,7 +83,7 @@ def _with_reductions(schedule: Schedule, rank: int) -> Iterator[Action]:
 
 
 def _messages(done: Action, schedule: Schedule) -> Iterator[Issued]:
-    """The send and the receive of what a computation makes; none where the next stage is on the same rank."""
+    """The send and the receive of a computation's result; none where the next stage is on the same rank."""
     if done.kind == ActionKind.FORWARD:
         to, send, receive = done.stage + 1, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD
     elif done.kind in _BACKWARDS:
@@ -97,16 +97,16 @@ def _messages(done: Action, schedule: Schedule) -> Iterator[Issued]:
 
 
 def product(action: Action) -> Product:
-    """What a computation makes."""
+    """Return the key of the result of a computation."""
     kind = ActionKind.BACKWARD if action.kind == ActionKind.INPUT_BACKWARD else action.kind
     return action.stage, kind, action.microbatch
 
 
 def required_products(action: Action, stages: int) -> tuple[Product, ...]:
-    """What a computation needs of others.
+    """Return the results that a computation needs.
 
     Args:
-        action: a computation, or a reduction, which needs nothing that its rank has not done before it.
+        action: a computation, or a reduction, which needs only results of its own rank.
         stages: number of stages over all ranks.
     """
     stage, kind, microbatch, _ = action
@@ -115,23 +115,20 @@ def required_products(action: Action, stages: int) -> tuple[Product, ...]:
     if kind == ActionKind.WEIGHT_BACKWARD:
         return ((stage, ActionKind.BACKWARD, microbatch),)
     if kind in _BACKWARDS:
-        own = stage, ActionKind.FORWARD, microbatch
-        return (own, (stage + 1, ActionKind.BACKWARD, microbatch)) if stage < stages - 1 else (own,)
+        forward = stage, ActionKind.FORWARD, microbatch
+        return (forward, (stage + 1, ActionKind.BACKWARD, microbatch)) if stage < stages - 1 else (forward,)
     return ()
 
 
-def _missing_product(action: Action, stages: int, there: set[Product]) -> Product | None:
-    """What an action needs and is not there yet."""
-    for part in action.computations:
-        for need in required_products(part, stages):
-            if need not in there:
-                return need
-    return None
+def _missing_product(action: Action, stages: int, available: set[Product]) -> Product | None:
+    """Return a result that an action needs and that is not available yet."""
+    needs = (need for part in action.computations for need in required_products(part, stages))
+    return next((need for need in needs if need not in available), None)
 
 
-def _deadlock_text(schedule: Schedule, following: list[Action | None], there: set[Product]) -> str:
-    """Who waits for whom: the chain from any rank that waits, until it comes back to a rank of its own."""
-    said: list[str] = []
+def _deadlock_text(schedule: Schedule, following: list[Action | None], available: set[Product]) -> str:
+    """The chain of waiting ranks, from any that waits until it comes back to one of the chain."""
+    links: list[str] = []
     placement = schedule.placement
     rank = next(rank for rank, action in enumerate(following) if action is not None)
     seen: set[int] = set()
@@ -139,12 +136,12 @@ def _deadlock_text(schedule: Schedule, following: list[Action | None], there: se
         seen.add(rank)
         action = following[rank]
         assert action is not None, f"rank {rank} is through, and is waited for"
-        missing = _missing_product(action, schedule.stages, there)
+        missing = _missing_product(action, schedule.stages, available)
         assert missing is not None, f"rank {rank} waits for nothing at {action}"
-        said.append(f"rank {rank} is to run {action}, which needs {Action(*missing)}")
+        links.append(f"rank {rank} is to run {action}, which needs {Action(*missing)}")
         rank = placement[missing[0]]
-    said.append(f"rank {rank} has that behind {following[rank]}")
+    links.append(f"rank {rank} has that behind {following[rank]}")
     return (
-        f"schedule {schedule.name} can't be run, because its ranks wait for one another: {'; '.join(said)}. Change the "
-        f"order of one of them."
+        f"schedule {schedule.name} can't be run, because its ranks wait for one another: {'; '.join(links)}. Change "
+        f"the order of one of them."
     )

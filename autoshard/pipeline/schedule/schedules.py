@@ -1,4 +1,4 @@
-"""The schedules of torch: what each asks for, and its orders."""
+"""The schedules of torch: their requirements and their orders."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from autoshard.pipeline.schedule.actions import Action, ActionKind, Schedule
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFamily:
-    """What one schedule asks for.
+    """Requirements of one schedule.
 
     Attributes:
-        virtual: the least and the most stages per rank; None where there is no most.
-        turns: whether stages lie there and back over the ranks, instead of round and round.
-        halves: whether backward may run in halves, the one for inputs first.
-        even_rounds: whether microbatches go round in rounds of equal size, each of at least as many as there are ranks.
+        virtual: the least and the most stages per rank; None for no upper limit.
+        turns: True if stages go along the ranks and back (in a V), instead of round and round.
+        halves: True if backward may run in halves, the one for inputs first.
+        even_rounds: True if microbatches go in rounds of equal size, each of at least as many as there are ranks.
         least: the fewest microbatches, for a number of ranks.
-        ours: makes the order of one rank where torch's class runs one without saying it; None where it says it.
+        ours: makes the order of one rank, for schedules whose class in torch has no list of actions; else None.
     """
 
     virtual: tuple[int, int | None]
@@ -32,7 +32,7 @@ class ScheduleFamily:
     ours: Callable[[int, int, int], Iterable[Action]] | None = None
 
     def refusal(self, ranks: int, virtual: int, microbatches: int) -> str | None:
-        """Why there is no such schedule, and what to change; None where there is one."""
+        """Return the reason why there is no such schedule, with a remedy; None where there is one."""
         least, most = self.virtual
         if virtual < least or (most is not None and virtual > most):
             allowed = f"{least}" if least == most else f"at least {least}" if most is None else f"{least} to {most}"
@@ -56,7 +56,7 @@ def _gpipe(rank: int, ranks: int, microbatches: int) -> Iterable[Action]:
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterable[Action]:
-    """As many forwards as there are ranks from here to the last, then a backward and a forward in turn."""
+    """A forward per rank from here to the last, then a backward and a forward in turn."""
     ahead = min(microbatches, ranks - rank)
     yield from (Action(rank, ActionKind.FORWARD, microbatch) for microbatch in range(ahead))
     for microbatch in range(microbatches):
@@ -74,20 +74,20 @@ SCHEDULES: dict[str, ScheduleFamily] = {
     "ZBVZeroBubble": ScheduleFamily((2, 2), turns=True, halves=True),
     "DualPipeV": ScheduleFamily((2, 2), turns=True, halves=True, least=lambda ranks: 2 * ranks),
 }
-"""What every schedule of torch asks for, by the name of its class without "Schedule".
+"""The requirements of every schedule of torch, by the name of its class without "Schedule".
 
-GPipe and 1F1B (Rhino 6.2) have one stage per rank; the interleaved ones and LoopedBFS lay stages round the ranks, ZB-V
-and DualPipeV there and back, so that the first rank holds the first and the last stage. The zero-bubble ones run
-backward in halves; with one stage per rank, the interleaved one is ZB1P."""
+GPipe and 1F1B (Rhino 6.2) have one stage per rank. The interleaved ones and LoopedBFS lay stages round the ranks, ZB-V
+and DualPipeV in a V, so that the first rank holds the first and the last stage. The zero-bubble ones run backward in
+halves; with one stage per rank, the interleaved one is ZB1P."""
 
 
 def placement(ranks: int, virtual: int, turns: bool = False) -> tuple[int, ...]:
-    """The rank of every stage: round and round, or there and back, where each way begins on the rank of the last's end.
+    """Return the rank of every stage: round and round, or in a V, where a turn starts on the rank where the last ended.
 
     Args:
         ranks: of the pipeline.
         virtual: stages per rank.
-        turns: whether stages lie there and back.
+        turns: True for the V.
     """
     there = tuple(range(ranks))
     back = there[::-1] if turns else there
@@ -95,7 +95,7 @@ def placement(ranks: int, virtual: int, turns: bool = False) -> tuple[int, ...]:
 
 
 def schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """One of torch's schedules, as lists of actions.
+    """Build one of torch's schedules.
 
     Args:
         name: one of `SCHEDULES`, in any case.
@@ -104,7 +104,7 @@ def schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sche
         virtual: stages per rank.
 
     Returns:
-        The schedule: what torch's class of that name runs.
+        The schedule, with the orders that torch's class of that name runs.
 
     Raises:
         PipelineError: there is no such schedule, or it is not made for so many ranks, stages and microbatches.
@@ -127,6 +127,6 @@ def schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sche
     if family.ours is not None:
         orders = tuple(tuple(family.ours(rank, ranks, microbatches)) for rank in range(ranks))
     else:
-        said = _torch.order(full, ranks, virtual, microbatches)
-        orders = tuple(tuple(map(Action.parse, row)) for row in said)
+        rows = _torch.order(full, ranks, virtual, microbatches)
+        orders = tuple(tuple(map(Action.parse, row)) for row in rows)
     return Schedule(full, microbatches, orders)

@@ -1,4 +1,4 @@
-"""What a step of a pipeline does, event by event: its seconds, its bubble, and the memory of every rank."""
+"""Simulation of a pipeline step: its seconds, its bubble, and the memory of every rank over time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.simulate.task_events import replay_tasks
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What one step does, event by event.
+    """One simulated step.
 
     Attributes:
         graph: its tasks.
@@ -20,7 +20,7 @@ class Simulation:
         ends: likewise.
         seconds: of the step.
         idle: for every rank the share of the step in which it does not compute.
-        memory: for every rank, bytes from a moment on: pairs of seconds and bytes, in order.
+        memory: for every rank pairs of a moment, in seconds, and the bytes that it holds from then on, in order.
     """
 
     graph: StepTaskGraph

@@ -13,9 +13,9 @@ from autoshard.simulate.events import COMPUTE
 from autoshard.simulate.task_events import Task
 
 LINK = "link"
-"""The stream of what two ranks send each other."""
+"""Stream of the messages between two ranks."""
 REDUCTION = "reduction"
-"""The stream of a rank's reductions of gradients over data-parallel ranks."""
+"""Stream of a rank's reductions of gradients over data-parallel ranks."""
 
 KIND_NAMES = {
     ActionKind.FORWARD: "forward",
@@ -26,7 +26,7 @@ KIND_NAMES = {
     ActionKind.SEND_BACKWARD: "send backward",
     ActionKind.REDUCE: "reduction",
 }
-"""The kinds of tasks, beside "application"."""
+"""Names of the kinds of tasks, beside "application"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class StepTaskGraph:
     """The tasks of one step on all ranks.
 
     Attributes:
-        schedule: that they follow.
+        schedule: the order of the computations.
         tasks: computations, messages, reductions and applications; each needs only earlier ones.
-        rest: bytes that every rank holds all the time, received messages included.
+        rest: bytes that every rank holds during the whole step, receive buffers included.
     """
 
     schedule: Schedule
@@ -45,12 +45,7 @@ class StepTaskGraph:
 
 
 def step_task_graph(schedule: Schedule, costs: Sequence[StageCosts]) -> StepTaskGraph:
-    """The tasks of a step (Rhino 6.1): computations, messages, reductions of gradients, applications.
-
-    Every rank computes in its schedule's order. What two ranks send each other goes over one link, in one order, as
-    messages of one communicator do; a message leaves when what it carries is computed, what its receiver had to compute
-    before it asked for it is through, and the link is free. Gradients of a stage are reduced once its last microbatch
-    is through, and all are applied when the rank has computed everything and the stage's are reduced.
+    """Build the tasks of a step: computations, messages, reductions of gradients, applications.
 
     Args:
         schedule: the order on every rank.
@@ -60,7 +55,9 @@ def step_task_graph(schedule: Schedule, costs: Sequence[StageCosts]) -> StepTask
         The graph.
 
     Raises:
-        PipelineError: there are not as many costs as stages, or the schedule can't be run.
+        PipelineError: the number of costs is not the number of stages, or the schedule can't be run.
+
+    Source: Rhino 6.1.
     """
     if len(costs) != schedule.stages:
         raise PipelineError(
@@ -82,27 +79,23 @@ class _TaskBuilder:
         self.costs = costs
         self.tasks: list[Task] = []
         self.last_compute: list[int | None] = [None] * schedule.ranks  # the last computation of every rank
-        self.compute_tasks: dict[Product, int] = {}  # what a computation makes -> its task
-        self.message_tasks: dict[Product, int] = {}  # likewise -> the message with it
+        self.compute_tasks: dict[Product, int] = {}
+        self.message_tasks: dict[Product, int] = {}
         self.reduction_tasks: dict[int, int] = {}
 
     def add(self, rank: int, action: Action) -> None:
         if action.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
             self._send(rank, action)
         elif action.kind == ActionKind.REDUCE:
-            seconds = self.costs[action.stage].reduction_seconds
             self.reduction_tasks[action.stage] = self._add(
                 f"reduce {action.stage}",
                 KIND_NAMES[action.kind],
                 REDUCTION,
                 (rank,),
-                seconds,
+                self.costs[action.stage].reduction_seconds,
                 [self.last_compute[rank]],
             )
-        elif action.kind not in (
-            ActionKind.RECEIVE_FORWARD,
-            ActionKind.RECEIVE_BACKWARD,
-        ):  # a message is the task of its send
+        elif action.kind not in (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD):  # part of the send's task
             needs = [
                 self._providing_task(rank, need)
                 for part in action.computations
@@ -112,6 +105,7 @@ class _TaskBuilder:
                 self._compute(rank, part, needs)
 
     def apply(self) -> None:
+        # A stage's gradients are applied when its rank has computed everything and they are reduced.
         for stage, rank in enumerate(self.schedule.placement):
             seconds, held = self.costs[stage].application_seconds, self.costs[stage].application_bytes
             needs = [self.last_compute[rank], self.reduction_tasks[stage]]
@@ -139,11 +133,12 @@ class _TaskBuilder:
         carried = action.stage, ActionKind.FORWARD if forward else ActionKind.BACKWARD, action.microbatch
         to = self.schedule.placement[action.stage + 1 if forward else action.stage - 1]
         seconds = cost.forward_send_seconds if forward else cost.backward_send_seconds
+        # The receiver posts its receive in its own order: the message waits for what the receiver issued before.
         needs = [self.last_compute[rank], self.last_compute[to]]
         self.message_tasks[carried] = self._add(str(action), KIND_NAMES[action.kind], LINK, (rank, to), seconds, needs)
 
     def _providing_task(self, rank: int, need: Product) -> int:
-        """The task after which a rank has what it needs: the computation, or the message from another rank."""
+        """Return the task after which a rank has a result: the computation, or the message from another rank."""
         return (self.compute_tasks if self.schedule.placement[need[0]] == rank else self.message_tasks)[need]
 
     def _add(

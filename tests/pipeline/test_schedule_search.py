@@ -2,16 +2,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import BudgetError, PipelineError
-from autoshard.pipeline.schedule.choose import ScheduleChoice, choose
+from autoshard.pipeline.schedule.actions import Schedule
 from autoshard.pipeline.schedule.costs import StageCosts
+from autoshard.pipeline.schedule.schedule_search import (
+    CostsOf,
+    ScheduleCandidate,
+    ScheduleSearch,
+    microbatches_to_try,
+    names_to_try,
+    virtual_to_try,
+)
 from autoshard.pipeline.schedule.schedules import SCHEDULES, schedule
-from autoshard.pipeline.schedule.simulation import simulate
+from autoshard.pipeline.schedule.simulation import Simulation, simulate
 from autoshard.pipeline.schedule.tasks import step_task_graph
 
 RANKS = 3
@@ -38,7 +47,39 @@ def costs_of(microbatches: int, virtual: int) -> Sequence[StageCosts] | None:
     ]
 
 
-def lines(chosen: ScheduleChoice) -> dict[tuple[str, int, int], str]:
+class Choice(NamedTuple):
+    simulation: Simulation
+    table: tuple[ScheduleCandidate, ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.simulation.graph.schedule
+
+
+def choose(
+    costs: CostsOf,
+    ranks: int,
+    memory: int,
+    *,
+    batch: int,
+    schedules: str | Sequence[str] = "auto",
+    microbatches: str | int = "auto",
+    virtual: str | int = "auto",
+    contention: float = 0.0,
+) -> Choice:
+    """The choice among all that may be tried; raises what the search says where nothing fits."""
+    search = ScheduleSearch(costs, ranks, (memory,) * ranks, contention)
+    sizes = [(m, v) for m in microbatches_to_try(microbatches, batch, ranks) for v in virtual_to_try(virtual)]
+    for name in names_to_try(schedules):
+        for m, v in sizes:
+            search.add(name, m, v)
+    search.run()
+    if search.best is None:
+        raise search.no_schedule_error()
+    return Choice(search.best, search.table())
+
+
+def lines(chosen: Choice) -> dict[tuple[str, int, int], str]:
     return {(line.schedule, line.microbatches, line.virtual): line.verdict for line in chosen.table}
 
 
@@ -64,7 +105,7 @@ def test_the_table_says_why_each_other_one_lost() -> None:
     said = lines(chosen)
     assert len(chosen.table) == len(SCHEDULES) * 6 * 4
     assert [line.verdict for line in chosen.table].count("chosen") == 1
-    assert said[chosen.schedule.name, chosen.microbatches, chosen.virtual] == "chosen"
+    assert said[chosen.schedule.name, chosen.schedule.microbatches, chosen.schedule.virtual] == "chosen"
     assert said["GPipe", 12, 3] == "refused: it needs 1 stage per rank, not 3"
     assert said["LoopedBFS", 12, 3] == "refused: the model has no 9 stages"
     assert said["GPipe", 1, 1] == "rank 0 needs at least 680 B and has 460 B"
@@ -103,8 +144,8 @@ def test_a_schedule_of_our_own_is_taken_where_it_is_faster_by_more_than_a_hundre
 
 
 def test_names_and_numbers_can_be_given() -> None:
-    chosen = choose(costs_of, RANKS, [10**6] * 3, batch=12, schedules="zbvzerobubble", microbatches=6, virtual=2)
-    assert (chosen.schedule.name, chosen.microbatches, chosen.virtual) == ("ZBVZeroBubble", 6, 2)
+    chosen = choose(costs_of, RANKS, 10**6, batch=12, schedules="zbvzerobubble", microbatches=6, virtual=2)
+    assert (chosen.schedule.name, chosen.schedule.microbatches, chosen.schedule.virtual) == ("ZBVZeroBubble", 6, 2)
     assert [line.verdict for line in chosen.table] == ["chosen"]
 
 
@@ -147,13 +188,11 @@ def test_what_is_said_to_be_needed_is_enough(bytes_of: list[list[int]]) -> None:
         ({"microbatches": "many"}, "can't be divided into 'many'"),
         ({"batch": 0}, "a batch of 0 .* none"),
         ({"virtual": 0}, "0 stages per rank"),
-        ({"memory": [5, 5]}, "3 ranks with 2 amounts of memory"),
-        ({"memory": 0}, "0 bytes of memory holds nothing"),
         ({"schedules": "ZBVZeroBubble", "virtual": 1}, "no schedule for 3 ranks of such sizes: .* it needs 2 stages"),
         ({"virtual": 4, "schedules": "LoopedBFS"}, "the model has no 12 stages"),
     ],
 )
 def test_what_can_not_be_asked_for(asked: dict[str, object], said: str) -> None:
-    given: dict[str, object] = {"memory": 10**6, "batch": 12, **asked}
-    with pytest.raises((PipelineError, BudgetError), match=said):
-        choose(costs_of, RANKS, given.pop("memory"), **given)  # type: ignore[arg-type]
+    given: dict[str, object] = {"batch": 12, **asked}
+    with pytest.raises(PipelineError, match=said):
+        choose(costs_of, RANKS, 10**6, **given)  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ from torch import nn
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
-from autoshard.pipeline.plan.capture_reuse import structural_text
 from autoshard.pipeline.plan.captures import StageCaptures
+from autoshard.pipeline.plan.stage_reuse import structural_text
 
 STAGES = 4
 

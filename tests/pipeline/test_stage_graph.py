@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.pipeline.graph.components import components
+from autoshard.pipeline.graph.stage_graph import strongly_connected_components
 
 
 @given(st.integers(1, 8), st.data())
@@ -19,5 +19,5 @@ def test_a_component_is_what_reaches_each_other(nodes: int, data: st.DataObject)
         reach[source, user] = True
     for _ in range(3):  # paths of up to eight edges
         reach = reach @ reach
-    found = np.array(components(nodes, edges))
+    found = np.array(strongly_connected_components(nodes, edges))
     assert ((found[:, None] == found) == (reach & reach.T)).all()
