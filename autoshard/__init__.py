@@ -5,6 +5,7 @@ from autoshard.capture.annotate import shard
 from autoshard.capture.task_graphs import replicate, set_default_strategy, split
 from autoshard.cluster.calibrate import calibrate
 from autoshard.cluster.cluster import Cluster
+from autoshard.compile_backend.backend import use_mesh
 from autoshard.doctor.doctor import doctor
 from autoshard.errors import (
     AutoshardError,
@@ -27,7 +28,6 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.checkpoint import checkpointable
 from autoshard.search.result import SearchResult
 from autoshard.search.search import search
-from autoshard.use_mesh import use_mesh
 from autoshard.version import __version__
 
 __all__ = [

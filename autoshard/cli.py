@@ -19,7 +19,7 @@ from autoshard.doctor.doctor_report import report_page
 from autoshard.doctor.example import load_example
 from autoshard.errors import AutoshardError, MeshError
 from autoshard.plans.html import page
-from autoshard.plans.plan_console import explanation_table, plan_table
+from autoshard.plans.plan_text import explanation_table, plan_table
 from autoshard.plans.sharding_plan import ShardingPlan
 
 

@@ -1,10 +1,9 @@
-"""The errors that autoshard raises for its users: one hierarchy, each also a `ValueError`; and how users are warned."""
+"""The errors that autoshard raises for its users, one hierarchy, each also a `ValueError`; and warnings."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from types import FrameType
 
 
 class AutoshardError(Exception):
@@ -31,7 +30,7 @@ class BudgetError(AutoshardError, ValueError):
     """No plan fits the memory limit.
 
     Attributes:
-        peak: bytes per device of the smallest peak that was found; None where none was.
+        peak: bytes per device of the smallest peak of a plan; None where there is no plan.
     """
 
     def __init__(self, message: str, peak: int | None = None) -> None:
@@ -40,7 +39,7 @@ class BudgetError(AutoshardError, ValueError):
 
 
 class PipelineError(AutoshardError, ValueError):
-    """A pipeline can't be had as it was asked for: its stages, its microbatches or the order of its schedule."""
+    """A pipeline can't have the stages, the microbatches or the schedule that were asked for."""
 
 
 class RuleError(AutoshardError, ValueError):
@@ -52,12 +51,9 @@ class InputError(AutoshardError, ValueError):
 
 
 def warn_caller(message: str) -> None:
-    """A `UserWarning` that points at the line outside of autoshard from which it was called."""
+    """Give a `UserWarning` that points at the line outside of autoshard from which it was called."""
+    package = __name__.partition(".")[0]
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == package:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]

@@ -1,4 +1,4 @@
-"""JSON whose numbers are all finite: Python reads NaN, Infinity and 1e400, by which nothing can be compared."""
+"""JSON of the library's files: numbers are finite, and a schema says what a file may contain."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ import json
 import math
 from typing import Any, NoReturn
 
+import jsonschema
+
 
 def read(text: str) -> Any:
-    """The data in a JSON text.
+    """Return the data in a JSON text.
 
     Raises:
         ValueError: the text is not JSON (`json.JSONDecodeError`), or holds a number that is not finite.
     """
+    # Python reads NaN, Infinity and 1e400, none of which can be compared with a limit.
     return json.loads(text, parse_float=_finite, parse_constant=_refuse)
+
+
+def violation(data: object, schema: dict[str, Any]) -> str | None:
+    """Return the place where data violates a schema and what is wrong there; None if the data follows the schema."""
+    error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(data))
+    if error is None:
+        return None
+    return f"at {'.'.join(map(str, error.absolute_path)) or 'the top level'}, {error.message}"
 
 
 def _finite(text: str) -> float:

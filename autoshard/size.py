@@ -1,13 +1,14 @@
 """Sizes that calls may change: integers at one example, and expressions in the symbols that stand for them.
 
-A `Size` is an `int`, so that whatever computes with sizes need not know of it: it computes with the example's number,
-and the expression is computed along. What a program then holds in place of a number is the expression, which is
-evaluated anew at every call.
+A `DynamicSize` is an `int`, so that code that computes with sizes need not know of it: it computes with the example's
+number, and the expression is computed along. A program holds the expression in place of a number, and evaluates it at
+every call.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
@@ -20,24 +21,24 @@ Sizes = Mapping[sympy.Symbol, int]
 
 T = TypeVar("T")
 
-_CACHE_SIZE = 1 << 14
+_CACHE_SIZE = 1 << 14  # substitutions; a guess that works
 
 
 def symbol(name: str) -> sympy.Symbol:
-    """The symbol of a dynamic size."""
+    """Return the symbol of a dynamic size."""
     return sympy.Symbol(name, integer=True, positive=True)
 
 
 class DynamicSize(int):
-    """A number of elements, steps or ranks that depends on dynamic sizes.
+    """A number of elements, steps or ranks that depends on dynamic sizes; `of` makes it.
 
-    It equals, and compares as, the number that it is where it was made, but two that are equal there by chance have
-    different hashes: caches keep them apart. `of` makes it. (A float times a size, in this order, is a plain float:
-    Python does not ask the size. Write the size first.)
+    It equals, and compares as, its number in the example. Sizes that are equal there by chance have different hashes:
+    caches keep them apart. (A float times a size, in this order, is a plain float: Python does not ask the size.
+    Write the size first.)
 
     Attributes:
         expr: the number as an expression in symbols.
-        sizes: where the number was taken: what the symbols stand for.
+        sizes: the values of the symbols in the example.
     """
 
     expr: sympy.Expr
@@ -45,7 +46,7 @@ class DynamicSize(int):
 
     @staticmethod
     def of(expr: sympy.Expr, sizes: Sizes) -> int:
-        """The value of an integer expression at `sizes`: a plain number where it is the same everywhere."""
+        """Return the value of an integer expression at `sizes`; a plain number if the expression is constant."""
         expr = sympy.sympify(expr)
         value = int(evaluate(expr, sizes))
         return value if expr.is_Integer else _size(value, expr, sizes)
@@ -57,13 +58,12 @@ class DynamicSize(int):
         return DynamicSize.of, (self.expr, dict(self.sizes))
 
     def __add__(self, other: int) -> int:
-        return _combine(self, other, int.__add__, lambda a, b: a + b)
+        return _combine(self, other, int.__add__, operator.add)
 
-    def __radd__(self, other: int) -> int:
-        return _combine(self, other, int.__radd__, lambda a, b: b + a)
+    __radd__ = __add__
 
     def __sub__(self, other: int) -> int:
-        return _combine(self, other, int.__sub__, lambda a, b: a - b)
+        return _combine(self, other, int.__sub__, operator.sub)
 
     def __rsub__(self, other: int) -> int:
         return _combine(self, other, int.__rsub__, lambda a, b: b - a)
@@ -71,7 +71,7 @@ class DynamicSize(int):
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, float):
             return Ratio.of(self.expr * _expr(other), self.sizes)
-        return _combine(self, other, int.__mul__, lambda a, b: a * b)
+        return _combine(self, other, int.__mul__, operator.mul)
 
     __rmul__ = __mul__
 
@@ -82,7 +82,7 @@ class DynamicSize(int):
         return _combine(self, other, int.__rfloordiv__, lambda a, b: _floor(b, a))
 
     def __mod__(self, other: int) -> int:
-        return _combine(self, other, int.__mod__, lambda a, b: sympy.Mod(a, b))
+        return _combine(self, other, int.__mod__, sympy.Mod)
 
     def __rmod__(self, other: int) -> int:
         return _combine(self, other, int.__rmod__, lambda a, b: sympy.Mod(b, a))
@@ -100,28 +100,28 @@ class DynamicSize(int):
         return self
 
     def __truediv__(self, other: Any) -> Any:
-        return _ratio(self, other)
+        return Ratio.of(self.expr / _expr(other), self.sizes)
 
     def __rtruediv__(self, other: Any) -> Any:
-        return _ratio(other, self)
+        return Ratio.of(_expr(other) / self.expr, self.sizes)
 
 
 class Ratio(float):
-    """A quotient of sizes, or a number times one: as `Size`, for what is no integer."""
+    """A quotient of sizes, or a number times one: a `DynamicSize` that is not an integer."""
 
     expr: sympy.Expr
     sizes: Sizes
 
     @staticmethod
     def of(expr: sympy.Expr, sizes: Sizes) -> float:
-        """The value of an expression at `sizes`: a plain number where it is the same everywhere."""
+        """Return the value of an expression at `sizes`; a plain number if the expression is constant."""
         expr = sympy.sympify(expr)
         value = float(evaluate(expr, sizes))
         if expr.is_number:
             return value
-        made = float.__new__(Ratio, value)
-        made.expr, made.sizes = expr, sizes
-        return made
+        ratio = float.__new__(Ratio, value)
+        ratio.expr, ratio.sizes = expr, sizes
+        return ratio
 
     def __hash__(self) -> int:
         return hash(self.expr)
@@ -142,9 +142,9 @@ class Ratio(float):
 
 
 def _size(value: int, expr: sympy.Expr, sizes: Sizes) -> DynamicSize:
-    made = int.__new__(DynamicSize, value)
-    made.expr, made.sizes = expr, sizes
-    return made
+    size = int.__new__(DynamicSize, value)
+    size.expr, size.sizes = expr, sizes
+    return size
 
 
 def _expr(number: Any) -> sympy.Expr:
@@ -154,25 +154,22 @@ def _expr(number: Any) -> sympy.Expr:
 
 
 def _combine(
-    own: DynamicSize, other: int, compute: Callable[[int, int], int], derive: Callable[[Any, Any], sympy.Expr]
+    size: DynamicSize, other: int, compute: Callable[[int, int], int], derive: Callable[[Any, Any], sympy.Expr]
 ) -> int:
     if not isinstance(other, int):
         return NotImplemented
-    value = compute(own, other)
-    expr = derive(own.expr, _expr(other))
-    return value if expr.is_Integer else _size(value, expr, own.sizes)
+    value = compute(size, other)
+    expr = derive(size.expr, _expr(other))
+    return value if expr.is_Integer else _size(value, expr, size.sizes)
 
 
 def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    # As a sum of terms in lowest terms, of which sympy takes the integer ones out of the floor.
     quotient = sympy.cancel(a / b) if b.free_symbols else sympy.expand(a / b)
+    # -(-a // b), the ceiling in Python, becomes sympy's ceiling in this way: its expression equals the one written so.
     if quotient.could_extract_minus_sign():
         return -sympy.ceiling(-quotient)
     return sympy.floor(quotient)
-
-
-def _ratio(above: Any, below: Any) -> float:
-    sizes = above.sizes if isinstance(above, (DynamicSize, Ratio)) else below.sizes
-    return Ratio.of(_expr(above) / _expr(below), sizes)
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
@@ -181,36 +178,36 @@ def _substitute(expr: sympy.Expr, values: tuple[tuple[sympy.Symbol, int], ...]) 
 
 
 def evaluate(expr: sympy.Expr, sizes: Sizes) -> sympy.Expr:
-    """The number, or truth value, that an expression has at `sizes`; never rounded."""
+    """Return the number, or truth value, of an expression at `sizes`; never rounded."""
     return _substitute(expr, tuple(sizes.items()))
 
 
 def is_dynamic(number: object) -> bool:
-    """Whether a number depends on dynamic sizes."""
+    """Return True if a number depends on dynamic sizes."""
     return isinstance(number, (DynamicSize, Ratio))
 
 
 def plain(number: T) -> T:
-    """A dynamic size as the number that it is where it was made; anything else as it is."""
+    """Return the number of a dynamic size in the example; anything else unchanged."""
     if isinstance(number, DynamicSize):
         return cast(T, int(number))
     return cast(T, float(number)) if isinstance(number, Ratio) else number
 
 
 def divides(divisor: int, size: int) -> bool:
-    """Whether a size is a multiple of `divisor` at whatever sizes; zero is none."""
+    """Return True if a size is a multiple of `divisor` for all values of the symbols; False for zero."""
     if not isinstance(size, DynamicSize):
         return size > 0 and size % divisor == 0
     return bool(sympy.expand(size.expr / divisor).is_integer)
 
 
 def ceil_div(size: int, parts: int) -> int:
-    """Steps of the longest of `parts` parts of a size."""
+    """Return the length of the longest of `parts` parts of a size."""
     return -(-size // parts)
 
 
 def common_divisor(a: int, b: int) -> int:
-    """The greatest common divisor: of dynamic sizes, the one of their expressions, which divides them everywhere."""
+    """Return the greatest common divisor; of dynamic sizes, that of their expressions, which divides all values."""
     if not isinstance(a, DynamicSize) and not isinstance(b, DynamicSize):
         return math.gcd(a, b)
     sizes = a.sizes if isinstance(a, DynamicSize) else cast(DynamicSize, b).sizes
@@ -218,7 +215,7 @@ def common_divisor(a: int, b: int) -> int:
 
 
 def at(value: T, sizes: Sizes) -> T:
-    """`value` with the dynamic sizes in it, in tuples, lists and dataclasses, taken at `sizes`; itself without any."""
+    """Return `value` with the dynamic sizes in tuples, lists and dataclasses taken at `sizes`; itself without any."""
     if not sizes:
         return value
     if isinstance(value, (DynamicSize, Ratio)):

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write and read them."""
+"""Bytes and seconds as text."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _AMOUNT = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
 def parse_bytes(amount: str | int | float) -> int:
-    """Bytes of `"24GiB"`, `"80 GB"`, or a number of bytes.
+    """Return the bytes of `"24GiB"`, `"80 GB"`, or a number of bytes.
 
     Raises:
-        BudgetError: the text is no amount with a unit, or the amount is not above zero.
+        BudgetError: the text is not an amount with a unit, or the amount is below one byte or not finite.
     """
     if isinstance(amount, bool) or not isinstance(amount, (str, int, float)):
         raise BudgetError(f'an amount of memory is a number of bytes or a text such as "24GiB", not {amount!r}.')
@@ -41,16 +41,16 @@ def _parse_text(text: str) -> float:
         raise BudgetError(f'{text!r} is not an amount of memory: write a number and a unit, such as "24GiB" or "80GB".')
     unit = match["unit"]
     if unit not in _UNITS:
-        said = f"has the unit {unit!r}" if unit else "has no unit"
+        fault = f"has the unit {unit!r}" if unit else "has no unit"
         raise BudgetError(
-            f"the amount of memory {text!r} {said}: the units are {', '.join(_UNITS)} "
+            f"the amount of memory {text!r} {fault}: the units are {', '.join(_UNITS)} "
             f"(GB is 1000 MB, GiB is 1024 MiB). A number that is not a text is in bytes."
         )
     return float(match["number"]) * _UNITS[unit]
 
 
 def format_bytes(amount: float) -> str:
-    """`"31.4 GiB"`: bytes in the largest binary unit that leaves at least 1."""
+    """Return `"31.4 GiB"`: bytes in the largest binary unit that leaves at least 1."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(amount) >= _UNITS[unit]:
             return f"{amount / _UNITS[unit]:.1f} {unit}"
@@ -58,7 +58,7 @@ def format_bytes(amount: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`"12.3 ms"`: seconds in the largest unit that leaves at least 1."""
+    """Return `"12.3 ms"`: seconds in the largest unit that leaves at least 1."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}"

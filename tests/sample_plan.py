@@ -7,7 +7,8 @@ import dataclasses
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.memory import Memory
-from autoshard.plans.sharding_plan import Collective, Decision, ShardingPlan
+from autoshard.plans.contents import Collective, Decision
+from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import shard_placement
 

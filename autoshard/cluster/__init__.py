@@ -1,4 +1,4 @@
-"""Devices and links: what work and words cost."""
+"""Devices and links, and the prices of operators and collectives on them."""
 
 from __future__ import annotations
 

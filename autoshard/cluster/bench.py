@@ -1,4 +1,4 @@
-"""What is measured of the devices of a job: operators, collectives, and both at once."""
+"""Measurements of the devices of a job: operators, collectives, and both at once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from autoshard.cluster.curve import Curve
 from autoshard.cluster.measurements import Grouping
 from autoshard.cluster.operator_curves import INTENSITY
 from autoshard.cluster.operator_samples import Sample, SampleCall, samples
-from autoshard.cluster.rotation import Rotation
-from autoshard.cluster.stopwatch import Stopwatch
+from autoshard.cluster.stopwatch import Rotation, Stopwatch
 
 _SMALLEST_POWER = 8  # power of two of the bytes of the smallest collective
-_LEAST_SHARE = 0.01  # of the time of compute and collective together, what noise leaves the collective at least
-_OVERLAP_BYTES = 2**22  # bytes of the collective that is timed beside compute: many times its latency
+_LEAST_SHARE = 0.01  # least part of the time of compute and collective together that is left to the collective by noise
+_OVERLAP_BYTES = 2**22  # bytes of the collective that is timed beside compute, so that latency hardly counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,110 +26,102 @@ class Bench:
     """Measurements that all processes make together.
 
     Attributes:
-        watch: times them.
-        said: is told what is about to be measured.
+        stopwatch: times them.
+        report: called with the name of each measurement before it is made.
     """
 
     stopwatch: Stopwatch
     report: Callable[[str], None]
 
     def operators(self, dtype: torch.dtype, everything: bool = True) -> Iterator[tuple[tuple[str, str, str], Curve]]:
-        """The curves of all families, or of matrix products alone, under the keys of `Measured.operators`.
-
-        An operator that is called again and again finds its code where it needs it; in a program others come between.
-        What that costs is added to all of them but views, which do nothing.
-        """
+        """Yield the curves of all families, or of matrix products alone, under the keys of `Measurements.operators`."""
         name = str(dtype).removeprefix("torch.")
         self.report(f"{'operators' if everything else 'matrix products'} in {name}")
-        timed = [
-            self._time_sample(sample) for sample in samples(dtype, self.stopwatch.device)[: None if everything else 1]
-        ]
-        timed = [one for one in timed if one.seconds]
+        chosen = samples(dtype, self.stopwatch.device)[: None if everything else 1]
+        timed = [times for times in map(self._time_sample, chosen) if times.seconds]
+        # Operators that are called again and again find their code in the caches of the host; in a program others come
+        # between. The difference is added to all of them but views, which do nothing.
         extra = self._interleaving_overhead(timed)
-        for one in timed:
-            yield (
-                (one.sample.family, name, one.sample.amounts_are),
-                one.curve(0.0 if one.sample.family == "view" else extra),
-            )
+        for times in timed:
+            sample = times.sample
+            yield (sample.family, name, sample.amounts_are), times.curve(0.0 if sample.family == "view" else extra)
 
     def _time_sample(self, sample: Sample) -> _SampleTimes:
-        """A sample's calls and their seconds; none where the device has no such operator in this dtype."""
+        """A sample's calls and their seconds; empty where the device has no such operator in this dtype."""
         amounts: list[tuple[float, float]] = []
         rotations: list[Rotation] = []
-        roughly: list[float] = []
+        estimates: list[float] = []
         for size in sample.sizes:
-            made = _make_call(sample, size)
-            [missing] = self.stopwatch.mean_of_ranks([made is None])
-            if made is None or missing:  # on any process: all stop at the same size
+            call = _make_call(sample, size)
+            [missing] = self.stopwatch.mean_of_ranks([call is None])
+            if call is None or missing:  # on any process: all must stop at the same size
                 break
-            amounts.append(made[0].amounts())
-            rotations.append(made[1])
-            roughly.append(self.stopwatch.rough_seconds(rotations[-1]))
-            if roughly[-1] > self.stopwatch.patience:
+            amounts.append(call[0].amounts())
+            rotations.append(call[1])
+            estimates.append(self.stopwatch.rough_seconds(rotations[-1]))
+            if estimates[-1] > self.stopwatch.patience:
                 break
-        # Of what the others hold nothing is kept: memory that is short is slow.
-        return _SampleTimes(sample, rotations[:1], amounts, self.stopwatch.mean_seconds(rotations, roughly))
+        # The data of all but the smallest call are freed: a device that is short of memory is slow.
+        return _SampleTimes(sample, rotations[:1], amounts, self.stopwatch.mean_seconds(rotations, estimates))
 
     def _interleaving_overhead(self, timed: Sequence[_SampleTimes]) -> float:
-        """Seconds that a call takes longer with calls of all other families before it; of calls that do little."""
-        little = [one for one in timed if one.sample.amounts_are != INTENSITY]
-        alone = sum(one.seconds[0] for one in little)
-        [together] = self.stopwatch.mean_seconds(
-            [chain_calls(*[call for one in little for call in one.smallest])], [alone]
-        )
-        return max(0.0, together - alone) / len(little)
+        """Seconds that a call takes longer behind calls of all other families; measured on the smallest calls."""
+        # The smallest calls by intensity have many bytes, and the overhead would be lost in their noise.
+        small = [times for times in timed if times.sample.amounts_are != INTENSITY]
+        alone = sum(times.seconds[0] for times in small)
+        chain = chain_calls(*[call for times in small for call in times.smallest])
+        [together] = self.stopwatch.mean_seconds([chain], [alone])
+        return max(0.0, together - alone) / len(small)
 
     def collectives(self, grouping: Grouping, largest: int) -> Iterator[tuple[tuple[str, Grouping], Curve]]:
-        """The curves of all collectives in one grouping, up to `largest` bytes, under the keys of `Measurements`.
+        """Yield the curves of all collectives in one grouping, up to `largest` bytes, under the keys of `Measurements`.
 
-        A collective is timed behind a stretch of compute, whose own time is taken off: in a step, too, devices arrive
-        at it one after the other, and processes that share a processor have to be called back to it. Like operators,
-        collectives take turns with others of data of their own.
+        Like operators, collectives take turns with others on data of their own.
         """
         self.report(f"collectives in groups of {grouping.size}, {grouping.stride} ranks apart")
+        # A collective is timed behind a stretch of compute, whose time is subtracted: in a step, too, devices arrive at
+        # it one after the other, and processes that share a processor have to be called back to it.
         compute = make_matmul(self.stopwatch.device)
-        computing = self.stopwatch.rough_seconds(compute)
+        compute_estimate = self.stopwatch.rough_seconds(compute)
         sizes = [2**power for power in range(_SMALLEST_POWER, max(_SMALLEST_POWER, largest.bit_length() - 1) + 1)]
-        with group(grouping) as ours:
+        with group(grouping) as local:
             for kind in KINDS:
                 works: list[Callable[[], object]] = [compute]
-                roughly = [computing]
+                estimates = [compute_estimate]
                 for size in sizes:
-                    make = functools.partial(_make_blocking_collective, kind, size, ours, self.stopwatch.device)
+                    make = functools.partial(_make_blocking_collective, kind, size, local, self.stopwatch.device)
                     works.append(chain_calls(compute, Rotation(make, size * (1 + grouping.size))))
-                    roughly.append(self.stopwatch.rough_seconds(works[-1]))
-                    if roughly[-1] > self.stopwatch.patience:
+                    estimates.append(self.stopwatch.rough_seconds(works[-1]))
+                    if estimates[-1] > self.stopwatch.patience:
                         break
-                own, *both = self.stopwatch.mean_seconds(works, roughly)
-                seconds = [max(one - own, _LEAST_SHARE * one) for one in both]
+                alone, *together = self.stopwatch.mean_seconds(works, estimates)
+                seconds = [max(both - alone, _LEAST_SHARE * both) for both in together]
                 yield (kind, grouping), Curve.through(sizes[: len(seconds)], seconds)
 
     def contention(self, grouping: Grouping) -> float:
-        """Seconds that a second of communication costs behind compute, from a collective beside matrix products.
+        """Return the seconds that a second of communication adds to compute, from a collective beside matrix products.
 
         With as much compute as communication, both together take between the time of one (0) and of both (1); more
         than that where they disturb each other.
         """
         self.report("collectives beside compute")
-        watch = replace(
-            self.stopwatch, repeats=4 * self.stopwatch.repeats
-        )  # a difference of times needs more than a time does
+        # A difference of times needs more timings than a time does: four times as many is a guess that works.
+        watch = replace(self.stopwatch, repeats=4 * self.stopwatch.repeats)
         compute = make_matmul(watch.device)
-        with group(grouping) as ours:
-            start = make_collective("all_reduce", _OVERLAP_BYTES, ours, watch.device)
+        with group(grouping) as local:
+            start = make_collective("all_reduce", _OVERLAP_BYTES, local, watch.device)
             sending = make_blocking(start)
-            alone, one = watch.mean_seconds(
-                [sending, compute], [watch.rough_seconds(sending), watch.rough_seconds(compute)]
-            )
-            times = max(1, round(alone / one))
-            computing = chain_calls(*[compute] * times)
+            estimates = [watch.rough_seconds(sending), watch.rough_seconds(compute)]
+            communication, product = watch.mean_seconds([sending, compute], estimates)
+            computing = chain_calls(*[compute] * max(1, round(communication / product)))
 
-            def both() -> None:
+            def overlapping() -> None:
                 pending = start()
                 computing()
                 make_blocking(lambda: pending)()
 
-            sent, computed, together = watch.mean_seconds([sending, computing, both], [alone, alone, 2 * alone])
+            estimates = [communication, communication, 2 * communication]
+            sent, computed, together = watch.mean_seconds([sending, computing, overlapping], estimates)
         return max(0.0, (together - max(sent, computed)) / min(sent, computed))
 
 
@@ -139,10 +130,10 @@ class _SampleTimes:
     """A sample that was timed.
 
     Attributes:
-        sample: what it is of.
+        sample: the sample.
         smallest: its smallest call, if it has any.
-        amounts: of its calls, each with its operations and bytes.
-        seconds: of these.
+        amounts: operations and bytes of each call.
+        seconds: of each call.
     """
 
     sample: Sample
@@ -151,11 +142,16 @@ class _SampleTimes:
     seconds: list[float]
 
     def curve(self, extra: float) -> Curve:
-        """Its seconds, with some more for each call."""
-        unit = self.sample.amounts_are
-        points = dict(
-            _point(*amounts, seconds + extra, unit) for amounts, seconds in zip(self.amounts, self.seconds, strict=True)
-        )
+        """Return the curve of the seconds, with `extra` seconds for each call."""
+        points = {}
+        for (flops, bytes), seconds in zip(self.amounts, self.seconds, strict=True):
+            match self.sample.amounts_are:
+                case "flops":
+                    points[flops] = seconds + extra
+                case "bytes":
+                    points[bytes] = seconds + extra
+                case _:  # operations per byte, and the seconds of one byte
+                    points[flops / bytes] = (seconds + extra) / bytes
         return Curve.through(points, points.values())
 
 
@@ -172,13 +168,3 @@ def _make_blocking_collective(
     kind: str, size: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], torch.Tensor]:
     return make_blocking(make_collective(kind, size, group, device))
-
-
-def _point(flops: float, bytes: float, seconds: float, unit: str) -> tuple[float, float]:
-    """What a call does, in the unit of its curve, and the seconds of that."""
-    match unit:
-        case "flops":
-            return flops, seconds
-        case "bytes":
-            return bytes, seconds
-    return flops / bytes, seconds / bytes

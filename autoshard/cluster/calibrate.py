@@ -1,4 +1,4 @@
-"""Measuring the machine that a mesh runs on: its collectives, its operators, and what both do to each other."""
+"""Measuring the machine that a mesh runs on: its collectives, its operators, and the contention of both."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def calibrate(
     """Measure the devices of a mesh and the links between them.
 
     All processes call it together. Everything is measured with all devices at work at once, as they are in a training
-    step: the groups of a mesh axis contend for links, processes that share processors for these.
+    step: the groups of a mesh axis contend for links, and processes that share processors for these.
 
     Args:
-        mesh: of all processes; its device type is what is measured. Every way in which an axis of some mesh over so
-            many devices can group them is measured, so that the profile serves meshes of other axes as well.
+        mesh: of all processes; its device type is measured. Every grouping of the devices by an axis of some mesh is
+            measured, so that the profile serves meshes of other axes as well.
         name: of the cluster in plans.
         largest: bytes per rank of the largest collective, such as `"64MiB"`.
-        dtypes: in which operators are measured; those that the device cannot compute in are left out. float32 is
-            always measured, and of the others in `DTYPES` the rate of matrix products.
-        repeats: timings of everything, of which the mean counts.
-        patience: seconds of a call from which on larger ones are not tried.
-        progress: is told what is about to be measured, on the first rank.
+        dtypes: of the operators to measure; dtypes that the device cannot compute in are left out. float32 is always
+            measured, and of the other dtypes in `DTYPES` the rate of matrix products.
+        repeats: number of timings of each piece of work, whose mean counts.
+        patience: seconds of a call above which larger calls are not tried.
+        progress: called with the name of each measurement before it is made, on the first rank.
 
     Returns:
         The cluster, the same on all ranks. `Cluster.save` writes it as JSON; `cluster="my-profile.json"` plans with it.
@@ -58,8 +58,8 @@ def calibrate(
         latency and bandwidth that fit the measurements best.
 
     Raises:
-        MeshError: the mesh does not hold all processes of the group, or there is one only, or hosts differ.
-        BudgetError: `largest` is no amount of bytes.
+        MeshError: the mesh does not hold all processes of the group, there is only one process, or hosts differ.
+        BudgetError: `largest` is not an amount of bytes.
 
     Source: TensorOpt 3.2, "Improving cost estimation accuracy": bandwidth is measured for every partitioning of the
     devices and for powers of two of bytes, with all groups at once.
@@ -74,13 +74,13 @@ def calibrate(
     bytes = parse_bytes(largest)
     device = torch.device(mesh.device_type)
     per_host = _devices_per_host(devices)
-    said = progress if progress is not None and dist.get_rank() == 0 else _silent
-    bench = Bench(Stopwatch(device, repeats, patience), said)
-    wanted = dict.fromkeys((torch.float32, *dtypes, *DTYPES))
+    report = progress if progress is not None and dist.get_rank() == 0 else lambda _: None
+    bench = Bench(Stopwatch(device, repeats, patience), report)
+    measured_dtypes = dict.fromkeys((torch.float32, *dtypes, *DTYPES))
     with torch.no_grad(), torch.random.fork_rng():
         operators = {
             key: curve
-            for dtype in wanted
+            for dtype in measured_dtypes
             for key, curve in bench.operators(dtype, everything=dtype == torch.float32 or dtype in dtypes)
         }
         collectives = {
@@ -88,24 +88,22 @@ def calibrate(
         }
         contention = bench.contention(Grouping(devices, 1))
     inside, between = fit_links(collectives, devices, per_host)
+    day = datetime.datetime.now(datetime.UTC).date()
+    setting = f"{devices} {device.type} devices, {torch.get_num_threads()} threads each, torch {torch.__version__}"
     return Cluster(
         name=name,
         device=_device(operators, device, per_host),
         devices_per_host=per_host,
         inside=inside,
         between=between,
-        source=_source(device, devices),
+        source=f"measured by autoshard.calibrate on {day}: {setting}",
         contention=contention,
         measured=Measurements(devices, collectives, operators),
     )
 
 
-def _silent(_: str) -> None:
-    """Tells nobody."""
-
-
 def _devices_per_host(devices: int) -> int:
-    """How many consecutive ranks share a host."""
+    """The number of consecutive ranks that share a host."""
     hosts: list[str | None] = [None] * devices
     dist.all_gather_object(hosts, socket.gethostname())
     counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
@@ -118,36 +116,26 @@ def _devices_per_host(devices: int) -> int:
 
 
 def _device(operators: dict[tuple[str, str, str], Curve], device: torch.device, per_host: int) -> Device:
-    """What a roofline needs to know, from the best rates that were measured."""
+    """The figures of a roofline, from the best rates that were measured."""
     rates = {
-        dtype: max(amount / seconds for amount, seconds in zip(curve.amounts, curve.seconds, strict=True))
+        dtype: max(curve.rates)
         for (family, dtype, unit), curve in operators.items()
         if family == "mm" and unit == FLOPS
     }
-    for dtype in ("bfloat16", "float64"):
+    for dtype in ("bfloat16", "float64"):  # which the device may lack, and the schema of a cluster asks for
         rates.setdefault(dtype, rates["float32"])
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name()
+        memory = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    else:
+        # The processes of a host share its memory.
+        name = f"one {device.type} process"
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // per_host
     adds = operators["add", "float32", BYTES]
     return Device(
-        name=_device_name(device),
-        memory=_memory(device, per_host),
+        name=name,
+        memory=memory,
         peak_flops=rates,
         memory_bandwidth=adds.amounts[-1] / adds.seconds[-1],
         kernel_overhead=adds.seconds[0],
     )
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else f"one {device.type} process"
-
-
-def _memory(device: torch.device, per_host: int) -> int:
-    """Bytes of one device: of a host's memory, a process has its share."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // per_host
-
-
-def _source(device: torch.device, devices: int) -> str:
-    day = datetime.datetime.now(datetime.UTC).date()
-    what = f"{devices} {device.type} devices, {torch.get_num_threads()} threads each, torch {torch.__version__}"
-    return f"measured by autoshard.calibrate on {day}: {what}"

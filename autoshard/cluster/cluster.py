@@ -12,18 +12,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from autoshard.cluster import cluster_file
 from autoshard.cluster.device import Device, Link
-from autoshard.cluster.device_json import device_data, device_of, link_data, link_of
 from autoshard.cluster.hosts import Hosts, RankPlace, place_of, stretches_of
 from autoshard.cluster.measurements import Measurements
 from autoshard.cluster.parse import Devices, is_devices, parse_devices
-from autoshard.cluster.schema import FORMAT, VERSION, check
 from autoshard.errors import MeshError
 
 _PRESETS = resources.files("autoshard.cluster") / "presets"
 
 CONTENTION = 0.58
-"""Seconds that a second of communication costs behind compute: both want processors and memory bandwidth.
+"""Seconds that a second of communication adds to compute that runs at once: both want processors and bandwidth.
 
 Source: Agrawal et al., "Optimizing ML Concurrent Computation and Communication with GPU DMA Engines" (2024): kernels
 that are scheduled to share a device gain 42 % of what they would if they did not disturb each other, 21 % where nothing
@@ -36,8 +35,8 @@ Learning" (2025), see compute slowed by 19 %, and 10 % of the time gained, on H1
 class Cluster:
     """Hosts of devices, joined inside a host by one kind of link and between hosts by another.
 
-    Devices are equal, and as many as a mesh asks for, unless `stretches` says otherwise. Then `device`, `inside` and
-    `between` have the worst figures of all: what is planned with them, every device keeps.
+    Devices are equal, and as many as a mesh asks for, unless `stretches` lists them. Then `device`, `inside` and
+    `between` have the worst figures of all, so that every device keeps what is planned with them.
 
     Attributes:
         name: of the preset, or the user's own.
@@ -45,13 +44,13 @@ class Cluster:
         devices_per_host: consecutive ranks in groups of this size share a host; where hosts differ, the smallest.
         inside: the link between devices of one host.
         between: the link between devices of different hosts.
-        source: where the figures come from.
-        contention: seconds that a second of communication costs behind compute: 0 where neither disturbs the other, 1
-            where nothing is gained by doing both at once.
+        source: of the figures.
+        contention: seconds that a second of communication adds to compute that runs at once: 0 where neither disturbs
+            the other, 1 where nothing is gained by doing both at once.
         measured: measurements of collectives and operators by `autoshard.calibrate`; None for a cluster that its other
-            figures describe, as they do the presets.
-        stretches: the ranks of a cluster of so many devices, in their order; empty for one of any number.
-        sources: name of a figure of the cluster itself -> where it comes from.
+            figures describe, such as a preset.
+        stretches: the ranks of a cluster with a fixed number of devices, in their order; empty for any number.
+        sources: name of a figure of the cluster itself -> its source.
     """
 
     name: str
@@ -67,10 +66,10 @@ class Cluster:
 
     @staticmethod
     def of(cluster: str | os.PathLike[str] | Cluster) -> Cluster:
-        """A cluster given as itself, as a preset's name, as a text that `parse` takes, or as a `.json` file's path.
+        """Return a cluster given as itself, by a preset's name, a text for `parse`, or the path of a `.json` file.
 
         Raises:
-            MeshError: it is none of these, no preset has this name, the text or the file is not a cluster.
+            MeshError: the value is of another type, no preset has this name, or the text or file is not a cluster.
         """
         if isinstance(cluster, Cluster):
             return cluster
@@ -85,17 +84,17 @@ class Cluster:
 
     @staticmethod
     def parse(text: str, *, devices_per_host: int | None = None, between: Link | None = None) -> Cluster:
-        """The cluster of devices of one or several kinds that a text names, such as `"8xV100-32GB + 8xP100-16GB"`.
+        """Return the cluster of the devices that a text names, such as `"8xV100-32GB + 8xP100-16GB"`.
 
         Args:
-            text: parts joined by `+`, each a count, `x`, a preset's name in any letters, and, behind a hyphen, the
-                memory of a device where it is not the preset's. Ranks are numbered in the order of the parts, and
-                every part begins a host.
+            text: parts joined by `+`, each a count, `x`, a preset's name in any case, and, behind a hyphen, the memory
+                of a device where it is not the preset's. Ranks are numbered in the order of the parts, and every part
+                begins a host.
             devices_per_host: of all parts; by default those of each preset.
             between: the link between all hosts; by default the slowest of those of the presets.
 
         Raises:
-            MeshError: a part is none of that, there is no such preset, or hosts of no device were asked for.
+            MeshError: a part does not parse, there is no such preset, or `devices_per_host` is below one.
 
         Source: Whale 3.3, training over devices of different kinds.
         """
@@ -108,49 +107,48 @@ class Cluster:
 
     @property
     def count(self) -> int | None:
-        """Number of devices; None where there are as many as a mesh asks for."""
+        """The number of devices; None for a cluster of any number."""
         return sum(stretch.count for stretch in self.stretches) or None
 
     @property
     def with_compiler(self) -> Cluster:
-        """The cluster as compiled programs find it."""
-        stretches = tuple(replace(one, device=one.device.with_compiler) for one in self.stretches)
+        """The same cluster, priced for compiled programs."""
+        stretches = tuple(replace(stretch, device=stretch.device.with_compiler) for stretch in self.stretches)
         return replace(self, device=self.device.with_compiler, stretches=stretches)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all devices are equal."""
+        """True if all devices are equal."""
         return len({stretch.device for stretch in self.stretches}) <= 1
 
     def device_of(self, rank: int) -> Device:
-        """The device of one rank; `MeshError` if there is no such rank."""
+        """Return the device of one rank; `MeshError` if there is no such rank."""
         place = self._place(rank)
         return self.stretches[place.stretch].device if self.stretches else self.device
 
     def host_of(self, rank: int) -> int:
-        """The number of the host of one rank; `MeshError` if there is no such rank."""
+        """Return the number of the host of one rank; `MeshError` if there is no such rank."""
         return self._place(rank).host
 
     def link(self, first: int, second: int) -> Link:
-        """What joins two ranks: between hosts, the slower end; `MeshError` if there is no such rank."""
+        """Return the link between two ranks: of two hosts, the slower one; `MeshError` if there is no such rank."""
         places = self._place(first), self._place(second)
-        kinds = [self.stretches[place.stretch] if self.stretches else self for place in places]
+        hosts = [self.stretches[place.stretch] if self.stretches else self for place in places]
         if places[0].host == places[1].host:
-            return kinds[0].inside
-        return Link.slowest([kind.between for kind in kinds])
+            return hosts[0].inside
+        return Link.slowest([end.between for end in hosts])
 
     def slowest(self, ranks: Sequence[int]) -> Device:
-        """What the devices of all these ranks keep: the worst of every figure; `MeshError` if there is no such rank."""
+        """Return a device with the worst of every figure of these ranks; `MeshError` if there is no such rank."""
         return Device.slowest([self.device_of(rank) for rank in ranks])
 
     def of_ranks(self, ranks: Sequence[int]) -> Cluster:
-        """The cluster of these ranks alone, which are numbered anew in this order.
+        """Return the cluster of these ranks alone, which are numbered anew in this order.
 
-        Ranks of one host that come one after another share a host there; others count as of different hosts. Measured
-        collectives are kept where the ranks are consecutive: others were not measured.
+        Ranks of one host that come one after another share a host there; others count as of different hosts.
 
         Raises:
-            MeshError: there is no such rank, or none was given.
+            MeshError: there is no such rank, or `ranks` is empty.
         """
         if not ranks:
             raise MeshError(f"no rank of cluster {self.name} was given: a cluster has one device at least.")
@@ -161,12 +159,13 @@ class Cluster:
         stretches = stretches_of(self.stretches or (whole,), places)
         if self.stretches or len(stretches) > 1:
             return _join_stretches(stretches, self.source, self.contention)
+        # Collectives were measured in groups of ranks a fixed stride apart; gaps between the ranks change the strides.
         apart = any(after - before != 1 for before, after in pairwise(ranks))
         measured = replace(self.measured, collectives={}) if self.measured is not None and apart else self.measured
         return replace(self, devices_per_host=stretches[0].devices_per_host, measured=measured)
 
     def first(self, devices: int) -> Cluster:
-        """The cluster of the first so many ranks; `MeshError` if there are fewer."""
+        """Return the cluster of the first ranks, `devices` of them; `MeshError` if there are fewer."""
         if self.count is not None and devices > self.count:
             raise MeshError(
                 f"the mesh has {devices} devices and cluster {self.name} {self.count}: make the mesh smaller, or name "
@@ -181,13 +180,13 @@ class Cluster:
 
     @staticmethod
     def presets() -> tuple[str, ...]:
-        """Names of the presets that come with the library."""
+        """Return the names of the presets that come with the library."""
         files = (entry.name for entry in _PRESETS.iterdir())
         return tuple(sorted(name.removesuffix(".json") for name in files if name.endswith(".json")))
 
     @staticmethod
     def preset(name: str) -> Cluster:
-        """A cluster that comes with the library, such as `"h100"`; `MeshError` if there is none of this name."""
+        """Return a cluster that comes with the library, such as `"h100"`; `MeshError` if no preset has this name."""
         known = Cluster.presets()
         if name.lower() not in known:
             raise MeshError(
@@ -198,7 +197,7 @@ class Cluster:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
-        """The cluster that `save` wrote.
+        """Return the cluster that `save` wrote.
 
         Raises:
             MeshError: the file cannot be read, or is not a cluster; the message says where and why.
@@ -214,12 +213,13 @@ class Cluster:
         Path(path).write_text(self.to_json(), "utf-8")
 
     def to_json(self) -> str:
-        """The cluster as a JSON text."""
-        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": self.name, "source": self.source}
+        """Return the cluster as a JSON text."""
+        data: dict[str, Any] = {"format": cluster_file.FORMAT, "version": cluster_file.VERSION}
+        data |= {"name": self.name, "source": self.source}
         if self.stretches:
-            data["stretches"] = [_stretch_data(stretch) for stretch in self.stretches]
+            data["stretches"] = [cluster_file.stretch_data(stretch) for stretch in self.stretches]
         else:
-            data |= _hosts_data(self.device, self.devices_per_host, self.inside, self.between)
+            data |= cluster_file.hosts_data(self.device, self.devices_per_host, self.inside, self.between)
         data["contention"] = self.contention
         if self.sources:
             data["sources"] = self.sources
@@ -229,13 +229,13 @@ class Cluster:
 
     @staticmethod
     def from_json(text: str, what: str = "cluster") -> Cluster:
-        """The cluster in a JSON text; `what` names the text in errors.
+        """Return the cluster in a JSON text; `what` names the text in errors.
 
         Raises:
-            MeshError: the text is not JSON, does not follow the schema of a cluster, or its measurements are none:
-                amounts that do not rise, seconds that fall, groups that so many devices do not make.
+            MeshError: the text is not JSON, does not follow the schema of a cluster, or its measurements are not valid:
+                amounts do not rise, seconds fall, or the devices cannot be split into the groups.
         """
-        data: dict[str, Any] = check(text, what)
+        data = cluster_file.read(text, what)
         try:
             return _cluster_of(data)
         except ValueError as error:
@@ -252,29 +252,20 @@ def _stretch(preset: Cluster, devices: Devices, devices_per_host: int | None, be
     device = preset.device
     if devices.memory not in (None, device.memory):
         device = replace(device, name=devices.text, memory=devices.memory)
-    return Hosts(
-        devices.text,
-        devices.count,
-        device,
-        devices_per_host or preset.devices_per_host,
-        preset.inside,
-        preset.between if between is None else between,
-    )
+    per_host = devices_per_host or preset.devices_per_host
+    return Hosts(devices.text, devices.count, device, per_host, preset.inside, between or preset.between)
 
 
 def _cluster_of(data: dict[str, Any]) -> Cluster:
-    """The cluster in data that follows the schema; `ValueError` if curves in it are none."""
+    """The cluster in data that follows the schema; `ValueError` if a curve in it is not valid."""
     measured = Measurements.from_data(data["measured"]) if "measured" in data else None
     source, contention = data.get("source", ""), data.get("contention", CONTENTION)
     if "stretches" in data:
-        joined = _join_stretches(tuple(map(_stretch_of, data["stretches"])), source, contention)
-        return replace(joined, name=data["name"], measured=measured)
+        stretches = tuple(map(cluster_file.stretch_of, data["stretches"]))
+        return replace(_join_stretches(stretches, source, contention), name=data["name"], measured=measured)
     return Cluster(
         name=data["name"],
-        device=device_of(data["device"], "device"),
-        devices_per_host=data["devices_per_host"],
-        inside=link_of(data["inside"], "inside"),
-        between=link_of(data["between"], "between"),
+        **cluster_file.hosts_fields(data),
         source=source,
         contention=contention,
         measured=measured,
@@ -282,27 +273,8 @@ def _cluster_of(data: dict[str, Any]) -> Cluster:
     )
 
 
-def _hosts_data(device: Device, devices_per_host: int, inside: Link, between: Link) -> dict[str, Any]:
-    return {
-        "device": device_data(device),
-        "devices_per_host": devices_per_host,
-        "inside": link_data(inside),
-        "between": link_data(between),
-    }
-
-
-def _stretch_data(stretch: Hosts) -> dict[str, Any]:
-    figures = _hosts_data(stretch.device, stretch.devices_per_host, stretch.inside, stretch.between)
-    return {"name": stretch.name, "count": stretch.count, **figures}
-
-
-def _stretch_of(record: dict[str, Any]) -> Hosts:
-    links = {key: link_of(record[key], key) for key in ("inside", "between")}
-    return Hosts(**{**record, "device": device_of(record["device"], "device"), **links})
-
-
 def _join_stretches(stretches: tuple[Hosts, ...], source: str, contention: float) -> Cluster:
-    """The cluster of these ranks, with what all devices and links keep."""
+    """The cluster of these ranks, with the worst figures of all devices and links."""
     return Cluster(
         name=" + ".join(f"{stretch.count}x{stretch.name}" for stretch in stretches),
         device=Device.slowest([stretch.device for stretch in stretches]),

@@ -1,9 +1,8 @@
-"""What is known of a cluster, on a terminal."""
+"""The figures of a cluster as tables for a terminal."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Group
@@ -13,12 +12,11 @@ from rich.text import Text
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Link
 from autoshard.cluster.hosts import Hosts
-from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 
 
 def cluster_table(cluster: Cluster) -> Group:
-    """A cluster's figures, and its measured collectives at a few sizes, where they were measured."""
+    """Return the figures of a cluster, and its collectives at a few sizes where they were measured."""
     head = Table(box=None, show_header=False, title=f"Cluster {cluster.name}", title_justify="left")
     head.add_column(style="bold")
     head.add_column(overflow="fold")
@@ -34,7 +32,7 @@ def cluster_table(cluster: Cluster) -> Group:
 
 
 def _hosts(hosts: Cluster | Hosts) -> Iterator[tuple[str, str]]:
-    """The figures of devices that are alike, and of their links, with labels."""
+    """Labels and figures of devices that are alike, and of their links."""
     device = hosts.device
     count = "" if hosts.count is None else f"{hosts.count} x "
     yield "device", f"{count}{device.name}, {format_bytes(device.memory)}, {hosts.devices_per_host} on a host"
@@ -43,30 +41,6 @@ def _hosts(hosts: Cluster | Hosts) -> Iterator[tuple[str, str]]:
     yield "memory", f"{device.memory_bandwidth / 1e9:,.1f} GB/s, a kernel at least {overhead}"
     yield "inside a host", _link(hosts.inside)
     yield "between hosts", _link(hosts.between)
-
-
-def ranks_table(cluster: Cluster, mesh: MeshShape) -> Table:
-    """Which ranks of a mesh sit on which host and device; a row for every host.
-
-    Raises:
-        MeshError: the cluster has fewer devices than the mesh.
-    """
-    placed = cluster.first(mesh.size)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("ranks", "host", "device", *mesh.names):
-        table.add_column(title)
-    ranks = zip(itertools.count(), mesh.coordinates(), strict=False)
-    for host, group in itertools.groupby(ranks, key=lambda one: placed.host_of(one[0])):
-        numbers, coordinates = zip(*group, strict=True)
-        along = (_span(axis) for axis in zip(*coordinates, strict=True))
-        table.add_row(_span(numbers), str(host), placed.device_of(numbers[0]).name, *along)
-    return table
-
-
-def _span(numbers: Sequence[int]) -> str:
-    """`"3"`, or `"0-7"`: the least and the greatest."""
-    least, most = min(numbers), max(numbers)
-    return str(least) if least == most else f"{least}-{most}"
 
 
 def _link(link: Link) -> str:

@@ -16,7 +16,7 @@ KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "shift")
 
 
 def groupings(devices: int) -> list[Grouping]:
-    """Every way in which an axis of some mesh of so many devices splits them into groups, but groups of one."""
+    """Return all ways in which an axis of some mesh of so many devices splits them into groups, larger than one."""
     sizes = [size for size in range(devices, 1, -1) if devices % size == 0]
     return [
         Grouping(size, stride)
@@ -27,7 +27,7 @@ def groupings(devices: int) -> list[Grouping]:
 
 
 def groups_of(grouping: Grouping, devices: int) -> list[list[int]]:
-    """The ranks of every group."""
+    """Return the ranks of every group."""
     size, stride = grouping.size, grouping.stride
     firsts = [rank for rank in range(devices) if rank // stride % size == 0]
     return [[first + place * stride for place in range(size)] for first in firsts]
@@ -35,62 +35,56 @@ def groups_of(grouping: Grouping, devices: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def group(grouping: Grouping) -> Iterator[dist.ProcessGroup]:
-    """This process's group among those of a grouping of all processes; entered and left by all of them together."""
-    mine, _ = dist.new_subgroups_by_enumeration(groups_of(grouping, dist.get_world_size()))
-    assert mine is not None
+    """Context with this process's group of a grouping of all processes, which enter and leave it together."""
+    local, _ = dist.new_subgroups_by_enumeration(groups_of(grouping, dist.get_world_size()))
+    assert local is not None
     try:
-        yield mine
+        yield local
     finally:
-        dist.barrier()
-        dist.destroy_process_group(mine)
+        dist.barrier()  # a group must not go while another of its processes is still in a collective
+        dist.destroy_process_group(local)
 
 
 def make_collective(
     kind: str, bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """Starts a collective on so many bytes per rank before it, or a few more where ranks do not divide them.
+    """Return a function that starts a collective on `bytes` per rank, rounded up to equal parts for all ranks.
 
-    What it returns has to be awaited.
+    Its result has to be awaited.
     """
     size, name = group.size(), group.group_name
+    # float32 elements, as many for every rank
     rows = max(1, -(-bytes // 4 // size)) * size
     tensor = torch.ones(rows, device=device)
+    rank, ranks = group.rank(), range(size)
+    received, sent = ([rows * (peer == (rank + step) % size) for peer in ranks] for step in (-1, 1))
     arguments: dict[str, tuple[Any, ...]] = {
         "all_gather": (collectives.all_gather_into_tensor.default, size),
         "all_reduce": (collectives.all_reduce.default, "sum"),
         "reduce_scatter": (collectives.reduce_scatter_tensor.default, "sum", size),
         "all_to_all": (collectives.all_to_all_single.default, *[[rows // size] * size] * 2),
-        "shift": (collectives.all_to_all_single.default, *_shift_splits(rows, group)),
+        "shift": (collectives.all_to_all_single.default, received, sent),  # all goes to the next rank
     }
     op, *settings = arguments[kind]
     return lambda: op(tensor, *settings, name)
 
 
 def make_blocking(start: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Starts a collective and waits for it."""
+    """Return a function that starts a collective and waits for it."""
     return lambda: collectives.wait_tensor.default(start())
 
 
 def make_matmul(device: torch.device) -> Callable[[], object]:
-    """A short stretch of compute, for a collective to stand behind."""
+    """Return a function with a short stretch of compute, behind which a collective can start."""
     left, right = torch.rand(2, 256, 256, device=device)
     return lambda: torch.mm(left, right)
 
 
 def chain_calls(*works: Callable[[], object]) -> Callable[[], None]:
-    """Pieces of work one after another."""
+    """Return a function that runs pieces of work one after another."""
 
     def run() -> None:
         for work in works:
             work()
 
     return run
-
-
-def _shift_splits(rows: int, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """Rows that a rank receives from every rank, and sends to every rank, where all goes to the next one."""
-    rank, size = group.rank(), group.size()
-    return (
-        [rows * (other == (rank - 1) % size) for other in range(size)],
-        [rows * (other == (rank + 1) % size) for other in range(size)],
-    )

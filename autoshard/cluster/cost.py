@@ -1,4 +1,4 @@
-"""What work and words cost on a cluster: the prices of every strategy and every reshard."""
+"""Seconds of operators and collectives on a cluster: the prices of every strategy and every reshard."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import torch
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Link
-from autoshard.cluster.measurements import Grouping
+from autoshard.cluster.measurements import Grouping, Measurements
 from autoshard.cluster.operator_curves import operator_seconds
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
 
-# Operations on local memory alone, in times that the bytes held are moved (one read and one write).
-_LOCAL_KINDS = ("slice", "make_partial", "copy")
+_LOCAL_KINDS = ("slice", "make_partial", "copy")  # steps of a reshard that send nothing: one read and one write
 
-_CROSSINGS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-"""How often a collective's volume goes round the ring; a shift is a single message."""
+RING_TRIPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""Trips of a collective's volume around the ring; a shift is a single message."""
 
 
 class CostModel:
@@ -35,21 +34,42 @@ class CostModel:
         self.cluster = cluster.first(mesh.size)
         self.mesh = mesh
         axes = range(mesh.ndim)
-        self._spanning = tuple(self._spans_hosts(axis) for axis in axes)
+        self._groupings = tuple(Grouping(mesh.sizes[axis], math.prod(mesh.sizes[axis + 1 :])) for axis in axes)
+        self._spanning = tuple(map(self._any_group_spans_hosts, self._groupings))
         self._links = tuple(self.cluster.between if spans else self.cluster.inside for spans in self._spanning)
-        self._ring_latencies = tuple(self._ring_latency(axis) for axis in axes)
-        self._ports = tuple(self._ports_of(axis) for axis in axes)
-        strides = (math.prod(mesh.sizes[axis + 1 :]) for axis in range(mesh.ndim))
-        self._groupings = tuple(Grouping(size, stride) for size, stride in zip(mesh.sizes, strides, strict=True))
+        hosts = tuple(map(self._hosts_of_first_group, self._groupings))
+        # A ring leaves a host as seldom as it can: once for every host but the last.
+        self._ring_latencies = tuple(
+            self._hop_latencies(size, max(1, count - 1) if spans else 0)
+            for size, count, spans in zip(mesh.sizes, hosts, self._spanning, strict=True)
+        )
         measured = self.cluster.measured
+        # Devices of a group that share a host send by their ports together. The links of a measured cluster were fitted
+        # to the groups as they are: their figures are of whole groups.
+        self._ports = tuple(
+            max(1, size // count) if spans and measured is None else 1
+            for size, count, spans in zip(mesh.sizes, hosts, self._spanning, strict=True)
+        )
         self._operators = self.cluster.device.operators if measured is None else measured.operators
-        self._warn_of_estimates()
+        if measured is not None:
+            self._warn_of_estimates(measured)
 
-    def _warn_of_estimates(self) -> None:
-        """Say which axes group devices as no measured collective does."""
-        measured = self.cluster.measured
-        if measured is None:
-            return
+    def _any_group_spans_hosts(self, grouping: Grouping) -> bool:
+        """Return True if the first and the last rank of some group sit on different hosts."""
+        reach = grouping.stride * (grouping.size - 1)
+        host_of = self.cluster.host_of
+        firsts = (rank for rank in range(self.mesh.size) if rank // grouping.stride % grouping.size == 0)
+        return any(host_of(rank) != host_of(rank + reach) for rank in firsts)
+
+    def _hosts_of_first_group(self, grouping: Grouping) -> int:
+        return len({self.cluster.host_of(rank * grouping.stride) for rank in range(grouping.size)})
+
+    def _hop_latencies(self, size: int, outside: int) -> float:
+        """Seconds of a trip around a ring of `size` devices, `outside` of whose hops leave a host."""
+        return self.cluster.between.latency * outside + self.cluster.inside.latency * (size - 1 - outside)
+
+    def _warn_of_estimates(self, measured: Measurements) -> None:
+        """Name the axes that group devices as no measured collective does."""
         known = {grouping for _, grouping in measured.collectives}
         estimated = [
             f"{axis.name} ({grouping.size} devices, {grouping.stride} apart in rank)"
@@ -65,7 +85,7 @@ class CostModel:
             )
 
     def axis_link(self, axis: int) -> Link:
-        """The link that a collective over `axis` runs at: the slowest that any of its groups must use.
+        """Return the link that a collective over `axis` runs at: the slowest that any of its groups must use.
 
         Groups that lie inside one host use the cluster's `inside`; if any group spans hosts, all pay `between`.
 
@@ -74,69 +94,64 @@ class CostModel:
         return self._links[axis]
 
     def collective(self, kind: str, bytes: int, axis: int) -> float:
-        """Time of one collective over `axis`, or of one of the local steps of a reshard.
+        """Return the time of one collective over `axis`, or of one of the local steps of a reshard.
 
         Args:
             kind: `"all_gather"`, `"all_reduce"`, `"reduce_scatter"`, `"all_to_all"`, `"shift"` (each rank sends all it
                 holds to the next one), or, local, `"slice"`, `"make_partial"`, `"copy"`.
-            bytes: what one rank holds before it.
+            bytes: held by one rank before it.
             axis: the mesh axis, of size n; over a single device everything is free.
 
         Returns:
-            On a cluster with measurements, and an axis that groups devices as they were grouped then (the same size and
-            stride, whatever the other axes), the measured seconds, interpolated between powers of two of bytes; a local
-            step takes the measured time of a copy.
-            Where the link says what collectives of the kind reach (`Link.collectives`), the seconds of as many bytes
-            sent by a device, and the latencies by which the ring, or for an all-reduce the tree, is longer than the
-            measured one.
-            Else seconds by the latency-bandwidth model of ring collectives, W the latency of the n-1 hops of the ring
-            and B the bandwidth of the link: all-gather W + bytes(n-1)/B; reduce-scatter and all-to-all
-            W + bytes(n-1)/(n B); shift one latency of the link + bytes/B; all-reduce twice a reduce-scatter, or, where
-            that is faster, up and down a binary tree: 2 ceil(log2 n) hops and 2 bytes/B. A local step takes as long
-            as a copy of what it keeps.
-            A group that has several devices on every host leaves it by the ports of all of them: between hosts each
-            sends its part, as fast as the devices inside a host can hand on the whole.
+            Seconds, by the first of these that applies:
+
+            1. Measurements of the cluster, if the axis groups devices as they were grouped then (the same size and
+               stride, whatever the other axes): interpolated between powers of two of bytes. A local step takes the
+               measured time of a copy.
+            2. The link's curve of the kind (`Link.collectives`): the seconds of as many bytes sent by a device, and the
+               latencies by which the ring, or for an all-reduce the tree, is longer than the measured one.
+            3. The latency-bandwidth model of ring collectives, W the latency of the n-1 hops of the ring and B the
+               bandwidth of the link: all-gather W + bytes(n-1)/B; reduce-scatter and all-to-all W + bytes(n-1)/(n B);
+               shift one latency of the link + bytes/B; all-reduce twice a reduce-scatter, or, where that is faster, up
+               and down a binary tree: 2 ceil(log2 n) hops and 2 bytes/B. A local step takes as long as a copy of the
+               part that it keeps.
+
+            A group with several devices on every host uses the ports of all of them: between hosts each device sends a
+            part, as fast as the devices inside a host can hand on the whole.
 
         Raises:
-            ValueError: `kind` is none of these.
+            ValueError: `kind` is not one of these.
 
         Source: TensorOpt 3.2, "Improving cost estimation accuracy": a collective's time, not its volume, is the cost.
         """
-        measured = self._measured_seconds(kind, bytes, axis)
-        if measured is not None:
-            return measured
-        reached = self._curve_seconds(kind, bytes, axis)
-        if reached is not None:
-            return reached
-        waiting, moving = min(self._algorithms(kind, bytes, axis), key=sum)
-        return waiting + moving
+        seconds = self._measured_seconds(kind, bytes, axis)
+        return min(map(sum, self._algorithms(kind, bytes, axis))) if seconds is None else seconds
 
     def gradient_collective(self, kind: str, bytes: int, axis: int) -> float:
-        """Time of a collective by which a gradient goes to its optimizer, as `collective`.
+        """Return the time of a collective that takes a gradient to its optimizer; arguments as of `collective`.
 
-        Gradients are reduced together, up to `GRADIENT_BUCKET_BYTES` at once: a reduction pays its share of the latency
-        only, or, where there are curves of collectives, its share of such a group's time.
+        Gradients are reduced in buckets of up to `GRADIENT_BUCKET_BYTES`: a reduction pays its share of the latency
+        only, or, where there are curves of collectives, its share of the time of a bucket.
 
         Source: Whale 5.1.1, "grouped" AllReduce.
         """
         if kind not in ("all_reduce", "reduce_scatter"):
             return self.collective(kind, bytes, axis)
-        group, share = max(bytes, GRADIENT_BUCKET_BYTES), min(1.0, bytes / GRADIENT_BUCKET_BYTES)
-        seconds = self._measured_seconds(kind, group, axis)
-        seconds = self._curve_seconds(kind, group, axis) if seconds is None else seconds
+        share = min(1.0, bytes / GRADIENT_BUCKET_BYTES)
+        seconds = self._measured_seconds(kind, max(bytes, GRADIENT_BUCKET_BYTES), axis)
         if seconds is not None:
             return seconds * share
         return min(share * waiting + moving for waiting, moving in self._algorithms(kind, bytes, axis))
 
     def _algorithms(self, kind: str, bytes: int, axis: int) -> list[tuple[float, float]]:
-        """Seconds that a collective waits for latencies, and in which it moves bytes, by every known algorithm."""
+        """Seconds of latency and seconds of moving bytes, by every algorithm that the collective may use."""
         size = self.mesh.axes[axis].size
         if size == 1:
             return [(0.0, 0.0)]
         if kind in _LOCAL_KINDS:
-            kept = bytes / size if kind == "slice" else bytes
-            copied = operator_seconds(self.cluster.device.operators, "clone", 0.0, 2 * kept, torch.float32)
-            return [(0.0, 2 * kept / self.cluster.device.memory_bandwidth if copied is None else copied)]
+            moved = 2 * (bytes / size if kind == "slice" else bytes)
+            copy = operator_seconds(self.cluster.device.operators, "clone", 0.0, moved, torch.float32)
+            return [(0.0, moved / self.cluster.device.memory_bandwidth if copy is None else copy)]
         wait = self._ring_latencies[axis]
         whole = bytes / self._bandwidth(axis)
         match kind:
@@ -145,76 +160,50 @@ class CostModel:
             case "reduce_scatter" | "all_to_all":
                 return [(wait, whole * (size - 1) / size)]
             case "all_reduce":
-                tree = 2 * math.ceil(math.log2(size)) * self._links[axis].latency
+                tree = 2 * _levels(size) * self._links[axis].latency
                 return [(2 * wait, 2 * whole * (size - 1) / size), (tree, 2 * whole)]
             case "shift":
                 return [(self._links[axis].latency, whole)]
         raise ValueError(f"there is no collective {kind!r}.")
 
+    def _measured_seconds(self, kind: str, bytes: int, axis: int) -> float | None:
+        """Seconds by measurements of the cluster, or by the curve of the axis' link; None where there are neither."""
+        size, measured = self.mesh.sizes[axis], self.cluster.measured
+        if size == 1:
+            return None
+        if measured is not None and kind in _LOCAL_KINDS:
+            moved = 2 * (bytes / size if kind == "slice" else bytes)
+            return operator_seconds(measured.operators, "clone", 0.0, moved, torch.float32)
+        curve = None if measured is None else measured.collectives.get((kind, self._groupings[axis]))
+        return self._curve_seconds(kind, bytes, axis) if curve is None else curve.at(bytes)
+
     def _curve_seconds(self, kind: str, bytes: int, axis: int) -> float | None:
-        """Seconds by the curve of the axis' link; None where it has none, or nothing is to be sent."""
+        """Seconds by the curve of the axis' link; None where it has none."""
         link, size = self._links[axis], self.mesh.sizes[axis]
-        known = link.collectives.get(kind)
-        if known is None or size == 1:
+        bus = link.collectives.get(kind)
+        if bus is None:
             return None
         part = bytes if kind == "all_gather" else bytes / size
-        sent = bytes if kind == "shift" else _CROSSINGS[kind] * part * (size - 1)
-        seconds = known.curve.at(sent / self._ports[axis])
+        sent = bytes if kind == "shift" else RING_TRIPS[kind] * part * (size - 1)
+        seconds = bus.curve.at(sent / self._ports[axis])
+        # The curve holds the latencies of groups of its own size; longer rings and higher trees have more of them.
         if kind == "all_reduce":
-            seconds += 2 * link.latency * max(0, _levels(size) - _levels(known.size))
+            seconds += 2 * link.latency * max(0, _levels(size) - _levels(bus.size))
         elif kind != "shift":
-            seconds += max(0.0, self._ring_latencies[axis] - self._latency_of_ring(axis, known.size))
-        # Fewer devices gain less by a switch that adds up; and what goes between hosts goes between their devices.
-        least = sent / self._bandwidth(axis) if size < known.size or self._spanning[axis] else 0.0
+            hosts = -(-bus.size // self.cluster.devices_per_host)
+            known = self._hop_latencies(bus.size, max(1, hosts - 1) if self._spanning[axis] else 0)
+            seconds += max(0.0, self._ring_latencies[axis] - known)
+        # Fewer devices gain less by a switch that adds up; and traffic between hosts goes between their devices, too.
+        least = sent / self._bandwidth(axis) if size < bus.size or self._spanning[axis] else 0.0
         return max(seconds, least)
 
     def _bandwidth(self, axis: int) -> float:
-        """Bytes per second that go over the link of one device, all ports that the group has on a host together."""
-        reached = self._links[axis].bandwidth * self._ports[axis]
-        return min(reached, self.cluster.inside.bandwidth) if self._ports[axis] > 1 else reached
-
-    def _ports_of(self, axis: int) -> int:
-        """Devices of a group that share a host and so send by their ports together; 1 inside a host.
-
-        Measured links were fitted to the groups as they are: their figures are of whole groups.
-        """
-        if not self._spanning[axis] or self.cluster.measured is not None:
-            return 1
-        size = self.mesh.sizes[axis]
-        return max(1, size // self._hosts(axis))
-
-    def _hosts(self, axis: int) -> int:
-        """Hosts of the first group of an axis."""
-        size, stride = self.mesh.sizes[axis], math.prod(self.mesh.sizes[axis + 1 :])
-        return len({self.cluster.host_of(rank * stride) for rank in range(size)})
-
-    def _measured_seconds(self, kind: str, bytes: int, axis: int) -> float | None:
-        """Seconds by what was measured; None where nothing was, or nothing is to be sent."""
-        measured = self.cluster.measured
-        size = self.mesh.sizes[axis]
-        if measured is None or size == 1:
-            return None
-        if kind in _LOCAL_KINDS:
-            kept = bytes / size if kind == "slice" else bytes
-            return measured.operator_seconds("clone", 0.0, 2 * kept, torch.float32)
-        curve = measured.collectives.get((kind, self._groupings[axis]))
-        return None if curve is None else curve.at(bytes)
-
-    def _ring_latency(self, axis: int) -> float:
-        """Seconds of one trip around the ring of an axis: as few of its hops as possible leave a host."""
-        outside = max(1, self._hosts(axis) - 1) if self.spans_hosts(axis) else 0
-        return self._hop_latencies(self.mesh.sizes[axis], outside)
-
-    def _latency_of_ring(self, axis: int, size: int) -> float:
-        """Likewise of a ring over so many devices of whole hosts, if the axis spans hosts."""
-        outside = max(1, -(-size // self.cluster.devices_per_host) - 1) if self.spans_hosts(axis) else 0
-        return self._hop_latencies(size, outside)
-
-    def _hop_latencies(self, size: int, outside: int) -> float:
-        return self.cluster.between.latency * outside + self.cluster.inside.latency * (size - 1 - outside)
+        """Bytes per second over the link of one device, all ports that the group has on a host together."""
+        together = self._links[axis].bandwidth * self._ports[axis]
+        return min(together, self.cluster.inside.bandwidth) if self._ports[axis] > 1 else together
 
     def compute(self, flops: float, bytes: float, dtype: torch.dtype, operator: str = "add") -> float:
-        """Time of one operator on one device: as measured, or a roofline over a fixed cost per operator.
+        """Return the time of one operator on one device: as measured, or a roofline over a fixed cost per operator.
 
         Args:
             flops: floating-point operations done on the device.
@@ -237,24 +226,14 @@ class CostModel:
         return max(flops / device.peak(dtype), bytes / device.memory_bandwidth) + device.kernel_overhead
 
     def view(self) -> float:
-        """Time of an operator that makes a view: what a call costs where calls were measured, else nothing."""
-        measured = self.cluster.measured
-        seconds = None if measured is None else measured.operator_seconds("view", 0.0, 0.0, torch.float32)
-        return seconds or 0.0
+        """Return the time of an operator that makes a view: that of a call on a measured cluster, else zero."""
+        if self.cluster.measured is None:
+            return 0.0
+        return operator_seconds(self._operators, "view", 0.0, 0.0, torch.float32) or 0.0
 
     def spans_hosts(self, axis: int) -> bool:
-        """Whether the first and the last rank of some group of `axis` sit on different hosts."""
+        """Return True if the first and the last rank of some group of `axis` sit on different hosts."""
         return self._spanning[axis]
-
-    def _spans_hosts(self, axis: int) -> bool:
-        sizes = self.mesh.sizes
-        stride = 1
-        for size in sizes[axis + 1 :]:
-            stride *= size
-        reach = stride * (sizes[axis] - 1)
-        host_of = self.cluster.host_of
-        firsts = (rank for rank in range(self.mesh.size) if rank // stride % sizes[axis] == 0)
-        return any(host_of(rank) != host_of(rank + reach) for rank in firsts)
 
 
 def _levels(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Measured seconds at some amounts, and what they say of all others."""
+"""Measured seconds at some amounts of work, interpolated for all others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Curve:
     Attributes:
         amounts: rising, above zero.
         seconds: above zero and not falling, one for each amount.
-        source: where they were measured or published; empty for measurements of one's own.
+        source: of published figures; empty for measurements by `autoshard.calibrate`.
     """
 
     amounts: tuple[float, ...]
@@ -23,7 +23,7 @@ class Curve:
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for what is no measurement; the message says where."""
+        """Raise `ValueError` for values that no measurement gives; the message says where."""
         if len(self.amounts) != len(self.seconds) or not self.amounts:
             raise ValueError(
                 f"{len(self.amounts)} amounts have {len(self.seconds)} seconds: each needs one, one at least"
@@ -40,19 +40,19 @@ class Curve:
                 )
 
     def at(self, amount: float) -> float:
-        """Seconds of any amount.
+        """Return the seconds of any amount.
 
         Returns:
             amount / rate, the rate interpolated linearly between the rates at the measured amounts on either side.
-            Below all measured amounts the seconds of the smallest, which are all latency; above them the rate of the
-            largest. Continuous, and never falling.
+            Below all measured amounts the seconds of the smallest; above them the rate of the largest. Continuous, and
+            never falling.
 
         Source: TensorOpt 3.2, "Improving cost estimation accuracy": bandwidth is measured at powers of two of bytes,
         and interpolated between the two on either side.
         """
         after = bisect_right(self.amounts, amount)
         if after == 0:
-            return self.seconds[0]
+            return self.seconds[0]  # nearly all latency
         low, low_seconds = self.amounts[after - 1], self.seconds[after - 1]
         if after == len(self.amounts):
             return low_seconds * amount / low
@@ -67,13 +67,13 @@ class Curve:
 
     @staticmethod
     def of_rates(amounts: Iterable[float], rates: Iterable[float], source: str = "") -> Curve:
-        """A curve through published rates, in amounts per second: what benchmarks print."""
-        known = tuple(amounts)
-        return Curve(known, tuple(amount / rate for amount, rate in zip(known, rates, strict=True)), source)
+        """Return the curve through published rates, in amounts per second, which benchmarks print."""
+        amounts = tuple(amounts)
+        return Curve(amounts, tuple(amount / rate for amount, rate in zip(amounts, rates, strict=True)), source)
 
     @staticmethod
     def slowest(curves: Sequence[Curve]) -> Curve:
-        """The most seconds that any of some curves says, at every amount that one of them knows."""
+        """Return the most seconds of any curve, at every amount that one of them has."""
         if len(curves) == 1:
             return curves[0]
         amounts = tuple(sorted({amount for curve in curves for amount in curve.amounts}))
@@ -83,26 +83,18 @@ class Curve:
 
     @staticmethod
     def through(amounts: Iterable[float], seconds: Iterable[float]) -> Curve:
-        """A curve through measurements, which noise may make fall where they should rise.
+        """Return the curve that never falls and is nearest to measurements, which noise may make fall.
 
-        Neighbours that fall are given their mean, until nothing falls: the curve that never falls and is nearest, in
-        squares of the relative error as logarithms tell it.
+        Neighbours that fall are given their mean, until nothing falls (the pool-adjacent-violators algorithm). The
+        distance is the sum of squared differences of logarithms, that is of relative errors.
         """
-        amounts, measured = tuple(amounts), tuple(seconds)
-        levels: list[tuple[float, int]] = []  # geometric mean, and of how many
-        for value in measured:
-            level, count = value, 1
+        levels: list[tuple[float, int]] = []  # geometric mean of a run of measurements, and their number
+        for level in seconds:
+            count = 1
             while levels and levels[-1][0] > level:
                 before, many = levels.pop()
                 level = (level**count * before**many) ** (1 / (count + many))
                 count += many
             levels.append((level, count))
-        return Curve(amounts, tuple(_rising(level for level, count in levels for _ in range(count))))
-
-
-def _rising(values: Iterable[float]) -> Sequence[float]:
-    """The values without falls that rounding alone makes."""
-    rising: list[float] = []
-    for value in values:
-        rising.append(max(value, rising[-1]) if rising else value)
-    return rising
+        means = (level for level, count in levels for _ in range(count))
+        return Curve(tuple(amounts), tuple(itertools.accumulate(means, max)))  # rounding may make neighbours fall

@@ -1,4 +1,4 @@
-"""One device, and the link that joins it to others: figures, and the slowest of several."""
+"""One device, and the link that joins it to others: their figures, and the worst figures of several."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from autoshard.cluster.curve import Curve
 from autoshard.cluster.operator_curves import slowest_curves
 
-# Which peak rate a type without one of its own runs at.
-_RUNS_AS = {
+_RUNS_AS = {  # dtype without a peak rate -> the dtype at whose rate it runs
     "float16": "bfloat16",
     "float8_e4m3fn": "bfloat16",
     "float8_e5m2": "bfloat16",
@@ -22,7 +21,7 @@ _RUNS_AS = {
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Seconds for which the host is busy with one call of a program before it can go on to the next.
+    """Seconds that the host spends on one call of a program before it goes on to the next.
 
     Attributes:
         kernel: of a call that launches a kernel.
@@ -36,9 +35,9 @@ class Dispatch:
 
     @staticmethod
     def slowest(kinds: Sequence[Dispatch]) -> Dispatch:
-        """What every host keeps."""
+        """Return the most seconds of each kind of call."""
         return Dispatch(
-            max(one.kernel for one in kinds), max(one.view for one in kinds), max(one.collective for one in kinds)
+            max(kind.kernel for kind in kinds), max(kind.view for kind in kinds), max(kind.collective for kind in kinds)
         )
 
 
@@ -49,19 +48,19 @@ class Device:
     Attributes:
         name: for people, such as `"H100 SXM5 80GB"`.
         memory: bytes.
-        peak_flops: floating-point operations per second by the name of the dtype (`"float32"`, `"bfloat16"`, ...), as
-            the data sheet has them.
+        peak_flops: floating-point operations per second by the name of the dtype (`"float32"`, `"bfloat16"`, ...), of
+            the data sheet.
         memory_bandwidth: bytes per second, likewise.
         kernel_overhead: seconds that every operator costs, however small it is, where there are no curves.
-        operators: what the device reaches: seconds of operators by the work that they do. Without them, operators
-            are priced by the peak rates.
-        dispatch: what calls cost the host of an eager program; a device waits for its host where that is slower.
-        compiled_dispatch: likewise of a compiled one.
+        operators: seconds that operators take on the device, by their work. Without these curves, operators are priced
+            by the peak rates.
+        dispatch: seconds of calls on the host of an eager program; a device waits for its host where that is slower.
+        compiled_dispatch: likewise of a compiled program.
         multiprocessors: of an accelerator; 0 where they were not counted.
-        capability: major and minor version of what an accelerator computes, such as 9.0; 0 where it is not known.
-        compiled: whether programs are compiled: `dispatch` is then theirs, and operators that a compiler fuses are one
+        capability: CUDA compute capability of an accelerator, such as 9.0; 0 where it is not known.
+        compiled: True if programs are compiled: `dispatch` is then theirs, and operators that a compiler fuses are one
             kernel.
-        sources: name of a figure -> where it comes from.
+        sources: name of a figure -> its source.
     """
 
     name: str
@@ -78,27 +77,27 @@ class Device:
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Operations per second in `dtype`; that of the type it is computed as where it has no rate of its own."""
+        """Return the operations per second in `dtype`: a dtype without a rate has that of the dtype it runs as."""
         return self.rate(str(dtype).removeprefix("torch."))
 
     def rate(self, name: str) -> float:
-        """As `peak`, of a dtype by its name."""
+        """Return `peak` of a dtype by its name."""
         if name not in self.peak_flops:
             name = _RUNS_AS.get(name, "float32")
         return self.peak_flops[name]
 
     @property
     def with_compiler(self) -> Device:
-        """The device as compiled programs find it."""
+        """The same device, priced for compiled programs."""
         return self if self.compiled else replace(self, compiled=True, dispatch=self.compiled_dispatch)
 
     @staticmethod
     def slowest(devices: Sequence[Device]) -> Device:
-        """What each of these devices keeps: the worst of every figure, which no device has to have all of.
+        """Return a device with the worst of every figure, so that each of these devices keeps its times.
 
         Where one of them has no curves, all are priced by their peak rates.
         """
-        kinds = list(dict.fromkeys(devices))
+        kinds = list(dict.fromkeys(devices))  # of thousands of devices, most are equal
         if len(kinds) == 1:
             return kinds[0]
         dtypes = dict.fromkeys(dtype for device in kinds for dtype in device.peak_flops)
@@ -121,24 +120,28 @@ class BusCurve:
 
     Attributes:
         size: devices of a group, those of other hosts included.
-        curve: seconds by the bytes that one device sends over the link in all: of S bytes that are reduced round a ring
-            of n devices, 2 S (n - 1) / n. Bytes by seconds are the "bus bandwidth" that benchmarks of NCCL print.
+        curve: seconds by the bytes that one device sends over the link in total: of S bytes all-reduced round a ring of
+            n devices, 2 S (n - 1) / n. Bytes by seconds are the "bus bandwidth" that benchmarks of NCCL print.
     """
 
     size: int
     curve: Curve
 
+    @staticmethod
+    def slowest(buses: Sequence[BusCurve]) -> BusCurve:
+        """Return the most seconds of any, in groups of the largest size."""
+        return BusCurve(max(bus.size for bus in buses), Curve.slowest([bus.curve for bus in buses]))
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins one device to the others.
+    """The link that joins one device to the others.
 
     Attributes:
         bandwidth: bytes per second and direction of one device, as far as collectives reach it.
         latency: seconds per message.
-        collectives: kind of a collective -> what was measured of it; a kind that is not here costs latency and
-            bandwidth.
-        sources: name of a figure -> where it comes from.
+        collectives: kind of a collective -> its measured curve; other kinds are priced by latency and bandwidth.
+        sources: name of a figure -> its source.
     """
 
     bandwidth: float
@@ -148,7 +151,7 @@ class Link:
 
     @staticmethod
     def slowest(links: Sequence[Link]) -> Link:
-        """What a collective over all of these links runs at."""
+        """Return the link at which a collective over all of these links runs."""
         kinds = list(dict.fromkeys(links))
         if len(kinds) == 1:
             return kinds[0]
@@ -156,9 +159,5 @@ class Link:
         return Link(
             min(link.bandwidth for link in kinds),
             max(link.latency for link in kinds),
-            {kind: _slowest([link.collectives[kind] for link in kinds]) for kind in shared},
+            {kind: BusCurve.slowest([link.collectives[kind] for link in kinds]) for kind in shared},
         )
-
-
-def _slowest(curves: Sequence[BusCurve]) -> BusCurve:
-    return BusCurve(max(one.size for one in curves), Curve.slowest([one.curve for one in curves]))

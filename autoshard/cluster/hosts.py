@@ -1,7 +1,8 @@
-"""Which rank sits on which host, where hosts differ: stretches of ranks on hosts that are alike."""
+"""The places of ranks on hosts that differ: stretches of ranks on hosts that are alike."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,54 +29,44 @@ class Hosts:
     inside: Link
     between: Link
 
-    @property
-    def hosts(self) -> int:
-        """Their number."""
-        return -(-self.count // self.devices_per_host)
-
-    def is_like(self, other: Hosts) -> bool:
-        """Whether the devices and links are of the same kind."""
-        return (self.device, self.inside, self.between) == (other.device, other.inside, other.between)
-
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where one rank sits: the stretch of its host, by position, and the number of its host in the cluster."""
+    """The place of one rank: the position of its stretch, and the number of its host in the cluster."""
 
     stretch: int
     host: int
 
 
 def place_of(stretches: Sequence[Hosts], rank: int) -> RankPlace:
-    """Where a rank sits; `IndexError` if there are fewer."""
+    """Return the place of a rank; `IndexError` if there are fewer ranks."""
     hosts = 0
     for position, stretch in enumerate(stretches):
         if 0 <= rank < stretch.count:
             return RankPlace(position, hosts + rank // stretch.devices_per_host)
         rank -= stretch.count
-        hosts += stretch.hosts
+        hosts += -(-stretch.count // stretch.devices_per_host)
     raise IndexError(rank)
 
 
 def stretches_of(stretches: Sequence[Hosts], places: Iterable[RankPlace]) -> tuple[Hosts, ...]:
-    """Stretches in which these places come one after another.
+    """Return stretches in which the ranks at these places come one after another.
 
     Neighbours stay on one host; places of one host with others between them count as of different hosts.
     """
-    runs: list[Hosts] = []
-    before = None
-    for place in places:
-        if place == before:
-            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+    joined: list[Hosts] = []
+    for place, run in itertools.groupby(places):
+        count = len(list(run))
+        host = replace(stretches[place.stretch], count=count, devices_per_host=count)
+        last = joined[-1] if joined else None
+        # A stretch numbers its hosts by division, so that only its last host may be smaller than the others.
+        if (
+            last is not None
+            and last.count % last.devices_per_host == 0
+            and host.count <= last.devices_per_host
+            and (host.device, host.inside, host.between) == (last.device, last.inside, last.between)
+        ):
+            joined[-1] = replace(last, count=last.count + host.count)
         else:
-            runs.append(replace(stretches[place.stretch], count=1))
-        before = place
-    made: list[Hosts] = []
-    for run in runs:
-        last = made[-1] if made else None
-        whole = last is not None and last.count % last.devices_per_host == 0 and run.count <= last.devices_per_host
-        if last is not None and whole and last.is_like(run):
-            made[-1] = replace(last, count=last.count + run.count)
-        else:
-            made.append(replace(run, devices_per_host=run.count))
-    return tuple(made)
+            joined.append(host)
+    return tuple(joined)

@@ -1,19 +1,17 @@
-"""What was measured of a cluster: collectives by how they group the devices, operators by the work they do."""
+"""Measurements of a cluster: collectives by the groups of devices, operators by their work."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from autoshard.cluster.curve import Curve
-from autoshard.cluster.operator_curves import curve_data, curve_of, from_records, operator_seconds, to_records
+from autoshard.cluster.operator_curves import curve_data, curve_of, from_records, to_records
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """How a mesh axis splits all devices into groups: `size` devices each, whose ranks lie `stride` apart."""
+    """The groups into which a mesh axis splits all devices: `size` devices each, whose ranks lie `stride` apart."""
 
     size: int
     stride: int
@@ -24,7 +22,7 @@ class Measurements:
     """Measurements of collectives and operators on all devices at once.
 
     Attributes:
-        devices: how many took part.
+        devices: number of devices that took part.
         collectives: by kind and grouping, seconds by the bytes that one rank holds before; all groups at once.
         operators: seconds on one device while all others do the same (`operator_curves.OperatorCurves`).
     """
@@ -33,12 +31,8 @@ class Measurements:
     collectives: dict[tuple[str, Grouping], Curve] = field(hash=False)
     operators: dict[tuple[str, str, str], Curve] = field(hash=False)
 
-    def operator_seconds(self, operator: str, flops: float, bytes: float, dtype: torch.dtype) -> float | None:
-        """Seconds of one operator (`operator_curves.operator_seconds`); None where nothing like it was measured."""
-        return operator_seconds(self.operators, operator, flops, bytes, dtype)
-
     def to_data(self) -> dict[str, Any]:
-        """The measurements as JSON data."""
+        """Return the measurements as JSON data."""
         return {
             "devices": self.devices,
             "collectives": [
@@ -50,11 +44,11 @@ class Measurements:
 
     @staticmethod
     def from_data(data: dict[str, Any]) -> Measurements:
-        """The measurements in JSON data that follows the schema.
+        """Return the measurements in JSON data that follows the schema.
 
         Raises:
-            ValueError: amounts do not rise, seconds fall, or devices are grouped as so many cannot be; the message says
-                where.
+            ValueError: amounts do not rise, seconds fall, or the devices cannot be split into the groups; the message
+                says where.
         """
         collectives = {}
         for index, record in enumerate(data["collectives"]):

@@ -1,4 +1,4 @@
-"""The cluster of the GPU that is there: its preset, or the nearest one scaled to what the device says of itself."""
+"""The cluster of the GPU at hand: its preset, or the nearest preset scaled to the properties of the device."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _NAMES = (
     (r"\bL40S\b", "l40s"),
     (r"MI300X", "mi300x"),
 )
-"""What drivers call the devices of the presets."""
+"""Pattern of the names that drivers report -> preset. The first match counts: narrower patterns come first."""
 
 
 class Properties(Protocol):
-    """What `torch.cuda.get_device_properties` tells of a device; older versions know no clock and width of memory."""
+    """The result of `torch.cuda.get_device_properties`; older versions lack clock and width of the memory."""
 
     name: str
     total_memory: int
@@ -41,7 +41,7 @@ class Properties(Protocol):
 
 
 def default_cluster(device_type: str | None) -> Cluster:
-    """The cluster of a mesh whose user names none.
+    """Return the cluster of a mesh whose user names no cluster.
 
     Args:
         device_type: of the mesh; None where a plan is made for devices that are not there.
@@ -54,10 +54,10 @@ def default_cluster(device_type: str | None) -> Cluster:
 
 
 def cluster_of(properties: Properties) -> Cluster:
-    """The preset of a GPU; of one that has none, the nearest preset with the GPU's memory and rates, which is logged.
+    """Return the preset of a GPU; without one, the nearest preset with the GPU's memory and rates, and log a warning.
 
-    Rates of operations go by the number of multiprocessors, those of bytes by clock and width of the memory, where the
-    device tells them. Links are the preset's.
+    Rates of operations are scaled by the number of multiprocessors, those of bytes by clock and width of the memory,
+    where the device reports them. Links are the preset's.
     """
     named = next((preset for pattern, preset in _NAMES if re.search(pattern, properties.name)), None)
     if named is not None:
@@ -67,9 +67,9 @@ def cluster_of(properties: Properties) -> Cluster:
     known = [preset for preset in presets if preset.device.multiprocessors]
     nearest = min(known, key=lambda preset: _distance(preset, properties, bandwidth))
     scaled = _scale_preset(nearest, properties, bandwidth)
-    told = "" if bandwidth is None else f", {bandwidth / 1e9:.0f} GB/s"
+    speed = "" if bandwidth is None else f", {bandwidth / 1e9:.0f} GB/s"
     _LOGGER.warning(
-        f"no preset knows {properties.name} ({properties.total_memory / 2**30:.0f} GiB{told}, "
+        f"no preset knows {properties.name} ({properties.total_memory / 2**30:.0f} GiB{speed}, "
         f"{properties.multi_processor_count} multiprocessors): prices are those of {nearest.name}, scaled. Measure "
         "yours by autoshard.calibrate, or name a preset by cluster=."
     )
@@ -77,18 +77,20 @@ def cluster_of(properties: Properties) -> Cluster:
 
 
 def _bandwidth(properties: Properties) -> float | None:
-    """Bytes per second of the device's memory, which moves data twice a clock; None where that is not told."""
+    """Bytes per second of the device's memory; None where the device does not report its clock and width."""
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    # Kilohertz and bits; the memory moves data twice a clock.
     return 2.0 * clock * 1e3 * width / 8 if clock and width else None
 
 
 def _distance(preset: Cluster, properties: Properties, bandwidth: float | None) -> float:
-    """How far a preset is from a device: by what both compute, then by the logarithms by which figures differ."""
+    """Distance of a preset from a device: by compute capability, then by the logarithms of the ratios of figures."""
     device = preset.device
     major, minor = getattr(properties, "major", 0), getattr(properties, "minor", 0)
     distance = abs(math.log(properties.multi_processor_count / device.multiprocessors))
-    distance += abs(math.log(properties.total_memory / device.memory)) / 2  # room tells less than rates do
+    distance += abs(math.log(properties.total_memory / device.memory)) / 2  # memory says less than rates
     if major:
+        # Another generation outweighs any difference in size, and the minor version a difference of a factor of e.
         distance += 10.0 * (int(device.capability) != major) + (device.capability != major + minor / 10)
     return distance + (abs(math.log(bandwidth / device.memory_bandwidth)) if bandwidth else 0.0)
 

@@ -1,4 +1,4 @@
-"""Seconds of operators by curves over the work that they do: those of a device's preset, or measured ones."""
+"""Seconds of operators by curves over their work: curves of a device's preset, or measured ones."""
 
 from __future__ import annotations
 
@@ -8,38 +8,90 @@ from typing import Any
 import torch
 
 from autoshard.cluster.curve import Curve
-from autoshard.cluster.operators import family
 
 FLOPS, BYTES, INTENSITY = "flops", "bytes", "flops_per_byte"
 
 OperatorCurves = Mapping[tuple[str, str, str], Curve]
-"""Family of operators, name of the dtype, what the amounts are -> seconds.
+"""Family of operators, name of the dtype, unit of the amounts -> seconds.
 
 Amounts are `FLOPS`, for operators that compute more than they move; `BYTES` read and written, for all others;
 `INTENSITY`, operations per byte, where the seconds are those of one byte.
 """
 
+# Operators that take their time alike: the measurements of one operator stand for its family.
+_FAMILIES = {
+    "mm": ("addmm", "linear", "matmul", "mv", "addmv", "dot", "vdot", "_addmm_activation", "_scaled_mm", "_grouped_mm"),
+    "bmm": ("baddbmm", "addbmm"),
+    "convolution": ("conv2d",),
+    "convolution_backward": (),
+    "attention": (
+        "scaled_dot_product_attention",
+        "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ),
+    "attention_backward": (
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention_backward",
+    ),
+    "batch_norm": (
+        "_native_batch_norm_legit_functional",
+        "_native_batch_norm_legit",
+        "native_batch_norm",
+        "cudnn_batch_norm",
+    ),
+    "batch_norm_backward": ("native_batch_norm_backward", "cudnn_batch_norm_backward"),
+    "layer_norm": ("native_layer_norm", "native_group_norm", "rms_norm"),
+    "layer_norm_backward": ("native_layer_norm_backward", "native_group_norm_backward", "rms_norm_backward"),
+    "softmax": ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp"),
+    "softmax_backward": ("_softmax_backward_data", "_log_softmax_backward_data"),
+    "max_pool": ("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"),
+    "max_pool_backward": ("max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward"),
+    "gelu": ("gelu", "erf"),
+    "gelu_backward": ("gelu_backward",),
+    "silu": ("silu", "sigmoid", "silu_backward", "mish", "hardswish"),
+    "exp": ("exp", "log", "log1p", "expm1", "sin", "cos", "softplus"),
+    "tanh": ("tanh",),
+    "sum": ("sum", "mean", "amax", "amin", "var", "norm", "linalg_vector_norm"),
+    "copy": ("clone", "contiguous", "_to_copy"),
+    "view": ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "_unsafe_view"),
+    "cat": ("cat", "stack", "constant_pad_nd", "slice_backward", "select_backward", "slice_scatter", "select_scatter"),
+    "index": ("embedding", "index", "_unsafe_index", "index_select", "gather"),
+    "index_put": ("embedding_dense_backward", "index_put", "_unsafe_index_put", "index_add", "scatter", "scatter_add"),
+}
+
+_FAMILY_OF = {name: leader for leader, names in _FAMILIES.items() for name in (leader, *names)}
 _SIMILAR_DTYPES = {"float16": "bfloat16", "complex64": "float32", "complex128": "float64"}
+
+
+def family(operator: str, default: str) -> str:
+    """Return the family of an operator, by its name without namespace and overload; `default` where it has none."""
+    return _FAMILY_OF.get(operator, default)
 
 
 def operator_seconds(
     curves: OperatorCurves, operator: str, flops: float, bytes: float, dtype: torch.dtype
 ) -> float | None:
-    """Seconds of one operator; None where neither it nor any like it has a curve.
+    """Return the seconds of one operator; None where neither it nor any like it has a curve.
 
     Args:
         curves: of the device.
         operator: its name without namespace and overload, such as `"mm"`.
         flops: floating-point operations, 0 for an operator whose time is that of its bytes.
         bytes: read and written.
-        dtype: of the operands; one that has no curves runs as the nearest that has.
+        dtype: of the operands; a dtype that has no curves runs as the nearest that has.
 
     Returns:
         Without flops, the seconds of its bytes. With flops the largest of: the seconds of its operations, those of
-        moving its bytes, and those of operators with as few operations for every byte, as a product of narrow matrices
-        or attention over a short sequence has.
+        moving its bytes, and those of operators with as few operations per byte, such as a product of narrow matrices
+        or attention over a short sequence.
     """
     name = str(dtype).removeprefix("torch.")
+    # Every dtype that has curves has that of "add", by which all operators without a curve are priced.
     name = name if ("add", name, BYTES) in curves else _SIMILAR_DTYPES.get(name, "float32")
     moved = _curve(curves, "add", name, BYTES)
     if not flops:
@@ -59,36 +111,31 @@ def _curve(curves: OperatorCurves, operator: str, dtype: str, amounts: str) -> C
 
 
 def slowest_curves(kinds: Sequence[OperatorCurves]) -> dict[tuple[str, str, str], Curve]:
-    """What devices of several kinds keep: the slowest of the curves that all of them have."""
+    """Return the slowest of the curves that devices of all kinds have."""
     shared = [key for key in kinds[0] if all(key in curves for curves in kinds)]
     return {key: Curve.slowest([curves[key] for curves in kinds]) for key in shared}
 
 
-def curves_at_speed(curves: OperatorCurves, pace: float) -> dict[tuple[str, str, str], Curve]:
-    """The curves of a device that is so many times as fast: it takes as long with so many times the work.
-
-    What an operator takes however small it is stays.
-    """
-    return scaled_curves(curves, pace, pace)
-
-
 def scaled_curves(curves: OperatorCurves, compute: float, memory: float) -> dict[tuple[str, str, str], Curve]:
-    """The curves of a device with so many times the operations and the bytes per second.
+    """Return the curves of a device with so many times the operations and the bytes per second.
 
-    Operators with few operations for every byte go by the slower of both.
+    Amounts are scaled, not seconds: the latency of an operator, the seconds of the smallest amount, stays.
     """
-    paces = {FLOPS: compute, BYTES: memory, INTENSITY: min(compute, memory)}
-    return {key: _scale_curve(curve, paces[key[2]], key[2]) for key, curve in curves.items()}
-
-
-def _scale_curve(curve: Curve, pace: float, unit: str) -> Curve:
-    if unit == INTENSITY:  # the seconds of one byte
-        return Curve(curve.amounts, tuple(seconds / pace for seconds in curve.seconds), curve.source)
-    return Curve(tuple(amount * pace for amount in curve.amounts), curve.seconds, curve.source)
+    scaled = {}
+    for (operator, dtype, unit), curve in curves.items():
+        if unit == INTENSITY:
+            # Its seconds are those of one byte, and have no latency. Few operations per byte go by the slower rate.
+            pace = min(compute, memory)
+            by_pace = Curve(curve.amounts, tuple(seconds / pace for seconds in curve.seconds), curve.source)
+        else:
+            pace = compute if unit == FLOPS else memory
+            by_pace = Curve(tuple(amount * pace for amount in curve.amounts), curve.seconds, curve.source)
+        scaled[operator, dtype, unit] = by_pace
+    return scaled
 
 
 def to_records(curves: OperatorCurves) -> list[dict[str, Any]]:
-    """The curves as JSON data."""
+    """Return the curves as JSON data."""
     return [
         {"operator": operator, "dtype": dtype, "amounts_are": unit, **curve_data(curve)}
         for (operator, dtype, unit), curve in curves.items()
@@ -96,7 +143,7 @@ def to_records(curves: OperatorCurves) -> list[dict[str, Any]]:
 
 
 def from_records(records: Sequence[Mapping[str, Any]], place: str) -> dict[tuple[str, str, str], Curve]:
-    """The curves in JSON data that follows the schema.
+    """Return the curves in JSON data that follows the schema.
 
     Raises:
         ValueError: amounts do not rise, or seconds fall; the message says where, below `place`.
@@ -108,16 +155,16 @@ def from_records(records: Sequence[Mapping[str, Any]], place: str) -> dict[tuple
 
 
 def curve_data(curve: Curve) -> dict[str, Any]:
-    """A curve as JSON data."""
+    """Return a curve as JSON data."""
     source = {"source": curve.source} if curve.source else {}
     return {"amounts": list(curve.amounts), "seconds": list(curve.seconds), **source}
 
 
 def curve_of(record: Mapping[str, Any], place: str) -> Curve:
-    """The curve in JSON data, given by seconds or by rates.
+    """Return the curve in JSON data, given by seconds or by rates.
 
     Raises:
-        ValueError: it is none; the message names `place`.
+        ValueError: the curve is not valid; the message names `place`.
     """
     try:
         source = record.get("source", "")

@@ -21,13 +21,7 @@ _NARROW = 512  # the other two sizes of a product whose third is small
 
 @dataclass(frozen=True, slots=True)
 class SampleCall:
-    """An operator with its arguments.
-
-    Attributes:
-        op: the operator.
-        args: its arguments.
-        named: its arguments by keyword.
-    """
+    """An operator with its positional arguments, and those by keyword (`named`)."""
 
     op: OpOverload
     args: tuple[Any, ...]
@@ -37,10 +31,10 @@ class SampleCall:
         return self.op(*self.args, **self.named)
 
     def amounts(self) -> tuple[float, float]:
-        """Operations, and bytes read and written; runs the call once."""
+        """Return operations, and bytes read and written; runs the call once."""
         operands, results = list(_tensors(self.args)), list(_tensors(self()))
-        work = flops(self.op, [one.shape for one in operands], [one.shape for one in results], self.args)
-        return work, sum(one.numel() * one.element_size() for one in (*operands, *results))
+        work = flops(self.op, [tensor.shape for tensor in operands], [tensor.shape for tensor in results], self.args)
+        return work, sum(tensor.nbytes for tensor in (*operands, *results))
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
@@ -56,10 +50,10 @@ class Sample:
     """Calls of one family.
 
     Attributes:
-        family: as in `operators`.
-        amounts_are: what the time is told by: `FLOPS`, `BYTES` or `INTENSITY`.
+        family: as in `operator_curves`.
+        amounts_are: unit of the curve: `FLOPS`, `BYTES` or `INTENSITY`.
         sizes: of the calls, rising; larger ones take longer.
-        make: the call of a size.
+        make: returns the call of a size.
     """
 
     family: str
@@ -69,10 +63,10 @@ class Sample:
 
 
 def samples(dtype: torch.dtype, device: torch.device) -> list[Sample]:
-    """What is measured in one dtype: matrix products, convolutions and attention by operations; all else by bytes."""
+    """Return the samples of one dtype: matrix products, convolutions and attention by operations; others by bytes."""
     maker = _Maker(dtype, device)
     powers = [2**power for power in range(2, 14)]
-    # Until the time is that of the memory behind all caches, of which accelerators need more to be busy.
+    # Up to tensors in memory behind all caches. Accelerators need larger ones than CPUs to be busy.
     elements = [4**power for power in range(5, 12 if device.type == "cpu" else 14)]
     products = [
         Sample("mm", FLOPS, powers, maker.square_product),
@@ -92,7 +86,7 @@ def samples(dtype: torch.dtype, device: torch.device) -> list[Sample]:
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Makes calls on tensors of one dtype and device; `size` is elements, or the sizes of a product."""
+    """Calls on tensors of one dtype and device; `size` is a number of elements, or the sizes of a product."""
 
     dtype: torch.dtype
     device: torch.device
@@ -118,7 +112,7 @@ class _Maker:
         return SampleCall(aten.bmm.default, (self.tensor(16, size, size), self.tensor(16, size, size)))
 
     def convolution(self, size: int, side: int | None = None, images: int = 4) -> SampleCall:
-        """As many channels as pixels in a row, which are `side` where they differ."""
+        """Images of `size` channels and `side` pixels a row, by default `size`."""
         side = side or size
         source, weight = self.tensor(images, size, side, side), self.tensor(size, size, 3, 3)
         return SampleCall(aten.convolution.default, (source, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
@@ -136,10 +130,10 @@ class _Maker:
         return SampleCall(aten.convolution_backward.default, (forward(), source, weight, *settings))
 
     def attention(self, size: int, batch: int = 4, width: int = 64) -> SampleCall:
+        on_cpu = self.device.type == "cpu"
+        op = aten._scaled_dot_product_flash_attention_for_cpu if on_cpu else aten._scaled_dot_product_flash_attention
         query, key, value = (self.tensor(batch, 4, size, width) for _ in range(3))
-        if self.device.type == "cpu":
-            return SampleCall(aten._scaled_dot_product_flash_attention_for_cpu.default, (query, key, value))
-        return SampleCall(aten._scaled_dot_product_flash_attention.default, (query, key, value))
+        return SampleCall(op.default, (query, key, value))
 
     def short_attention(self, size: int) -> SampleCall:
         return self.attention(size, batch=2048 // size, width=32)
@@ -150,30 +144,37 @@ class _Maker:
     def attention_backward(self, size: int, batch: int = 4, width: int = 64) -> SampleCall:
         forward = self.attention(size, batch, width)
         query, key, value = forward.args
-        made = forward()
+        results = forward()
+        # The result, of the same shape, takes the place of its gradient. The GPU's kernel also returns the largest
+        # lengths (in results[:6]) and the seed and offset of dropout, which its backward takes behind the flags.
         if self.device.type == "cpu":
             op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-            return SampleCall(op, (made[0], query, key, value, *made, 0.0, False))
+            return SampleCall(op, (results[0], query, key, value, *results, 0.0, False))
         op = aten._scaled_dot_product_flash_attention_backward.default
-        return SampleCall(op, (made[0], query, key, value, *made[:6], 0.0, False, *made[6:8]))
+        return SampleCall(op, (results[0], query, key, value, *results[:6], 0.0, False, *results[6:8]))
 
     # By bytes
 
     def by_bytes(self) -> dict[str, Callable[[int], SampleCall]]:
-        """Family -> maker of a call on about so many elements."""
-        one: Callable[[Any], Callable[[int], SampleCall]] = lambda op: lambda size: SampleCall(op, (self.rows(size),))  # noqa: E731
-        two: Callable[[Any], Callable[[int], SampleCall]] = lambda op: (  # noqa: E731
-            lambda size: SampleCall(op, (self.rows(size), self.rows(size)))
-        )
+        """Return family -> maker of a call on about so many elements."""
+
+        def unary(op: OpOverload) -> Callable[[int], SampleCall]:
+            return lambda size: SampleCall(op, (self.rows(size),))
+
+        def binary(op: OpOverload) -> Callable[[int], SampleCall]:
+            return lambda size: SampleCall(op, (self.rows(size), self.rows(size)))
+
         return {
-            "add": two(aten.add.Tensor),
-            "exp": one(aten.exp.default),
-            "tanh": one(aten.tanh.default),
-            "silu": one(aten.silu.default),
-            "gelu": one(aten.gelu.default),
-            "gelu_backward": two(aten.gelu_backward.default),
+            "add": binary(aten.add.Tensor),
+            "exp": unary(aten.exp.default),
+            "tanh": unary(aten.tanh.default),
+            "silu": unary(aten.silu.default),
+            "gelu": unary(aten.gelu.default),
+            "gelu_backward": binary(aten.gelu_backward.default),
             "softmax": lambda size: SampleCall(aten._softmax.default, (self.rows(size), -1, False)),
-            "softmax_backward": self.softmax_backward,
+            "softmax_backward": lambda size: SampleCall(
+                aten._softmax_backward_data.default, (self.rows(size), self.rows(size), -1, self.dtype)
+            ),
             "layer_norm": self.layer_norm,
             "layer_norm_backward": self.layer_norm_backward,
             "batch_norm": self.batch_norm,
@@ -189,12 +190,9 @@ class _Maker:
         }
 
     def images(self, size: int) -> torch.Tensor:
-        """About `size` elements as four images of 16 channels, 2 pixels wide at least."""
+        """Return about `size` elements as four images of 16 channels, with an even number of pixels a row."""
         side = max(2, round((size / 64) ** 0.5) // 2 * 2)
         return self.tensor(4, 16, side, side)
-
-    def softmax_backward(self, size: int) -> SampleCall:
-        return SampleCall(aten._softmax_backward_data.default, (self.rows(size), self.rows(size), -1, self.dtype))
 
     def layer_norm(self, size: int) -> SampleCall:
         parameters = (self.tensor(_COLUMNS), self.tensor(_COLUMNS))
@@ -219,8 +217,8 @@ class _Maker:
         forward = self.batch_norm(size)
         source, weight, _, mean, variance = forward.args[:5]
         result, saved_mean, saved_scale = forward()[:3]
-        known = (mean, variance, saved_mean, saved_scale, True, 1e-5, [True, True, True])
-        return SampleCall(aten.native_batch_norm_backward.default, (result, source, weight, *known))
+        settings = (mean, variance, saved_mean, saved_scale, True, 1e-5, [True, True, True])
+        return SampleCall(aten.native_batch_norm_backward.default, (result, source, weight, *settings))
 
     def max_pool_backward(self, size: int) -> SampleCall:
         source = self.images(size)
@@ -229,7 +227,7 @@ class _Maker:
         return SampleCall(aten.max_pool2d_with_indices_backward.default, (result, source, *settings, places))
 
     def copy(self, size: int) -> SampleCall:
-        """A copy that makes heads and positions change places, as attention asks for."""
+        """A copy that transposes heads and positions, as attention does."""
         heads = self.tensor(max(1, size // _COLUMNS), 4, _COLUMNS // 4).transpose(0, 1)
         return SampleCall(aten.clone.default, (heads,), {"memory_format": torch.contiguous_format})
 

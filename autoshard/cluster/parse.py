@@ -16,10 +16,10 @@ class Devices:
     """Some devices of one kind, as a text names them.
 
     Attributes:
-        count: how many, at least 1.
-        kind: of a preset, in small letters.
+        count: number of devices, at least 1.
+        kind: name of a preset, in lower case.
         memory: bytes of each; None for those of the preset.
-        text: what was written, without the count.
+        text: the part of the text, without the count.
     """
 
     count: int
@@ -29,19 +29,15 @@ class Devices:
 
 
 def is_devices(text: str) -> bool:
-    """Whether a text counts devices, rather than being the name of a preset."""
+    """Return True if a text counts devices, False if it may be the name of a preset."""
     return "+" in text or text.strip()[:1].isdigit()
 
 
 def parse_devices(text: str) -> tuple[Devices, ...]:
-    """The devices that a text names, in its order.
-
-    Args:
-        text: parts joined by `+`: a count, `x`, a preset's name, and, behind a hyphen, the memory of a device where it
-            is not the preset's.
+    """Return the devices that a text names, in its order (`Cluster.parse`).
 
     Raises:
-        MeshError: a part is none of that; the message quotes it.
+        MeshError: a part does not parse; the message quotes it.
     """
     return tuple(_parse_part(part.strip(), text) for part in text.split("+"))
 

@@ -1,33 +1,53 @@
-"""Seconds of work that all processes do at once, so that what they share is shared."""
+"""Seconds of work that all processes do at once, so that they contend for shared hardware as in a step."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_WINDOW = 5e-2
-"""Seconds that one timing lasts at least: many turns of processes that share a processor, as a step has them."""
+_WINDOW = 5e-2  # seconds that a timing lasts at least: many time slices where processes share a processor
+_OUTLIER_FACTOR = 3.0  # a timing counts as this many medians at most: where one lasted longer, something else ran
+_TRIES = 3  # calls of which the shortest estimates the seconds of one
+_COPIES = 8  # of the data of a piece of work
+_COPY_BYTES = 2**26  # bytes that the copies take together
 
-_OUTLIER_FACTOR = 3.0
-"""Medians that a timing counts as at most: where one lasted longer, something else ran."""
 
-_TRIES = 3  # calls of which the shortest says how long one takes, roughly
+class Rotation:
+    """Work on several copies of its data in turn, so that memory is as cold as in a step: few operands are cached.
+
+    The last results are kept, so that the allocator hands out new memory.
+
+    Args:
+        make: returns the work on a new copy of its data.
+        bytes: read and written by a copy.
+    """
+
+    def __init__(self, make: Callable[[], Callable[[], Any]], bytes: float) -> None:
+        copies = max(1, min(_COPIES, int(_COPY_BYTES // bytes)))
+        self._works = itertools.cycle([make() for _ in range(copies)])
+        self._kept: deque[Any] = deque(maxlen=copies)
+
+    def __call__(self) -> None:
+        self._kept.append(next(self._works)())
 
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Times work on this process and tells what all processes measured.
+    """Timings that all processes make together and agree on.
 
     Attributes:
         device: that the work runs on.
-        repeats: timings of which the mean counts.
-        patience: seconds of one call from which on larger ones are not tried.
-        clock: seconds since some moment; those of the wall by default.
+        repeats: number of timings, whose mean counts.
+        patience: seconds of one call above which larger calls are not tried.
+        clock: returns seconds since some moment; wall time by default.
     """
 
     device: torch.device
@@ -36,38 +56,39 @@ class Stopwatch:
     clock: Callable[[], float] = time.perf_counter
 
     def mean_of_ranks(self, values: Sequence[float]) -> list[float]:
-        """The mean over all processes, of each value; equal on all of them."""
+        """Return the mean over all processes of each value; equal on all of them."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
         return [value / dist.get_world_size() for value in tensor.tolist()]
 
     def rough_seconds(self, work: Callable[[], object]) -> float:
-        """Seconds of one call, roughly: the shortest of a few; the same number on all processes."""
+        """Return an estimate of the seconds of one call, the shortest of a few; the same number on all processes."""
         dist.barrier()
         return self.mean_of_ranks([min(self._time_calls(work, 1) for _ in range(_TRIES))])[0]
 
     def mean_seconds(self, works: Sequence[Callable[[], object]], calls: Sequence[float]) -> list[float]:
-        """Seconds of one call of each piece of work; the same numbers on all processes.
+        """Return the seconds of one call of each piece of work; the same numbers on all processes.
 
-        All are timed in turn, again and again: a disturbance of the machine falls on a few timings of each, and not on
-        all timings of one. A timing begins when all processes are there, and ends when the last is done, as what is
-        between two collectives of a step does: of processes that share a processor, the first to be done wait. What
-        such processes take depends on whose turn it is; of that the mean counts, since it is means that add up to the
-        time of a step.
+        A timing begins when all processes are there, and ends when the last is done, like the stretch between two
+        collectives of a step.
 
         Args:
-            works: what every process runs at the same time.
-            calls: seconds of a call, roughly; the same on all processes, which then make equally many.
+            works: run by every process at the same time.
+            calls: estimated seconds of a call; the same on all processes, which then make equally many calls.
         """
         counts = [max(1, round(_WINDOW / seconds)) for seconds in calls]
         timings = torch.zeros(len(works), self.repeats, dtype=torch.float64)
+        # All work is timed in turn: a disturbance of the machine falls on a few timings of each piece, and not on all
+        # timings of one.
         for turn in range(self.repeats):
             for place, (work, count) in enumerate(zip(works, counts, strict=True)):
                 dist.barrier()
                 timings[place, turn] = self._time_calls(work, count) / count
         timings = timings.to(self.device)
         dist.all_reduce(timings, dist.ReduceOp.MAX)
-        return [robust_mean(own) for own in timings.tolist()]
+        # The mean, not the median: times of processes that share a processor vary with the order of their time slices,
+        # and it is means that add up to the time of a step.
+        return [robust_mean(row) for row in timings.tolist()]
 
     def _time_calls(self, work: Callable[[], object], calls: int) -> float:
         self._synchronize()
@@ -83,6 +104,6 @@ class Stopwatch:
 
 
 def robust_mean(timings: Sequence[float]) -> float:
-    """The mean of timings, of which none counts as more than three medians."""
+    """Return the mean of timings, each of which counts as three medians at most."""
     most = _OUTLIER_FACTOR * statistics.median(timings)
-    return statistics.mean(min(one, most) for one in timings)
+    return statistics.mean(min(timing, most) for timing in timings)

@@ -11,17 +11,16 @@ import torch
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
-from autoshard.cluster.operator_curves import curves_at_speed
+from autoshard.cluster.operator_curves import scaled_curves
 from autoshard.errors import BudgetError
 from autoshard.units import format_bytes
 
-_ROUNDING = 1e-9
-"""Relative difference below which two times are equal: they are quotients of the same numbers."""
+_ROUNDING = 1e-9  # relative difference below which two times are equal: they are quotients of the same numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What takes a share: one device, or a group of them that works as one.
+    """A device that takes a share, or a group of devices that works as one.
 
     Attributes:
         speed: in any unit, the same for all, such as floating-point operations per second.
@@ -38,7 +37,7 @@ class Worker:
 
 
 def workers_of(cluster: Cluster, ranks: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[Worker, ...]:
-    """The devices of some ranks, with their memory and their rate of operations in `dtype`.
+    """Return the devices of some ranks as workers, with their memory and their rate of operations in `dtype`.
 
     Raises:
         MeshError: the cluster has no such rank.
@@ -52,21 +51,22 @@ def workers_of(cluster: Cluster, ranks: Sequence[int], dtype: torch.dtype = torc
 def shares(total: int, workers: Sequence[Worker], memory_of: Callable[[int], float]) -> tuple[int, ...]:
     """Share `total` elements among workers in proportion to their speed, as far as their memory allows.
 
-    What does not fit one worker goes, element by element, to those with room that are done first; so a worker that is
-    short of memory makes no single other one late, as it may where a whole overload is shifted at once.
+    Elements that do not fit one worker go, one by one, to the workers with room that are done first. (The paper's
+    algorithm shifts a whole overload at once, which may make one other worker late.)
 
     Args:
         total: elements, such as the samples of a batch.
-        workers: who takes a share, in the order of the answer.
+        workers: one for every share.
         memory_of: bytes that a worker holds with a share of so many elements; more elements never need less.
 
     Returns:
-        Whole numbers with the sum `total`, none of which needs more than the worker's memory. Of these, the ones with
-        which the slowest worker is done first; of these, the ones with the smallest sum of differences from the
-        proportions of the speeds. A worker that would be the slowest with a single element may get none.
+        The share of every worker: whole numbers with the sum `total`, none of which needs more than the worker's
+        memory. Of these, the ones with which the slowest worker is done first; of these, the ones with the smallest sum
+        of differences from the proportions of the speeds. A worker that would be the slowest with a single element may
+        get zero.
 
     Raises:
-        ValueError: `total` is negative, or there is no worker.
+        ValueError: `total` is negative, or `workers` is empty.
         BudgetError: the workers have no room for so many elements.
 
     Source: Whale 3.3.1, Formula 1 and Algorithm 1, of whose answers these have the shortest step.
@@ -77,6 +77,7 @@ def shares(total: int, workers: Sequence[Worker], memory_of: Callable[[int], flo
     if min(room) < 0 or sum(room) < total:
         raise _too_large_error(total, workers, room, memory_of)
     speeds = [worker.speed for worker in workers]
+    # First the shortest time, then, with as many elements per worker as that time allows, the proportions.
     fastest = _allocate_greedily(total, room, lambda place, count: count / speeds[place])
     latest = max(count / speed for count, speed in zip(fastest, speeds, strict=True)) * (1 + _ROUNDING)
     room = [min(most, math.floor(latest * speed)) for most, speed in zip(room, speeds, strict=True)]
@@ -88,59 +89,42 @@ def shares(total: int, workers: Sequence[Worker], memory_of: Callable[[int], flo
 
 
 def apportion(total: int, proportions: Sequence[int]) -> tuple[int, ...]:
-    """`total` elements in whole numbers, in these proportions."""
+    """Return whole numbers with the sum `total`, in these proportions."""
     return shares(total, [Worker(share) for share in proportions], lambda _: 0)
 
 
 def scaled_device(device: Device, pace: float) -> Device:
-    """The device with rates so many times as high: one whose share is half of an equal one is done in half the time."""
+    """Return the device with `pace` times its rates: with half an equal share, a device works at twice the pace."""
     return replace(
         device,
         peak_flops={name: rate * pace for name, rate in device.peak_flops.items()},
         memory_bandwidth=device.memory_bandwidth * pace,
-        operators=curves_at_speed(device.operators, pace),
+        operators=scaled_curves(device.operators, pace, pace),
     )
 
 
 def equal_share_device(devices: Sequence[Device], shares: Sequence[int]) -> Device:
-    """A device that takes as long with an equal share as the slowest of these does with its own.
+    """Return a device that takes as long with an equal share as the slowest of these with its own share.
 
     Args:
         devices: of every worker.
         shares: elements of every worker, at least one.
 
     Returns:
-        The worst of every figure, in times of what an equal share is of the worker's: an operator takes as long as on
-        the worker that is last with it. What does not grow with a share is chosen as if it did; seconds of a plan are
-        those of every worker by itself. Its memory is the smallest.
+        The worst of every figure, scaled by the ratio of an equal share to the worker's: an operator takes as long as
+        on the worker that is last with it. Work that does not grow with a share is scaled as well, which affects the
+        choice of strategies only: the seconds of a plan are predicted for every worker by itself. The memory is the
+        smallest.
     """
     equal = sum(shares) / len(shares)
     return Device.slowest([scaled_device(device, equal / share) for device, share in zip(devices, shares, strict=True)])
 
 
-def slowest_seconds(shares: Sequence[int], workers: Sequence[Worker], seconds_of: Callable[[int], float]) -> float:
-    """Seconds of a step in which all workers wait for the slowest, as data parallelism does with its gradients.
-
-    Args:
-        shares: elements of every worker.
-        workers: who takes them.
-        seconds_of: seconds of a step with so many elements on a worker of speed 1.
-
-    Source: Whale 3.3.1: the barrier at the end of a step.
-    """
-    return max(
-        (seconds_of(share) / worker.speed for share, worker in zip(shares, workers, strict=True) if share), default=0.0
-    )
-
-
 def _allocate_greedily(total: int, room: Sequence[int], price: Callable[[int, int], float]) -> list[int]:
     """Give elements out one by one, each to the place where it costs least; the first of equals.
 
-    Args:
-        total: elements.
-        room: the most that each place takes.
-        price: of the last element of so many at a place; it never falls as they become more, so that the sum of the
-            prices is the smallest there is, and the largest one too.
+    `price(place, count)` is that of the last of `count` elements at a place. It never falls as they become more, so
+    that the greedy choice has the smallest sum of prices, and the smallest largest price, too.
     """
     counts = [0] * len(room)
     heap = [(price(place, 1), place) for place, most in enumerate(room) if most]
@@ -154,7 +138,7 @@ def _allocate_greedily(total: int, room: Sequence[int], price: Callable[[int, in
 
 
 def _most_elements(total: int, memory: float, memory_of: Callable[[int], float]) -> int:
-    """The most elements, up to `total`, that a memory holds; -1 where it holds not even none."""
+    """The most elements, up to `total`, that a memory holds; -1 where it is too small without a single element."""
     low, high = -1, total
     while low < high:
         middle = (low + high + 1) // 2
@@ -168,9 +152,9 @@ def _most_elements(total: int, memory: float, memory_of: Callable[[int], float])
 def _too_large_error(
     total: int, workers: Sequence[Worker], room: Sequence[int], memory_of: Callable[[int], float]
 ) -> BudgetError:
-    """What to say where `total` elements do not fit."""
-    rest = memory_of(0)
+    """The error where `total` elements do not fit."""
     if min(room) < 0:
+        rest = memory_of(0)
         place = room.index(-1)
         return BudgetError(
             f"worker {place} has {format_bytes(workers[place].memory)}, and {format_bytes(rest)} are needed without a "

@@ -14,7 +14,7 @@ from autoshard.patterns.graph_rules import Use, Value, uncast
 from autoshard.patterns.strategy import describe
 from autoshard.planner.planning_problem import HideableKind
 from autoshard.planner.strategy_tables import StrategyTables
-from autoshard.plans.sharding_plan import Collective, Decision
+from autoshard.plans.contents import Collective, Decision
 from autoshard.reshard.path import Path, Resharder
 from autoshard.specs.spec import Spec
 

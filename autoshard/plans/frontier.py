@@ -1,8 +1,7 @@
-"""`Frontier`: the plans of one model on one mesh that are worth their memory."""
+"""`Frontier`: the plans of one model on one mesh that no other plan beats in both memory and time."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from autoshard import finite_json
 from autoshard.errors import AutoshardError, BudgetError, PlanError
+from autoshard.plans.plan_text import WIDTH, plain
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.units import format_bytes, format_seconds, parse_bytes
 
@@ -37,7 +36,7 @@ class Frontier(Sequence[ShardingPlan]):
         plans: of one model on one mesh, in any order; those that another one beats are left out.
 
     Raises:
-        PlanError: there is none, or they are of different models or meshes.
+        PlanError: `plans` is empty, or they are of different models or meshes.
     """
 
     def __init__(self, plans: Sequence[ShardingPlan]) -> None:
@@ -46,6 +45,7 @@ class Frontier(Sequence[ShardingPlan]):
         if len({(plan.fingerprint, plan.mesh) for plan in plans}) > 1:
             raise PlanError("these plans are of different models or meshes: a frontier is of one model on one mesh.")
         kept: list[ShardingPlan] = []
+        # In the order of memory, a plan is beaten by one before it or by none.
         for plan in sorted(plans, key=lambda plan: (plan.memory.peak, plan.step_seconds)):
             if not kept or plan.step_seconds < kept[-1].step_seconds:
                 kept.append(plan)
@@ -73,24 +73,21 @@ class Frontier(Sequence[ShardingPlan]):
         )
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120, color_system=None)
-        with console.capture() as captured:
-            console.print(self.table())
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+        return plain([self.table()], WIDTH)
 
     # Selecting
 
     def at(self, *, memory: int | str | None = None, step_seconds: float | None = None) -> ShardingPlan:
-        """The plan for a budget.
+        """Return the best plan within a budget; exactly one of the two budgets is given.
 
         Args:
-            memory: bytes per device, or a text such as `"24GiB"`: the fastest plan within it.
-            step_seconds: seconds of a step: the plan of the smallest peak within it. One of the two is given.
+            memory: bytes per device, or a text such as `"24GiB"`: selects the fastest plan within it.
+            step_seconds: seconds of a step: selects the plan of the smallest peak within it.
 
         Raises:
-            BudgetError: no plan is within the budget; the message names the smallest that has one. Also for a text
-                that is no amount of memory.
-            PlanError: neither or both are given, or the seconds are no number above zero.
+            BudgetError: no plan is within the budget; the message names the smallest budget that has a plan. Also for a
+                text that is not an amount of memory.
+            PlanError: neither or both are given, or the seconds are not a number above zero.
         """
         if (memory is None) == (step_seconds is None):
             raise PlanError("frontier.at takes one budget: memory=, such as memory='24GiB', or step_seconds=.")
@@ -103,10 +100,10 @@ class Frontier(Sequence[ShardingPlan]):
         fitting = [plan for plan in self.plans if plan.memory.peak <= limit]
         if fitting:
             return fitting[-1]
-        least = self.plans[0]
-        memory = least.memory
+        smallest = self.plans[0]
+        memory = smallest.memory
         raise BudgetError(
-            f"no plan of this frontier fits in {format_bytes(limit)} per device on mesh {least.mesh}: the smallest "
+            f"no plan of this frontier fits in {format_bytes(limit)} per device on mesh {smallest.mesh}: the smallest "
             f"peak is {format_bytes(memory.peak)} (parameters {format_bytes(memory.parameters)}, gradients "
             f"{format_bytes(memory.gradients)}, optimizer {format_bytes(memory.optimizer)}, activations "
             f"{format_bytes(memory.activations)}). Allow {memory.peak} bytes, add devices, or make the batch smaller."
@@ -127,11 +124,11 @@ class Frontier(Sequence[ShardingPlan]):
 
     @property
     def turning_point(self) -> ShardingPlan:
-        """Where more memory stops paying: less slows the step a lot, more hastens it little.
+        """The plan beyond which more memory buys little time, and below which less memory costs a lot of it.
 
-        Memory and seconds are measured in shares of what lies between the two ends of the frontier. The turning point
-        is the plan that lies farthest below the straight line between the ends: up to it, a share of memory buys more
-        than an equal share of time, beyond it less. Where no plan lies below the line, it is the fastest one.
+        Memory and seconds are scaled so that each is 1 between the two ends of the frontier. The turning point is the
+        plan farthest below the straight line between the ends: up to it, a share of memory buys more than an equal
+        share of time, beyond it less. It is the fastest plan where no plan lies below the line.
 
         Source: TensorOpt 5.1 describes it, and reads it off the figure.
         """
@@ -149,37 +146,27 @@ class Frontier(Sequence[ShardingPlan]):
     # For the eye
 
     def table(self) -> Table:
-        """The plans as a rich table: peak, its parts, and the step, each beside the fastest plan's."""
+        """Return a rich table of the plans: peak, its parts, and the step beside the fastest plan's."""
         table = Table(title=f"{len(self)} plans on {self.plans[0].mesh}", box=box.SIMPLE_HEAD, title_justify="left")
-        for title in (
-            "",
-            "peak per device",
-            "parameters",
-            "gradients",
-            "optimizer",
-            "activations",
-            "step",
-            "slower by",
-        ):
+        parts = ("parameters", "gradients", "optimizer", "activations")
+        for title in ("", "peak per device", *parts, "step", "slower by"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("", no_wrap=True)
         turning, fastest = self.turning_point, self.plans[-1]
         unit, size = _unit(fastest.memory.peak)
         for number, plan in enumerate(self.plans):
-            memory = plan.memory
-            parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations)
+            peak = f"{plan.memory.peak / size:.3f} {unit}"
+            held = [format_bytes(getattr(plan.memory, part)) for part in parts]
             slower = f"{plan.step_seconds / fastest.step_seconds - 1.0:.1%}"
             note = "turning point" if plan is turning else ""
-            step = format_seconds(plan.step_seconds)
-            cells = [f"{memory.peak / size:.3f} {unit}", *map(format_bytes, parts)]
-            table.add_row(str(number), *cells, step, slower, note)
+            table.add_row(str(number), peak, *held, format_seconds(plan.step_seconds), slower, note)
         return table
 
     def plot(self, path: str | os.PathLike[str], *, scale: Literal["linear", "log"] = "linear") -> None:
         """Draw the frontier to a file: the step that each amount of memory allows, the turning point, usual devices.
 
         Args:
-            path: of the picture; its suffix says the format, such as `.png`, `.svg` or `.pdf`.
+            path: of the picture; its suffix sets the format, such as `.png`, `.svg` or `.pdf`.
             scale: of both axes.
 
         Raises:
@@ -204,7 +191,7 @@ class Frontier(Sequence[ShardingPlan]):
         unit, size = _unit(self.plans[-1].memory.peak)
         memory = [plan.memory.peak / size for plan in self.plans]
         step = [1e3 * plan.step_seconds for plan in self.plans]
-        # Between two plans, memory that the second does not fit in allows the first.
+        # Memory between the peaks of two plans allows the first one only, hence steps and not straight lines.
         axes.step([*memory, 1.03 * memory[-1]], [*step, step[-1]], where="post", color="tab:blue", linewidth=1)
         axes.plot(memory, step, "o", color="tab:blue", label="plans", markersize=4)
         turning = self.turning_point
@@ -229,10 +216,10 @@ class Frontier(Sequence[ShardingPlan]):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Frontier:
-        """The frontier that `save` wrote.
+        """Return the frontier that `save` wrote.
 
         Raises:
-            PlanError: the file cannot be read, is no frontier, or one of its plans was edited or cut short.
+            PlanError: the file cannot be read, is not a frontier, or one of its plans was edited or cut short.
         """
         what = f"frontier file {os.fspath(path)!r}"
         try:
@@ -243,13 +230,13 @@ class Frontier(Sequence[ShardingPlan]):
                 )
             texts = list(data["plans"])
         except AutoshardError:
-            raise
+            raise  # some of them are ValueErrors, too
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(f"{what} cannot be read: {error!r}. Was it cut short, or is it a plan's file?") from error
         return Frontier([ShardingPlan.from_json(text, f"plan {number} of {what}") for number, text in enumerate(texts)])
 
 
-def _unit(bytes_held: float) -> tuple[str, int]:
-    """The binary unit that an amount of memory is well read in, and its bytes."""
-    name = format_bytes(bytes_held).split()[1]
+def _unit(peak: int) -> tuple[str, int]:
+    """The binary unit in which an amount of memory is written, and its bytes."""
+    name = format_bytes(peak).split()[1]
     return name, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}.get(name, 1)

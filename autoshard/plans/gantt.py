@@ -1,15 +1,12 @@
-"""What the ranks of a pipeline do in a step, as a picture: a row per rank, a colour per kind of task."""
+"""A simulated step of a pipeline as an SVG picture: a row per rank, a colour per kind of task."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
+from autoshard.simulate.task_events import Task
 from autoshard.units import format_seconds
-
-if TYPE_CHECKING:
-    from autoshard.simulate.task_events import Task
 
 _COLOURS = {
     "forward": "#4263eb",
@@ -22,20 +19,19 @@ _COLOURS = {
     "send backward": "#f08c00",
 }
 _OTHER = "#0b7285"
-_COMPUTE = "compute"  # the stream of computations
 _LEFT, _TOP, _ROW, _BAR, _STRIP, _LETTER = 70, 40, 44, 26, 8, 7.0
-"""Pixels: room for the ranks' names and the title, a rank's row, in it the bar of what it computes and the strip of
-what it sends, and a letter's width."""
-_TICKS = 8
+"""Pixels: left margin with the ranks' names, top margin with the title, height of a rank's row, of its bar of compute
+and its strip of communication, and the width of a letter."""
+_TICKS = 8  # of the time axis
 
 
 def gantt(
     tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float], title: str = "", width: int = 1200
 ) -> str:
-    """A simulated step as an SVG picture that loads nothing else.
+    """Return a simulated step as an SVG picture that loads nothing else.
 
-    What a rank computes is a bar, with its label where it has room (a task graph's is the microbatch); what it sends,
-    receives or reduces is a strip below. The name of a task shows where the pointer rests on it.
+    Compute of a rank is a bar, with its label where there is room (a task graph's is the microbatch); communication is
+    a strip below. The name of a task is a tooltip.
 
     Args:
         tasks: of all ranks.
@@ -52,17 +48,13 @@ def gantt(
     ranks = sorted({rank for task in tasks for rank in task.ranks})
     rows = {rank: _TOP + _ROW * place for place, rank in enumerate(ranks)}
     bottom = _TOP + _ROW * len(ranks)
-    shapes = [
-        _shape(task, start * scale, end * scale, rows[rank])
-        for task, start, end in zip(tasks, starts, ends, strict=True)
-        for rank in task.ranks
-        if end > start
-    ]
+    timed = [row for row in zip(tasks, starts, ends, strict=True) if row[2] > row[1]]  # nothing to draw of the others
+    shapes = [_shape(task, start * scale, end * scale, rows[rank]) for task, start, end in timed for rank in task.ranks]
     names = [f'<text x="8" y="{top + 18}">rank {rank}</text>' for rank, top in rows.items()]
     ticks = [_tick(seconds * part / _TICKS, scale, bottom) for part in range(_TICKS + 1)] if seconds else []
-    kinds = dict.fromkeys(task.kind for task, start, end in zip(tasks, starts, ends, strict=True) if end > start)
+    kinds = dict.fromkeys(task.kind for task, _, _ in timed)
     parts = [f'<text x="8" y="24" font-size="15">{escape(title)}</text>', *names, *ticks, *shapes]
-    parts += _legend(list(kinds), bottom + 40)
+    parts += _legend(kinds, bottom + 40)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 60}" '
         f'font-family="system-ui, sans-serif" font-size="12">\n'
@@ -72,7 +64,7 @@ def gantt(
 
 def _shape(task: Task, start: float, end: float, top: int) -> str:
     """The bar or the strip of a task on one rank, `start` and `end` in pixels."""
-    computes = task.stream == _COMPUTE
+    computes = task.stream == "compute"
     y, height = (top, _BAR) if computes else (top + _BAR + 2, _STRIP)
     drawn = (
         f'<rect x="{_LEFT + start:.2f}" y="{y}" width="{end - start:.2f}" height="{height}" '
@@ -93,7 +85,7 @@ def _tick(seconds: float, scale: float, bottom: int) -> str:
     )
 
 
-def _legend(kinds: Sequence[str], y: int) -> list[str]:
+def _legend(kinds: Iterable[str], y: int) -> list[str]:
     drawn, x = [], float(_LEFT)
     for kind in kinds:
         drawn.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{_COLOURS.get(kind, _OTHER)}"/>')

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from autoshard.memory.footprint import Memory
 from autoshard.plans import plan_rows
+from autoshard.plans.contents import PlanContents
 from autoshard.plans.plan_rows import TensorRow, WorkRow
-from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.units import format_bytes, format_seconds
 
 _STYLE = """
@@ -32,15 +31,16 @@ summary { cursor: pointer; }
 _COLOURS = ("#4263eb", "#f08c00", "#2f9e44", "#868e96", "#c2255c", "#0b7285", "#9c36b5", "#e8590c", "#5c940d")
 
 
-def page(plan: ShardingPlan) -> str:
-    """The plan as an HTML page that loads nothing else: summary, memory, placements, collectives, operators."""
+def page(plan: PlanContents) -> str:
+    """Return the plan as an HTML page that loads nothing else: summary, memory, placements, collectives, operators."""
+    summary = "".join(
+        f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in plan_rows.summary(plan)
+    )
     sections = [
-        _summary(plan),
+        f"<table>{summary}</table>",
         f"<p>{escape(plan_rows.LEGEND)}</p>",
         _memory(plan),
-        _tensors("Parameters", plan_rows.parameter_rows(plan), plan),
-        _tensors("Inputs", plan_rows.input_rows(plan), plan),
-        _tensors("Outputs", plan_rows.output_rows(plan), plan),
+        *(_tensors(f"{kind.capitalize()}s", rows, plan) for kind, rows in plan_rows.plan_tensors(plan).items()),
         _work("Collectives", ("collective", "axis", "phase"), plan_rows.collective_rows(plan.collectives), sized=True),
         _work("Operators", ("operator", "phase", "strategy"), plan_rows.operator_rows(plan.choices), sized=False),
     ]
@@ -54,15 +54,8 @@ def page(plan: ShardingPlan) -> str:
     )
 
 
-def _summary(plan: ShardingPlan) -> str:
-    rows = "".join(
-        f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in plan_rows.summary(plan)
-    )
-    return f"<table>{rows}</table>"
-
-
-def _memory(plan: ShardingPlan) -> str:
-    """A bar of what one device holds, with its legend."""
+def _memory(plan: PlanContents) -> str:
+    """A bar of the bytes of one device by kind, with its legend."""
     parts = plan_rows.memory_parts(plan.memory)
     held = [(name, amount, _COLOURS[index % len(_COLOURS)]) for index, (name, amount) in enumerate(parts.items())]
     if not held:
@@ -72,28 +65,25 @@ def _memory(plan: ShardingPlan) -> str:
         f'<span><i style="background: {colour}"></i>{name} {format_bytes(amount)}</span>'
         for name, amount, colour in held
     )
-    said = "".join(f"<p>{escape(text)}</p>" for text in (plan_rows.memory_text(plan), _moment(plan.memory)) if text)
-    rows = [[_code(one.name), _cell(one.kind), _number(format_bytes(one.bytes))] for one in plan.memory.largest]
+    # The text of the peak goes on with the largest tensors, which are a table here.
+    texts = (plan_rows.memory_text(plan), plan_rows.peak_text(plan.memory).partition(";")[0])
+    lines = "".join(f"<p>{escape(text)}</p>" for text in texts if text)
+    rows = [
+        [_code(tensor.name), _cell(tensor.kind), _number(format_bytes(tensor.bytes))] for tensor in plan.memory.largest
+    ]
     table = _table((("largest then", False), ("kind", False), ("bytes", True)), rows) if rows else ""
     return (
-        f'<h2>Memory of one device</h2>\n{said}\n<div class="bar">{bar}</div>\n<p class="legend">{legend}</p>\n{table}'
+        f'<h2>Memory of one device</h2>\n{lines}\n<div class="bar">{bar}</div>\n<p class="legend">{legend}</p>\n{table}'
     )
 
 
-def _moment(memory: Memory) -> str:
-    """When most is held."""
-    return plan_rows.peak_text(memory).partition(";")[0]
-
-
-def _tensors(title: str, rows: Sequence[TensorRow], plan: ShardingPlan) -> str:
-    if not rows:
-        return ""
+def _tensors(title: str, rows: Sequence[TensorRow], plan: PlanContents) -> str:
     shaped, gathered = any(row.shape is not None for row in rows), any(row.gathered for row in rows)
     head = [
         ("name", False),
         ("count", True),
         *([("shape", False)] if shaped else []),
-        *((n, False) for n in plan.mesh.names),
+        *((axis, False) for axis in plan.mesh.names),
         *([("gathered", False)] if gathered else []),
     ]
     body = []
@@ -116,13 +106,13 @@ def _work(title: str, labels: Sequence[str], rows: Sequence[WorkRow], sized: boo
         texts = map(_code, (*row.labels, row.module or "(root)"))
         body.append([*texts, _number(str(row.count)), *size, _number(format_seconds(row.seconds))])
     table = _table(head, body)
-    if len(rows) <= 30:
+    if len(rows) <= 30:  # about a screen
         return f"<h2>{title}</h2>\n{table}"
     return f"<h2>{title}</h2>\n<details><summary>{len(rows)} rows</summary>\n{table}\n</details>"
 
 
 def _table(head: Iterable[tuple[str, bool]], body: Iterable[Iterable[str]]) -> str:
-    """A table from its titles, each with whether its column holds numbers, and its rows of cells."""
+    """A table of titles, each with True if its column holds numbers, and of rows of cells."""
     titles = "".join(f"<th{' class=number' if number else ''}>{escape(text)}</th>" for text, number in head)
     rows = "\n".join(f"<tr>{''.join(cells)}</tr>" for cells in body)
     return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'

@@ -8,17 +8,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jsonschema
 from torch.distributed.tensor import Placement
 
 from autoshard import finite_json
 from autoshard.errors import PlanError
+from autoshard.memory.footprint import Memory
+from autoshard.plans.contents import Collective, Decision, PlanContents
+from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import parse_placement, placement_text
-
-if TYPE_CHECKING:
-    from autoshard.plans.sharding_plan import ShardingPlan
 
 TEXT = {"type": "string"}
 NUMBER = {"type": "number"}
@@ -27,21 +26,18 @@ _PLACEMENT = {"type": "string", "pattern": r"^(R|S\(\d+(,f=[1-9]\d*)?\)|P\(\w+\)
 
 
 def table(values: dict[str, Any]) -> dict[str, Any]:
-    """Schema of an object with any names and such values."""
+    """Return the schema of an object with any names and values of one schema."""
     return {"type": "object", "additionalProperties": values}
 
 
 def record(**properties: dict[str, Any]) -> dict[str, Any]:
-    """Schema of an object that has exactly these properties."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    """Return the schema of an object that has exactly these properties."""
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def list_of(items: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an array of such items."""
     return {"type": "array", "items": items}
 
 
@@ -95,11 +91,11 @@ _SHARDING = record(
     recomputed=list_of(TEXT),
 )
 
-_SHARDING["required"].remove("update_seconds")  # files of before have none
+_SHARDING["required"].remove("update_seconds")  # files that older versions wrote lack it
 
 
 def _check_rows(data: Mapping[str, Any], what: str) -> None:
-    """Make sure that every placement names all axes of the mesh."""
+    """Raise an error unless every tensor has a placement for each axis: no schema can compare two lengths."""
     for part in ("placements", "input_placements", "output_placements"):
         for name, row in data[part].items():
             if len(row) != len(data["mesh"]):
@@ -111,14 +107,14 @@ def _check_rows(data: Mapping[str, Any], what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What a file of plans holds.
+    """The format of a file of plans.
 
     Attributes:
         name: of the format, in the file.
-        version: of it.
-        noun: what such a file is called in errors.
+        version: of the format.
+        noun: the name of such a file in errors.
         schema: of the plan's data.
-        check: refuses data that follows the schema and is no plan all the same; it is told what to call it.
+        check: raises an error for data that follows the schema and is not a plan; its second argument names the file.
     """
 
     name: str
@@ -132,8 +128,8 @@ SHARDING = Format("autoshard plan", 3, "a sharding plan", _SHARDING, _check_rows
 """The file of a `ShardingPlan`."""
 
 
-def to_data(plan: ShardingPlan) -> dict[str, Any]:
-    """The plan as JSON data that follows the schema; placements as `"R"`, `"S(0)"`, `"S(0,f=3)"`, `"P(sum)"`."""
+def to_data(plan: PlanContents) -> dict[str, Any]:
+    """Return the plan as JSON data that follows the schema; placements as `"R"`, `"S(0)"`, `"S(0,f=3)"`, `"P(sum)"`."""
     return {
         "mesh": {axis.name: axis.size for axis in plan.mesh.axes},
         "placements": _texts_of(plan.placements),
@@ -161,8 +157,22 @@ def to_data(plan: ShardingPlan) -> dict[str, Any]:
     }
 
 
-def placements_of(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[Placement, ...]]:
-    """The placements that `to_data` wrote as texts."""
+def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the plan's fields from data that `to_data` wrote."""
+    return dict(data) | {
+        "mesh": MeshShape.of(data["mesh"]),
+        "placements": _placements_of(data["placements"]),
+        "input_placements": _placements_of(data["input_placements"]),
+        "output_placements": _placements_of(data["output_placements"]),
+        "shapes": {name: tuple(shape) for name, shape in data["shapes"].items()},
+        "memory": Memory.from_data(data["memory"]),
+        "recomputed": tuple(data["recomputed"]),
+        "collectives": tuple(Collective(**record) for record in data["collectives"]),
+        "choices": tuple(Decision(**record) for record in data["choices"]),
+    }
+
+
+def _placements_of(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[Placement, ...]]:
     return {name: tuple(parse_placement(text) for text in row) for name, row in texts.items()}
 
 
@@ -171,8 +181,9 @@ def _texts_of(placements: Mapping[str, Sequence[Placement]]) -> dict[str, list[s
 
 
 def encode(data: Mapping[str, Any], format: Format = SHARDING) -> str:
-    """The file of a plan: format, version and checksum, then its data, one entry a line."""
-    data = json.loads(_compact(data))  # names that are numbers sort differently before they are texts
+    """Return the file of a plan: format, version and checksum, then its data, one entry a line."""
+    # A reader gets names that are numbers as texts, which sort in another order: the checksum is taken of texts.
+    data = json.loads(_compact(data))
     lines = [f'"{name}": {_value(value)}' for name, value in data.items()]
     head = (
         f'{{\n"format": "{format.name}",\n"version": {format.version},\n"checksum": "{_checksum(data)}",\n"plan": {{\n'
@@ -181,7 +192,7 @@ def encode(data: Mapping[str, Any], format: Format = SHARDING) -> str:
 
 
 def _value(value: object) -> str:
-    """JSON of one part of a plan: an entry of a table or of a list of records takes one line."""
+    """JSON of one part of a plan: an entry of a table or of a list of records takes one line, so that files diff."""
     if isinstance(value, Mapping) and value:
         return "{\n" + ",\n".join(f"{json.dumps(name)}: {_compact(entry)}" for name, entry in value.items()) + "\n}"
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
@@ -194,13 +205,13 @@ def _compact(value: object) -> str:
 
 
 def _checksum(data: Mapping[str, Any]) -> str:
-    """Of the content, whatever the order of names and the white space."""
+    """Checksum of the content, whatever the order of names and the white space."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def read(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """The text of a file, and what errors call it; `PlanError` where it cannot be read."""
+    """Return the text of a file, and its name in errors; `PlanError` where it cannot be read."""
     what = f"plan file {os.fspath(path)!r}"
     try:
         return Path(path).read_text("utf-8"), what
@@ -209,33 +220,37 @@ def read(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
-    """The data in the file of a plan, known to be whole, unedited and as the schema says.
+    """Return the data in the file of a plan, if it is whole, unedited and as the schema says.
 
     Args:
-        text: what `encode` returned.
+        text: the result of `encode`.
         what: names the text in errors.
-        format: that it is to be of.
+        format: the format that the file must have.
 
     Raises:
-        PlanError: it is not so; the message says which, and where.
+        PlanError: the file is cut short, edited or of another format; the message says which, and where.
     """
-    again = "Make the plan again, or take an unharmed copy."
+    advice = "Make the plan again, or take an unharmed copy."
     try:
         envelope = finite_json.read(text)
     except json.JSONDecodeError as error:
         raise PlanError(
             f"{what} is cut short or damaged: it ends or breaks at line {error.lineno}, column {error.colno} "
-            f"({error.msg}). {again}"
+            f"({error.msg}). {advice}"
         ) from error
     except ValueError as error:
-        raise PlanError(f"{what} was edited or damaged since it was saved: {error}. {again}") from error
+        raise PlanError(f"{what} was edited or damaged since it was saved: {error}. {advice}") from error
     data = _open(envelope, what, format)
+    # Before the schema: an edited file, which may break it as well, is better told of the edit.
     if _checksum(data) != envelope["checksum"]:
         raise PlanError(
             f"{what} was edited or damaged since it was saved: its content does not have the checksum that it carries. "
-            f"{again} To pin placements by hand, pass hints to autoshard.plan."
+            f"{advice} To pin placements by hand, pass hints to autoshard.plan."
         )
-    validate(data, what, format)
+    violation = finite_json.violation(data, format.schema)
+    if violation is not None:
+        raise PlanError(f"{what} is not a plan that this version understands: {violation}.")
+    format.check(data, what)
     return data
 
 
@@ -253,12 +268,3 @@ def _open(envelope: object, what: str, format: Format) -> dict[str, Any]:
         raise PlanError(f"{what} lacks its content or its checksum: it was edited or damaged. Make the plan again.")
     data: dict[str, Any] = envelope["plan"]
     return data
-
-
-def validate(data: Mapping[str, Any], what: str, format: Format = SHARDING) -> None:
-    """Make sure that data follows the schema of a plan; `PlanError` says where it does not."""
-    problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(format.schema).iter_errors(data))
-    if problem is not None:
-        place = ".".join(str(step) for step in problem.absolute_path) or "the top level"
-        raise PlanError(f"{what} is not a plan that this version understands: at {place}, {problem.message}.")
-    format.check(data, what)

@@ -1,22 +1,18 @@
-"""A plan as rows of text and numbers: what `str(plan)`, the terminal report and the web page all show."""
+"""A plan as rows of text and numbers, from which `str(plan)`, the terminal report and the web page are made."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Placement
 
+from autoshard.memory.footprint import Memory
 from autoshard.names import group_names
+from autoshard.plans.contents import Collective, Decision, PlanContents
 from autoshard.specs.spec import placement_text
 from autoshard.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from autoshard.memory.footprint import Memory
-    from autoshard.plans.sharding_plan import Collective, Decision, ShardingPlan
-
 
 _KINDS = {
     "parameter": "parameters",
@@ -42,8 +38,9 @@ LEGEND = (
 class TensorRow:
     """Tensors whose names differ in indices alone, of one shape and one placement.
 
-    `gathered` says of parameters how the step gets at them: `"whole"` (they are), `"never"` (it works on the shards),
-    `"once"`, or `"again"` in the backward half.
+    Attributes:
+        gathered: of parameters: `"whole"` (every device holds them), `"never"` (the step works on the shards),
+            `"once"`, or `"again"` in the backward half.
     """
 
     name: str
@@ -68,8 +65,8 @@ class WorkRow:
     seconds: float
 
 
-def summary(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
-    """Label and value of every line at the head of a plan; lines of which nothing is known are left out."""
+def summary(plan: PlanContents) -> tuple[tuple[str, str], ...]:
+    """Return label and value of every line at the head of a plan; lines without a value are left out."""
     on = f" on cluster {plan.cluster}" if plan.cluster else ""
     lines = (
         ("mesh", f"{plan.mesh} ({plan.mesh.size} devices){on}"),
@@ -86,19 +83,18 @@ def summary(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
     return tuple((label, value) for label, value in lines if value)
 
 
-def shares_text(plan: ShardingPlan) -> str:
-    """`"39 of 64 rows on 8 of dp, 25 on 8"`; empty for equal shares."""
-    told = []
-    for axis, taken in plan.shares.items():
-        runs = [(share, len(list(run))) for share, run in itertools.groupby(taken)]
-        (first, ranks), *others = runs
-        told.append(f"{first} of {sum(taken)} {'parts' if plan.parts else 'rows'} on {ranks} of {axis}")
-        told += [f"{share} on {count}" for share, count in others]
-    return ", ".join(told)
+def shares_text(plan: PlanContents) -> str:
+    """Return `"39 of 64 rows on 8 of dp, 25 on 8"`; empty for equal shares."""
+    texts = []
+    for axis, shares in plan.shares.items():
+        (first, ranks), *rest = [(share, len(list(run))) for share, run in itertools.groupby(shares)]
+        texts.append(f"{first} of {sum(shares)} {'parts' if plan.parts else 'rows'} on {ranks} of {axis}")
+        texts += [f"{share} on {count}" for share, count in rest]
+    return ", ".join(texts)
 
 
 def memory_parts(memory: Memory) -> dict[str, int]:
-    """What is held for what at the moment of the peak, as people call it; totals where that moment is not known."""
+    """Return the bytes held at the moment of the peak by kind; totals of the step where that moment is not known."""
     if memory.held:
         return {_KINDS[kind]: held for kind, held in memory.held.items()}
     parts = {
@@ -111,8 +107,8 @@ def memory_parts(memory: Memory) -> dict[str, int]:
     return {name: held for name, held in parts.items() if held}
 
 
-def memory_text(plan: ShardingPlan) -> str:
-    """`"peak 4.5 GiB of 80.0 GiB (parameters 1.0 GiB, ...)"`."""
+def memory_text(plan: PlanContents) -> str:
+    """Return `"peak 4.5 GiB of 80.0 GiB (parameters 1.0 GiB, ...)"`."""
     held = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in memory_parts(plan.memory).items())
     of = f" of {format_bytes(plan.capacity)}" if plan.capacity else ""
     short = "" if plan.fits else ": does not fit"
@@ -120,20 +116,20 @@ def memory_text(plan: ShardingPlan) -> str:
 
 
 def peak_text(memory: Memory) -> str:
-    """When most is held, and the largest tensors then; empty where that is not known."""
+    """Return the moment of the peak, and the largest tensors then; empty where it is not known."""
     if not memory.phase:
         return ""
     where = "" if memory.phase == "optimizer" else f" of {memory.module or 'the root module'}, {memory.operator}"
     sums: dict[str, list[int]] = {}
-    for one in memory.largest:
-        sums.setdefault(f"{one.name} ({one.kind})", []).append(one.bytes)
+    for tensor in memory.largest:
+        sums.setdefault(f"{tensor.name} ({tensor.kind})", []).append(tensor.bytes)
     largest = ", ".join(
         f"{name}{f' x {len(held)}' if len(held) > 1 else ''} {format_bytes(sum(held))}" for name, held in sums.items()
     )
     return f"in the {memory.phase}{where}; largest then: {largest}"
 
 
-def _communication(plan: ShardingPlan) -> str:
+def _communication(plan: PlanContents) -> str:
     if not plan.collectives:
         return ", no collectives"
     seconds = sum(collective.count * collective.seconds for collective in plan.collectives)
@@ -147,26 +143,21 @@ def _layers_text(layers: Sequence[str]) -> str:
     return f"{len(layers)} layers: {layers[0]}, {layers[1]}, ..., {layers[-1]}"
 
 
-def _proof(plan: ShardingPlan) -> str:
+def _proof(plan: PlanContents) -> str:
     if plan.cost <= 0:
         return "nothing to choose"
     bound = f"cost {format_seconds(plan.cost)}, lower bound {format_seconds(plan.lower_bound)}"
     return f"{bound} (the best plan)" if plan.gap < 1e-9 else f"{bound} (at most {100 * plan.gap:.2g} % from the best)"
 
 
-def parameter_rows(plan: ShardingPlan) -> tuple[TensorRow, ...]:
-    """Parameters and buffers, layers put together where they are placed alike."""
-    return tensor_rows(plan.placements, plan.shapes, plan.gathered)
-
-
-def input_rows(plan: ShardingPlan) -> tuple[TensorRow, ...]:
-    """Inputs of the model."""
-    return tensor_rows(plan.input_placements, {})
-
-
-def output_rows(plan: ShardingPlan) -> tuple[TensorRow, ...]:
-    """Outputs of the model."""
-    return tensor_rows(plan.output_placements, {})
+def plan_tensors(plan: PlanContents) -> dict[str, tuple[TensorRow, ...]]:
+    """Return the rows of the parameters and buffers, of the inputs and of the outputs; kinds without rows left out."""
+    rows = {
+        "parameter": tensor_rows(plan.placements, plan.shapes, plan.gathered),
+        "input": tensor_rows(plan.input_placements, {}),
+        "output": tensor_rows(plan.output_placements, {}),
+    }
+    return {kind: of_kind for kind, of_kind in rows.items() if of_kind}
 
 
 def tensor_rows(
@@ -174,7 +165,7 @@ def tensor_rows(
     shapes: Mapping[str, tuple[int, ...]],
     gathered: Mapping[str, str] | None = None,
 ) -> tuple[TensorRow, ...]:
-    """Tensors put together where their names differ in indices alone, and they are placed, and gathered, alike."""
+    """Return one row for all tensors whose names differ in indices alone and which are placed and gathered alike."""
     keys = {
         name: (
             shapes.get(name),
@@ -191,40 +182,39 @@ def _not_gathered(placements: Sequence[Placement]) -> str:
 
 
 def collective_rows(collectives: Iterable[Collective]) -> tuple[WorkRow, ...]:
-    """Collectives by kind, axis, phase and module pattern, those that take most time first."""
+    """Return collectives by kind, axis, phase and module pattern, those that take most time first."""
     rows = _work_rows(
-        collectives,
-        labels=lambda one: (one.kind, one.axis, one.phase),
-        amounts=lambda one: (one.count, one.count * one.bytes, one.count * one.seconds),
+        (
+            (sent.kind, sent.axis, sent.phase),
+            sent.module,
+            sent.count,
+            sent.count * sent.bytes,
+            sent.count * sent.seconds,
+        )
+        for sent in collectives
     )
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
 def operator_rows(choices: Iterable[Decision]) -> tuple[WorkRow, ...]:
-    """Operators by name, phase, strategy and module pattern, in the order in which they run."""
+    """Return operators by name, phase, strategy and module pattern, in the order in which they run."""
     return _work_rows(
-        choices,
-        labels=lambda one: (one.operator, one.phase, one.strategy),
-        amounts=lambda one: (1, 0, one.seconds),
+        ((choice.operator, choice.phase, choice.strategy), choice.module, 1, 0, choice.seconds) for choice in choices
     )
 
 
-def _work_rows(
-    records: Iterable[Collective | Decision],
-    labels: Callable[..., tuple[str, ...]],
-    amounts: Callable[..., tuple[int, int, float]],
-) -> tuple[WorkRow, ...]:
-    """Sum up the records of every module, then put modules with equal sums together."""
+def _work_rows(records: Iterable[tuple[tuple[str, ...], str, int, int, float]]) -> tuple[WorkRow, ...]:
+    """Sum up the records (labels, module, count, bytes, seconds) of every module, then join modules with equal sums."""
     sums: dict[tuple[str, ...], dict[str, tuple[int, int, float]]] = {}
-    for record in records:
-        modules = sums.setdefault(labels(record), {})
-        count, size, seconds = modules.get(record.module, (0, 0, 0.0))
-        more = amounts(record)
-        modules[record.module] = (count + more[0], size + more[1], seconds + more[2])
+    for labels, module, count, size, seconds in records:
+        modules = sums.setdefault(labels, {})
+        total = modules.get(module, (0, 0, 0.0))
+        modules[module] = (total[0] + count, total[1] + size, total[2] + seconds)
     rows = []
-    for label, modules in sums.items():
+    for labels, modules in sums.items():
+        # Seconds are no part of the key: equal layers differ in them by rounding.
         for group in group_names({module: total[:2] for module, total in modules.items()}):
             times = len(group.names)
             seconds = sum(modules[module][2] for module in group.names)
-            rows.append(WorkRow(label, group.text, times * group.key[0], times * group.key[1], seconds))
+            rows.append(WorkRow(labels, group.text, times * group.key[0], times * group.key[1], seconds))
     return tuple(rows)

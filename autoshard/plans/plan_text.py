@@ -1,53 +1,49 @@
-"""A plan as plain text of limited width: `str(plan)` and `plan.explain(...)`."""
+"""A plan as rich tables: plain text for `str(plan)` and `plan.explain(...)`, colours for a terminal."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from autoshard.errors import PlanError
 from autoshard.names import ancestors, matching, suggestion
 from autoshard.plans import plan_rows
+from autoshard.plans.contents import PlanContents
 from autoshard.plans.plan_rows import TensorRow, WorkRow
 from autoshard.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from autoshard.plans.sharding_plan import ShardingPlan
-
 WIDTH = 120
-_ROWS = 30
+_COLLECTIVE = ("collective", "axis", "phase")
+_ROWS = 30  # collectives listed by `str(plan)`; the others are summed up in one row
 
 
-def render(plan: ShardingPlan, width: int = WIDTH) -> str:
-    """The plan as tables: summary, parameters, inputs and outputs, collectives; at most `width` characters wide."""
-    return plain([summary_table(plan), *tensor_tables(plan), *collective_tables(plan), Text(plan_rows.LEGEND)], width)
+def render(plan: PlanContents, width: int = WIDTH) -> str:
+    """Return the plan as tables, at most `width` characters wide: summary, parameters, inputs, outputs, collectives."""
+    return plain(_parts(plan), width)
 
 
-def summary_table(plan: ShardingPlan) -> Table:
-    """The lines at the head of a plan."""
-    table = Table(box=None, show_header=False, title="ShardingPlan", title_justify="left", title_style="bold")
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+def plan_table(plan: PlanContents) -> Group:
+    """Return the content of `str(plan)` with colours, as wide as the console that prints it."""
+    *tables, legend = _parts(plan)
+    return Group(*map(_colour_placements, tables), Text(str(legend), style="dim"))
+
+
+def _parts(plan: PlanContents) -> list[Table | Text]:
+    summary = Table(box=None, show_header=False, title="ShardingPlan", title_justify="left", title_style="bold")
+    summary.add_column(style="bold")
+    summary.add_column(overflow="fold")
     for label, value in plan_rows.summary(plan):
-        table.add_row(Text(label), Text(value))
-    return table
-
-
-def tensor_tables(plan: ShardingPlan) -> list[Table]:
-    """Placements of parameters, inputs and outputs, a column for each mesh axis."""
-    parts = (
-        ("parameter", plan_rows.parameter_rows(plan)),
-        ("input", plan_rows.input_rows(plan)),
-        ("output", plan_rows.output_rows(plan)),
-    )
-    return [_tensor_table(title, rows, plan.mesh.names) for title, rows in parts if rows]
+        summary.add_row(Text(label), Text(value))  # as Text, for brackets in a string are markup to rich
+    tensors = [_tensor_table(kind, rows, plan.mesh.names) for kind, rows in plan_rows.plan_tensors(plan).items()]
+    collectives = plan_rows.collective_rows(plan.collectives)
+    sent = [_work_table(_COLLECTIVE, collectives, by="bytes", limit=_ROWS)] if collectives else []
+    return [summary, *tensors, *sent, Text(plan_rows.LEGEND)]
 
 
 def _tensor_table(title: str, rows: Sequence[TensorRow], axes: Sequence[str]) -> Table:
@@ -69,14 +65,8 @@ def _tensor_table(title: str, rows: Sequence[TensorRow], axes: Sequence[str]) ->
     return table
 
 
-def collective_tables(plan: ShardingPlan) -> list[Table]:
-    """The collectives of a step, those that take most time first; none where there are none."""
-    rows = plan_rows.collective_rows(plan.collectives)
-    return [_work_table(("collective", "axis", "phase"), rows, by="bytes", limit=_ROWS)] if rows else []
-
-
 def _work_table(labels: Sequence[str], rows: Sequence[WorkRow], by: str = "", limit: int | None = None) -> Table:
-    """Rows under their labels, with a column of bytes where `by` names it; the sum of what is over `limit` last."""
+    """Rows under their labels, with a column of bytes where `by` names it; the sum of the rows over `limit` last."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for label in labels:
         table.add_column(label, overflow="fold")
@@ -84,10 +74,10 @@ def _work_table(labels: Sequence[str], rows: Sequence[WorkRow], by: str = "", li
     for label in ("count", by, "time"):
         if label:
             table.add_column(label, justify="right", no_wrap=True)
-    shown, rest = rows[:limit], rows[len(rows[:limit]) :]
+    rest = rows[limit:] if limit is not None else ()
+    shown = list(rows[:limit])
     if rest:
-        left = WorkRow(("...", *[""] * (len(labels) - 1)), f"{len(rest)} more", *_total(rest))
-        shown = (*shown, left)
+        shown.append(WorkRow(("...", *[""] * (len(labels) - 1)), f"{len(rest)} more", *_total(rest)))
     for row in shown:
         size = [format_bytes(row.bytes)] if by else []
         cells = (*row.labels, row.module or "(root)", str(row.count), *size, format_seconds(row.seconds))
@@ -95,94 +85,92 @@ def _work_table(labels: Sequence[str], rows: Sequence[WorkRow], by: str = "", li
     return table
 
 
-def _total(rows: Iterable[WorkRow]) -> tuple[int, int, float]:
-    rows = tuple(rows)
+def _total(rows: Sequence[WorkRow]) -> tuple[int, int, float]:
     return sum(row.count for row in rows), sum(row.bytes for row in rows), sum(row.seconds for row in rows)
 
 
-def explain(plan: ShardingPlan, path_glob: str, width: int = WIDTH) -> str:
-    """What `ShardingPlan.explain` returns.
+def explain(plan: PlanContents, path_glob: str, width: int = WIDTH) -> str:
+    """Return the text of `ShardingPlan.explain`.
 
     Raises:
         PlanError: no parameter, operator or collective of the plan is at a path that the glob matches.
     """
-    return plain(explanation(plan, path_glob), width)
+    return plain(_explanation(plan, path_glob), width)
 
 
-def explanation(plan: ShardingPlan, path_glob: str) -> list[Table | Text]:
-    """The tables of `explain`."""
-    names = [name for name in plan.placements if _under(path_glob, name)]
-    at = {name.rpartition(".")[0] for name in names}
-    covered = {module for module in _modules(plan) if module in at or _under(path_glob, module)}
-    if not names and not covered:
+def explanation_table(plan: PlanContents, path_glob: str) -> Group:
+    """Return the content of `explain` with colours; `PlanError` where nothing matches."""
+    return Group(*map(_colour_placements, _explanation(plan, path_glob)))
+
+
+def _explanation(plan: PlanContents, path_glob: str) -> list[Table | Text]:
+    names = {name for name in plan.placements if _under(path_glob, name)}
+    owners = {name.rpartition(".")[0] for name in names}
+    modules = {module for module in _modules(plan) if module in owners or _under(path_glob, module)}
+    if not names and not modules:
         raise no_match_error(path_glob, paths(plan))
-    return [
-        *_explained_parameters(plan, names),
-        *_explained_hints(plan, names),
-        *_explained_work(plan, covered),
-        Text(plan_rows.STRATEGY_LEGEND),
-    ]
+    parts: list[Table | Text] = []
+    placements = {name: row for name, row in plan.placements.items() if name in names}
+    if placements:
+        rows = plan_rows.tensor_rows(placements, plan.shapes, plan.gathered)
+        parts.append(_tensor_table("parameter", rows, plan.mesh.names))
+    for hint, pinned in plan.hints.items():
+        if any(_under(hint, name) for name in names):
+            parts.append(Text(f"pinned by the hint {hint!r}: {pinned}"))
+    return [*parts, *_explained_work(plan, modules), Text(plan_rows.STRATEGY_LEGEND)]
 
 
-def paths(plan: ShardingPlan) -> set[str]:
-    """What `explain` can be asked of: names of parameters, and paths of modules."""
+def _explained_work(plan: PlanContents, modules: set[str]) -> list[Table | Text]:
+    """Operators and collectives of these modules."""
+    parts: list[Table | Text] = []
+    operators = plan_rows.operator_rows(choice for choice in plan.choices if choice.module in modules)
+    if operators:
+        parts.append(_work_table(("operator", "phase", "strategy"), operators))
+    collectives = plan_rows.collective_rows(sent for sent in plan.collectives if sent.module in modules)
+    parts.append(_work_table(_COLLECTIVE, collectives, by="bytes") if collectives else Text("no collectives here"))
+    compute, communication = (format_seconds(_total(rows)[2]) for rows in (operators, collectives))
+    return [*parts, Text(f"predicted: operators {compute}, collectives {communication}")]
+
+
+def paths(plan: PlanContents) -> set[str]:
+    """Return the paths that `explain` knows: names of parameters, and paths of modules."""
     above = (path for name in plan.placements for path in ancestors(name))
     return {*plan.placements, *_modules(plan), *above} - {""}
 
 
 def no_match_error(path_glob: str, known: set[str]) -> PlanError:
-    """The error that says that no path matches, with those that come near."""
+    """Return the error that says that no path matches, with those that come near."""
     return PlanError(
         f"nothing in the plan is at {path_glob!r}: no parameter and no module matches. {suggestion(path_glob, known)}"
     )
 
 
-def matches(plan: ShardingPlan, path_glob: str) -> bool:
-    """Whether `explain` has something to say."""
+def matches(plan: PlanContents, path_glob: str) -> bool:
+    """Return True if the glob matches a path that `explain` knows."""
     return any(_under(path_glob, path) for path in paths(plan))
 
 
-def _modules(plan: ShardingPlan) -> set[str]:
-    """Paths of the modules whose operators or collectives the plan tells of."""
-    return {one.module for one in plan.choices} | {one.module for one in plan.collectives}
+def _modules(plan: PlanContents) -> set[str]:
+    """Paths of the modules that have operators or collectives."""
+    return {choice.module for choice in plan.choices} | {sent.module for sent in plan.collectives}
 
 
 def _under(glob: str, path: str) -> bool:
-    """Whether the glob matches the path or a module above it."""
+    """Return True if the glob matches the path or a module above it."""
     return bool(path) and bool(matching(glob, (path, *ancestors(path))))
 
 
-def _explained_parameters(plan: ShardingPlan, names: Sequence[str]) -> list[Table | Text]:
-    chosen = set(names)
-    placements = {name: row for name, row in plan.placements.items() if name in chosen}
-    rows = plan_rows.tensor_rows(placements, plan.shapes, plan.gathered)
-    return [_tensor_table("parameter", rows, plan.mesh.names)] if rows else []
-
-
-def _explained_hints(plan: ShardingPlan, names: Sequence[str]) -> list[Table | Text]:
-    """The hints that pinned any of these parameters."""
-    used = {hint: pinned for hint, pinned in plan.hints.items() if any(_under(hint, name) for name in names)}
-    return [Text(f"pinned by the hint {hint!r}: {pinned}") for hint, pinned in used.items()]
-
-
-def _explained_work(plan: ShardingPlan, modules: set[str]) -> list[Table | Text]:
-    """Operators and collectives of these modules."""
-    parts: list[Table | Text] = []
-    operators = plan_rows.operator_rows(one for one in plan.choices if one.module in modules)
-    if operators:
-        parts.append(_work_table(("operator", "phase", "strategy"), operators))
-    collectives = plan_rows.collective_rows(one for one in plan.collectives if one.module in modules)
-    if collectives:
-        parts.append(_work_table(("collective", "axis", "phase"), collectives, by="bytes"))
-    else:
-        parts.append(Text("no collectives here"))
-    compute, sent = (format_seconds(_total(rows)[2]) for rows in (operators, collectives))
-    parts.append(Text(f"predicted: operators {compute}, collectives {sent}"))
-    return parts
+def _colour_placements(part: Table | Text) -> Table | Text:
+    """Colour sharded and partial placements, so that they stand out of replicated ones."""
+    if isinstance(part, Table):
+        for cell in (cell for column in part.columns for cell in column.cells if isinstance(cell, Text)):
+            cell.highlight_regex(r"\bS\(\d+(,f=\d+)?\)", "cyan")
+            cell.highlight_regex(r"\bP\(\w+\)", "magenta")
+    return part
 
 
 def plain(parts: Iterable[Table | Text], width: int) -> str:
-    """Tables as text of limited width, without colours or trailing blanks."""
+    """Return tables as text of limited width, without colours or trailing blanks."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, emoji=False)
     with console.capture() as captured:
         for part in parts:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from autoshard.cluster import Cluster
-from autoshard.cluster.cluster_tables import cluster_table, ranks_table
-from autoshard.specs.axes import MeshShape
+from autoshard.cluster.cluster_tables import cluster_table
 from tests.cluster.test_measurements import measured_cluster
 
 
@@ -34,16 +33,7 @@ def test_a_measured_cluster_shows_its_collectives() -> None:
     assert rows[0][3:7] == ["256", "B", "1", "s"]
 
 
-def test_kinds_of_device_and_the_ranks_that_have_them_are_shown() -> None:
-    cluster = Cluster.parse("8xV100-32GB + 4xP100-16GB")
-    text = _printed(cluster)
+def test_kinds_of_device_are_shown() -> None:
+    text = _printed(Cluster.parse("8xV100-32GB + 4xP100-16GB"))
     assert "8 x V100 SXM2 32GB" in text
     assert "4 x P100 SXM2 16GB" in text
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(ranks_table(cluster, MeshShape.of({"dp": 3, "tp": 4})))
-    rows = [line.split() for line in capture.get().splitlines() if "100" in line]
-    assert rows == [
-        ["0-7", "0", "V100", "SXM2", "32GB", "0-1", "0-3"],
-        ["8-11", "1", "P100", "SXM2", "16GB", "2", "0-3"],
-    ]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.cluster.operator_curves import BYTES, FLOPS, INTENSITY
+from autoshard.cluster.operator_curves import BYTES, FLOPS, INTENSITY, family
 from autoshard.cluster.operator_samples import Sample, samples
-from autoshard.cluster.operators import family
 
 SAMPLES = samples(torch.float32, torch.device("cpu"))
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.cluster import Cluster
-from autoshard.cluster.worker_shares import Worker, equal_share_device, shares, slowest_seconds, workers_of
+from autoshard.cluster.worker_shares import Worker, equal_share_device, shares, workers_of
 from autoshard.errors import BudgetError
 
 some_workers = st.lists(st.builds(Worker, st.integers(1, 9), st.integers(3, 20)), min_size=1, max_size=4)
 
 
-def _times(counts: tuple[int, ...], workers: list[Worker]) -> float:
+def _times(counts: tuple[int, ...], workers: Sequence[Worker]) -> float:
     return max(count / worker.speed for count, worker in zip(counts, workers, strict=True))
 
 
@@ -70,8 +71,8 @@ def test_the_kinds_of_whale_share_a_batch() -> None:
     assert sum(made) == 512
     assert set(made[:8]) <= {38, 39}
     assert set(made[8:]) <= {25, 26}
-    even = slowest_seconds([32] * 16, workers, float)
-    assert 1.2 < even / slowest_seconds(made, workers, float) < 1.25  # a quarter at best, by the sheet's rates
+    even = _times((32,) * 16, workers)
+    assert 1.2 < even / _times(made, workers) < 1.25  # a quarter at best, by the sheet's rates
 
 
 def test_a_worker_that_holds_not_even_the_model_is_named() -> None:
@@ -95,11 +96,6 @@ def test_a_worker_has_speed_and_memory() -> None:
         Worker(0.0)
     with pytest.raises(ValueError, match="memory=nan"):
         Worker(1.0, math.nan)
-
-
-def test_all_wait_for_the_slowest() -> None:
-    workers = [Worker(2.0), Worker(1.0), Worker(0.1)]
-    assert slowest_seconds((4, 2, 0), workers, lambda count: 0.5 + count) == pytest.approx(2.5)
 
 
 def test_a_device_for_which_equal_shares_are_as_long() -> None:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
+from autoshard.plans.contents import Decision
 from autoshard.plans.html import page
-from autoshard.plans.sharding_plan import Decision
 from tests.sample_plan import sample_plan
 
 

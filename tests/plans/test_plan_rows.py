@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autoshard.plans import plan_rows
-from autoshard.plans.sharding_plan import Collective
+from autoshard.plans.contents import Collective
 from autoshard.units import format_seconds
 from tests.sample_plan import sample_plan
 
@@ -18,7 +18,7 @@ def test_seconds_are_written_in_the_largest_unit_that_fits(seconds: float, text:
 
 def test_rows_count_every_parameter_once() -> None:
     plan = sample_plan()
-    assert sum(row.count for row in plan_rows.parameter_rows(plan)) == len(plan.placements)
+    assert sum(row.count for row in plan_rows.plan_tensors(plan)["parameter"]) == len(plan.placements)
 
 
 def test_work_of_one_module_is_added_before_layers_are_put_together() -> None:

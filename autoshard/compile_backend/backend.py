@@ -1,15 +1,17 @@
-"""`torch.compile(model, backend="autoshard")`: the planner, reached through torch's own door.
+"""The backend of `torch.compile(model, backend="autoshard")`, and the mesh that it shards over.
 
-Dynamo calls the backend while it compiles the model's first call, and checks afterwards that nothing has changed. So
-nothing is done then: the graph that the backend hands back parallelizes the model when it is run, in the midst of that
-first call, and gives this call its results. From then on the model's `forward` is that of `autoshard.parallelize`,
-which Dynamo leaves alone.
+Dynamo calls the backend while it compiles the model's first call, and checks afterwards that nothing has changed. The
+model can't be parallelized then. The backend returns a function in place of the graph: when it is run, in the midst of
+that first call, it parallelizes the model and returns the results of this call. From then on the model's `forward` is
+that of `autoshard.parallelize`, which Dynamo leaves alone.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,18 +19,44 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard._torch import ModuleCall, break_reason, leave_dynamo, module_call, output_values, pytree
 from autoshard.api import parallelize
+from autoshard.compile_backend._torch import (
+    ModuleCall,
+    break_reason,
+    leave_dynamo,
+    module_call,
+    output_values,
+    pytree,
+)
 from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.names import suggestion
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.use_mesh import current_mesh
 
 OPTIONS = (
     "mesh",
-    *(name for name, one in inspect.signature(parallelize).parameters.items() if one.kind is one.KEYWORD_ONLY),
+    *(
+        name
+        for name, parameter in inspect.signature(parallelize).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ),
 )
-"""What `torch.compile(..., options={...})` may hold: the mesh, and the keyword options of `parallelize`."""
+"""Names that `torch.compile(..., options={...})` may hold: the mesh, and the keyword options of `parallelize`."""
+
+_mesh: ContextVar[DeviceMesh | None] = ContextVar("autoshard_mesh", default=None)
+
+
+@contextmanager
+def use_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+    """Context in which `torch.compile(model, backend="autoshard")` shards over `mesh`.
+
+    It must be around the first call of the compiled model; later calls keep the mesh. An inner context overrides an
+    outer one, and the backend's own option `mesh` overrides both.
+    """
+    token = _mesh.set(mesh)
+    try:
+        yield mesh
+    finally:
+        _mesh.reset(token)
 
 
 def autoshard(
@@ -41,17 +69,24 @@ def autoshard(
         example_inputs: Dynamo's, not needed.
         options: `mesh`, and any keyword option of `autoshard.parallelize`. Without `mesh`, the mesh is that of
             `autoshard.use_mesh` around the first call.
-        others: what else torch.compile was told, such as `mode`.
+        others: further options of torch.compile, such as `mode`.
 
     Returns:
         A function of the graph's inputs. The first call of the compiled model runs it, and it may raise:
         MeshError (there is no mesh), PlanError (an option that is unknown, or is refused by `parallelize`),
-        CaptureError (the graph is not the whole `forward` of the compiled module), and what `parallelize` raises.
+        CaptureError (the graph is not the whole `forward` of the compiled module), and the errors of `parallelize`.
     """
 
     def first_call(*inputs: Any) -> Sequence[Any]:
-        known = _check_options({**(options or {}), **others})
-        mesh = known.pop("mesh", None) or current_mesh()
+        # Errors are raised here, and not while Dynamo compiles, which would wrap them in errors of its own.
+        settings = {**(options or {}), **others}
+        for name in settings:
+            if name not in OPTIONS:
+                raise PlanError(
+                    f"the backend autoshard has no option {name!r}. {suggestion(name, OPTIONS)} It knows "
+                    f"{', '.join(OPTIONS)}."
+                )
+        mesh = settings.pop("mesh", None) or _mesh.get()
         if mesh is None:
             raise MeshError(
                 'torch.compile(..., backend="autoshard") needs a device mesh: pass options={"mesh": mesh}, or make the '
@@ -59,85 +94,68 @@ def autoshard(
             )
         call = _whole_call(graph, inputs)
         if call.part == "hook":
-            results: Sequence[Any] = graph(*inputs)  # of whole tensors, as hooks see them
+            results: Sequence[Any] = graph(*inputs)  # of whole tensors, which hooks see in a parallelized model, too
             return results
-        return _parallelize(call, graph, inputs, mesh, known)
+        return _parallelize(call, graph, inputs, mesh, settings)
 
     return first_call
 
 
-def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    for name in options:
-        if name not in OPTIONS:
-            raise PlanError(
-                f"the backend autoshard has no option {name!r}. {suggestion(name, OPTIONS)} It knows "
-                f"{', '.join(OPTIONS)}."
-            )
-    return dict(options)
-
-
 def _whole_call(graph: fx.GraphModule, inputs: Sequence[Any]) -> ModuleCall:
-    """The module call that this graph is the whole of, or of a hook of which that needs no parameter."""
+    """The call whose whole module this graph is; or a call one of whose hooks it is, which may use no parameter."""
     reason = break_reason(graph)
     call = None if reason else module_call()
-    if call is not None and (call.part != "hook" or not any(isinstance(one, nn.Parameter) for one in inputs)):
+    if call is not None and (call.part != "hook" or not any(isinstance(value, nn.Parameter) for value in inputs)):
         return call
-    told = f" The first one ends at {reason[1]}: {reason[0]}" if reason else ""
+    place = f" The first one ends at {reason[1]}: {reason[0]}" if reason else ""
     raise CaptureError(
         "the backend autoshard plans the whole forward of the module that is given to torch.compile, and Dynamo hands "
         "it a part of that, or of a function around it. Compile the module itself, not a function that calls it. If "
         "its forward breaks into several graphs, call autoshard.parallelize(module, mesh) in the place of "
         "torch.compile (it captures through such places where it can), or mend what breaks the graph; "
-        f"torch.compile(..., fullgraph=True) shows it.{told}"
+        f"torch.compile(..., fullgraph=True) shows it.{place}"
     )
 
 
 def _parallelize(
     call: ModuleCall, graph: fx.GraphModule, inputs: Sequence[Any], mesh: DeviceMesh, options: dict[str, Any]
 ) -> Sequence[Any]:
-    """Parallelize the module in place; the graph's outputs for this call."""
+    """Parallelize the module in place and return the graph's outputs for this call."""
     module = call.module
     before = {name: parameter for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
     names = {id(tensor): name for name, tensor in (*before.items(), *module.named_buffers())}
     parallelize(module, mesh, call.args, call.kwargs, **options)
     leave_dynamo(call)
-    wanted = output_values(graph)
+    expected = output_values(graph)
     plan: ShardingPlan | None = module.sharding_plan  # type: ignore[assignment]
     hooked = call.part == "all" and bool(module._forward_hooks or module._forward_pre_hooks)
-    if plan is not None and not hooked and _are_distinct(wanted) and len(wanted) == len(plan.output_placements):
-        return _order_results(module.forward(*call.args, **call.kwargs), wanted)
+    # Where dtypes and numbers of dims tell the outputs apart, the module itself gives the results of this call.
+    keys = [_tensor_key(value) for value in expected if isinstance(value, Tensor)]
+    distinct = len(keys) == len(expected) == len(set(keys))
+    if plan is not None and not hooked and distinct and len(expected) == len(plan.output_placements):
+        result = module.forward(*call.args, **call.kwargs)
+        tensors = {_tensor_key(leaf): leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
+        assert tensors.keys() == set(keys), "Dynamo and torch.export give other results"
+        return [tensors[key] for key in keys]
     return _parallelize_graph(module, graph, inputs, names, mesh, options)
 
 
-def _are_distinct(values: Sequence[Any]) -> bool:
-    """Whether no two of the graph's outputs look alike, so that each can be found among the module's results."""
-    looks = [_tensor_key(value) for value in values if isinstance(value, Tensor)]
-    return len(looks) == len(values) == len(set(looks))
-
-
 def _tensor_key(tensor: Tensor) -> tuple[torch.dtype, int]:
-    """What is known of a tensor on both sides; Dynamo's sizes may be symbols, or a shard's."""
+    """Properties known of a tensor on both sides; Dynamo's sizes may be symbols, or a shard's."""
     return tensor.dtype, tensor.ndim
-
-
-def _order_results(result: Any, wanted: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in the module's result in the order of the graph's outputs."""
-    tensors = {_tensor_key(leaf): leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
-    assert tensors.keys() == {_tensor_key(value) for value in wanted}, "Dynamo and torch.export give other results"
-    return [tensors[_tensor_key(value)] for value in wanted]
 
 
 class _GraphModule(nn.Module):
     """Dynamo's graph as a module that owns some of the graph's inputs, and is called with the others.
 
-    It is made without numbers, like a model on the meta device, and `hold` gives it the tensors.
+    It is made on the meta device, and `set_owned` gives it the tensors.
     """
 
-    def __init__(self, graph: fx.GraphModule, held: Mapping[int, Tensor]) -> None:
+    def __init__(self, graph: fx.GraphModule, owned: Mapping[int, Tensor]) -> None:
         super().__init__()
         self.graph = graph
-        self.owned = dict(held)
-        for index, tensor in held.items():
+        self.owned = dict(owned)
+        for index, tensor in owned.items():
             like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(_input_name(index), nn.Parameter(like, tensor.requires_grad))
@@ -145,6 +163,7 @@ class _GraphModule(nn.Module):
                 self.register_buffer(_input_name(index), like)
 
     def set_owned(self) -> None:
+        """Set the tensors, by now those of the parallelized module."""
         for index, tensor in self.owned.items():
             setattr(self, _input_name(index), tensor)
 
@@ -166,9 +185,9 @@ def _parallelize_graph(
     mesh: DeviceMesh,
     options: dict[str, Any],
 ) -> Sequence[Any]:
-    """The graph's outputs, by a plan for the graph itself under the placements that the module's parameters have.
+    """Return the graph's outputs, by a plan for the graph itself under the placements of the module's parameters.
 
-    It serves this one call, where which of the module's results is which output of the graph can't be told.
+    It serves this one call, if the module's results can't be matched with the graph's outputs.
     """
     if options.get("inputs") == "local" or isinstance(options.get("output_placements"), Mapping):
         raise CaptureError(
@@ -176,11 +195,11 @@ def _parallelize_graph(
             "named output_placements need. Call autoshard.parallelize(module, mesh, ...) in the place of torch.compile."
         )
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    held = {index: tensors[names[id(value)]] for index, value in enumerate(inputs) if id(value) in names}
-    alone = _GraphModule(graph, held)
-    pins = {_input_name(index): tensor.placements for index, tensor in held.items() if isinstance(tensor, DTensor)}
-    others = tuple(value for index, value in enumerate(inputs) if index not in held)
-    parallelize(alone, mesh, others, **{**options, "hints": pins, "plan": None})
-    alone.set_owned()
-    results: Sequence[Any] = alone(*others)
+    owned = {index: tensors[names[id(value)]] for index, value in enumerate(inputs) if id(value) in names}
+    graph_module = _GraphModule(graph, owned)
+    pins = {_input_name(index): tensor.placements for index, tensor in owned.items() if isinstance(tensor, DTensor)}
+    arguments = tuple(value for index, value in enumerate(inputs) if index not in owned)
+    parallelize(graph_module, mesh, arguments, **{**options, "hints": pins, "plan": None})
+    graph_module.set_owned()
+    results: Sequence[Any] = graph_module(*arguments)
     return results

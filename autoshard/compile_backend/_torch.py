@@ -1,4 +1,4 @@
-"""The private torch names that the doors use, in one place."""
+"""The private torch names that the backend of torch.compile uses, in one place."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ModuleCall:
 
     Attributes:
         module: the module.
-        args: what it was called with.
-        kwargs: likewise.
-        part: which part of the call the graph is: `"forward"`; `"hook"`, one of its hooks; or `"all"`, both. Of a
+        args: of the call.
+        kwargs: of the call.
+        part: the part of the call that the graph is: `"forward"`; `"hook"`, one of its hooks; or `"all"`, both. Of a
             module of torch's own, Dynamo makes one graph with its hooks.
         wrapper: torch.compile's object around the module; None after `module.compile(...)`.
     """
@@ -43,14 +43,15 @@ class ModuleCall:
 
 
 def module_call() -> ModuleCall | None:
-    """The call that is being run by the graph that calls this function, found on the stack.
+    """Return the module call that runs the graph that calls this function, found on the stack.
 
-    None if it is not the module given to torch.compile whose call, or hook, Dynamo compiled from its start: but a
-    function around the module, a part inside it, or what follows a graph break.
+    None unless Dynamo compiled the call, or a hook, of the module given to torch.compile from its start: if it compiled
+    a function around the module, a part inside it, or what follows a graph break.
     """
     users = [frame for frame in _outward(inspect.currentframe()) if not _is_dynamo(frame)]
     while users and users[0].f_globals.get("__package__") == __package__:
-        users.pop(0)
+        users.pop(0)  # frames of the backend itself
+    # The code that Dynamo made, whose frame is missing where it compiled torch's own `_call_impl`.
     compiled = users.pop(0) if users and not _calls_forward(users[0]) else None
     if not users or not _calls_forward(users[0]):
         return None
@@ -68,15 +69,20 @@ def module_call() -> ModuleCall | None:
 
 
 def _runs(frame: FrameType, function: Any) -> bool:
-    """Whether a frame runs what Dynamo made of a function: other code, of the same place and name."""
-    ours, code = frame.f_code, getattr(function, "__code__", None)
-    places = [(one.co_filename, one.co_firstlineno, one.co_name) for one in (ours, code) if one is not None]
-    return len(places) == 2 and places[0] == places[1]
+    """Return True if a frame runs Dynamo's code for a function: other code, of the same place and name."""
+    code, original = frame.f_code, getattr(function, "__code__", None)
+    return original is not None and (code.co_filename, code.co_firstlineno, code.co_name) == (
+        original.co_filename,
+        original.co_firstlineno,
+        original.co_name,
+    )
 
 
 def _wrapper(module: nn.Module, frames: list[FrameType]) -> nn.Module | None:
     callers = (frame.f_locals["self"] for frame in frames if _calls_forward(frame))
-    return next((one for one in callers if isinstance(one, OptimizedModule) and one._orig_mod is module), None)
+    return next(
+        (caller for caller in callers if isinstance(caller, OptimizedModule) and caller._orig_mod is module), None
+    )
 
 
 def leave_dynamo(call: ModuleCall) -> None:
@@ -103,21 +109,17 @@ def _calls_forward(frame: FrameType) -> bool:
 
 
 def _is_target(frame: FrameType) -> bool:
-    """Whether it is Dynamo that calls the module whose call this is."""
+    """Return True if it is Dynamo that calls the module whose call this frame is."""
     module = frame.f_locals["self"]
-    outer = next(
-        (
-            other
-            for other in _outward(frame)
-            if other.f_code.co_filename != _MODULE.co_filename or other.f_locals.get("self") is not module
-        ),
-        None,
-    )
-    return outer is not None and _is_dynamo(outer)
+    for caller in _outward(frame):
+        # A call of a module takes several frames of torch's `Module`.
+        if caller.f_code.co_filename != _MODULE.co_filename or caller.f_locals.get("self") is not module:
+            return _is_dynamo(caller)
+    return False
 
 
 def break_reason(graph: fx.GraphModule) -> tuple[str, str] | None:
-    """Why Dynamo ended this graph before its function returned, and where in the user's code; None if it did not."""
+    """Return why Dynamo ended this graph before its function returned, and where in the user's code; None if not."""
     reason: Any = getattr(graph, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -127,6 +129,6 @@ def break_reason(graph: fx.GraphModule) -> tuple[str, str] | None:
 
 
 def output_values(graph: fx.GraphModule) -> list[Any]:
-    """Fake tensors, or other values, for what a graph of Dynamo returns."""
+    """Return fake tensors, or other values, for the outputs of a graph of Dynamo."""
     output = next(iter(graph.graph.find_nodes(op="output")))
     return [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in output.args[0]]
