@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autoshard.patterns.local_values import TorchEmitter, unwrap
 from autoshard.patterns.padding import fill_padding, zero_padded_operands
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import Choices, local_shape, local_size
@@ -26,8 +27,8 @@ class LocalCall:
         rule: its rule, refined; of several variants, the one that was chosen.
         choices: the strategy, as that variant counts its factors.
         mesh: the mesh axes.
-        emit: where to emit the local program.
-        operands: local values of the operands, in the order of `OpCall.operands`.
+        emit: where to emit the local program; its methods are ATen's operators.
+        operands: local values of the operands, in the order of `OpCall.operands`: `LocalValue`s.
         zeros: for every operand, whether all padding in it is known to be zero.
     """
 
@@ -44,8 +45,8 @@ class LocalCall:
         self.call = call
         self.rule, self.choices = resolve_variant(rule, choices)
         self.mesh = mesh
-        self.emit = emit
-        self.operands = tuple(operands)
+        self.emit = emit if isinstance(emit, TorchEmitter) else TorchEmitter(emit)
+        self.operands = tuple(map(self.emit.wrap, operands))
         self.zeros = tuple(zeros) or (False,) * len(self.operands)
 
     def arg(self, name: str) -> Any:
@@ -94,8 +95,7 @@ class LocalCall:
             if index is None:
                 index = coordinate
             else:
-                scaled = self.emit.call(torch.ops.aten.mul.Tensor, index, self.mesh.sizes[axis])
-                index = self.emit.call(torch.ops.aten.add.Tensor, scaled, coordinate)
+                index = self.emit.call(torch.ops.aten.mul.Tensor, index, self.mesh.sizes[axis]) + coordinate
         return index
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:
@@ -159,4 +159,4 @@ def emit_local(call: LocalCall) -> Any:
 
 def emit_program(call: LocalCall) -> Any:
     """As `emit_local`, for a call whose operands are filled."""
-    return call.run() if call.rule.local is None else call.rule.local(call)
+    return unwrap(call.run() if call.rule.local is None else call.rule.local(call))

@@ -150,7 +150,9 @@ def is_padded(call: LocalCall, names: Sequence[str]) -> bool:
     padded = padded_factors(call.rule, call.choices, call.mesh)
     return any(
         index in padded
-        and not is_share(call.emit, padded[index], local_size(call.rule, call.choices, call.mesh, index, padded[index]))
+        and not is_share(
+            call.emit.base, padded[index], local_size(call.rule, call.choices, call.mesh, index, padded[index])
+        )
         for name in names
         for index in call.rule.indices(name)
     )
@@ -171,7 +173,7 @@ def steps_of_ranks(call: LocalCall, axis: int, device: torch.device) -> Any:
     if padded_factors(call.rule, call.choices, call.mesh).get(factor) != axis:
         return None
     true = local_size(call.rule, call.choices, call.mesh, factor, axis)
-    shares = shares_of_ranks(emit, axis, true)
+    shares = shares_of_ranks(emit.base, axis, true)
     if shares is not None:
         each = [emit.call(aten.full.default, [1], share, dtype=torch.int64, device=device) for share in shares]
         return emit.call(aten.cat.default, each)
@@ -213,7 +215,7 @@ def _fill(call: LocalCall, value: Any, dims: Dims, factor: int, axis: int, fill:
     """`value`, a tensor of these dims, with padding along a factor replaced by `fill`."""
     emit = call.emit
     true = local_size(call.rule, call.choices, call.mesh, factor, axis)
-    if is_share(emit, axis, true):
+    if is_share(emit.base, axis, true):
         return value
     place = next(position for position, dim in enumerate(dims) if factor in dim)
     sizes = [local_size(call.rule, call.choices, call.mesh, one) for one in dims[place]]

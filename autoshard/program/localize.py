@@ -18,6 +18,7 @@ from autoshard.errors import PlanError, RuleError
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph_rules import Value, operand_nodes, value_of
 from autoshard.patterns.local import LocalCall, emit_program, fill_operands
+from autoshard.patterns.local_values import unwrap
 from autoshard.patterns.padding import padded_factors, zero_padded_results
 from autoshard.patterns.rule import TensorMeta
 from autoshard.patterns.unequal_shares import keeps_shares
@@ -240,7 +241,7 @@ class Localizer:
             zeros=[operand in self._zero_padded for operand in operands],
         )
         fill_operands(call)
-        for operand, value, zero in zip(operands, call.operands, call.zeros, strict=True):
+        for operand, value, zero in zip(operands, unwrap(call.operands), call.zeros, strict=True):
             if zero and value is not operand:
                 self._zero_padded_copies[operand, phase] = value
                 self._zero_padded.add(value)

@@ -14,7 +14,6 @@ from typing import Any
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.view_factors import factor_view
@@ -98,9 +97,9 @@ class _StridedFactors:
 
     def memory(self, call: LocalCall) -> Any:
         """The local operand as memory, cut in radices of local size."""
-        value = call.emit.call(aten.permute.default, call.operands[0], list(self.order))
+        value = call.emit.permute(call.operands[0], list(self.order))
         shape = [math.prod(call.size(name) for name in names) for names in self.radices]
-        return call.emit.call(aten.reshape.default, value, shape)
+        return call.emit.reshape(value, shape)
 
 
 def _geometry(call: OpCall) -> tuple[tuple[int, ...], tuple[int, ...] | None, StridedView | None]:
@@ -124,12 +123,12 @@ def _as_strided(call: OpCall) -> Rule | None:
         extents = [*(size[dim] for dim in strided.dims), 1]
         for place, (start, extent, radix) in enumerate(zip(strided.starts, extents, strided.radices, strict=True)):
             if extent != radix:
-                value = emit.call(aten.slice.Tensor, value, place, start, start + extent)
+                value = emit.slice(value, place, start, start + extent)
         ahead = sorted(range(len(strided.dims)), key=lambda place: strided.dims[place])
-        value = emit.call(aten.permute.default, value, [*ahead, len(ahead)])
+        value = emit.permute(value, [*ahead, len(ahead)])
         shape = program.result_shape()
         held = [extent if dim in strided.dims else 1 for dim, extent in enumerate(shape)]
-        return emit.call(aten.expand.default, emit.call(aten.reshape.default, value, held), list(shape))
+        return emit.expand(emit.reshape(value, held), list(shape))
 
     return build(
         plan.sizes, [plan.source], [plan.result], whole=plan.whole, linear=[{0}], local=local, free=True, uneven=True
@@ -148,10 +147,10 @@ def _as_strided_scatter(call: OpCall) -> Rule | None:
     def local(program: LocalCall) -> Any:
         emit = program.emit
         ones = [dim for dim in range(len(size)) if dim not in strided.dims]
-        value = emit.call(aten.permute.default, program.operands[1], [*strided.dims, *ones])
+        value = emit.permute(program.operands[1], [*strided.dims, *ones])
         held = program.operand_shape(0)
-        value = emit.call(aten.reshape.default, value, [held[dim] for dim in order])
-        return emit.call(aten.permute.default, value, [order.index(dim) for dim in range(len(shape))])
+        value = emit.reshape(value, [held[dim] for dim in order])
+        return emit.permute(value, [order.index(dim) for dim in range(len(shape))])
 
     dims = [plan.source, plan.result]
     return build(plan.sizes, dims, [plan.source], whole=plan.whole, linear=[{0, 1}], local=local, uneven=True)
@@ -162,11 +161,11 @@ def _whole_layout_rule(call: OpCall, order: Sequence[int]) -> Rule:
 
     def local(program: LocalCall) -> Any:
         emit, (value, *rest) = program.emit, program.operands
-        value = emit.call(aten.contiguous.default, emit.call(aten.permute.default, value, list(order)))
+        value = emit.contiguous(emit.permute(value, list(order)))
         result = program.run(operands=[value, *rest])
         if not rest:
             return result
-        return emit.call(aten.permute.default, result, [order.index(dim) for dim in range(len(order))])
+        return emit.permute(result, [order.index(dim) for dim in range(len(order))])
 
     names: dict[str, int] = {}
 

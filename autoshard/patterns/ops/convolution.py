@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, bind_named, named_values, shape_of
+from autoshard.patterns.ops._helpers import bind_named, named_values, shape_of
 from autoshard.patterns.ops.halo import (
     Halo,
     WindowDim,
@@ -108,7 +108,7 @@ def _convolution(call: LocalCall) -> Any:
     position = call.position("i")
     if "bias" in values and position is not None:
         # Every rank of a contracted factor adds the bias: only the first may have one.
-        values["bias"] = emit.call(aten.mul.Tensor, values["bias"], emit.call(aten.eq.Scalar, position, 0))
+        values["bias"] = values["bias"] * emit.eq(position, 0)
     if not call.arg("transposed"):
         for halo in halos:
             values["input"] = extend_by_halo(call, values["input"], halo)
@@ -116,10 +116,10 @@ def _convolution(call: LocalCall) -> Any:
     if not halos or "bias" not in values:
         return _fold_halos(call, call.run(operands=list(values.values()), **changed), halos)
     # Rows that go to a neighbour are added to rows that have the bias already.
-    zeros = emit.call(aten.zeros_like.default, values["bias"])
+    zeros = emit.zeros_like(values["bias"])
     result = call.run(operands=[values["input"], values["weight"], zeros], **changed)
-    bias = emit.call(aten.view.default, values["bias"], [-1, *[1] * (len(emit.shape(result)) - 2)])
-    return emit.call(aten.add.Tensor, _fold_halos(call, result, halos), bias)
+    bias = emit.view(values["bias"], [-1, *[1] * (len(result.shape) - 2)])
+    return _fold_halos(call, result, halos) + bias
 
 
 def _fold_halos(call: LocalCall, value: Any, halos: list[Halo]) -> Any:
@@ -175,6 +175,6 @@ def _convolution_backward(call: LocalCall) -> Any:
     if wanted[0] and not transposed:
         grad_input = _fold_halos(call, grad_input, list(reversed(halos)))
     if wanted[2] and transposed:
-        dims = [dim for dim in range(len(call.emit.shape(gradient))) if dim != 1]
-        grad_bias = call.emit.call(aten.sum.dim_IntList, gradient, dims)
+        dims = [dim for dim in range(len(gradient.shape)) if dim != 1]
+        grad_bias = call.emit.sum(gradient, dims)
     return grad_input, grad_weight, grad_bias

@@ -52,7 +52,7 @@ def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
             viewing.call = replace(program.call, op=view)
             results = viewing.run() if rule.local is None else rule.local(viewing)
             several = isinstance(results, (tuple, list))
-            copies = [program.emit.call(aten.clone.default, each) for each in (results if several else [results])]
+            copies = [program.emit.clone(each) for each in (results if several else [results])]
             return tuple(copies) if several else copies[0]
 
         return replace(rule, local=local, free=False, variants=tuple(map(add_copies, rule.variants)))

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-import torch
-
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.registry import rule_maker
@@ -133,14 +131,14 @@ def slice_backward_by_padding(call: LocalCall) -> Any:
     start, _ = _bounds(call.call, whole.shape[dim])
 
     def pad_dim(tensor: Any, dims_behind: int, before: int, behind: int) -> Any:
-        return emit.call(torch.ops.aten.constant_pad_nd.default, tensor, [0, 0] * dims_behind + [before, behind])
+        return emit.constant_pad_nd(tensor, [0, 0] * dims_behind + [before, behind])
 
     if step == 1:
         start = _local_place(call, start)
     else:  # every element is the first of a step
-        value = emit.call(torch.ops.aten.unsqueeze.default, value, dim + 1)
+        value = emit.unsqueeze(value, dim + 1)
         value = pad_dim(value, ndim - 1 - dim, 0, step - 1)
-        value = emit.call(torch.ops.aten.flatten.using_ints, value, dim, dim + 1)
+        value = emit.flatten(value, dim, dim + 1)
     return pad_dim(value, ndim - 1 - dim, start, size - start - taken * step)
 
 
@@ -189,7 +187,7 @@ def _split(call: OpCall) -> Rule:
 
     def local(program: LocalCall) -> Any:
         sizes = [_local_place(program, piece) for piece in pieces]
-        return program.emit.call(torch.ops.aten.split_with_sizes.default, program.operands[0], sizes, dim)
+        return program.emit.split_with_sizes(program.operands[0], sizes, dim)
 
     return cut_rule(call, dim, inner, linear=[{0}], local=local, free=True)
 

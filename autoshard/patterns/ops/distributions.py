@@ -14,7 +14,7 @@ import torch
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._draws import draws
-from autoshard.patterns.ops._helpers import aten, cast, result_dtype
+from autoshard.patterns.ops._helpers import cast, result_dtype
 from autoshard.patterns.ops.random import draw, draw_arguments, draw_program, register_draw
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -27,22 +27,22 @@ def _uniform(call: LocalCall) -> Any:
 
 def _cauchy(call: LocalCall) -> Any:
     emit = call.emit
-    angle = emit.call(aten.mul.Scalar, emit.call(aten.sub.Scalar, _uniform(call), 0.5), math.pi)
-    value = emit.call(aten.mul.Scalar, emit.call(aten.tan.default, angle), call.arg("sigma"))
-    return cast(call, emit.call(aten.add.Scalar, value, call.arg("median")), result_dtype(call))
+    angle = (_uniform(call) - 0.5) * math.pi
+    value = emit.tan(angle) * call.arg("sigma")
+    return cast(call, value + call.arg("median"), result_dtype(call))
 
 
 def _geometric(call: LocalCall) -> Any:
     """Number of trials up to the first success, at least one."""
     emit = call.emit
-    survival = emit.call(aten.log1p.default, emit.call(aten.neg.default, _uniform(call)))
-    trials = emit.call(aten.ceil.default, emit.call(aten.div.Scalar, survival, math.log1p(-call.arg("p"))))
-    return cast(call, emit.call(aten.clamp_min.default, trials, 1.0), result_dtype(call))
+    survival = emit.log1p(-_uniform(call))
+    trials = emit.ceil(survival / math.log1p(-call.arg("p")))
+    return cast(call, emit.clamp_min(trials, 1.0), result_dtype(call))
 
 
 def _log_normal(call: LocalCall) -> Any:
     normal = draw(call, draws.normal.default, call.arg("mean"), call.arg("std"))
-    return call.emit.call(aten.exp.default, normal)
+    return call.emit.exp(normal)
 
 
 register_draw(_cauchy, "aten.cauchy.default")
@@ -100,8 +100,8 @@ def _rrelu(call: LocalCall) -> Any:
         return call.run()
     emit, x = call.emit, call.operands[0]
     slope = draw(call, draws.uniform.default, call.arg("lower"), call.arg("upper"))
-    slope = emit.call(aten.masked_fill.Scalar, slope, emit.call(aten.gt.Scalar, x, 0), 1.0)
-    return emit.call(aten.mul.Tensor, x, slope), slope
+    slope = emit.masked_fill(slope, x > 0, 1.0)
+    return x * slope, slope
 
 
 rule("aten.rrelu_with_noise_backward.default", "..., ..., ... -> ...", linear="0")

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import aten
+from autoshard.patterns.ops._positions import stretch_start
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -25,10 +25,9 @@ def local_positions(call: LocalCall, indices: Any, name: str, stretch: int) -> t
         stretch: length of a rank's stretch.
     """
     emit = call.emit
-    start = emit.call(aten.mul.Tensor, call.position(name), stretch)
-    indices = emit.call(aten.sub.Tensor, indices, start)
-    before = emit.call(aten.lt.Scalar, indices, 0)
-    return indices, emit.call(aten.logical_or.default, before, emit.call(aten.ge.Scalar, indices, stretch))
+    indices = indices - stretch_start(call, name, stretch)
+    before = indices < 0
+    return indices, emit.logical_or(before, indices >= stretch)
 
 
 @rule_maker("aten.embedding")
@@ -44,8 +43,8 @@ def _embedding(call: LocalCall) -> Any:
     emit = call.emit
     table, indices = call.operands
     indices, outside = local_positions(call, indices, "v", call.operand_shape(0)[0])
-    rows = call.run(operands=[table, emit.call(aten.masked_fill.Scalar, indices, outside, 0)])
-    return emit.call(aten.masked_fill.Scalar, rows, emit.call(aten.unsqueeze.default, outside, -1), 0)
+    rows = call.run(operands=[table, emit.masked_fill(indices, outside, 0)])
+    return emit.masked_fill(rows, emit.unsqueeze(outside, -1), 0)
 
 
 @rule_maker("aten.embedding_dense_backward")
@@ -70,8 +69,8 @@ def _embedding_dense_backward(call: LocalCall) -> Any:
     stretch = call.result_shape()[0]
     local, skipped = local_positions(call, indices, "v", stretch)
     if call.arg("padding_idx") >= 0:
-        padding = emit.call(aten.eq.Scalar, indices, call.arg("padding_idx"))
-        skipped = emit.call(aten.logical_or.default, skipped, padding)
+        padding = emit.eq(indices, call.arg("padding_idx"))
+        skipped = emit.logical_or(skipped, padding)
     # The operator skips the padding index: all indices that are not this rank's become that.
-    local = emit.call(aten.masked_fill.Scalar, local, skipped, -1)
+    local = emit.masked_fill(local, skipped, -1)
     return call.run(operands=[gradient, local], num_weights=stretch, padding_idx=-1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoshard.capture.fixed_size_bags import MEAN
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, bind_named, named_values
+from autoshard.patterns.ops._helpers import bind_named, named_values
 from autoshard.patterns.ops._positions import localize_index
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -28,12 +28,12 @@ def bags(call: OpCall) -> Rule:
 def _bags(call: LocalCall) -> Any:
     if not call.axes("v"):
         return call.run()
-    emit, values = call.emit, named_values(call)
+    values = named_values(call)
     indices, weights = _local_indices_and_weights(call, call.operand_shape(0)[0])
     result = call.run(operands=[values["table"], indices, weights], weights=weights, mode=0, padding=-1)
     if call.arg("mode") != MEAN:
         return result
-    return emit.call(aten.div.Tensor, result, _counts(call))
+    return result / _counts(call)
 
 
 def _local_indices_and_weights(call: LocalCall, stretch: int) -> tuple[Any, Any]:
@@ -48,22 +48,22 @@ def localize_bag_indices(call: LocalCall, stretch: int, padding: int) -> tuple[A
     emit, indices = call.emit, named_values(call)["indices"]
     place, outside = localize_index(call, indices, "v", stretch)
     if padding >= 0:
-        outside = emit.call(aten.logical_or.default, outside, emit.call(aten.eq.Scalar, indices, padding))
+        outside = emit.logical_or(outside, emit.eq(indices, padding))
     return place, outside
 
 
 def masked_weights(call: LocalCall, like: Any, weights: Any, outside: Any) -> Any:
     """Weights of rows, one where there are none, and zero for rows that do not count."""
     if weights is None:
-        weights = call.emit.call(aten.new_ones.default, like, list(call.emit.shape(outside)))
-    return call.emit.call(aten.masked_fill.Scalar, weights, outside, 0.0)
+        weights = call.emit.new_ones(like, list(outside.shape))
+    return call.emit.masked_fill(weights, outside, 0.0)
 
 
 def _counts(call: LocalCall) -> Any:
     """How many rows every bag has on all ranks, at least one: `[b, 1]`."""
     emit, values = call.emit, named_values(call)
-    rows = emit.call(aten.ne.Scalar, values["indices"], call.arg("padding"))
-    return emit.call(aten.clamp_min.default, emit.call(aten.sum.dim_IntList, rows, [1], True), 1)
+    rows = emit.ne(values["indices"], call.arg("padding"))
+    return emit.clamp_min(emit.sum(rows, [1], True), 1)
 
 
 @rule_maker("autoshard::bags_backward")
@@ -80,7 +80,7 @@ def _bags_backward(call: LocalCall) -> Any:
     indices, weights = _local_indices_and_weights(call, rows)
     gradient = values["grad"]
     if call.arg("mode") == MEAN:
-        gradient = call.emit.call(aten.div.Tensor, gradient, _counts(call))
+        gradient = gradient / _counts(call)
     return call.emit.call(call.call.op, gradient, indices, weights, rows, 0, -1)
 
 
@@ -97,6 +97,6 @@ def _bags_weights_backward(call: LocalCall) -> Any:
     if not call.axes("v"):
         return call.run()
     values = named_values(call)
-    values["indices"], outside = localize_bag_indices(call, call.emit.shape(values["table"])[0], call.arg("padding"))
+    values["indices"], outside = localize_bag_indices(call, values["table"].shape[0], call.arg("padding"))
     result = call.run(operands=list(values.values()), padding=-1)
-    return call.emit.call(aten.masked_fill.Scalar, result, outside, 0.0)
+    return call.emit.masked_fill(result, outside, 0.0)

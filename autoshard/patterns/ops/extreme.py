@@ -39,20 +39,20 @@ def _local_extreme(call: LocalCall) -> Any:
     if not names:
         return call.run()
     emit, (value,), dims = call.emit, call.operands, reduced_dims(call.call)
-    dtype = emit.dtype(value)
+    dtype = value.dtype
     if dtype is torch.bool:
         value = cast(call, value, torch.uint8)
     if len(dims) != 1:  # all of them, as if they were one
-        value = emit.call(aten.reshape.default, value, [-1])
+        value = emit.reshape(value, [-1])
     largest = "max" in call.call.op._schema.name
     op = aten.max.dim if largest else aten.min.dim
     best, place = emit.call(op, value, dims[0] if len(dims) == 1 else 0)
     place = _global_index(call, place, dims)
     best, place = _global_extreme(call, best, place, names, "max" if largest else "min")
-    place = emit.call(aten.reshape.default, place, list(call.result_shape(-1)))
+    place = emit.reshape(place, list(call.result_shape(-1)))
     if len(call.call.results) == 1:
         return place
-    return emit.call(aten.reshape.default, cast(call, best, dtype), list(call.result_shape())), place
+    return emit.reshape(cast(call, best, dtype), list(call.result_shape())), place
 
 
 def _global_index(call: LocalCall, place: Any, dims: Sequence[int]) -> Any:
@@ -60,12 +60,12 @@ def _global_index(call: LocalCall, place: Any, dims: Sequence[int]) -> Any:
     emit, whole, local = call.emit, call.call.operands[0].shape, call.operand_shape(0)
     total, stride = None, 1
     for dim in reversed(dims):
-        inner = emit.call(aten.remainder.Scalar, place, local[dim])
-        place = emit.call(aten.div.Scalar_mode, place, local[dim], rounding_mode="floor")
+        inner = emit.remainder(place, local[dim])
+        place = emit.div(place, local[dim], rounding_mode="floor")
         if call.axes(f"d{dim}"):
-            inner = emit.call(aten.add.Tensor, inner, stretch_start(call, f"d{dim}", local[dim]))
-        inner = emit.call(aten.mul.Scalar, inner, stride)
-        total = inner if total is None else emit.call(aten.add.Tensor, total, inner)
+            inner = inner + stretch_start(call, f"d{dim}", local[dim])
+        inner = inner * stride
+        total = inner if total is None else total + inner
         stride *= whole[dim]
     return total
 
@@ -75,15 +75,15 @@ def _global_extreme(call: LocalCall, best: Any, place: Any, names: Sequence[str]
     emit = call.emit
     last = math.prod(call.call.operands[0].shape)
     top = all_reduce_over(call, best, names, kind)
-    behind = emit.call(aten.add.Scalar, place, last)  # behind all places of nan, and in front of no offer
-    offer = emit.call(aten.where.ScalarOther, emit.call(aten.eq.Tensor, best, top), behind, 2 * last)
-    number = call.emit.dtype(best).is_floating_point
+    behind = place + last  # behind all places of nan, and in front of no offer
+    offer = emit.where(emit.eq(best, top), behind, 2 * last)
+    number = best.dtype.is_floating_point
     if number:
-        offer = emit.call(aten.where.self, emit.call(aten.isnan.default, best), place, offer)
+        offer = emit.where(emit.isnan(best), place, offer)
     winner = all_reduce_over(call, offer, names, "min")
     if number:
-        top = emit.call(aten.masked_fill.Scalar, top, emit.call(aten.lt.Scalar, winner, last), math.nan)
-    return top, emit.call(aten.remainder.Scalar, winner, last)
+        top = emit.masked_fill(top, winner < last, math.nan)
+    return top, emit.remainder(winner, last)
 
 
 @rule_maker("aten.value_selecting_reduction_backward")
@@ -111,7 +111,7 @@ def _local_selected_backward(call: LocalCall) -> Any:
         return call.run(sizes=shape)
     gradient, index = call.operands
     if not call.arg("keepdim"):
-        gradient, index = (emit.call(aten.unsqueeze.default, value, dim) for value in (gradient, index))
-    own = positions(call, f"d{dim}", shape[dim], emit.device(gradient))
-    selected = emit.call(aten.eq.Tensor, index, reshape_along(call, own, dim, len(shape)))
-    return emit.call(aten.where.ScalarOther, selected, gradient, 0)
+        gradient, index = (emit.unsqueeze(value, dim) for value in (gradient, index))
+    own = positions(call, f"d{dim}", shape[dim], gradient.device)
+    selected = emit.eq(index, reshape_along(call, own, dim, len(shape)))
+    return emit.where(selected, gradient, 0)

@@ -46,7 +46,7 @@ def _empty(call: OpCall) -> Rule:
 
 def _local_empty(call: LocalCall) -> Any:
     shape, device = list(call.result_shape()), call.emit.home
-    return call.emit.call(aten.empty.memory_format, shape, dtype=result_dtype(call), device=device)
+    return call.emit.empty(shape, dtype=result_dtype(call), device=device)
 
 
 rule(["aten.zeros_like", "aten.zero"], "... -> ...", linear="0")
@@ -88,7 +88,7 @@ def _new_rule(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
 
 def _local_new(call: LocalCall) -> Any:
     if call.call.op == aten.new_empty_strided.default:  # strides are those of the whole tensor
-        return call.emit.call(aten.new_empty.default, call.operands[0], list(call.result_shape()))
+        return call.emit.new_empty(call.operands[0], list(call.result_shape()))
     return call.run(size=list(call.result_shape()))
 
 
@@ -116,11 +116,10 @@ def _local_arange(call: LocalCall) -> Any:
         return call.run()
     names = [argument.name for argument in call.call.op._schema.arguments]
     start, step = (call.arg(name) if name in names else other for name, other in (("start", 0), ("step", 1)))
-    emit = call.emit
     counted = positions(call, "d0", call.result_shape()[0], call.emit.home)
     if isinstance(start, float) or isinstance(step, float):
         counted = cast(call, counted, torch.float64)  # torch counts in double precision, too
-    counted = emit.call(aten.add.Scalar, emit.call(aten.mul.Scalar, counted, step), start)
+    counted = counted * step + start
     return cast(call, counted, result_dtype(call))
 
 
@@ -133,11 +132,11 @@ def _local_linspace(call: LocalCall) -> Any:
     step = (end - start) / (steps - 1)
     place = positions(call, "d0", call.result_shape()[0], call.emit.home)
     wide = cast(call, place, torch.float64)
-    ahead = emit.call(aten.add.Scalar, emit.call(aten.mul.Scalar, wide, step), start)
-    left = emit.call(aten.rsub.Scalar, wide, steps - 1)
-    back = emit.call(aten.rsub.Scalar, emit.call(aten.mul.Scalar, left, step), end)
-    first_half = emit.call(aten.lt.Scalar, place, steps // 2)
-    return cast(call, emit.call(aten.where.self, first_half, ahead, back), result_dtype(call))
+    ahead = wide * step + start
+    left = steps - 1 - wide
+    back = end - left * step
+    first_half = place < steps // 2
+    return cast(call, emit.where(first_half, ahead, back), result_dtype(call))
 
 
 @rule_maker("aten.eye")
@@ -150,7 +149,7 @@ def _local_eye(call: LocalCall) -> Any:
         return call.run()
     shape, device = call.result_shape(), call.emit.home
     rows, columns = (reshape_along(call, positions(call, f"d{dim}", shape[dim], device), dim, 2) for dim in (0, 1))
-    return cast(call, call.emit.call(aten.eq.Tensor, rows, columns), result_dtype(call))
+    return cast(call, call.emit.eq(rows, columns), result_dtype(call))
 
 
 @rule_maker(

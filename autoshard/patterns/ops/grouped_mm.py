@@ -91,9 +91,9 @@ def _local_grouped_mm(call: LocalCall) -> Any:
     grouped = GROUPED_DIM[len(call.call.operands[0].shape), len(call.call.operands[1].shape)]
     length = call.operand_shape(1)[-1] if grouped == "j" else call.operand_shape(0)[0 if grouped == "i" else 1]
     if call.axes(grouped):
-        ends = call.emit.call(aten.sub.Tensor, ends, stretch_start(call, grouped, length))
-        ends = call.emit.call(aten.clamp.default, ends, 0, length)
-        ends = call.emit.call(aten._to_copy.default, ends, dtype=torch.int32)
+        ends = ends - stretch_start(call, grouped, length)
+        ends = call.emit.clamp(ends, 0, length)
+        ends = call.emit._to_copy(ends, dtype=torch.int32)
     start = None
     if call.axes("g"):
         start, ends = local_group_bounds(call, ends, call.size("g"))
@@ -107,14 +107,14 @@ def _local_grouped_mm(call: LocalCall) -> Any:
         return product
     dim = 0 if grouped == "i" else 1
     computed = reshape_along(call, _before_last_end(call, length, ends), dim, 2)
-    product = call.emit.call(aten.where.ScalarOther, computed, product, 0)
-    return _align_groups(call, product, dim, call.emit.call(aten.neg.default, start))
+    product = call.emit.where(computed, product, 0)
+    return _align_groups(call, product, dim, -start)
 
 
 def _before_last_end(call: LocalCall, length: int, ends: Any) -> Any:
     """Which of `length` positions lie before the last end."""
-    counted = call.emit.call(aten.arange.default, length, device=call.emit.device(ends))
-    return call.emit.call(aten.lt.Tensor, counted, call.emit.call(aten.slice.Tensor, ends, 0, -1))
+    counted = call.emit.arange(length, device=ends.device)
+    return counted < call.emit.slice(ends, 0, -1)
 
 
 def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
@@ -125,11 +125,11 @@ def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
     """
     emit = call.emit
     if dim == 1:
-        value = emit.call(aten.t.default, value)
+        value = emit.t(value)
     if start is None:
-        value = emit.call(aten.contiguous.default, value)
+        value = emit.contiguous(value)
     else:
-        length = emit.shape(value)[0]
-        order = emit.call(aten.add.Tensor, emit.call(aten.arange.default, length, device=emit.device(start)), start)
-        value = emit.call(aten.index_select.default, value, 0, emit.call(aten.remainder.Scalar, order, length))
-    return emit.call(aten.t.default, value) if dim == 1 else value
+        length = value.shape[0]
+        order = emit.arange(length, device=start.device) + start
+        value = emit.index_select(value, 0, emit.remainder(order, length))
+    return emit.t(value) if dim == 1 else value

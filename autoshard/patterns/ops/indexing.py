@@ -15,7 +15,6 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.ops._positions import localize_index, positions, reshape_along
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
@@ -69,7 +68,7 @@ def _local_index_select(call: LocalCall) -> Any:
     rows = call.run(operands=[table, place])
     if call.call.operands[1].shape:
         outside = reshape_along(call, outside, dim, len(shape))
-    return emit.call(aten.masked_fill.Scalar, rows, outside, 0)
+    return emit.masked_fill(rows, outside, 0)
 
 
 AlignedDims = tuple[dict[str, int], list[str], list[list[list[str]]]]
@@ -126,7 +125,7 @@ def _local_gather(call: LocalCall) -> Any:
     table, index = call.operands
     shape = call.operand_shape(0)
     place, outside = localize_index(call, index, "indexed", shape[call.arg("dim") % len(shape)])
-    return call.emit.call(aten.masked_fill.Scalar, call.run(operands=[table, place]), outside, 0)
+    return call.emit.masked_fill(call.run(operands=[table, place]), outside, 0)
 
 
 class AdvancedIndexing:
@@ -201,17 +200,17 @@ def localize_indices(
             continue
         index = non_negative_index(call, indices[which], whole[dim])
         indices[which], beyond = localize_index(call, index, f"d{dim}", local[dim], local[dim] if spare else 0)
-        outside = beyond if outside is None else emit.call(aten.logical_or.default, outside, beyond)
+        outside = beyond if outside is None else emit.logical_or(outside, beyond)
     if outside is not None:
-        outside = emit.call(aten.reshape.default, outside, [*emit.shape(outside), *[1] * dims.trailing_count])
+        outside = emit.reshape(outside, [*outside.shape, *[1] * dims.trailing_count])
     return indices, outside
 
 
 def non_negative_index(call: LocalCall, index: Any, size: int) -> Any:
     """An index into a dim of `size` without negative numbers, which count from the end."""
     emit = call.emit
-    behind = emit.call(aten.add.Scalar, index, size)
-    return emit.call(aten.where.self, emit.call(aten.lt.Scalar, index, 0), behind, index)
+    behind = index + size
+    return emit.where(index < 0, behind, index)
 
 
 @rule_maker("aten.index.Tensor", "aten._unsafe_index.Tensor")
@@ -225,7 +224,7 @@ def _index(call: OpCall) -> Rule | None:
         if outside is None:
             return program.run()
         picked = program.run(operands=[program.operands[0], *indices])
-        return program.emit.call(aten.masked_fill.Scalar, picked, outside, 0)
+        return program.emit.masked_fill(picked, outside, 0)
 
     return build(
         dims.sizes,
@@ -275,7 +274,7 @@ def _local_take(call: LocalCall) -> Any:
     if not call.axes("d0"):
         return call.run()
     place, outside = localize_flat_index(call, 0)
-    return call.emit.call(aten.masked_fill.Scalar, call.run(operands=[call.operands[0], place]), outside, 0)
+    return call.emit.masked_fill(call.run(operands=[call.operands[0], place]), outside, 0)
 
 
 @rule_maker("aten.one_hot")
@@ -299,6 +298,6 @@ def _local_one_hot(call: LocalCall) -> Any:
     if not call.axes("classes"):
         return call.run(num_classes=call.result_shape()[-1])
     emit, (index,) = call.emit, call.operands
-    classes = positions(call, "classes", call.result_shape()[-1], emit.device(index))
-    marked = emit.call(aten.eq.Tensor, emit.call(aten.unsqueeze.default, index, -1), classes)
-    return emit.call(aten._to_copy.default, marked, dtype=torch.int64)
+    classes = positions(call, "classes", call.result_shape()[-1], index.device)
+    marked = emit.eq(emit.unsqueeze(index, -1), classes)
+    return emit._to_copy(marked, dtype=torch.int64)

@@ -60,7 +60,7 @@ def _nll_loss(call: LocalCall) -> Any:
     loss, weight = _run_on_local_classes(call, reduction=_SUM)
     weight = all_reduce_over(call, weight, names)
     if call.arg("reduction") == _MEAN:
-        loss = call.emit.call(aten.div.Tensor, loss, weight)
+        loss = loss / weight
     return loss, weight
 
 
@@ -80,10 +80,10 @@ def _run_on_local_classes(call: LocalCall, **changed: Any) -> Any:
     emit, values = call.emit, named_values(call)
     names = list(values)
     classes = call.operand_shape(names.index("self"))[0 if len(shape_of(call.call, "self")) == 1 else 1]
-    ignored = emit.call(aten.eq.Scalar, values["target"], call.arg("ignore_index"))
+    ignored = emit.eq(values["target"], call.arg("ignore_index"))
     target, outside = local_positions(call, values["target"], "c", classes)
-    outside = emit.call(aten.logical_or.default, outside, ignored)
-    values["target"] = emit.call(aten.masked_fill.Scalar, target, outside, _IGNORED_TARGET)
+    outside = emit.logical_or(outside, ignored)
+    values["target"] = emit.masked_fill(target, outside, _IGNORED_TARGET)
     return call.run(operands=list(values.values()), ignore_index=_IGNORED_TARGET, **changed)
 
 
@@ -113,7 +113,7 @@ def elementwise_loss(call: OpCall) -> Rule | None:
 def _reduced_loss(call: LocalCall) -> Any:
     if call.arg("reduction") != _MEAN:
         return call.run()
-    return call.emit.call(aten.div.Scalar, call.run(reduction=_SUM), math.prod(shape_of(call.call, "self")))
+    return call.run(reduction=_SUM) / math.prod(shape_of(call.call, "self"))
 
 
 @rule_maker("aten.binary_cross_entropy_with_logits")

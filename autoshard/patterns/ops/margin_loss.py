@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, bind_named, shape_of
+from autoshard.patterns.ops._helpers import bind_named, shape_of
 from autoshard.patterns.padding import padded_factors, without_padded_steps
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -51,7 +51,7 @@ def _local_margin_loss(call: LocalCall) -> Any:
     else:  # no scores of a sample are known to cost nothing: padding is left out of the sum
         results = call.run(reduction=_NONE)
         first, *others = results if isinstance(results, tuple) else (results,)
-        first = emit.call(aten.sum.default, without_padded_steps(call, first, ["n"]))
+        first = emit.sum(without_padded_steps(call, first, ["n"]))
     if reduction == _MEAN:
-        first = emit.call(aten.div.Scalar, first, shape_of(call.call, "self")[0])
+        first = first / shape_of(call.call, "self")[0]
     return (first, *others) if others else first

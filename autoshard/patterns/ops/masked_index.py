@@ -9,7 +9,6 @@ from typing import Any
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.ops.indexing import AdvancedIndexing, advanced_indexing, localize_indices, whole_if_bool
 from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.registry import rule_maker
@@ -30,13 +29,13 @@ def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any
     values = list(call.operands)
     for place, dim in enumerate(dims.indexed, start=2):
         size = call.call.operands[0].shape[dim]
-        values[place] = call.emit.call(aten.clamp.default, values[place], -size, size - 1)
+        values[place] = call.emit.clamp(values[place], -size, size - 1)
     call.operands = tuple(values)
     indices, outside = localize_indices(call, dims, first=2)
     mask = call.operands[1]
     if outside is not None:
-        inside = call.emit.call(aten.logical_not.default, outside)
-        mask = call.emit.call(aten.logical_and.default, mask, inside)
+        inside = call.emit.logical_not(outside)
+        mask = call.emit.logical_and(mask, inside)
     return [mask, *indices]
 
 

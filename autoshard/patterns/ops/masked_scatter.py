@@ -12,7 +12,6 @@ from typing import Any
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.ops._positions import positions
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -54,9 +53,9 @@ def _local_masked_scatter(call: LocalCall) -> Any:
         return call.run()
     emit, (target, mask, source) = call.emit, call.operands
     place, held = _local_places(call, mask, call.call.operands[0].shape, shape)
-    source = emit.call(aten.reshape.default, source, [-1])
-    place = emit.call(aten.clamp.default, place, 0, math.prod(call.call.operands[2].shape) - 1)
-    return emit.call(aten.where.self, held, emit.call(aten.take.default, source, place), target)
+    source = emit.reshape(source, [-1])
+    place = emit.clamp(place, 0, math.prod(call.call.operands[2].shape) - 1)
+    return emit.where(held, emit.take(source, place), target)
 
 
 def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Sequence[int]) -> tuple[Any, Any]:
@@ -65,14 +64,14 @@ def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Seque
     Padding behind the end of a dim has the answers of the dim's last element.
     """
     emit = call.emit
-    mask = emit.call(aten.expand.default, mask, list(whole))
-    places = emit.call(aten.cumsum.default, emit.call(aten.reshape.default, mask, [-1]), 0)
-    places = emit.call(aten.reshape.default, emit.call(aten.sub.Tensor, places, 1), list(whole))
+    mask = emit.expand(mask, list(whole))
+    places = emit.cumsum(emit.reshape(mask, [-1]), 0)
+    places = emit.reshape(places - 1, list(whole))
     for dim, size in enumerate(shape):
         if call.axes(f"d{dim}"):
-            own = positions(call, f"d{dim}", size, emit.device(mask))
-            own = emit.call(aten.clamp_max.default, own, whole[dim] - 1)
-            places, mask = (emit.call(aten.index_select.default, value, dim, own) for value in (places, mask))
+            own = positions(call, f"d{dim}", size, mask.device)
+            own = emit.clamp_max(own, whole[dim] - 1)
+            places, mask = (emit.index_select(value, dim, own) for value in (places, mask))
     return places, mask
 
 
@@ -106,9 +105,9 @@ def _local_masked_scatter_backward(call: LocalCall) -> Any:
     count = math.prod(result)
     place, held = _local_places(call, mask, call.call.operands[0].shape, shape)
     # What the mask does not hold goes to a spare element behind the end.
-    place = emit.call(aten.where.ScalarOther, held, place, count)
-    place = emit.call(aten.clamp.default, place, None, count)
-    spare = emit.call(aten.new_zeros.default, gradient, [count + 1])
-    flat = [emit.call(aten.reshape.default, value, [-1]) for value in (place, gradient)]
-    picked = emit.call(aten.scatter_add.default, spare, 0, *flat)
-    return emit.call(aten.reshape.default, emit.call(aten.slice.Tensor, picked, 0, 0, count), result)
+    place = emit.where(held, place, count)
+    place = emit.clamp(place, None, count)
+    spare = emit.new_zeros(gradient, [count + 1])
+    flat = [emit.reshape(value, [-1]) for value in (place, gradient)]
+    picked = emit.scatter_add(spare, 0, *flat)
+    return emit.reshape(emit.slice(picked, 0, 0, count), result)

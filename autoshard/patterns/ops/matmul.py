@@ -7,7 +7,6 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -26,8 +25,8 @@ def keep_on_first_rank(call: LocalCall, operand: int, names: Sequence[str]) -> l
     values = list(call.operands)
     axes = sorted(axis for name in names for axis in call.axes(name))
     if axes:
-        first = call.emit.call(aten.eq.Scalar, call.linear_index(axes), 0)
-        values[operand] = call.emit.call(aten.where.ScalarOther, first, values[operand], 0)
+        first = call.emit.eq(call.linear_index(axes), 0)
+        values[operand] = call.emit.where(first, values[operand], 0)
     return values
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, bind_named, cast, named_values, shape_of
+from autoshard.patterns.ops._helpers import bind_named, cast, named_values, shape_of
 from autoshard.patterns.ops.embedding_bag import localize_bag_indices, masked_weights
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -60,18 +60,18 @@ def _bags(call: LocalCall) -> Any:
     weights = masked_weights(call, table, values.get("per_sample_weights"), outside)
     sums = emit.call(call.call.op, table, place, offsets, False, _SUM, False, weights, last, -1)[0]
     # What tells bags apart does not depend on the table: one of two rows, for padding and for all else, does as well.
-    is_padding = emit.call(aten.eq.Scalar, values["indices"], padding)
-    tiny = emit.call(aten.new_zeros.default, table, [2, 1])
+    is_padding = emit.eq(values["indices"], padding)
+    tiny = emit.new_zeros(table, [2, 1])
     settings = (False, call.arg("mode"), False, values.get("per_sample_weights"), last, 1 if padding >= 0 else -1)
     _, *apart = emit.call(call.call.op, tiny, cast(call, is_padding, torch.int64), offsets, *settings)
     if call.arg("mode") == _MEAN:
-        counts = emit.call(aten.slice.Tensor, apart[1], 0, 0, emit.shape(sums)[0])
-        sums = emit.call(aten.div.Tensor, sums, _column(call, emit.call(aten.clamp_min.default, counts, 1)))
+        counts = emit.slice(apart[1], 0, 0, sums.shape[0])
+        sums = sums / _column(call, emit.clamp_min(counts, 1))
     return (sums, *apart)
 
 
 def _column(call: LocalCall, value: Any) -> Any:
-    return call.emit.call(aten.unsqueeze.default, value, 1)
+    return call.emit.unsqueeze(value, 1)
 
 
 @rule_maker("aten._embedding_bag_backward", "aten._embedding_bag_dense_backward")
@@ -90,16 +90,16 @@ def _bags_backward(call: LocalCall) -> Any:
         return call.run()
     emit, values, rows = call.emit, named_values(call), call.result_shape()[0]
     bag = _bag_of_index(call)
-    gradient = emit.call(aten.index_select.default, values["grad"], 0, bag)
+    gradient = emit.index_select(values["grad"], 0, bag)
     if call.arg("mode") == _MEAN:
-        counts = emit.call(aten.clamp_min.default, values["bag_size"], 1)
-        counts = emit.call(aten.index_select.default, counts, 0, bag)
-        gradient = emit.call(aten.div.Tensor, gradient, _column(call, counts))
+        counts = emit.clamp_min(values["bag_size"], 1)
+        counts = emit.index_select(counts, 0, bag)
+        gradient = gradient / _column(call, counts)
     if "per_sample_weights" in values:
-        gradient = emit.call(aten.mul.Tensor, gradient, _column(call, values["per_sample_weights"]))
+        gradient = gradient * _column(call, values["per_sample_weights"])
     place, outside = localize_bag_indices(call, rows, call.arg("padding_idx"))
-    place = emit.call(aten.masked_fill.Scalar, place, outside, -1)  # which the operator skips
-    return emit.call(aten.embedding_dense_backward.default, gradient, place, rows, -1, False)
+    place = emit.masked_fill(place, outside, -1)  # which the operator skips
+    return emit.embedding_dense_backward(gradient, place, rows, -1, False)
 
 
 def _bag_of_index(call: LocalCall) -> Any:
@@ -107,10 +107,10 @@ def _bag_of_index(call: LocalCall) -> Any:
     emit, values = call.emit, named_values(call)
     if "offsets" not in values:
         return values["offset2bag"]
-    count, device = emit.shape(values["indices"])[0], emit.device(values["indices"])
-    order = emit.call(aten.arange.default, count, dtype=emit.dtype(values["offsets"]), device=device)
-    bag = emit.call(aten.searchsorted.Tensor, values["offsets"], order, right=True)
-    return emit.call(aten.sub.Scalar, bag, 1)
+    count, device = values["indices"].shape[0], values["indices"].device
+    order = emit.arange(count, dtype=values["offsets"].dtype, device=device)
+    bag = emit.searchsorted(values["offsets"], order, right=True)
+    return bag - 1
 
 
 @rule_maker("aten._embedding_bag_per_sample_weights_backward")
@@ -126,8 +126,6 @@ def _bags_weights_backward(call: LocalCall) -> Any:
     if not call.axes("v"):
         return call.run()
     values = named_values(call)
-    values["indices"], outside = localize_bag_indices(
-        call, call.emit.shape(values["weight"])[0], call.arg("padding_idx")
-    )
+    values["indices"], outside = localize_bag_indices(call, values["weight"].shape[0], call.arg("padding_idx"))
     result = call.run(operands=list(values.values()), padding_idx=-1)
-    return call.emit.call(aten.masked_fill.Scalar, result, outside, 0.0)
+    return call.emit.masked_fill(result, outside, 0.0)

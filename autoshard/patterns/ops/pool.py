@@ -121,7 +121,7 @@ def _pool_backward(call: LocalCall) -> Any:
     halos, values = sharded_halos(call, _dims(call.call)), named_values(call)
     if not halos:
         return call.run()
-    values["self"] = call.emit.call(aten.new_zeros.default, values["self"], _extended_shape(call, halos))
+    values["self"] = call.emit.new_zeros(values["self"], _extended_shape(call, halos))
     if "indices" in values:
         values["indices"] = _translate_indices(call, values["indices"], halos, inwards=True)
     gradient = call.run(operands=list(values.values()), padding=_window_padding(call, halos))
@@ -131,7 +131,7 @@ def _pool_backward(call: LocalCall) -> Any:
 
 
 def _extended_shape(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
-    shape = list(call.emit.shape(named_values(call)["self"]))
+    shape = list(named_values(call)["self"].shape)
     for halo in halos:
         shape[halo.dim] += halo.before + halo.after
     return shape
@@ -175,17 +175,17 @@ def _translate_indices(call: LocalCall, indices: Any, halos: Sequence[Halo], *, 
     found, scale = None, 1
     for dim in reversed(range(len(whole) - spatial, len(whole))):
         source, target = (whole[dim], extent[dim]) if inwards else (extent[dim], whole[dim])
-        place = emit.call(aten.remainder.Scalar, indices, source)
-        indices = emit.call(aten.div.Scalar_mode, indices, source, rounding_mode="floor")
+        place = emit.remainder(indices, source)
+        indices = emit.div(indices, source, rounding_mode="floor")
         halo = next((halo for halo in halos if halo.dim == dim), None)
         if halo is not None:
-            start = emit.call(aten.mul.Scalar, call.position(halo.name), local[dim])
-            start = emit.call(aten.sub.Scalar, start, halo.before)
+            start = call.position(halo.name) * local[dim]
+            start = start - halo.before
             place = emit.call(aten.sub.Tensor if inwards else aten.add.Tensor, place, start)
             # A window of which all numbers are infinitely small may point at what lies outside the image.
-            place = emit.call(aten.clamp.default, place, 0, target - 1)
-        place = emit.call(aten.mul.Scalar, place, scale) if scale > 1 else place
-        found = place if found is None else emit.call(aten.add.Tensor, found, place)
+            place = emit.clamp(place, 0, target - 1)
+        place = place * scale if scale > 1 else place
+        found = place if found is None else found + place
         scale *= target
     return found
 

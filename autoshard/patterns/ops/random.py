@@ -14,7 +14,7 @@ import torch
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._draws import draws
-from autoshard.patterns.ops._helpers import accumulation_dtype, aten, cast, factor_names, result_dtype
+from autoshard.patterns.ops._helpers import accumulation_dtype, cast, factor_names, result_dtype
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
@@ -36,7 +36,7 @@ def draw(
         dtype: its element type; that of the first result by default.
     """
     emit = call.emit
-    device = emit.device(call.operands[0]) if call.operands else emit.home
+    device = call.operands[0].device if call.operands else emit.home
     return emit.call(
         op,
         list(call.result_shape() if size is None else size),
@@ -73,7 +73,7 @@ def _native_dropout(call: LocalCall) -> Any:
     mask = draw(call, draws.bernoulli.default, 1.0 - p, dtype=result_dtype(call, 1))
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     # Masking and scaling in one pass is what the backward kernel does.
-    return call.emit.call(aten.native_dropout_backward.default, call.operands[0], mask, scale), mask
+    return call.emit.native_dropout_backward(call.operands[0], mask, scale), mask
 
 
 rule("aten.native_dropout_backward", "..., ... -> ...", linear="0")
@@ -133,11 +133,11 @@ register_draw(draw_program(draws.bernoulli.default, "p"), "aten.bernoulli.p")
 def _exponential_noise(call: LocalCall, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Any:
     """The negative of exponentially distributed numbers of rate one."""
     uniform = draw(call, draws.uniform.default, 0.0, 1.0, size=size, dtype=dtype)
-    return call.emit.call(aten.log1p.default, call.emit.call(aten.neg.default, uniform))
+    return call.emit.log1p(-uniform)
 
 
 def _exponential(call: LocalCall) -> Any:
-    return call.emit.call(aten.mul.Scalar, _exponential_noise(call), -1.0 / call.arg("lambd"))
+    return _exponential_noise(call) * (-1.0 / call.arg("lambd"))
 
 
 register_draw(_exponential, "aten.exponential.default")
@@ -146,8 +146,8 @@ register_draw(_exponential, "aten.exponential.default")
 def _bernoulli(call: LocalCall) -> Any:
     """Ones with the probabilities in the last operand, which is the first where there is only one."""
     probabilities = call.operands[-1]
-    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=accumulation_dtype(call.emit.dtype(probabilities)))
-    return cast(call, call.emit.call(aten.lt.Tensor, uniform, probabilities), result_dtype(call))
+    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=accumulation_dtype(probabilities.dtype))
+    return cast(call, uniform < probabilities, result_dtype(call))
 
 
 register_draw(_bernoulli, "aten.bernoulli.default", "aten.bernoulli.Tensor")
@@ -155,15 +155,12 @@ register_draw(_bernoulli, "aten.bernoulli.default", "aten.bernoulli.Tensor")
 
 def _normal(call: LocalCall) -> Any:
     """Normal numbers whose mean or deviation, or both, are tensors."""
-    emit, value = call.emit, draw(call, draws.normal.default, 0.0, 1.0)
+    value = draw(call, draws.normal.default, 0.0, 1.0)
     mean, std = call.arg("mean"), call.arg("std")
-    if isinstance(std, TensorMeta):
-        value = emit.call(aten.mul.Tensor, value, call.operands[-1])
-    else:
-        value = emit.call(aten.mul.Scalar, value, std)
+    value = value * (call.operands[-1] if isinstance(std, TensorMeta) else std)
     if isinstance(mean, TensorMeta):
-        return emit.call(aten.add.Tensor, value, call.operands[0])
-    return emit.call(aten.add.Scalar, value, mean)
+        return value + call.operands[0]
+    return value + mean
 
 
 register_draw(_normal, "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor")
@@ -177,7 +174,7 @@ def randperm(call: OpCall) -> Rule:
 
 def _randperm(call: LocalCall) -> Any:
     keys = draw(call, draws.uniform.default, 0.0, 1.0, dtype=torch.float64)
-    return cast(call, call.emit.call(aten.argsort.stable, keys, stable=True), result_dtype(call))
+    return cast(call, call.emit.argsort(keys, stable=True), result_dtype(call))
 
 
 @rule_maker("aten.multinomial")
@@ -188,19 +185,19 @@ def multinomial(call: OpCall) -> Rule:
 
 def _multinomial(call: LocalCall) -> Any:
     emit, count = call.emit, call.arg("num_samples")
-    dtype = accumulation_dtype(emit.dtype(call.operands[0]))
+    dtype = accumulation_dtype(call.operands[0].dtype)
     weights = cast(call, call.operands[0], dtype)
     if call.arg("replacement") and count > 1:
         return _with_replacement(call, weights)
     # Exponential clocks: the first to ring have the odds of draws one after another without replacement.
-    noise = emit.call(aten.neg.default, _exponential_noise(call, emit.shape(weights), dtype))
-    return emit.call(aten.topk.default, emit.call(aten.div.Tensor, weights, noise), count)[1]
+    noise = -_exponential_noise(call, weights.shape, dtype)
+    return emit.topk(weights / noise, count)[1]
 
 
 def _with_replacement(call: LocalCall, weights: Any) -> Any:
     emit = call.emit
-    cumulative = emit.call(aten.cumsum.default, weights, -1)
-    total = emit.call(aten.slice.Tensor, cumulative, -1, -1)
-    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=emit.dtype(weights))
-    found = emit.call(aten.searchsorted.Tensor, cumulative, emit.call(aten.mul.Tensor, uniform, total), right=True)
-    return emit.call(aten.clamp_max.default, found, emit.shape(weights)[-1] - 1)
+    cumulative = emit.cumsum(weights, -1)
+    total = emit.slice(cumulative, -1, -1)
+    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=weights.dtype)
+    found = emit.searchsorted(cumulative, uniform * total, right=True)
+    return emit.clamp_max(found, weights.shape[-1] - 1)

@@ -10,7 +10,7 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import all_reduce_over, aten, cast, result_dtype
+from autoshard.patterns.ops._helpers import all_reduce_over, cast, result_dtype
 from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
@@ -95,7 +95,7 @@ def _local_mean(call: LocalCall) -> Any:
     whole = math.prod(call.call.operands[0].shape[dim] for dim in dims)
     own = math.prod(call.size(f"d{dim}") for dim in dims)
     mean = call.run()
-    return mean if own == whole else call.emit.call(aten.mul.Scalar, mean, own / whole)
+    return mean if own == whole else mean * (own / whole)
 
 
 @rule_maker("aten.amax", "aten.max.default")
@@ -168,11 +168,11 @@ def _local_logsumexp(call: LocalCall) -> Any:
     if not names:
         return call.run()
     emit, value = call.emit, cast(call, call.operands[0], result_dtype(call))  # differences of integers may overflow
-    top = all_reduce_over(call, emit.call(aten.amax.default, value, dims, True), names, "max")
+    top = all_reduce_over(call, emit.amax(value, dims, True), names, "max")
     # An infinite maximum is its own logarithm of the sum; subtracting it would give nan.
-    infinite = emit.call(aten.eq.Scalar, emit.call(aten.abs.default, top), math.inf)
-    top = emit.call(aten.masked_fill.Scalar, top, infinite, 0)
-    total = emit.call(aten.exp.default, emit.call(aten.sub.Tensor, value, top))
-    total = all_reduce_over(call, emit.call(aten.sum.dim_IntList, total, dims, True), names)
-    whole = emit.call(aten.add.Tensor, emit.call(aten.log.default, total), top)
-    return cast(call, emit.call(aten.reshape.default, whole, list(call.result_shape())), result_dtype(call))
+    infinite = emit.eq(emit.abs(top), math.inf)
+    top = emit.masked_fill(top, infinite, 0)
+    total = emit.exp(value - top)
+    total = all_reduce_over(call, emit.sum(total, dims, True), names)
+    whole = emit.log(total) + top
+    return cast(call, emit.reshape(whole, list(call.result_shape())), result_dtype(call))

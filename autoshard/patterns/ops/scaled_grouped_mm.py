@@ -10,7 +10,6 @@ from typing import Any
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.ops._positions import stretch_start
 from autoshard.patterns.ops.grouped_mm import GROUPED_DIM
 from autoshard.patterns.ops.matmul import divide_into_units
@@ -57,17 +56,17 @@ def _local(call: LocalCall) -> Any:
     """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
     emit = call.emit
     left, right, *rest = call.operands
-    grouped = GROUPED_DIM.get((len(emit.shape(left)), len(emit.shape(right))))
+    grouped = GROUPED_DIM.get((len(left.shape), len(right.shape)))
     if grouped is not None and call.axes(grouped):
-        length = emit.shape(left)[0] if grouped == "i" else emit.shape(right)[1]
-        ends = emit.call(aten.sub.Tensor, rest[-1], stretch_start(call, grouped, length))
-        ends = emit.call(aten.clamp.default, ends, 0, length)
-        rest[-1] = emit.call(aten._to_copy.default, ends, dtype=emit.dtype(rest[-1]))
-    columns = emit.call(aten.contiguous.default, emit.call(aten.transpose.int, right, -2, -1))
+        length = left.shape[0] if grouped == "i" else right.shape[1]
+        ends = rest[-1] - stretch_start(call, grouped, length)
+        ends = emit.clamp(ends, 0, length)
+        rest[-1] = emit._to_copy(ends, dtype=rest[-1].dtype)
+    columns = emit.contiguous(emit.transpose(right, -2, -1))
     return call.run(
         operands=[
-            emit.call(aten.contiguous.default, left),
-            emit.call(aten.transpose.int, columns, -2, -1),
-            *(emit.call(aten.contiguous.default, value) for value in rest),
+            emit.contiguous(left),
+            emit.transpose(columns, -2, -1),
+            *(emit.contiguous(value) for value in rest),
         ]
     )

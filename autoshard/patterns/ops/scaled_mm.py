@@ -10,7 +10,6 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.ops.matmul import keep_on_first_rank, unit_sizes
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
@@ -69,7 +68,7 @@ def _local(call: LocalCall) -> Any:
     """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
     emit = call.emit
     values = keep_on_first_rank(call, 4, ["k"]) if call.arg("bias") is not None else list(call.operands)
-    values[0] = emit.call(aten.contiguous.default, values[0])
-    columns = emit.call(aten.contiguous.default, emit.call(aten.t.default, values[1]))
-    values[1] = emit.call(aten.t.default, columns)
+    values[0] = emit.contiguous(values[0])
+    columns = emit.contiguous(emit.t(values[1]))
+    values[1] = emit.t(columns)
     return call.run(operands=values)

@@ -35,11 +35,9 @@ class _Scan:
     fold: Callable[[LocalCall, Any], Any]
 
 
-_SUM = _Scan(0, aten.add.Tensor, lambda call, totals: call.emit.call(aten.sum.dim_IntList, totals, [0]))
-_PRODUCT = _Scan(1, aten.mul.Tensor, lambda call, totals: call.emit.call(aten.prod.dim_int, totals, 0))
-_LOGARITHM = _Scan(
-    -math.inf, aten.logaddexp.default, lambda call, totals: call.emit.call(aten.logsumexp.default, totals, [0])
-)
+_SUM = _Scan(0, aten.add.Tensor, lambda call, totals: call.emit.sum(totals, [0]))
+_PRODUCT = _Scan(1, aten.mul.Tensor, lambda call, totals: call.emit.prod(totals, 0))
+_LOGARITHM = _Scan(-math.inf, aten.logaddexp.default, lambda call, totals: call.emit.logsumexp(totals, [0]))
 _SCANS = {
     "aten::cumsum": _SUM,
     "aten::cumprod": _PRODUCT,
@@ -82,12 +80,12 @@ def _local_scan(call: LocalCall) -> Any:
     if not shape or not call.axes(name):
         return scanned
     scan = _SCANS[call.call.op._schema.name]
-    totals = all_gather_stacked(call, emit.call(aten.select.int, scanned, dim, -1), name)
-    ranks = emit.call(aten.arange.default, call.share(name), device=emit.device(scanned))
-    ranks = emit.call(aten.reshape.default, ranks, [-1] + [1] * (len(shape) - 1))
-    before = emit.call(aten.lt.Tensor, ranks, call.position(name))
-    start = scan.fold(call, emit.call(aten.where.ScalarOther, before, totals, scan.neutral))
-    start = emit.call(aten.unsqueeze.default, cast(call, start, result_dtype(call)), dim)
+    totals = all_gather_stacked(call, emit.select(scanned, dim, -1), name)
+    ranks = emit.arange(call.share(name), device=scanned.device)
+    ranks = emit.reshape(ranks, [-1] + [1] * (len(shape) - 1))
+    before = ranks < call.position(name)
+    start = scan.fold(call, emit.where(before, totals, scan.neutral))
+    start = emit.unsqueeze(cast(call, start, result_dtype(call)), dim)
     return emit.call(scan.join, scanned, start)
 
 

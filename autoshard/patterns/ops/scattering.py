@@ -13,7 +13,6 @@ from typing import Any
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.ops._positions import localize_index, reshape_along
 from autoshard.patterns.ops.indexing import (
     advanced_indexing,
@@ -32,16 +31,16 @@ from autoshard.patterns.rule import OpCall, Rule
 
 def append_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
     """The value with one more row behind the end of every dim in `dims`."""
-    ndim = len(call.emit.shape(value))
+    ndim = len(value.shape)
     pad = [int(position % 2 == 1 and ndim - 1 - position // 2 in dims) for position in range(2 * ndim)]
-    return call.emit.call(aten.constant_pad_nd.default, value, pad)
+    return call.emit.constant_pad_nd(value, pad)
 
 
 def drop_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
     """The value without the last row of every dim in `dims`."""
-    shape = call.emit.shape(value)
+    shape = value.shape
     for dim in dims:
-        value = call.emit.call(aten.slice.Tensor, value, dim, 0, shape[dim] - 1)
+        value = call.emit.slice(value, dim, 0, shape[dim] - 1)
     return value
 
 
@@ -98,7 +97,7 @@ def _add_rows(call: LocalCall) -> Any:
     if call.axes(f"d{dim}"):
         values[1], outside = localize_index(call, values[1], f"d{dim}", shape[dim])
         outside = reshape_along(call, outside, dim, len(shape))
-        values[2] = call.emit.call(aten.masked_fill.Scalar, values[2], outside, 0)
+        values[2] = call.emit.masked_fill(values[2], outside, 0)
     return call.run(operands=values)
 
 
@@ -173,12 +172,12 @@ def _add_elements(call: LocalCall) -> Any:
     values[2] = without_padding(call, 2, values[2], ["index"], 0.0)
     if call.axes("indexed"):
         shape = call.operand_shape(0)
-        whole_source = call.emit.shape(values[2]) != call.emit.shape(values[1])
+        whole_source = values[2].shape != values[1].shape
         values[1], outside = localize_index(call, values[1], "indexed", shape[call.arg("dim") % len(shape)])
         if whole_source:  # the index covers a part of the source, from the start of every dim
-            for dim, size in enumerate(call.emit.shape(values[1])):
-                values[2] = call.emit.call(aten.slice.Tensor, values[2], dim, 0, size)
-        values[2] = call.emit.call(aten.masked_fill.Scalar, values[2], outside, 0)
+            for dim, size in enumerate(values[1].shape):
+                values[2] = call.emit.slice(values[2], dim, 0, size)
+        values[2] = call.emit.masked_fill(values[2], outside, 0)
     return call.run(operands=values)
 
 
@@ -215,7 +214,7 @@ def _index_put(call: OpCall) -> Rule | None:
         indices, outside = localize_indices(program, dims)
         target, *_, added = keep_on_first_rank(program, 0, dims.index_names)
         if outside is not None:
-            added = program.emit.call(aten.masked_fill.Scalar, added, outside, 0)
+            added = program.emit.masked_fill(added, outside, 0)
         return program.run(operands=[target, *indices, added])
 
     def local_overwrite(program: LocalCall) -> Any:
@@ -270,6 +269,6 @@ def _local_put(call: LocalCall) -> Any:
         return call.run(operands=[target, index, source])
     emit, shape = call.emit, call.operand_shape(0)
     place, _ = localize_flat_index(call, math.prod(shape))
-    flat = append_spare(call, emit.call(aten.reshape.default, target, [-1]), [0])
+    flat = append_spare(call, emit.reshape(target, [-1]), [0])
     written = drop_spare(call, call.run(operands=[flat, place, source]), [0])
-    return emit.call(aten.reshape.default, written, list(shape))
+    return emit.reshape(written, list(shape))

@@ -13,7 +13,6 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -54,13 +53,13 @@ def _locate_element(call: LocalCall, shape: Sequence[int], whole: Sequence[int])
     if not call.axes(f"d{dim}"):
         return index, None
     owner, place = divmod(index, shape[dim])
-    return place, call.emit.call(aten.eq.Scalar, call.position(f"d{dim}"), owner)
+    return place, call.emit.eq(call.position(f"d{dim}"), owner)
 
 
 def _local_select(call: LocalCall) -> Any:
     place, owned = _locate_element(call, call.operand_shape(0), call.call.operands[0].shape)
     taken = call.run(index=place)
-    return taken if owned is None else call.emit.call(aten.where.ScalarOther, owned, taken, 0)
+    return taken if owned is None else call.emit.where(owned, taken, 0)
 
 
 @rule_maker("aten.select_backward")
@@ -73,7 +72,7 @@ def _local_select_backward(call: LocalCall) -> Any:
     assert call.call.results[0] is not None
     place, owned = _locate_element(call, shape, call.call.results[0].shape)
     gradient = call.run(index=place, input_sizes=list(shape))
-    return gradient if owned is None else call.emit.call(aten.where.ScalarOther, owned, gradient, 0)
+    return gradient if owned is None else call.emit.where(owned, gradient, 0)
 
 
 @rule_maker("aten.select_scatter")
@@ -84,7 +83,7 @@ def _select_scatter(call: OpCall) -> Rule:
 def _local_select_scatter(call: LocalCall) -> Any:
     place, owned = _locate_element(call, call.operand_shape(0), call.call.operands[0].shape)
     written = call.run(index=place)
-    return written if owned is None else call.emit.call(aten.where.self, owned, written, call.operands[0])
+    return written if owned is None else call.emit.where(owned, written, call.operands[0])
 
 
 @rule_maker("aten.unbind")

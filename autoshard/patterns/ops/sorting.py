@@ -10,7 +10,7 @@ import torch
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import all_reduce_over, aten, cast
+from autoshard.patterns.ops._helpers import all_reduce_over, cast
 from autoshard.patterns.ops._positions import all_gather_stacked, stretch_start
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -67,20 +67,20 @@ def _local_topk(call: LocalCall) -> Any:
         return call.run()
     emit = call.emit
     values, places = call.run(k=min(call.arg("k"), shape[dim]))
-    places = emit.call(aten.add.Tensor, places, stretch_start(call, name, shape[dim]))
+    places = places + stretch_start(call, name, shape[dim])
     values, places = (_merge_rank_dim(call, all_gather_stacked(call, value, name), dim) for value in (values, places))
     values, chosen = call.run(operands=[values])
-    return values, emit.call(aten.gather.default, places, dim, chosen)
+    return values, emit.gather(places, dim, chosen)
 
 
 def _merge_rank_dim(call: LocalCall, stacked: Any, dim: int) -> Any:
     """`[ranks, ..., n, ...]` with the ranks' parts of the dim `dim` behind each other: `[..., ranks * n, ...]`."""
-    shape = list(call.emit.shape(stacked))
+    shape = list(stacked.shape)
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
-    moved = call.emit.call(aten.permute.default, stacked, order)
+    moved = call.emit.permute(stacked, order)
     ranks = shape.pop(0)
     shape[dim] *= ranks
-    return call.emit.call(aten.reshape.default, moved, shape)
+    return call.emit.reshape(moved, shape)
 
 
 # How many elements stand before a value is the sum of how many do in every part of what is sorted.

@@ -33,17 +33,17 @@ def _local_triangle(call: LocalCall) -> Any:
     lower = call.call.op._schema.name == "aten::tril"
     compare = aten.gt.Scalar if lower else aten.lt.Scalar
     outside = call.emit.call(compare, distance, call.arg("diagonal"))
-    return call.emit.call(aten.masked_fill.Scalar, call.operands[0], outside, 0)
+    return call.emit.masked_fill(call.operands[0], outside, 0)
 
 
 def _columns_less_rows(call: LocalCall, row: int, column: int, shape: tuple[int, ...]) -> Any:
     """For every element of the local matrix, its column less its row in the whole one."""
-    device = call.emit.device(call.operands[0])
+    device = call.operands[0].device
     rows, columns = (
         reshape_along(call, positions(call, f"d{dim}", shape[dim], device), place, 2)
         for place, dim in enumerate((row, column))
     )
-    return call.emit.call(aten.sub.Tensor, columns, rows)
+    return columns - rows
 
 
 @rule_maker("aten.trace")
@@ -58,8 +58,8 @@ def _local_trace(call: LocalCall) -> Any:
     if not call.axes("d0") and not call.axes("d1"):
         return call.run()
     emit, (matrix,) = call.emit, call.operands
-    aside = emit.call(aten.ne.Scalar, _columns_less_rows(call, 0, 1, call.operand_shape(0)), 0)
-    return emit.call(aten.sum.default, emit.call(aten.masked_fill.Scalar, matrix, aside, 0))
+    aside = emit.ne(_columns_less_rows(call, 0, 1, call.operand_shape(0)), 0)
+    return emit.sum(emit.masked_fill(matrix, aside, 0))
 
 
 @rule_maker("aten.diagonal", "aten.diagonal_backward", "aten.diagonal_scatter")

@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import accumulation_dtype, all_reduce_over, aten, cast, result_dtype
+from autoshard.patterns.ops._helpers import accumulation_dtype, all_reduce_over, cast, result_dtype
 from autoshard.patterns.ops.reduction import reduction_rule, sharded_dims
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -63,5 +63,5 @@ def _combine_norms(call: LocalCall, names: Iterable[str]) -> Any:
         return call.run()
     emit, order = call.emit, _order(call.call)
     norm = cast(call, call.run(), accumulation_dtype(result_dtype(call)))
-    total = all_reduce_over(call, emit.call(aten.pow.Tensor_Scalar, norm, order), names)
-    return cast(call, emit.call(aten.pow.Tensor_Scalar, total, 1 / order), result_dtype(call))
+    total = all_reduce_over(call, emit.pow(norm, order), names)
+    return cast(call, emit.pow(total, 1 / order), result_dtype(call))

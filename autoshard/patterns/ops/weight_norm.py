@@ -11,7 +11,6 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
     all_reduce_over,
-    aten,
     bind_named,
     cast,
     factor_names,
@@ -59,16 +58,16 @@ def _row_sum(call: LocalCall, tensor: str, value: Any) -> Any:
     _, _, summed = _names(call.call, tensor)
     rank = len(summed) + 1
     dims = [dim for dim in range(rank) if dim != call.arg("dim") % rank]
-    return all_reduce_over(call, call.emit.call(aten.sum.dim_IntList, value, dims, True), summed)
+    return all_reduce_over(call, call.emit.sum(value, dims, True), summed)
 
 
 def _weight_norm(call: LocalCall) -> Any:
     if not split_axes(call, _names(call.call, "v")[2]):
         return call.run()
     emit, values = call.emit, named_values(call)
-    v, g = (cast(call, values[name], accumulation_dtype(emit.dtype(values[name]))) for name in ("v", "g"))
-    lengths = emit.call(aten.sqrt.default, _row_sum(call, "v", emit.call(aten.mul.Tensor, v, v)))
-    weight = emit.call(aten.mul.Tensor, v, emit.call(aten.div.Tensor, g, lengths))
+    v, g = (cast(call, values[name], accumulation_dtype(values[name].dtype)) for name in ("v", "g"))
+    lengths = emit.sqrt(_row_sum(call, "v", v * v))
+    weight = v * (g / lengths)
     return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((weight, lengths)))
 
 
@@ -94,14 +93,14 @@ def _weight_norm_backward(call: LocalCall) -> Any:
     """`grad_g = sum(grad · v) / |v|` and `grad_v = g / |v| · (grad - v · grad_g / |v|)`."""
     if not split_axes(call, _names(call.call, "saved_v")[2]):
         return call.run()
-    emit, values = call.emit, named_values(call)
+    values = named_values(call)
     gradient, v, g, lengths = (
-        cast(call, values[name], accumulation_dtype(emit.dtype(values[name])))
+        cast(call, values[name], accumulation_dtype(values[name].dtype))
         for name in ("grad_w", "saved_v", "saved_g", "saved_norms")
     )
-    total = _row_sum(call, "saved_v", emit.call(aten.mul.Tensor, gradient, v))
-    grad_g = emit.call(aten.div.Tensor, total, lengths)
-    along = emit.call(aten.mul.Tensor, v, emit.call(aten.div.Tensor, grad_g, lengths))
-    across = emit.call(aten.sub.Tensor, gradient, along)
-    grad_v = emit.call(aten.mul.Tensor, across, emit.call(aten.div.Tensor, g, lengths))
+    total = _row_sum(call, "saved_v", gradient * v)
+    grad_g = total / lengths
+    along = v * (grad_g / lengths)
+    across = gradient - along
+    grad_v = across * (g / lengths)
     return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((grad_v, grad_g)))
