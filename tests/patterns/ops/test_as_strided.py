@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from autoshard.patterns.ops.as_strided import memory_order, strided_view
+from autoshard.patterns.ops.view import memory_order, strided_view
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.rule import TensorMeta
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.patterns.ops.cut import CUT
+from autoshard.patterns.ops.slicing import CUT
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.soundness import check
 from tests.patterns.ops.soundness import assert_sound, normal
