@@ -84,7 +84,7 @@ def check(
 
 def programs(module: nn.Module) -> int:
     """How many call signatures a parallelised module has programs for."""
-    return len(module.__dict__["_autoshard_runtime"]._served)
+    return len(module.__dict__["_autoshard_runtime"]._programs)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}])

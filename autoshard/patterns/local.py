@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autoshard.patterns.local_values import TorchEmitter, unwrap
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 from autoshard.patterns.strategy import Choices, local_shape, local_size
 from autoshard.patterns.variants import resolve_variant
@@ -23,8 +24,8 @@ class LocalCall:
         rule: its refined rule, or the chosen variant of it.
         choices: the strategy, in the factors of that variant.
         mesh: the mesh axes.
-        emit: the emitter of the local program.
-        operands: local values of the operands, in the order of `OpCall.operands`.
+        emit: the emitter of the local program; its methods are ATen's operators.
+        operands: local values of the operands, in the order of `OpCall.operands`: `LocalValue`s.
         zeros: for every operand, True if all padding in it is known to be zero.
     """
 
@@ -41,8 +42,8 @@ class LocalCall:
         self.call = call
         self.rule, self.choices = resolve_variant(rule, choices)
         self.mesh = mesh
-        self.emit = emit
-        self.operands = tuple(operands)
+        self.emit = emit if isinstance(emit, TorchEmitter) else TorchEmitter(emit)
+        self.operands = tuple(map(self.emit.wrap, operands))
         self.zeros = tuple(zeros) or (False,) * len(self.operands)
 
     def arg(self, name: str) -> Any:
@@ -82,8 +83,7 @@ class LocalCall:
             if index is None:
                 index = coordinate
             else:
-                scaled = self.emit.call(torch.ops.aten.mul.Tensor, index, self.mesh.sizes[axis])
-                index = self.emit.call(torch.ops.aten.add.Tensor, scaled, coordinate)
+                index = self.emit.call(torch.ops.aten.mul.Tensor, index, self.mesh.sizes[axis]) + coordinate
         return index
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:
@@ -139,4 +139,4 @@ class LocalCall:
 
 def emit_program(call: LocalCall) -> Any:
     """Emit the rule's own program, or the operator itself on the shards, for a call whose operands are filled."""
-    return call.run() if call.rule.local is None else call.rule.local(call)
+    return unwrap(call.run() if call.rule.local is None else call.rule.local(call))

@@ -152,7 +152,9 @@ def is_padded(call: LocalCall, names: Sequence[str]) -> bool:
     padded = padded_factors(call.rule, call.choices, call.mesh)
     return any(
         index in padded
-        and not is_share(call.emit, padded[index], local_size(call.rule, call.choices, call.mesh, index, padded[index]))
+        and not is_share(
+            call.emit.base, padded[index], local_size(call.rule, call.choices, call.mesh, index, padded[index])
+        )
         for name in names
         for index in call.rule.indices(name)
     )
@@ -168,7 +170,7 @@ def steps_of_ranks(call: LocalCall, axis: int, device: torch.device) -> Any:
     if padded_factors(call.rule, call.choices, call.mesh).get(factor) != axis:
         return None
     true = local_size(call.rule, call.choices, call.mesh, factor, axis)
-    shares = shares_of_ranks(emit, axis, true)
+    shares = shares_of_ranks(emit.base, axis, true)
     if shares is not None:
         counts = [emit.call(aten.full.default, [1], share, dtype=torch.int64, device=device) for share in shares]
         return emit.call(aten.cat.default, counts)
@@ -206,7 +208,7 @@ def _fill(call: LocalCall, value: Any, dims: Dims, factor: int, axis: int, fill:
     """Return `value`, a tensor of these dims, with padding along a factor replaced by `fill`."""
     emit = call.emit
     true = local_size(call.rule, call.choices, call.mesh, factor, axis)
-    if is_share(emit, axis, true):  # all of a rank's share is true
+    if is_share(emit.base, axis, true):  # all of a rank's share is true
         return value
     place = next(position for position, dim in enumerate(dims) if factor in dim)
     sizes = [local_size(call.rule, call.choices, call.mesh, each) for each in dims[place]]

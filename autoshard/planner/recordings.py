@@ -14,6 +14,7 @@ from autoshard.capture.fake_module import DEVICE
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.simplify import freeze
 from autoshard.patterns.local import LocalCall, emit_program
+from autoshard.patterns.local_values import unwrap
 from autoshard.patterns.padding import fill_operands, padded_factors, zero_padded_results
 from autoshard.patterns.rule import OpCall, Rule
 from autoshard.patterns.variants import Choices
@@ -220,7 +221,7 @@ class LocalPrograms:
         results = emit_program(local)
         results = tuple(results) if isinstance(results, (tuple, list)) else (results,)
         zero = zero_padded_results(local.rule, padded, local.zeros)
-        return RecordedCall(recording, local.operands, local.zeros, results, zero)
+        return RecordedCall(recording, unwrap(local.operands), local.zeros, results, zero)
 
     def reshard(self, path: Path, value: torch.Tensor) -> Recording:
         """The steps of a path on a local tensor; its `results` is the slot of what they make."""

@@ -18,6 +18,7 @@ from autoshard.errors import PlanError, RuleError
 from autoshard.patterns.decisions import Flow, phase_of
 from autoshard.patterns.graph_rules import Value, operand_nodes, value_of
 from autoshard.patterns.local import LocalCall, emit_program
+from autoshard.patterns.local_values import unwrap
 from autoshard.patterns.padding import fill_operands, padded_factors, zero_padded_results
 from autoshard.patterns.rule import TensorMeta
 from autoshard.patterns.strategy import keeps_shares
@@ -245,7 +246,7 @@ class Localizer:
         )
         fill_operands(call)
         # Operands whose padding was filled with zeros serve later operators, too.
-        for operand, value, zero in zip(operands, call.operands, call.zeros, strict=True):
+        for operand, value, zero in zip(operands, unwrap(call.operands), call.zeros, strict=True):
             if zero and value is not operand:
                 self._zero_padded_copies[operand, phase] = value
                 self._zero_padded.add(value)

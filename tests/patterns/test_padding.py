@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autoshard.patterns.local import LocalCall
+from autoshard.patterns.local_values import unwrap
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.patterns.notation import bind
 from autoshard.patterns.padding import (
@@ -65,7 +66,7 @@ def test_both_operands_of_a_contraction_are_filled_with_zeros() -> None:
     left, right = normal(3, 6), normal(6, 2)
     call = local_call(named(aten.mm.default, left, right), (1,), FOUR, aten.mm.default, (left, right))
     assert list(padded_factors(call.rule, call.choices, FOUR).values()) == [0]
-    first, second = filled(call)
+    first, second = unwrap(filled(call))
     assert torch.equal(torch.cat(first.values, 1)[:, :6], left)
     assert not torch.cat(first.values, 1)[:, 6:].any()
     assert not torch.cat(second.values)[6:].any()
@@ -87,13 +88,13 @@ def test_what_keeps_the_factor_is_left_alone() -> None:
 def test_each_reduction_has_its_neutral_number(op: Any, neutral: float) -> None:
     x = normal(6, 2)
     call = local_call(named(op, x, [0]), (0,), FOUR, op, (x, [0]))
-    assert (torch.cat(filled(call)[0].values)[6:] == neutral).all()
+    assert (torch.cat(unwrap(filled(call)[0]).values)[6:] == neutral).all()
 
 
 def test_numbers_of_integers_are_the_ends_of_their_range() -> None:
     x = torch.arange(12).view(6, 2) - 100
     call = local_call(named(aten.amax.default, x, [0]), (0,), FOUR, aten.amax.default, (x, [0]), padding=7)
-    assert (torch.cat(filled(call)[0].values)[6:] == torch.iinfo(torch.int64).min).all()
+    assert (torch.cat(unwrap(filled(call)[0]).values)[6:] == torch.iinfo(torch.int64).min).all()
 
 
 def test_indices_in_padding_point_at_something() -> None:
@@ -101,7 +102,7 @@ def test_indices_in_padding_point_at_something() -> None:
     rule = named(aten.embedding.default, table, index)
     choice = rule.indices("dim0")
     call = local_call(rule, choice, TWO, aten.embedding.default, (table, index), padding=101)
-    assert torch.cat(filled(call)[1].values).tolist() == [4, 1, 3, 0]
+    assert torch.cat(unwrap(filled(call)[1]).values).tolist() == [4, 1, 3, 0]
     rows = torch.cat(emit_local(call).values)
     assert torch.equal(rows[:3], table[index])
 
@@ -110,7 +111,7 @@ def test_padding_stands_behind_every_stretch_of_a_strided_shard() -> None:
     x = normal(9)
     rule = refine(named(aten.sum.dim_IntList, x, [0]), {0: (3,)})
     call = local_call(rule, (1,), TWO, aten.sum.dim_IntList, (x, [0]))
-    assert [value.isnan().nonzero().flatten().tolist() for value in call.operands[0].values] == [[], [1, 3, 5]]
+    assert [value.isnan().nonzero().flatten().tolist() for value in unwrap(call.operands[0]).values] == [[], [1, 3, 5]]
     torch.testing.assert_close(torch.stack(emit_local(call).values).sum(), x.sum())
 
 

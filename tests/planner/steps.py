@@ -22,7 +22,6 @@ from autoshard.planner.planning_problem import Constraints, OverlapDiscount
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program._torch import split_joint
 from autoshard.program.localize import Localizer, LocalStep
-from autoshard.program._torch import split_joint
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives
 from autoshard.specs.spec import Spec

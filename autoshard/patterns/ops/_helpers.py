@@ -76,15 +76,15 @@ def all_reduce_over(call: LocalCall, value: Any, names: Iterable[str], reduction
 def all_reduce_stacked(call: LocalCall, values: Sequence[Any], names: Iterable[str]) -> list[Any]:
     """Sums of several values of one shape over the axes that shard the factors `names`: one collective per axis."""
     emit = call.emit
-    stacked = all_reduce_over(call, emit.call(aten.stack.default, list(values)), names)
-    return [emit.call(aten.select.int, stacked, 0, index) for index in range(len(values))]
+    stacked = all_reduce_over(call, emit.stack(list(values)), names)
+    return [emit.select(stacked, 0, index) for index in range(len(values))]
 
 
 def cast(call: LocalCall, value: Any, dtype: torch.dtype) -> Any:
     """`value` in `dtype`; the value itself where it is in it already."""
-    if call.emit.dtype(value) == dtype:
+    if value.dtype == dtype:
         return value
-    return call.emit.call(aten._to_copy.default, value, dtype=dtype)
+    return call.emit._to_copy(value, dtype=dtype)
 
 
 def result_dtype(call: LocalCall, result: int = 0) -> torch.dtype:

@@ -25,10 +25,10 @@ def stretch_start(call: LocalCall, name: str, stretch: int) -> Any:
 
 def positions(call: LocalCall, name: str, stretch: int, device: torch.device | None) -> Any:
     """Positions in the whole factor `name` of the elements that this rank holds: int64 `[stretch]`."""
-    counted = call.emit.call(aten.arange.default, stretch, dtype=torch.int64, device=device)
+    counted = call.emit.arange(stretch, dtype=torch.int64, device=device)
     if not call.axes(name):
         return counted
-    return call.emit.call(aten.add.Tensor, counted, stretch_start(call, name, stretch))
+    return counted + stretch_start(call, name, stretch)
 
 
 def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, Any]:
@@ -44,27 +44,27 @@ def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, An
     Returns:
         The start `[1]`, and the ends `[groups]`, counted from there.
     """
-    emit, (count,) = call.emit, call.emit.shape(ends)
-    own = positions(call, "g", groups, emit.device(ends))
-    bounds = emit.call(aten.constant_pad_nd.default, ends, [1, 0])  # the first group starts at zero
-    first = emit.call(aten.clamp_max.default, emit.call(aten.slice.Tensor, own, 0, 0, 1), count)
-    start = emit.call(aten.index_select.default, bounds, 0, first)
-    last = emit.call(aten.index_select.default, ends, 0, emit.call(aten.clamp_max.default, own, count - 1))
-    return start, emit.call(aten.sub.Tensor, last, start)
+    emit, (count,) = call.emit, ends.shape
+    own = positions(call, "g", groups, ends.device)
+    bounds = emit.constant_pad_nd(ends, [1, 0])  # the first group starts at zero
+    first = emit.clamp_max(emit.slice(own, 0, 0, 1), count)
+    start = emit.index_select(bounds, 0, first)
+    last = emit.index_select(ends, 0, emit.clamp_max(own, count - 1))
+    return start, last - start
 
 
 def reshape_along(call: LocalCall, value: Any, dim: int, ndim: int) -> Any:
     """A vector as a tensor of `ndim` dims that lies along `dim`; all other dims have size one."""
     shape = [1] * ndim
-    shape[dim] = call.emit.shape(value)[0]
-    return call.emit.call(aten.reshape.default, value, shape)
+    shape[dim] = value.shape[0]
+    return call.emit.reshape(value, shape)
 
 
 def all_gather_stacked(call: LocalCall, value: Any, name: str) -> Any:
     """The values of all ranks that hold stretches of the factor `name`, in its order: `[share, *shape of value]`."""
     emit = call.emit
-    value = emit.call(aten.unsqueeze.default, value, 0)
-    value = emit.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+    value = emit.unsqueeze(value, 0)
+    value = emit.clone(value, memory_format=torch.contiguous_format)
     for axis in reversed(call.axes(name)):
         size = call.mesh.sizes[axis]
         pending = emit.call(collectives.all_gather_into_tensor.default, value, size, emit.group(axis))
@@ -83,7 +83,7 @@ def localize_index(call: LocalCall, index: Any, name: str, stretch: int, outside
         outside_at: what an index that points outside becomes.
     """
     emit = call.emit
-    place = emit.call(aten.sub.Tensor, index, stretch_start(call, name, stretch))
-    before, behind = emit.call(aten.lt.Scalar, place, 0), emit.call(aten.ge.Scalar, place, stretch)
-    outside = emit.call(aten.logical_or.default, before, behind)
-    return emit.call(aten.masked_fill.Scalar, place, outside, outside_at), outside
+    place = index - stretch_start(call, name, stretch)
+    before, behind = place < 0, place >= stretch
+    outside = emit.logical_or(before, behind)
+    return emit.masked_fill(place, outside, outside_at), outside

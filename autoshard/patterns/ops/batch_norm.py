@@ -13,7 +13,6 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
     all_reduce_stacked,
-    aten,
     bind_named,
     cast,
     factor_names,
@@ -85,14 +84,11 @@ def _batch_norm(call: LocalCall) -> Any:
     x = values["input"]
     batch, *spatial = names
     moments = joined_moments(call, x, [batch, "", *spatial])
-    mean, variance = (emit.call(aten.view.default, value, [-1]) for value in moments)
-    scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, variance, call.arg("eps")))
-    parameters = [cast(call, values[name], emit.dtype(mean)) if name in values else None for name in ("weight", "bias")]
+    mean, variance = (emit.view(value, [-1]) for value in moments)
+    scale = emit.rsqrt(variance + call.arg("eps"))
+    parameters = [cast(call, values[name], mean.dtype) if name in values else None for name in ("weight", "bias")]
     # The statistics are known now: the inference kernel applies them in one pass.
-    result, _, _ = emit.call(
-        aten._native_batch_norm_legit_no_training.default,
-        *(x, *parameters, mean, variance, 0.0, call.arg("eps")),
-    )
+    result, _, _ = emit._native_batch_norm_legit_no_training(*(x, *parameters, mean, variance, 0.0, call.arg("eps")))
     results = [result, mean, scale]
     if len(call.call.results) == 6:
         results.append(_empty_reserve(call))
@@ -103,21 +99,19 @@ def _batch_norm(call: LocalCall) -> Any:
 
 def _empty_reserve(call: LocalCall) -> Any:
     """The space that cuDNN keeps for its backward kernel: without elements, since that kernel did not run."""
-    return call.emit.call(
-        aten.new_empty.default, call.operands[0], [0], dtype=result_dtype(call, 3), layout=None, device=None
-    )
+    return call.emit.new_empty(call.operands[0], [0], dtype=result_dtype(call, 3), layout=None, device=None)
 
 
 def _update_running_statistics(call: LocalCall, mean: Any, variance: Any) -> list[Any]:
     """The running statistics moved towards those of the batch; the variance kept is the unbiased one."""
     shape = shape_of(call.call, "input")
     count = math.prod(shape) // shape[1]
-    unbiased = call.emit.call(aten.mul.Scalar, variance, count / max(count - 1, 1))
+    unbiased = variance * (count / max(count - 1, 1))
     values, momentum = named_values(call), call.arg("momentum")
     moved = []
     for name, fresh in (("running_mean", mean), ("running_var", unbiased)):
-        kept = call.emit.call(aten.mul.Scalar, values[name], 1.0 - momentum)
-        moved.append(call.emit.call(aten.add.Tensor, kept, call.emit.call(aten.mul.Scalar, fresh, momentum)))
+        kept = values[name] * (1.0 - momentum)
+        moved.append(kept + fresh * momentum)
     return moved
 
 
@@ -156,16 +150,13 @@ def _batch_norm_backward(call: LocalCall) -> Any:
         return call.run()
     emit, values = call.emit, named_values(call)
     shape = shape_of(call.call, "input")
-    dtype = accumulation_dtype(emit.dtype(values["input"]))
+    dtype = accumulation_dtype(values["input"].dtype)
     gradient, x = cast(call, values["grad_out"], dtype), cast(call, values["input"], dtype)
     dims = [dim for dim in range(len(shape)) if dim != 1]
     deviation = cast(call, values["save_invstd" if "save_invstd" in values else "save_var"], dtype)
     mean, scale = _per_channel(call, cast(call, values["save_mean"], dtype)), _per_channel(call, deviation)
-    normal = emit.call(aten.mul.Tensor, emit.call(aten.sub.Tensor, x, mean), scale)
-    sums = [
-        emit.call(aten.sum.dim_IntList, value, dims)
-        for value in (emit.call(aten.mul.Tensor, gradient, normal), gradient)
-    ]
+    normal = (x - mean) * scale
+    sums = [emit.sum(value, dims) for value in (gradient * normal, gradient)]
     sums = all_reduce_stacked(call, sums, names)
     results = [_input_gradient(call, gradient, normal, scale, sums), *sums]
     return tuple(
@@ -177,17 +168,17 @@ def _batch_norm_backward(call: LocalCall) -> Any:
 def _per_channel(call: LocalCall, value: Any) -> Any:
     """A value per channel, shaped to broadcast over an image."""
     spatial = len(shape_of(call.call, "input")) - 2
-    return call.emit.call(aten.view.default, value, [-1, *[1] * spatial])
+    return call.emit.view(value, [-1, *[1] * spatial])
 
 
 def _input_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any, sums: list[Any]) -> Any:
     """`weight · scale · (g - mean(g) - normal · mean(g · normal))`."""
-    emit, values, shape = call.emit, named_values(call), shape_of(call.call, "input")
+    values, shape = named_values(call), shape_of(call.call, "input")
     count = math.prod(shape) // shape[1]
-    along, straight = (_per_channel(call, emit.call(aten.div.Scalar, value, count)) for value in sums)
-    gradient = emit.call(aten.sub.Tensor, gradient, straight)
-    gradient = emit.call(aten.sub.Tensor, gradient, emit.call(aten.mul.Tensor, normal, along))
+    along, straight = (_per_channel(call, value / count) for value in sums)
+    gradient = gradient - straight
+    gradient = gradient - normal * along
     if "weight" in values:
-        weight = cast(call, values["weight"], emit.dtype(scale))
-        scale = emit.call(aten.mul.Tensor, scale, _per_channel(call, weight))
-    return emit.call(aten.mul.Tensor, gradient, scale)
+        weight = cast(call, values["weight"], scale.dtype)
+        scale = scale * _per_channel(call, weight)
+    return gradient * scale

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten, bind_named, named_values, shape_of
+from autoshard.patterns.notation import bind
+from autoshard.patterns.ops._helpers import bind_named, named_values, shape_of
 from autoshard.patterns.ops.halo import (
     Halo,
     WindowDim,
@@ -21,6 +22,7 @@ from autoshard.patterns.ops.halo import (
     window_dim,
     window_setting,
 )
+from autoshard.patterns.ops.matmul import keep_on_first_rank
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Exchange, OpCall, Rule, TensorMeta
 
@@ -108,7 +110,7 @@ def _convolution(call: LocalCall) -> Any:
     position = call.position("i")
     if "bias" in values and position is not None:
         # Every rank of a contracted factor adds the bias: only the first may have one.
-        values["bias"] = emit.call(aten.mul.Tensor, values["bias"], emit.call(aten.eq.Scalar, position, 0))
+        values["bias"] = values["bias"] * emit.eq(position, 0)
     if not call.arg("transposed"):
         for halo in halos:
             values["input"] = extend_by_halo(call, values["input"], halo)
@@ -116,10 +118,10 @@ def _convolution(call: LocalCall) -> Any:
     if not halos or "bias" not in values:
         return _fold_halos(call, call.run(operands=list(values.values()), **changed), halos)
     # Rows that go to a neighbour are added to rows that have the bias already.
-    zeros = emit.call(aten.zeros_like.default, values["bias"])
+    zeros = emit.zeros_like(values["bias"])
     result = call.run(operands=[values["input"], values["weight"], zeros], **changed)
-    bias = emit.call(aten.view.default, values["bias"], [-1, *[1] * (len(emit.shape(result)) - 2)])
-    return emit.call(aten.add.Tensor, _fold_halos(call, result, halos), bias)
+    bias = emit.view(values["bias"], [-1, *[1] * (len(result.shape) - 2)])
+    return _fold_halos(call, result, halos) + bias
 
 
 def _fold_halos(call: LocalCall, value: Any, halos: list[Halo]) -> Any:
@@ -175,6 +177,31 @@ def _convolution_backward(call: LocalCall) -> Any:
     if wanted[0] and not transposed:
         grad_input = _fold_halos(call, grad_input, list(reversed(halos)))
     if wanted[2] and transposed:
-        dims = [dim for dim in range(len(call.emit.shape(gradient))) if dim != 1]
-        grad_bias = call.emit.call(aten.sum.dim_IntList, gradient, dims)
+        dims = [dim for dim in range(len(gradient.shape)) if dim != 1]
+        grad_bias = call.emit.sum(gradient, dims)
     return grad_input, grad_weight, grad_bias
+
+
+# Convolution along time of tensors laid out as (time, batch, channels).
+
+
+@rule_maker("aten.conv_tbc")
+def _conv_tbc(call: OpCall) -> Rule:
+    """Input channels are contracted; the bias counts once."""
+    text = "t! b i, k! i o, o -> time! b o"
+    fill = {"i": 0.0}
+    return bind(text, call, linear="0+2, 1+2", local=_local_conv_tbc, uneven=("b", "o"), fill=fill)
+
+
+def _local_conv_tbc(call: LocalCall) -> Any:
+    return call.run(operands=keep_on_first_rank(call, 2, ["i"]))
+
+
+@rule_maker("aten.conv_tbc_backward")
+def _conv_tbc_backward(call: OpCall) -> Rule:
+    """Gradients of input, weight and bias; whatever input channels a rank has, it sums the whole gradient of the bias.
+
+    The bias is read for its shape alone.
+    """
+    text = "time! b o, t! b i, k! i o, o -> t! b i, k! i o, o"
+    return bind(text, call, linear="0", reduce={"i": ("sum", "sum", None)})

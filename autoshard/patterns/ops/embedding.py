@@ -1,4 +1,6 @@
-"""Embedding and its gradient, the vocabulary sharded included.
+"""Rows of tables by index, and sums, means and maxima of bags of them.
+
+Embedding and its gradient, the vocabulary sharded included.
 
 A rank that holds a stretch of the vocabulary looks up the indices that fall into it and leaves zeros for the others:
 the sum over ranks is the embedding (vocabulary parallelism, as for a sharded table in Whale 3.2.2).
@@ -8,9 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from autoshard.capture.fixed_size_bags import MEAN
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import aten
+from autoshard.patterns.ops._helpers import bind_named, cast, factor_names, named_values, shape_of
+from autoshard.patterns.ops._positions import localize_index, stretch_start
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -25,10 +31,9 @@ def local_positions(call: LocalCall, indices: Any, name: str, stretch: int) -> t
         stretch: length of a rank's stretch.
     """
     emit = call.emit
-    start = emit.call(aten.mul.Tensor, call.position(name), stretch)
-    indices = emit.call(aten.sub.Tensor, indices, start)
-    before = emit.call(aten.lt.Scalar, indices, 0)
-    return indices, emit.call(aten.logical_or.default, before, emit.call(aten.ge.Scalar, indices, stretch))
+    indices = indices - stretch_start(call, name, stretch)
+    before = indices < 0
+    return indices, emit.logical_or(before, indices >= stretch)
 
 
 @rule_maker("aten.embedding")
@@ -44,8 +49,8 @@ def _embedding(call: LocalCall) -> Any:
     emit = call.emit
     table, indices = call.operands
     indices, outside = local_positions(call, indices, "v", call.operand_shape(0)[0])
-    rows = call.run(operands=[table, emit.call(aten.masked_fill.Scalar, indices, outside, 0)])
-    return emit.call(aten.masked_fill.Scalar, rows, emit.call(aten.unsqueeze.default, outside, -1), 0)
+    rows = call.run(operands=[table, emit.masked_fill(indices, outside, 0)])
+    return emit.masked_fill(rows, emit.unsqueeze(outside, -1), 0)
 
 
 @rule_maker("aten.embedding_dense_backward")
@@ -70,8 +75,250 @@ def _embedding_dense_backward(call: LocalCall) -> Any:
     stretch = call.result_shape()[0]
     local, skipped = local_positions(call, indices, "v", stretch)
     if call.arg("padding_idx") >= 0:
-        padding = emit.call(aten.eq.Scalar, indices, call.arg("padding_idx"))
-        skipped = emit.call(aten.logical_or.default, skipped, padding)
+        padding = emit.eq(indices, call.arg("padding_idx"))
+        skipped = emit.logical_or(skipped, padding)
     # The operator skips the padding index: all indices that are not this rank's become that.
-    local = emit.call(aten.masked_fill.Scalar, local, skipped, -1)
+    local = emit.masked_fill(local, skipped, -1)
     return call.run(operands=[gradient, local], num_weights=stretch, padding_idx=-1)
+
+
+# Bags of embeddings that all have one size: sums and means of rows of a table.
+#
+# Bags, vocabulary and embedding dim may be sharded; a rank that holds a stretch of the vocabulary adds up those rows
+# of every bag that it has.
+
+_OPERAND_DIMS = {"table": "v^ d", "indices": "b k!", "weights": "b k!", "grad": "b d"}
+
+
+@rule_maker("autoshard::bags")
+def bags(call: OpCall) -> Rule:
+    """Sums or means of the rows of every bag; linear in the table."""
+    # Rows of other ranks are read with a weight of zero, from the first of this rank's, which may be padding.
+    return bind_named(call, _OPERAND_DIMS, ["b d"], linear=[{"table"}], local=_bags, uneven=("b", "d"), fill={"v": 0.0})
+
+
+def _bags(call: LocalCall) -> Any:
+    if not call.axes("v"):
+        return call.run()
+    values = named_values(call)
+    indices, weights = _local_indices_and_weights(call, call.operand_shape(0)[0])
+    result = call.run(operands=[values["table"], indices, weights], weights=weights, mode=0, padding=-1)
+    if call.arg("mode") != MEAN:
+        return result
+    return result / _counts(call)
+
+
+def _local_indices_and_weights(call: LocalCall, stretch: int) -> tuple[Any, Any]:
+    values = named_values(call)
+    indices, outside = localize_bag_indices(call, stretch, call.arg("padding"))
+    dense = values["table"] if "table" in values else values["grad"]
+    return indices, masked_weights(call, dense, values.get("weights"), outside)
+
+
+def localize_bag_indices(call: LocalCall, stretch: int, padding: int) -> tuple[Any, Any]:
+    """The operand `indices` as it counts in this rank's stretch of `v`, and which are of other ranks or padding."""
+    emit, indices = call.emit, named_values(call)["indices"]
+    place, outside = localize_index(call, indices, "v", stretch)
+    if padding >= 0:
+        outside = emit.logical_or(outside, emit.eq(indices, padding))
+    return place, outside
+
+
+def masked_weights(call: LocalCall, like: Any, weights: Any, outside: Any) -> Any:
+    """Weights of rows, one where there are none, and zero for rows that do not count."""
+    if weights is None:
+        weights = call.emit.new_ones(like, list(outside.shape))
+    return call.emit.masked_fill(weights, outside, 0.0)
+
+
+def _counts(call: LocalCall) -> Any:
+    """How many rows every bag has on all ranks, at least one: `[b, 1]`."""
+    emit, values = call.emit, named_values(call)
+    rows = emit.ne(values["indices"], call.arg("padding"))
+    return emit.clamp_min(emit.sum(rows, [1], True), 1)
+
+
+@rule_maker("autoshard::bags_backward")
+def bags_backward(call: OpCall) -> Rule:
+    """The gradient of the table: partial over bags, sharded over the vocabulary without communication."""
+    return bind_named(call, _OPERAND_DIMS, ["v^ d"], linear=[{"grad"}], local=_bags_backward, uneven=True)
+
+
+def _bags_backward(call: LocalCall) -> Any:
+    rows = call.result_shape()[0]
+    if not call.axes("v"):
+        return call.run()
+    values = named_values(call)
+    indices, weights = _local_indices_and_weights(call, rows)
+    gradient = values["grad"]
+    if call.arg("mode") == MEAN:
+        gradient = gradient / _counts(call)
+    return call.emit.call(call.call.op, gradient, indices, weights, rows, 0, -1)
+
+
+@rule_maker("autoshard::bags_weights_backward")
+def bags_weights_backward(call: OpCall) -> Rule:
+    """The gradient of the rows' weights: a product over the embedding dim."""
+    linear = [{"grad"}, {"table"}]
+    return bind_named(
+        call, _OPERAND_DIMS, ["b k!"], linear=linear, local=_bags_weights_backward, uneven=("b", "d"), fill={"v": None}
+    )
+
+
+def _bags_weights_backward(call: LocalCall) -> Any:
+    if not call.axes("v"):
+        return call.run()
+    values = named_values(call)
+    values["indices"], outside = localize_bag_indices(call, values["table"].shape[0], call.arg("padding"))
+    result = call.run(operands=list(values.values()), padding=-1)
+    return call.emit.masked_fill(result, outside, 0.0)
+
+
+# ATen's bags of embeddings, which lie one after another in one dim, each as long as the offsets say.
+#
+# Bags stay together, since no shard could tell where its own begin. Embedding dim and, but for maxima, vocabulary may
+# be sharded: a rank that holds a stretch of the vocabulary adds up those rows of every bag that it has.
+
+_SUM, _MEAN, _MAX = 0, 1, 2  # what ATen's `mode` arguments mean
+_OFFSET_DIMS = {
+    "weight": "v^ d",
+    "indices": "i!",
+    "per_sample_weights": "i!",
+    "offsets": "o!",
+    "offset2bag": "x!",
+    "bag_size": "y!",
+    "grad": "b! d",
+}
+"""Dims by the names of arguments; those of `maximum_indices` depend on the mode."""
+
+
+def _maxima_dims(shape: tuple[int, ...]) -> str:
+    return "b! d" if len(shape) == 2 else "z!"
+
+
+@rule_maker("aten._embedding_bag", "aten._embedding_bag_forward_only")
+def offset_bags(call: OpCall) -> Rule:
+    """Forward: the rows' sums, means or maxima, and what tells bags apart, which is the same for all columns."""
+    assert call.results[3] is not None
+    maxima = _maxima_dims(call.results[3].shape)
+    return bind_named(
+        call,
+        _OFFSET_DIMS,
+        ["b! d", "x!", "y!", maxima],
+        reduce={"d": None, "v": ("sum", None, None, None)},
+        whole=("v",) if call.arg("mode") == _MAX else (),
+        local=_offset_bags,
+        # Rows of other ranks are read with a weight of zero, from the first of this rank's, which may be padding.
+        fill={"d": None, "v": 0.0},
+    )
+
+
+def _offset_bags(call: LocalCall) -> Any:
+    if not call.axes("v"):
+        return call.run()
+    emit, values = call.emit, named_values(call)
+    table, offsets = values["weight"], values["offsets"]
+    last, padding = call.arg("include_last_offset"), call.arg("padding_idx")
+    place, outside = localize_bag_indices(call, call.operand_shape(0)[0], padding)
+    weights = masked_weights(call, table, values.get("per_sample_weights"), outside)
+    sums = emit.call(call.call.op, table, place, offsets, False, _SUM, False, weights, last, -1)[0]
+    # What tells bags apart does not depend on the table: one of two rows does as well, for padding and for all else.
+    is_padding = emit.eq(values["indices"], padding)
+    tiny = emit.new_zeros(table, [2, 1])
+    settings = (False, call.arg("mode"), False, values.get("per_sample_weights"), last, 1 if padding >= 0 else -1)
+    _, *apart = emit.call(call.call.op, tiny, cast(call, is_padding, torch.int64), offsets, *settings)
+    if call.arg("mode") == _MEAN:
+        counts = emit.slice(apart[1], 0, 0, sums.shape[0])
+        sums = sums / _column(call, emit.clamp_min(counts, 1))
+    return (sums, *apart)
+
+
+def _column(call: LocalCall, value: Any) -> Any:
+    return call.emit.unsqueeze(value, 1)
+
+
+@rule_maker("aten._embedding_bag_backward", "aten._embedding_bag_dense_backward")
+def offset_bags_backward(call: OpCall) -> Rule | None:
+    """The gradient of the table, unless it is asked for as a sparse tensor."""
+    if "dense" not in call.op.name() and call.arg("sparse"):
+        return None
+    counted = call.arg("scale_grad_by_freq")  # the frequency of a word is that among all indices
+    items = _OFFSET_DIMS | {"maximum_indices": _maxima_dims(shape_of(call, "maximum_indices"))}
+    whole = ("v",) if counted or call.arg("mode") == _MAX else ()
+    return bind_named(call, items, ["v^ d"], linear=[{"grad"}], whole=whole, local=_offset_bags_backward, uneven=True)
+
+
+def _offset_bags_backward(call: LocalCall) -> Any:
+    if not call.axes("v"):
+        return call.run()
+    emit, values, rows = call.emit, named_values(call), call.result_shape()[0]
+    bag = _bag_of_index(call)
+    gradient = emit.index_select(values["grad"], 0, bag)
+    if call.arg("mode") == _MEAN:
+        counts = emit.clamp_min(values["bag_size"], 1)
+        counts = emit.index_select(counts, 0, bag)
+        gradient = gradient / _column(call, counts)
+    if "per_sample_weights" in values:
+        gradient = gradient * _column(call, values["per_sample_weights"])
+    place, outside = localize_bag_indices(call, rows, call.arg("padding_idx"))
+    place = emit.masked_fill(place, outside, -1)  # which the operator skips
+    return emit.embedding_dense_backward(gradient, place, rows, -1, False)
+
+
+def _bag_of_index(call: LocalCall) -> Any:
+    """The number of the bag that every index is in; kernels that need it not leave it out of their results."""
+    emit, values = call.emit, named_values(call)
+    if "offsets" not in values:
+        return values["offset2bag"]
+    count, device = values["indices"].shape[0], values["indices"].device
+    order = emit.arange(count, dtype=values["offsets"].dtype, device=device)
+    bag = emit.searchsorted(values["offsets"], order, right=True)
+    return bag - 1
+
+
+@rule_maker("aten._embedding_bag_per_sample_weights_backward")
+def offset_bags_weights_backward(call: OpCall) -> Rule:
+    """The gradient of the rows' weights: a product over the embedding dim."""
+    linear = [{"grad"}, {"weight"}]
+    return bind_named(
+        call, _OFFSET_DIMS, ["i!"], linear=linear, local=_offset_bags_weights_backward, uneven=("d",), fill={"v": None}
+    )
+
+
+def _offset_bags_weights_backward(call: LocalCall) -> Any:
+    if not call.axes("v"):
+        return call.run()
+    values = named_values(call)
+    values["indices"], outside = localize_bag_indices(call, values["weight"].shape[0], call.arg("padding_idx"))
+    result = call.run(operands=list(values.values()), padding_idx=-1)
+    return call.emit.masked_fill(result, outside, 0.0)
+
+
+# Reductions of segments of a dim: the dim and the list of segments are whole, all other dims run side by side.
+
+
+@rule_maker("aten.segment_reduce", "aten._segment_reduce_backward")
+def _segments(call: OpCall) -> Rule | None:
+    """Segments are given by their lengths, or by their ends, which are one more; those by index are replicated."""
+    backward = call.op._schema.name == "aten::_segment_reduce_backward"
+    if not backward and call.arg("indices") is not None:
+        return None
+    data = call.arg("data")
+    axis = call.arg("axis") % len(data.shape)
+    before = " ".join(factor_names("b", axis))
+    after = " ".join(factor_names("d", len(data.shape) - axis - 1))
+    elements, reduced = f"{before} n! {after}", f"{before} s! {after}"
+    sums = call.arg("reduce") in ("sum", "mean") and call.arg("initial") is None
+    return bind_named(
+        call,
+        {
+            "data": elements,
+            "grad": reduced,
+            "output": reduced,
+            "lengths": f"{before} s!",
+            "offsets": f"{before} ends!",
+        },
+        [elements if backward else reduced],
+        linear=[{"grad"}] if backward else [{"data"}] if sums else [],
+        uneven=factor_names("d", len(data.shape) - axis - 1),  # lengths in padding would have to add up
+    )

@@ -15,7 +15,6 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
     all_reduce_stacked,
-    aten,
     bind_named,
     cast,
     factor_names,
@@ -66,14 +65,14 @@ def _group_norm(call: LocalCall) -> Any:
     emit, values = call.emit, named_values(call)
     x = _reshape_to_groups(call, values["input"])
     moments = joined_moments(call, x, ["", "", " ".join(names)])
-    mean, variance = (emit.call(aten.squeeze.dim, value, 2) for value in moments)
-    scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, variance, call.arg("eps")))
-    result = emit.call(aten.mul.Tensor, emit.call(aten.sub.Tensor, x, _column(call, mean)), _column(call, scale))
-    result = emit.call(aten.view.default, result, list(emit.shape(values["input"])))
+    mean, variance = (emit.squeeze(value, 2) for value in moments)
+    scale = emit.rsqrt(variance + call.arg("eps"))
+    result = (x - _column(call, mean)) * _column(call, scale)
+    result = emit.view(result, list(values["input"].shape))
     if "weight" in values:
-        result = emit.call(aten.mul.Tensor, result, _per_channel(call, values["weight"]))
+        result = result * _per_channel(call, values["weight"])
     if "bias" in values:
-        result = emit.call(aten.add.Tensor, result, _per_channel(call, values["bias"]))
+        result = result + _per_channel(call, values["bias"])
     return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((result, mean, scale)))
 
 
@@ -87,19 +86,19 @@ def _reshape_to_groups(call: LocalCall, value: Any) -> Any:
     """An image as `[n, g, channels of the group and positions]`, in the dtype that sums are taken in."""
     emit = call.emit
     groups = call.size("g")
-    value = cast(call, value, accumulation_dtype(emit.dtype(value)))
-    return emit.call(aten.reshape.default, value, [emit.shape(value)[0], groups, -1])
+    value = cast(call, value, accumulation_dtype(value.dtype))
+    return emit.reshape(value, [value.shape[0], groups, -1])
 
 
 def _column(call: LocalCall, value: Any) -> Any:
-    return call.emit.call(aten.unsqueeze.default, value, -1)
+    return call.emit.unsqueeze(value, -1)
 
 
 def _per_channel(call: LocalCall, value: Any) -> Any:
     """A value per channel, shaped to broadcast over an image."""
     positions = len(shape_of(call.call, "input")) - 2
-    value = cast(call, value, accumulation_dtype(call.emit.dtype(value)))
-    return call.emit.call(aten.view.default, value, [-1, *[1] * positions])
+    value = cast(call, value, accumulation_dtype(value.dtype))
+    return call.emit.view(value, [-1, *[1] * positions])
 
 
 @rule_maker("aten.native_group_norm_backward")
@@ -124,20 +123,18 @@ def _group_norm_backward(call: LocalCall) -> Any:
     if not split_axes(call, _reduced_dims(call.call)):
         # The kernel reads both images as if they lay alike. By fake tensors the gradient of a loss lies as the loss's
         # input; kernels of `mse_loss_backward` and others of its kind make it row-major.
-        images = [call.emit.call(aten.contiguous.default, image) for image in call.operands[:2]]
+        images = [call.emit.contiguous(image) for image in call.operands[:2]]
         return _run(call, [*images, *call.operands[2:]])
     emit, values = call.emit, named_values(call)
-    local = list(emit.shape(values["input"]))
+    local = list(values["input"].shape)
     mean, scale = (_column(call, cast(call, values[name], _accumulation_dtype(call))) for name in ("mean", "rstd"))
-    normal = emit.call(
-        aten.mul.Tensor, emit.call(aten.sub.Tensor, _reshape_to_groups(call, values["input"]), mean), scale
-    )
+    normal = (_reshape_to_groups(call, values["input"]) - mean) * scale
     gradient = cast(call, values["grad_out"], _accumulation_dtype(call))
-    along = emit.call(aten.mul.Tensor, gradient, emit.call(aten.view.default, normal, local))
+    along = gradient * emit.view(normal, local)
     mask = call.arg("output_mask")
     whole = _input_gradient(call, gradient, normal, scale) if mask[0] else None
     dims = [dim for dim in range(len(local)) if dim != 1]
-    sums = [emit.call(aten.sum.dim_IntList, value, dims) for value in (along, gradient)]
+    sums = [emit.sum(value, dims) for value in (along, gradient)]
     results = [whole, *(value if asked else None for asked, value in zip(mask[1:], sums, strict=True))]
     return tuple(
         None if value is None else cast(call, value, result_dtype(call, index)) for index, value in enumerate(results)
@@ -152,19 +149,19 @@ def _input_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any) -> 
     """`scale · (g - mean(g) - normal · mean(g · normal))` over each group, where g has the weight in it."""
     emit, values = call.emit, named_values(call)
     if "weight" in values:
-        gradient = emit.call(aten.mul.Tensor, gradient, _per_channel(call, values["weight"]))
+        gradient = gradient * _per_channel(call, values["weight"])
     gradient = _reshape_to_groups(call, gradient)
-    sums = _group_means(call, [gradient, emit.call(aten.mul.Tensor, gradient, normal)])
-    gradient = emit.call(aten.sub.Tensor, gradient, sums[0])
-    gradient = emit.call(aten.sub.Tensor, gradient, emit.call(aten.mul.Tensor, normal, sums[1]))
-    result = emit.call(aten.mul.Tensor, gradient, scale)
-    return emit.call(aten.view.default, result, list(emit.shape(values["input"])))
+    sums = _group_means(call, [gradient, gradient * normal])
+    gradient = gradient - sums[0]
+    gradient = gradient - normal * sums[1]
+    result = gradient * scale
+    return emit.view(result, list(values["input"].shape))
 
 
 def _group_means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
     """Means over all elements of each group, those on other ranks included: `[n, g, 1]`."""
     emit = call.emit
     count = math.prod(shape_of(call.call, "input")[1:]) // call.arg("group")
-    sums = [emit.call(aten.sum.dim_IntList, value, [2], True) for value in values]
+    sums = [emit.sum(value, [2], True) for value in values]
     sums = all_reduce_stacked(call, sums, _reduced_dims(call.call))
-    return [emit.call(aten.div.Scalar, value, count) for value in sums]
+    return [value / count for value in sums]

@@ -91,9 +91,9 @@ def _local_grouped_mm(call: LocalCall) -> Any:
     grouped = GROUPED_DIM[len(call.call.operands[0].shape), len(call.call.operands[1].shape)]
     length = call.operand_shape(1)[-1] if grouped == "j" else call.operand_shape(0)[0 if grouped == "i" else 1]
     if call.axes(grouped):
-        ends = call.emit.call(aten.sub.Tensor, ends, stretch_start(call, grouped, length))
-        ends = call.emit.call(aten.clamp.default, ends, 0, length)
-        ends = call.emit.call(aten._to_copy.default, ends, dtype=torch.int32)
+        ends = ends - stretch_start(call, grouped, length)
+        ends = call.emit.clamp(ends, 0, length)
+        ends = call.emit._to_copy(ends, dtype=torch.int32)
     start = None
     if call.axes("g"):
         start, ends = local_group_bounds(call, ends, call.size("g"))
@@ -107,14 +107,14 @@ def _local_grouped_mm(call: LocalCall) -> Any:
         return product
     dim = 0 if grouped == "i" else 1
     computed = reshape_along(call, _before_last_end(call, length, ends), dim, 2)
-    product = call.emit.call(aten.where.ScalarOther, computed, product, 0)
-    return _align_groups(call, product, dim, call.emit.call(aten.neg.default, start))
+    product = call.emit.where(computed, product, 0)
+    return _align_groups(call, product, dim, -start)
 
 
 def _before_last_end(call: LocalCall, length: int, ends: Any) -> Any:
     """Which of `length` positions lie before the last end."""
-    counted = call.emit.call(aten.arange.default, length, device=call.emit.device(ends))
-    return call.emit.call(aten.lt.Tensor, counted, call.emit.call(aten.slice.Tensor, ends, 0, -1))
+    counted = call.emit.arange(length, device=ends.device)
+    return counted < call.emit.slice(ends, 0, -1)
 
 
 def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
@@ -125,11 +125,72 @@ def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
     """
     emit = call.emit
     if dim == 1:
-        value = emit.call(aten.t.default, value)
+        value = emit.t(value)
     if start is None:
-        value = emit.call(aten.contiguous.default, value)
+        value = emit.contiguous(value)
     else:
-        length = emit.shape(value)[0]
-        order = emit.call(aten.add.Tensor, emit.call(aten.arange.default, length, device=emit.device(start)), start)
-        value = emit.call(aten.index_select.default, value, 0, emit.call(aten.remainder.Scalar, order, length))
-    return emit.call(aten.t.default, value) if dim == 1 else value
+        length = value.shape[0]
+        order = emit.arange(length, device=start.device) + start
+        value = emit.index_select(value, 0, emit.remainder(order, length))
+    return emit.t(value) if dim == 1 else value
+
+
+# Products of groups of rows with a matrix of their own each, in eight bits, with a scale for every row and column.
+#
+# The rows or columns that groups lie along may be cut: a rank counts the groups' ends in its stretch. Groups are not
+# shared, and neither is the contracted dim, whose sums are rounded.
+
+_UNIT = 16
+"""Kernels take so many elements of a row at a time."""
+
+
+@rule_maker("aten._scaled_grouped_mm")
+def scaled_grouped_mm(call: OpCall) -> Rule | None:
+    """Rows and columns; of a batch of matrices, the batch."""
+    if call.arg("bias") is not None or call.arg("scale_result") is not None:
+        return None
+    left, right, scale_a, _, *ends = call.operands
+    grouped = GROUPED_DIM.get((len(left.shape), len(right.shape)))
+    rows, columns = left.shape[-2], right.shape[-1]
+    groups = ends[0].shape[0] if ends else left.shape[0]
+    if scale_a.shape not in ((rows,), (groups, rows), (groups * rows,)):
+        return None  # scales of blocks
+    sizes = {"g": groups, "i": rows, "k": left.shape[-1]}
+    sizes["j"], sizes["j_lane"] = divide_into_units(columns, _UNIT)
+    matrices = [["i"], ["k"]], [["k"], ["j", "j_lane"]]
+    scales: list[list[list[str]]] = [[["i"]], [["j", "j_lane"]]]
+    for place, meta in enumerate((left, right)):
+        if len(meta.shape) == 3:
+            matrices[place].insert(0, ["g"])
+            scales[place].insert(0, ["g"])
+        elif grouped == "k":
+            scales[place][0].insert(0, "g")  # every group's scales behind each other
+    result = [["i"], ["j", "j_lane"]]
+    return build(
+        sizes,
+        [*matrices, *scales, *([["g"]] for _ in ends)],
+        [result if grouped in ("i", "j") else [["g"], *result]],
+        whole=["k", "j_lane", *(["g"] if grouped else [])],
+        contiguous=[grouped] if grouped in ("i", "j") else [],
+        local=_local,
+    )
+
+
+def _local(call: LocalCall) -> Any:
+    """Kernels want the first matrix by rows and the second by columns, however the shards came to lie."""
+    emit = call.emit
+    left, right, *rest = call.operands
+    grouped = GROUPED_DIM.get((len(left.shape), len(right.shape)))
+    if grouped is not None and call.axes(grouped):
+        length = left.shape[0] if grouped == "i" else right.shape[1]
+        ends = rest[-1] - stretch_start(call, grouped, length)
+        ends = emit.clamp(ends, 0, length)
+        rest[-1] = emit._to_copy(ends, dtype=rest[-1].dtype)
+    columns = emit.contiguous(emit.transpose(right, -2, -1))
+    return call.run(
+        operands=[
+            emit.contiguous(left),
+            emit.transpose(columns, -2, -1),
+            *(emit.contiguous(value) for value in rest),
+        ]
+    )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.ops._positions import all_gather_stacked
 from autoshard.patterns.rule import Exchange, TensorMeta
 
@@ -104,9 +103,9 @@ def halo_exchanges(dims: Iterable[WindowDim], large: TensorMeta, tensors: int = 
 
 def extend_by_halo(call: LocalCall, value: Any, halo: Halo, fill: float = 0.0) -> Any:
     """`value` with its neighbours' rows around it; `fill` in place of them at the two ends."""
-    emit, rows = call.emit, call.emit.shape(value)[halo.dim]
+    emit, rows = call.emit, value.shape[halo.dim]
     if halo.after < 0:
-        value = emit.call(aten.slice.Tensor, value, halo.dim, 0, rows + halo.after)
+        value = emit.slice(value, halo.dim, 0, rows + halo.after)
     after = max(halo.after, 0)
     borders = [_last_rows(call, value, halo.dim, halo.before), _first_rows(call, value, halo.dim, after)]
     borders = _neighbour_borders(call, borders, halo, fill)
@@ -117,8 +116,8 @@ def fold_halo(call: LocalCall, value: Any, halo: Halo) -> Any:
     """The adjoint of `extended`: rows computed for the neighbours go to them and are added to theirs."""
     emit, dim = call.emit, halo.dim
     after = max(halo.after, 0)
-    rows = emit.shape(value)[dim] - halo.before - after
-    own = emit.call(aten.slice.Tensor, value, dim, halo.before, halo.before + rows)
+    rows = value.shape[dim] - halo.before - after
+    own = emit.slice(value, dim, halo.before, halo.before + rows)
     lent = [_last_rows(call, value, dim, after), _first_rows(call, value, dim, halo.before)]
     back = _neighbour_borders(call, lent, halo, 0.0)
     if halo.after < 0:
@@ -130,31 +129,31 @@ def fold_halo(call: LocalCall, value: Any, halo: Halo) -> Any:
 
 
 def _first_rows(call: LocalCall, value: Any, dim: int, count: int) -> Any:
-    return call.emit.call(aten.slice.Tensor, value, dim, 0, count) if count else None
+    return call.emit.slice(value, dim, 0, count) if count else None
 
 
 def _last_rows(call: LocalCall, value: Any, dim: int, count: int) -> Any:
-    rows = call.emit.shape(value)[dim]
-    return call.emit.call(aten.slice.Tensor, value, dim, rows - count, rows) if count else None
+    rows = value.shape[dim]
+    return call.emit.slice(value, dim, rows - count, rows) if count else None
 
 
 def _concatenate(call: LocalCall, parts: list[Any], dim: int) -> Any:
     present = [part for part in parts if part is not None]
-    return present[0] if len(present) == 1 else call.emit.call(aten.cat.default, present, dim)
+    return present[0] if len(present) == 1 else call.emit.cat(present, dim)
 
 
 def _zeros(call: LocalCall, like: Any, dim: int, rows: int) -> Any:
-    shape = list(call.emit.shape(like))
+    shape = list(like.shape)
     shape[dim] = rows
-    return call.emit.call(aten.new_zeros.default, like, shape)
+    return call.emit.new_zeros(like, shape)
 
 
 def _add_rows_at(call: LocalCall, value: Any, part: Any, dim: int, place: slice) -> Any:
     """`value` with `part` added to its rows at `place`."""
-    rows = call.emit.shape(value)[dim]
+    rows = value.shape[dim]
     around = [place.start, rows - place.stop]
     zeros = [_zeros(call, value, dim, count) if count else None for count in around]
-    return call.emit.call(aten.add.Tensor, value, _concatenate(call, [zeros[0], part, zeros[1]], dim))
+    return value + _concatenate(call, [zeros[0], part, zeros[1]], dim)
 
 
 def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: float) -> list[Any]:
@@ -162,7 +161,7 @@ def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: fl
     if all(border is None for border in borders):
         return borders
     ranks = all_gather_stacked(call, _concatenate(call, borders, halo.dim), halo.name)
-    rows = [0 if border is None else call.emit.shape(border)[halo.dim] for border in borders]
+    rows = [0 if border is None else border.shape[halo.dim] for border in borders]
     before = _neighbour_rows(call, ranks, halo, -1, slice(0, rows[0]), fill) if rows[0] else None
     after = _neighbour_rows(call, ranks, halo, 1, slice(rows[0], sum(rows)), fill) if rows[1] else None
     return [before, after]
@@ -171,10 +170,10 @@ def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: fl
 def _neighbour_rows(call: LocalCall, ranks: Any, halo: Halo, step: int, place: slice, fill: float) -> Any:
     """Rows at `place` of what the rank `step` further on has in `ranks`; `fill` where there is no such rank."""
     emit, last = call.emit, call.share(halo.name) - 1
-    neighbour = emit.call(aten.add.Scalar, call.position(halo.name), step)
-    outside = emit.call(aten.lt.Scalar, neighbour, 0) if step < 0 else emit.call(aten.gt.Scalar, neighbour, last)
-    inside = emit.call(aten.clamp.default, neighbour, 0, last)
-    row = emit.call(aten.index_select.default, ranks, 0, emit.call(aten.view.default, inside, [1]))
-    row = emit.call(aten.squeeze.dim, row, 0)
-    row = emit.call(aten.slice.Tensor, row, halo.dim, place.start, place.stop)
-    return emit.call(aten.masked_fill.Scalar, row, outside, fill)
+    neighbour = call.position(halo.name) + step
+    outside = neighbour < 0 if step < 0 else neighbour > last
+    inside = emit.clamp(neighbour, 0, last)
+    row = emit.index_select(ranks, 0, emit.view(inside, [1]))
+    row = emit.squeeze(row, 0)
+    row = emit.slice(row, halo.dim, place.start, place.stop)
+    return emit.masked_fill(row, outside, fill)

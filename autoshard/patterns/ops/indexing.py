@@ -15,9 +15,9 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import aten
 from autoshard.patterns.ops._positions import localize_index, positions, reshape_along
-from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.ops.matmul import keep_on_first_rank
+from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
 
@@ -69,7 +69,7 @@ def _local_index_select(call: LocalCall) -> Any:
     rows = call.run(operands=[table, place])
     if call.call.operands[1].shape:
         outside = reshape_along(call, outside, dim, len(shape))
-    return emit.call(aten.masked_fill.Scalar, rows, outside, 0)
+    return emit.masked_fill(rows, outside, 0)
 
 
 AlignedDims = tuple[dict[str, int], list[str], list[list[list[str]]]]
@@ -126,7 +126,7 @@ def _local_gather(call: LocalCall) -> Any:
     table, index = call.operands
     shape = call.operand_shape(0)
     place, outside = localize_index(call, index, "indexed", shape[call.arg("dim") % len(shape)])
-    return call.emit.call(aten.masked_fill.Scalar, call.run(operands=[table, place]), outside, 0)
+    return call.emit.masked_fill(call.run(operands=[table, place]), outside, 0)
 
 
 class AdvancedIndexing:
@@ -201,17 +201,17 @@ def localize_indices(
             continue
         index = non_negative_index(call, indices[which], whole[dim])
         indices[which], beyond = localize_index(call, index, f"d{dim}", local[dim], local[dim] if spare else 0)
-        outside = beyond if outside is None else emit.call(aten.logical_or.default, outside, beyond)
+        outside = beyond if outside is None else emit.logical_or(outside, beyond)
     if outside is not None:
-        outside = emit.call(aten.reshape.default, outside, [*emit.shape(outside), *[1] * dims.trailing_count])
+        outside = emit.reshape(outside, [*outside.shape, *[1] * dims.trailing_count])
     return indices, outside
 
 
 def non_negative_index(call: LocalCall, index: Any, size: int) -> Any:
     """An index into a dim of `size` without negative numbers, which count from the end."""
     emit = call.emit
-    behind = emit.call(aten.add.Scalar, index, size)
-    return emit.call(aten.where.self, emit.call(aten.lt.Scalar, index, 0), behind, index)
+    behind = index + size
+    return emit.where(index < 0, behind, index)
 
 
 @rule_maker("aten.index.Tensor", "aten._unsafe_index.Tensor")
@@ -225,7 +225,7 @@ def _index(call: OpCall) -> Rule | None:
         if outside is None:
             return program.run()
         picked = program.run(operands=[program.operands[0], *indices])
-        return program.emit.call(aten.masked_fill.Scalar, picked, outside, 0)
+        return program.emit.masked_fill(picked, outside, 0)
 
     return build(
         dims.sizes,
@@ -275,7 +275,7 @@ def _local_take(call: LocalCall) -> Any:
     if not call.axes("d0"):
         return call.run()
     place, outside = localize_flat_index(call, 0)
-    return call.emit.call(aten.masked_fill.Scalar, call.run(operands=[call.operands[0], place]), outside, 0)
+    return call.emit.masked_fill(call.run(operands=[call.operands[0], place]), outside, 0)
 
 
 @rule_maker("aten.one_hot")
@@ -299,6 +299,81 @@ def _local_one_hot(call: LocalCall) -> Any:
     if not call.axes("classes"):
         return call.run(num_classes=call.result_shape()[-1])
     emit, (index,) = call.emit, call.operands
-    classes = positions(call, "classes", call.result_shape()[-1], emit.device(index))
-    marked = emit.call(aten.eq.Tensor, emit.call(aten.unsqueeze.default, index, -1), classes)
-    return emit.call(aten._to_copy.default, marked, dtype=torch.int64)
+    classes = positions(call, "classes", call.result_shape()[-1], index.device)
+    marked = emit.eq(emit.unsqueeze(index, -1), classes)
+    return emit._to_copy(marked, dtype=torch.int64)
+
+
+# Gathering and scattering by index where a mask says so, without looking whether indices elsewhere are in range.
+#
+# As for `index` and `index_put`, a rank of a sharded dim takes what falls into its stretch: the rest is masked
+# besides.
+
+
+def _dims(call: OpCall) -> AdvancedIndexing | None:
+    """The dims of the call; None where an index is a mask itself, or the mask has more dims than what is picked."""
+    dims = advanced_indexing(call)
+    return dims if dims is not None and len(call.operands[1].shape) <= len(dims.picked_dims) else None
+
+
+def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any]:
+    """Mask and indices as they count in the local operand; elsewhere is masked.
+
+    The operators take an index out of range as the end that is next.
+    """
+    values = list(call.operands)
+    for place, dim in enumerate(dims.indexed, start=2):
+        size = call.call.operands[0].shape[dim]
+        values[place] = call.emit.clamp(values[place], -size, size - 1)
+    call.operands = tuple(values)
+    indices, outside = localize_indices(call, dims, first=2)
+    mask = call.operands[1]
+    if outside is not None:
+        inside = call.emit.logical_not(outside)
+        mask = call.emit.logical_and(mask, inside)
+    return [mask, *indices]
+
+
+@rule_maker("aten._unsafe_masked_index")
+def _masked_index(call: OpCall) -> Rule | None:
+    """What is masked is a number: zeros add nothing to the sum over ranks, any other would count once for each."""
+    dims = _dims(call)
+    if dims is None:
+        return None
+    return build(
+        dims.sizes,
+        [dims.source, dims.broadcast(call.operands[1], dims.picked_dims), *dims.indices()],
+        [dims.picked_dims],
+        whole=whole_if_bool(call, dims.names) if call.arg("fill") == 0 else dims.names,
+        contiguous=dims.names,
+        linear=[{0}] if call.arg("fill") == 0 else [],
+        local=lambda program: program.run(operands=[program.operands[0], *_local_mask_and_indices(program, dims)]),
+    )
+
+
+@rule_maker("aten._unsafe_masked_index_put_accumulate")
+def _masked_index_put(call: OpCall) -> Rule | None:
+    dims = _dims(call)
+    values = call.operands[-1]
+    if dims is None or len(values.shape) > len(dims.picked_dims):
+        return None
+
+    def local(program: LocalCall) -> Any:
+        target, *_, added = keep_on_first_rank(program, 0, dims.index_names)
+        return program.run(operands=[target, *_local_mask_and_indices(program, dims), added])
+
+    mask = dims.broadcast(call.operands[1], dims.picked_dims)
+    return build(
+        dims.sizes,
+        [dims.source, mask, *dims.indices(), dims.broadcast(values, dims.picked_dims)],
+        [dims.source],
+        contiguous=dims.names,
+        linear=[{0, len(call.operands) - 1}],
+        local=local,
+    )
+
+
+# Positions and indices whose number depends on numbers, and is told beforehand: all of what they count is whole.
+
+rule("aten.nonzero_static.default", "...! -> k! d!")
+rule("aten.repeat_interleave.Tensor", "n! -> m!")

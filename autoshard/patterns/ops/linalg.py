@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from autoshard.patterns.build import build
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import bind_named, shape_of
-from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
 
@@ -136,3 +136,30 @@ def _cross(call: OpCall) -> Rule:
     names[call.arg("dim")] += "!"
     text = " ".join(names)
     return bind(f"{text}, {text} -> {text}", call, linear="0, 1")
+
+
+# Fourier transforms: every dim that is not transformed is independent.
+
+
+@rule_maker("aten._fft_c2c.default", "aten._fft_r2c.default", "aten._fft_c2r.default")
+def fourier(call: OpCall) -> Rule:
+    """Complex to complex, real to complex and back; the last transformed dim of the latter two changes its size."""
+    rank = len(call.operands[0].shape)
+    transformed = {dim % rank for dim in call.arg("dim")}
+    source = [f"p{dim}!" if dim in transformed else f"d{dim}" for dim in range(rank)]
+    result = [f"q{dim}!" if dim in transformed else f"d{dim}" for dim in range(rank)]
+    return bind(f"{' '.join(source)} -> {' '.join(result)}", call, linear="0")
+
+
+# Distances between all points of one set and all points of another: coordinates must be whole, points need not.
+
+rule("aten._cdist_forward", "... i k!, ... j k! -> ... i j")
+rule("aten._euclidean_dist", "... i k!, ... j k! -> ... i j")
+
+
+@rule_maker("aten._cdist_backward")
+def _cdist_backward(call: OpCall) -> Rule | None:
+    """None for an empty batch: its gradient has the size of a batch that was broadcast to nothing."""
+    if any(0 in meta.shape for meta in call.operands):
+        return None
+    return bind("... i j, ... i k, ... j k, ... i j -> ... i k", call, linear="0")

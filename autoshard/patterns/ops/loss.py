@@ -11,9 +11,11 @@ from typing import Any
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import all_reduce_over, aten, bind_named, named_values, shape_of, split_axes
 from autoshard.patterns.ops.embedding import local_positions
-from autoshard.patterns.padding import without_padding
+from autoshard.patterns.padding import padded_factors, without_padded_steps, without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
+
+# Losses that compare the scores of a sample's classes with each other: samples are independent, classes whole.
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # what ATen's `reduction` arguments mean
 _IGNORED_TARGET = -100  # a class that does not exist
@@ -60,7 +62,7 @@ def _nll_loss(call: LocalCall) -> Any:
     loss, weight = _run_on_local_classes(call, reduction=_SUM)
     weight = all_reduce_over(call, weight, names)
     if call.arg("reduction") == _MEAN:
-        loss = call.emit.call(aten.div.Tensor, loss, weight)
+        loss = loss / weight
     return loss, weight
 
 
@@ -80,10 +82,10 @@ def _run_on_local_classes(call: LocalCall, **changed: Any) -> Any:
     emit, values = call.emit, named_values(call)
     names = list(values)
     classes = call.operand_shape(names.index("self"))[0 if len(shape_of(call.call, "self")) == 1 else 1]
-    ignored = emit.call(aten.eq.Scalar, values["target"], call.arg("ignore_index"))
+    ignored = emit.eq(values["target"], call.arg("ignore_index"))
     target, outside = local_positions(call, values["target"], "c", classes)
-    outside = emit.call(aten.logical_or.default, outside, ignored)
-    values["target"] = emit.call(aten.masked_fill.Scalar, target, outside, _IGNORED_TARGET)
+    outside = emit.logical_or(outside, ignored)
+    values["target"] = emit.masked_fill(target, outside, _IGNORED_TARGET)
     return call.run(operands=list(values.values()), ignore_index=_IGNORED_TARGET, **changed)
 
 
@@ -113,7 +115,7 @@ def elementwise_loss(call: OpCall) -> Rule | None:
 def _reduced_loss(call: LocalCall) -> Any:
     if call.arg("reduction") != _MEAN:
         return call.run()
-    return call.emit.call(aten.div.Scalar, call.run(reduction=_SUM), math.prod(shape_of(call.call, "self")))
+    return call.run(reduction=_SUM) / math.prod(shape_of(call.call, "self"))
 
 
 @rule_maker("aten.binary_cross_entropy_with_logits")
@@ -147,3 +149,66 @@ def elementwise_loss_backward(call: OpCall) -> Rule | None:
     items = dict.fromkeys(("self", "target", "weight"), "...")
     items["grad_output"] = "..." if shape_of(call, "grad_output") else ""
     return bind_named(call, items, ["..."], linear=[{"grad_output"}], local=_reduced_loss, uneven=True)
+
+
+def _operand_dims(call: OpCall) -> dict[str, str]:
+    """Dims of the operands by argument name; a single sample has no dim of its own."""
+    samples = "n" if len(shape_of(call, "self")) == 2 else ""
+    scores = f"{samples} c!"
+    items = dict.fromkeys(("self", "is_target"), scores)
+    items["target"] = scores if "multilabel" in call.op.name() else samples
+    items["weight"] = "c!"
+    items["loss"] = items["grad_output"] = samples if call.arg("reduction") == _NONE else ""
+    return items
+
+
+@rule_maker("aten.multi_margin_loss.default", "aten.multilabel_margin_loss_forward.default")
+def margin_loss(call: OpCall) -> Rule:
+    """The loss and, for several labels, which classes are among them."""
+    items = _operand_dims(call)
+    results = [items["loss"], items["is_target"]][: len(call.results)]
+    return bind_named(call, items, results, local=_local_margin_loss, fill={"n": None})
+
+
+@rule_maker("aten.multi_margin_loss_backward.default", "aten.multilabel_margin_loss_backward.default")
+def margin_loss_backward(call: OpCall) -> Rule:
+    """The gradient of the scores, linear in the incoming one."""
+    items = _operand_dims(call)
+    return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_local_margin_loss, fill={"n": 0.0})
+
+
+def _local_margin_loss(call: LocalCall) -> Any:
+    """A mean over samples is the sum over a rank's samples divided by the number of all."""
+    reduction = call.arg("reduction")
+    if reduction == _NONE or not call.axes("n"):
+        return call.run()
+    emit = call.emit
+    if "backward" in call.call.op.name() or not padded_factors(call.rule, call.choices, call.mesh):
+        results = call.run(reduction=_SUM)
+        first, *others = results if isinstance(results, tuple) else (results,)
+    else:  # no scores of a sample are known to cost nothing: padding is left out of the sum
+        results = call.run(reduction=_NONE)
+        first, *others = results if isinstance(results, tuple) else (results,)
+        first = emit.sum(without_padded_steps(call, first, ["n"]))
+    if reduction == _MEAN:
+        first = first / shape_of(call.call, "self")[0]
+    return (first, *others) if others else first
+
+
+# The connectionist temporal classification loss: samples are independent where each has a row of targets.
+
+
+@rule_maker("autoshard::ctc_loss", "autoshard::ctc_loss_backward")
+def ctc_loss(call: OpCall) -> Rule:
+    """Loss of every sample, and the gradient of the log-probabilities, which is linear in the incoming one.
+
+    Targets that stand in one row, one sample after another, are cut by lengths that are not known: all stays whole.
+    """
+    rows = len(shape_of(call, "targets")) == 2
+    items = {"log_probs": "t! n c!", "targets": "n s!" if rows else "s!", "grad": "n"}
+    items |= dict.fromkeys(("input_lengths", "target_lengths"), "n")
+    backward = call.op._schema.name.endswith("backward")
+    result = items["log_probs"] if backward else "n"
+    linear = [{"grad"}] if backward else []
+    # A sample that is padding has no steps and no targets.
+    return bind_named(call, items, [result], linear=linear, whole=() if rows else ("n",), fill={"n": 0.0})

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops._helpers import accumulation_dtype, aten, cast, result_dtype
+from autoshard.patterns.ops._helpers import accumulation_dtype, cast, result_dtype
 from autoshard.patterns.ops.reduction import reduced_dims, reduction_rule, sharded_dims
 from autoshard.patterns.padding import is_padded, steps_of_ranks, without_padded_steps
 from autoshard.patterns.registry import rule_maker
@@ -53,7 +53,7 @@ def joined_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[
         if choice in factors:
             moments = _combine_moments(call, moments, axis)
     origin, offset, variance = moments
-    return call.emit.call(aten.add.Tensor, origin, offset), variance
+    return origin + offset, variance
 
 
 def _shard_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[Any, Any, Any]:
@@ -65,31 +65,31 @@ def _shard_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[
     emit, dims = call.emit, [dim for dim, factors in enumerate(layout) if factors]
     origin = value
     for dim in dims:
-        origin = emit.call(aten.slice.Tensor, origin, dim, 0, 1)
-    origin = cast(call, origin, accumulation_dtype(emit.dtype(value)))
-    value = emit.call(aten.sub.Tensor, value, origin)
+        origin = emit.slice(origin, dim, 0, 1)
+    origin = cast(call, origin, accumulation_dtype(value.dtype))
+    value = value - origin
     names = [name for dim in layout for name in dim.split()]
     if not is_padded(call, names):
-        variance, mean = emit.call(aten.var_mean.correction, value, dims, correction=0, keepdim=True)
+        variance, mean = emit.var_mean(value, dims, correction=0, keepdim=True)
         return origin, mean, variance
-    count = emit.call(aten.clamp_min.default, _shard_count(call, origin, names), 1)
+    count = emit.clamp_min(_shard_count(call, origin, names), 1)
 
     def average(value: Any) -> Any:
         value = without_padded_steps(call, value, layout)
-        return emit.call(aten.div.Tensor, emit.call(aten.sum.dim_IntList, value, dims, True), count)
+        return emit.sum(value, dims, True) / count
 
     mean = average(value)
-    deviation = emit.call(aten.sub.Tensor, value, mean)
-    return origin, mean, average(emit.call(aten.mul.Tensor, deviation, deviation))
+    deviation = value - mean
+    return origin, mean, average(deviation * deviation)
 
 
 def _shard_count(call: LocalCall, like: Any, names: Sequence[str]) -> Any:
     """How many elements a rank has along some factors, padding left out: `[1]`, in the dtype of `like`."""
     emit, count = call.emit, None
     for name in names:
-        ones = emit.call(aten.full.default, [call.size(name)], 1, dtype=emit.dtype(like), device=emit.device(like))
-        own = emit.call(aten.sum.dim_IntList, without_padded_steps(call, ones, [name]), [0], True)
-        count = own if count is None else emit.call(aten.mul.Tensor, count, own)
+        ones = emit.full([call.size(name)], 1, dtype=like.dtype, device=like.device)
+        own = emit.sum(without_padded_steps(call, ones, [name]), [0], True)
+        count = own if count is None else count * own
     return count
 
 
@@ -99,23 +99,23 @@ def _combine_moments(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) 
     The origin is the first rank's, which has something wherever any rank has.
     """
     emit, size = call.emit, call.mesh.sizes[axis]
-    own = emit.call(aten.unsqueeze.default, emit.call(aten.stack.default, list(moments)), 0)
+    own = emit.unsqueeze(emit.stack(list(moments)), 0)
     pending = emit.call(collectives.all_gather_into_tensor.default, own, size, emit.group(axis))
     gathered = emit.call(collectives.wait_tensor.default, pending)
-    origins, offsets, variances = (emit.call(aten.select.int, gathered, 1, index) for index in range(3))
+    origins, offsets, variances = (emit.select(gathered, 1, index) for index in range(3))
     weights = _rank_weights(call, offsets, axis)
 
     def average(values: Any) -> Any:
         if weights is None:
-            return emit.call(aten.mean.dim, values, [0])
-        return emit.call(aten.sum.dim_IntList, emit.call(aten.mul.Tensor, values, weights), [0])
+            return emit.mean(values, [0])
+        return emit.sum(values * weights, [0])
 
-    origin = emit.call(aten.select.int, origins, 0, 0)
-    offsets = emit.call(aten.add.Tensor, emit.call(aten.sub.Tensor, origins, origin), offsets)
+    origin = emit.select(origins, 0, 0)
+    offsets = origins - origin + offsets
     offset = average(offsets)
-    deviation = emit.call(aten.sub.Tensor, offsets, offset)
-    squares = emit.call(aten.mul.Tensor, deviation, deviation)
-    return origin, offset, average(emit.call(aten.add.Tensor, variances, squares))
+    deviation = offsets - offset
+    squares = deviation * deviation
+    return origin, offset, average(variances + squares)
 
 
 def _rank_weights(call: LocalCall, like: Any, axis: int) -> Any:
@@ -124,12 +124,12 @@ def _rank_weights(call: LocalCall, like: Any, axis: int) -> Any:
     It differs where the axis pads its factor, or shares it: what other axes do with a rank's part, they do with those
     of all ranks of this one.
     """
-    emit, steps = call.emit, steps_of_ranks(call, axis, call.emit.device(like))
+    emit, steps = call.emit, steps_of_ranks(call, axis, like.device)
     if steps is None:
         return None
-    steps = cast(call, steps, emit.dtype(like))
-    weights = emit.call(aten.div.Tensor, steps, emit.call(aten.sum.default, steps))
-    return emit.call(aten.view.default, weights, [-1, *[1] * (len(emit.shape(like)) - 1)])
+    steps = cast(call, steps, like.dtype)
+    weights = steps / emit.sum(steps)
+    return emit.view(weights, [-1, *[1] * (len(like.shape) - 1)])
 
 
 @rule_maker("aten.var", "aten.std", "aten.var_mean", "aten.std_mean")
@@ -152,13 +152,12 @@ def _local_moments(call: LocalCall) -> Any:
     above, below = _correction(call.call).as_integer_ratio()  # a size less a float would be a float, at every size
     left = max(0.0, (count * below - above) / below)
     if left != count:
-        spread = emit.call(aten.div.Scalar, emit.call(aten.mul.Scalar, spread, count), left)
+        spread = spread * count / left
     name = call.call.op._schema.name
     if name.startswith("aten::std"):
-        spread = emit.call(aten.sqrt.default, spread)
+        spread = emit.sqrt(spread)
     spread, mean = (
-        cast(call, emit.call(aten.reshape.default, each, list(call.result_shape())), result_dtype(call))
-        for each in (spread, mean)
+        cast(call, emit.reshape(each, list(call.result_shape())), result_dtype(call)) for each in (spread, mean)
     )
     return (spread, mean) if name.endswith("_mean") else spread
 

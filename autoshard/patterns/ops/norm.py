@@ -14,7 +14,6 @@ from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
     all_reduce_stacked,
-    aten,
     bind_named,
     cast,
     factor_names,
@@ -75,21 +74,21 @@ def _layer_norm(call: LocalCall) -> Any:
         return call.run()
     emit, values = call.emit, named_values(call)
     x = values["input"]
-    batch = len(emit.shape(x)) - len(names)
+    batch = len(x.shape) - len(names)
     mean, variance = joined_moments(call, x, [*[""] * batch, *names])
-    scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, variance, call.arg("eps")))
-    result = emit.call(aten.mul.Tensor, emit.call(aten.sub.Tensor, x, mean), scale)
+    scale = emit.rsqrt(variance + call.arg("eps"))
+    result = (x - mean) * scale
     result = _affine(call, result)
     return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((result, mean, scale)))
 
 
 def _affine(call: LocalCall, value: Any) -> Any:
     """`value` times the weight, plus the bias, where there are such."""
-    emit, values = call.emit, named_values(call)
+    values = named_values(call)
     if "weight" in values:
-        value = emit.call(aten.mul.Tensor, value, values["weight"])
+        value = value * values["weight"]
     if "bias" in values:
-        value = emit.call(aten.add.Tensor, value, values["bias"])
+        value = value + values["bias"]
     return value
 
 
@@ -98,11 +97,11 @@ def _rms_norm(call: LocalCall) -> Any:
     if not split_axes(call, names):
         return call.run()
     emit, values = call.emit, named_values(call)
-    source = emit.dtype(values["input"])
+    source = values["input"].dtype
     x = cast(call, values["input"], accumulation_dtype(source))
-    square = _mean(call, emit.call(aten.mul.Tensor, x, x))
-    scale = emit.call(aten.rsqrt.default, emit.call(aten.add.Scalar, square, call.arg("eps")))
-    result = _affine(call, emit.call(aten.mul.Tensor, x, scale))
+    square = _mean(call, x * x)
+    scale = emit.rsqrt(square + call.arg("eps"))
+    result = _affine(call, x * scale)
     return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((result, scale)))
 
 
@@ -114,9 +113,9 @@ def _mean(call: LocalCall, value: Any) -> Any:
 def _means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
     emit, dims = call.emit, _last_dims(call.call)
     count = math.prod(call.arg("normalized_shape"))
-    sums = [emit.call(aten.sum.dim_IntList, value, dims, True) for value in values]
+    sums = [emit.sum(value, dims, True) for value in values]
     sums = all_reduce_stacked(call, sums, _normalized_dims(call.call))
-    return [emit.call(aten.div.Scalar, value, count) for value in sums]
+    return [value / count for value in sums]
 
 
 @rule_maker("aten.native_layer_norm_backward", "autoshard.rms_norm_backward")
@@ -149,13 +148,13 @@ def _gradient_dims(call: OpCall, result: int, dims: str) -> str:
 def _normalization_backward(call: LocalCall) -> Any:
     if not split_axes(call, _normalized_dims(call.call)):
         return call.run()
-    emit, values = call.emit, named_values(call)
-    dtype = accumulation_dtype(emit.dtype(values["input"]))
+    values = named_values(call)
+    dtype = accumulation_dtype(values["input"].dtype)
     gradient, x = cast(call, values["grad_out"], dtype), cast(call, values["input"], dtype)
     scale = cast(call, values["rstd"], dtype)
-    centered = emit.call(aten.sub.Tensor, x, cast(call, values["mean"], dtype)) if "mean" in values else x
-    normal = emit.call(aten.mul.Tensor, centered, scale)
-    along = emit.call(aten.mul.Tensor, gradient, normal)
+    centered = x - cast(call, values["mean"], dtype) if "mean" in values else x
+    normal = centered * scale
+    along = gradient * normal
     mask = call.arg("output_mask")
     results = [_input_gradient(call, gradient, normal, scale) if mask[0] else None]
     results += [
@@ -170,25 +169,25 @@ def _cast_to_result(call: LocalCall, index: int, value: Any) -> Any:
         return cast(call, value, result_dtype(call, index))
     if call.call.results[index] is None:
         return None
-    return call.emit.call(aten.new_empty.default, call.operands[0], [0])
+    return call.emit.new_empty(call.operands[0], [0])
 
 
 def _input_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any) -> Any:
     """`scale · (g - mean(g) - normal · mean(g · normal))`, where g has the weight in it; no mean(g) without a mean."""
-    emit, values = call.emit, named_values(call)
+    values = named_values(call)
     if "weight" in values:
-        gradient = emit.call(aten.mul.Tensor, gradient, cast(call, values["weight"], emit.dtype(gradient)))
-    along = emit.call(aten.mul.Tensor, gradient, normal)
+        gradient = gradient * cast(call, values["weight"], gradient.dtype)
+    along = gradient * normal
     if "mean" in values:
         mean, mean_along = _means(call, [gradient, along])
-        gradient = emit.call(aten.sub.Tensor, gradient, mean)
+        gradient = gradient - mean
     else:
         mean_along = _mean(call, along)
-    gradient = emit.call(aten.sub.Tensor, gradient, emit.call(aten.mul.Tensor, normal, mean_along))
-    return emit.call(aten.mul.Tensor, gradient, scale)
+    gradient = gradient - normal * mean_along
+    return gradient * scale
 
 
 def _batch_sum(call: LocalCall, value: Any) -> Any:
     """Sum over the dims that are not normalised."""
-    dims = list(range(len(call.emit.shape(value)) - len(call.arg("normalized_shape"))))
-    return call.emit.call(aten.sum.dim_IntList, value, dims) if dims else value
+    dims = list(range(len(value.shape) - len(call.arg("normalized_shape"))))
+    return call.emit.sum(value, dims) if dims else value

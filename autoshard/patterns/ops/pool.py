@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
+from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import aten, bind_named, factor_names, named_values, shape_of
 from autoshard.patterns.ops.halo import (
     Halo,
@@ -22,7 +23,7 @@ from autoshard.patterns.ops.halo import (
     window_dim,
     window_setting,
 )
-from autoshard.patterns.registry import rule_maker
+from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule, TensorMeta
 
 
@@ -121,7 +122,7 @@ def _pool_backward(call: LocalCall) -> Any:
     halos, values = sharded_halos(call, _dims(call.call)), named_values(call)
     if not halos:
         return call.run()
-    values["self"] = call.emit.call(aten.new_zeros.default, values["self"], _extended_shape(call, halos))
+    values["self"] = call.emit.new_zeros(values["self"], _extended_shape(call, halos))
     if "indices" in values:
         values["indices"] = _translate_indices(call, values["indices"], halos, inwards=True)
     gradient = call.run(operands=list(values.values()), padding=_window_padding(call, halos))
@@ -131,7 +132,7 @@ def _pool_backward(call: LocalCall) -> Any:
 
 
 def _extended_shape(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
-    shape = list(call.emit.shape(named_values(call)["self"]))
+    shape = list(named_values(call)["self"].shape)
     for halo in halos:
         shape[halo.dim] += halo.before + halo.after
     return shape
@@ -175,17 +176,17 @@ def _translate_indices(call: LocalCall, indices: Any, halos: Sequence[Halo], *, 
     found, scale = None, 1
     for dim in reversed(range(len(whole) - spatial, len(whole))):
         source, target = (whole[dim], extent[dim]) if inwards else (extent[dim], whole[dim])
-        place = emit.call(aten.remainder.Scalar, indices, source)
-        indices = emit.call(aten.div.Scalar_mode, indices, source, rounding_mode="floor")
+        place = emit.remainder(indices, source)
+        indices = emit.div(indices, source, rounding_mode="floor")
         halo = next((halo for halo in halos if halo.dim == dim), None)
         if halo is not None:
-            start = emit.call(aten.mul.Scalar, call.position(halo.name), local[dim])
-            start = emit.call(aten.sub.Scalar, start, halo.before)
+            start = call.position(halo.name) * local[dim]
+            start = start - halo.before
             place = emit.call(aten.sub.Tensor if inwards else aten.add.Tensor, place, start)
             # A window of which all numbers are infinitely small may point at what lies outside the image.
-            place = emit.call(aten.clamp.default, place, 0, target - 1)
-        place = emit.call(aten.mul.Scalar, place, scale) if scale > 1 else place
-        found = place if found is None else emit.call(aten.add.Tensor, found, place)
+            place = emit.clamp(place, 0, target - 1)
+        place = place * scale if scale > 1 else place
+        found = place if found is None else found + place
         scale *= target
     return found
 
@@ -204,3 +205,110 @@ def max_pool_backward(call: OpCall) -> Rule:
         local=_pool_backward,
         uneven=_leading_dims(call),
     )
+
+
+# Pooling to a given size, to random windows, and back: leading dims (batch, channels) are independent.
+#
+# A mean over windows of one size, which lie side by side, may be sharded by positions too.
+
+_IMAGES = (("2d", "h! w!", "y! x!"), ("3d", "t! h! w!", "z! y! x!"))
+
+for _kind, _large, _small in _IMAGES:
+    rule(f"aten.adaptive_max_pool{_kind}.default", f"... {_large} -> ... {_small}, ... {_small}")
+    rule(
+        f"aten.adaptive_max_pool{_kind}_backward.default",
+        f"... {_small}, ... {_large}, ... {_small} -> ... {_large}",
+        linear="0",
+    )
+    rule(f"aten.fractional_max_pool{_kind}.default", f"... {_large}, ... r! -> ... {_small}, ... {_small}")
+    rule(
+        f"aten.fractional_max_pool{_kind}_backward.default",
+        f"... {_small}, ... {_large}, ... {_small} -> ... {_large}",
+        linear="0",
+    )
+    rule(f"aten.max_unpool{_kind}.default", f"... {_small}, ... {_small} -> ... {_large}")
+
+
+def _adaptive_dims(call: OpCall) -> tuple[str, str, dict[str, int]]:
+    """Dims of the operand and of the pooled image, and sizes of names; e are the positions of a window."""
+    whole = shape_of(call, "self")
+    pooled = call.arg("grad_output") if "backward" in call.op.name() else call.results[0]
+    assert isinstance(pooled, TensorMeta)
+    spatial = 3 if "3d" in call.op.name() else 2
+    large = factor_names("b", len(whole) - spatial)
+    small, sizes = list(large), dict[str, int]()
+    for dim in range(len(whole) - spatial, len(whole)):
+        windows = pooled.shape[dim]
+        if windows > 1 and whole[dim] % windows == 0:
+            large.append(f"(x{dim} e{dim}!)")
+            small.append(f"x{dim}")
+            sizes |= {f"x{dim}": windows, f"e{dim}": whole[dim] // windows}
+        else:
+            large.append(f"p{dim}!")
+            small.append(f"q{dim}!")
+    return " ".join(large), " ".join(small), sizes
+
+
+@rule_maker("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")
+def adaptive_mean_pool(call: OpCall) -> Rule:
+    """Means of windows."""
+    large, small, sizes = _adaptive_dims(call)
+    return bind_named(
+        call, {"self": large}, [small], linear=[{"self"}], sizes=sizes, local=_adaptive_mean_pool, uneven=True
+    )
+
+
+def _adaptive_mean_pool(call: LocalCall) -> Any:
+    return call.run(output_size=list(call.result_shape()[-len(call.arg("output_size")) :]))
+
+
+@rule_maker("aten._adaptive_avg_pool2d_backward.default", "aten._adaptive_avg_pool3d_backward.default")
+def adaptive_mean_pool_backward(call: OpCall) -> Rule:
+    """The gradient of the operand, of which only the shape is looked at."""
+    large, small, sizes = _adaptive_dims(call)
+    return bind_named(call, {"grad_output": small, "self": large}, [large], linear=[{"grad_output"}], sizes=sizes)
+
+
+# Operators that move positions of images: patches side by side, pixels from channels, channels in another order.
+#
+# Dims are products, so that sharding channels or positions stays local.
+
+
+@rule_maker("aten.im2col.default")
+def im2col(call: OpCall) -> Rule:
+    """Patches as columns; the channels of the result are those of the image times the positions of a patch."""
+    return bind("... c h! w! -> ... (c k!) l!", call, linear="0", sizes={"k": math.prod(call.arg("kernel_size"))})
+
+
+@rule_maker("aten.col2im.default")
+def col2im(call: OpCall) -> Rule:
+    """Patches added up to an image."""
+    return bind("... (c k!) l! -> ... c h! w!", call, linear="0", sizes={"k": math.prod(call.arg("kernel_size"))})
+
+
+@rule_maker("aten.pixel_shuffle.default")
+def pixel_shuffle(call: OpCall) -> Rule:
+    """Channels become positions."""
+    factor = call.arg("upscale_factor")
+    text = "... (c a! b!) h w -> ... c (h a!) (w b!)"
+    return bind(text, call, linear="0", sizes={"a": factor, "b": factor})
+
+
+@rule_maker("aten.pixel_unshuffle.default")
+def pixel_unshuffle(call: OpCall) -> Rule:
+    """Positions become channels."""
+    factor = call.arg("downscale_factor")
+    text = "... c (h a!) (w b!) -> ... (c a! b!) h w"
+    return bind(text, call, linear="0", sizes={"a": factor, "b": factor})
+
+
+@rule_maker("aten.channel_shuffle.default")
+def channel_shuffle(call: OpCall) -> Rule:
+    """Channels of all groups in turn: a product of groups and channels, turned round."""
+    positions = " ".join(f"s{dim}" for dim in range(2, len(call.operands[0].shape)))
+    text = f"n (g c) {positions} -> n (c g) {positions}"
+    return bind(text, call, linear="0", sizes={"g": call.arg("groups")}, local=_channel_shuffle, uneven=True)
+
+
+def _channel_shuffle(call: LocalCall) -> Any:
+    return call.run(groups=call.size("g"))

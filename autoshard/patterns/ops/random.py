@@ -6,6 +6,7 @@ operator of a graph runs as it stands. All dims may be sharded, every shard draw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._draws import draws
-from autoshard.patterns.ops._helpers import accumulation_dtype, aten, cast, factor_names, result_dtype
+from autoshard.patterns.ops._helpers import accumulation_dtype, cast, factor_names, result_dtype
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
@@ -36,7 +37,7 @@ def draw(
         dtype: its element type; that of the first result by default.
     """
     emit = call.emit
-    device = emit.device(call.operands[0]) if call.operands else emit.home
+    device = call.operands[0].device if call.operands else emit.home
     return emit.call(
         op,
         list(call.result_shape() if size is None else size),
@@ -73,7 +74,7 @@ def _native_dropout(call: LocalCall) -> Any:
     mask = draw(call, draws.bernoulli.default, 1.0 - p, dtype=result_dtype(call, 1))
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     # Masking and scaling in one pass is what the backward kernel does.
-    return call.emit.call(aten.native_dropout_backward.default, call.operands[0], mask, scale), mask
+    return call.emit.native_dropout_backward(call.operands[0], mask, scale), mask
 
 
 rule("aten.native_dropout_backward", "..., ... -> ...", linear="0")
@@ -133,11 +134,11 @@ register_draw(draw_program(draws.bernoulli.default, "p"), "aten.bernoulli.p")
 def _exponential_noise(call: LocalCall, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Any:
     """The negative of exponentially distributed numbers of rate one."""
     uniform = draw(call, draws.uniform.default, 0.0, 1.0, size=size, dtype=dtype)
-    return call.emit.call(aten.log1p.default, call.emit.call(aten.neg.default, uniform))
+    return call.emit.log1p(-uniform)
 
 
 def _exponential(call: LocalCall) -> Any:
-    return call.emit.call(aten.mul.Scalar, _exponential_noise(call), -1.0 / call.arg("lambd"))
+    return _exponential_noise(call) * (-1.0 / call.arg("lambd"))
 
 
 register_draw(_exponential, "aten.exponential.default")
@@ -146,8 +147,8 @@ register_draw(_exponential, "aten.exponential.default")
 def _bernoulli(call: LocalCall) -> Any:
     """Ones with the probabilities in the last operand, which is the first where there is only one."""
     probabilities = call.operands[-1]
-    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=accumulation_dtype(call.emit.dtype(probabilities)))
-    return cast(call, call.emit.call(aten.lt.Tensor, uniform, probabilities), result_dtype(call))
+    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=accumulation_dtype(probabilities.dtype))
+    return cast(call, uniform < probabilities, result_dtype(call))
 
 
 register_draw(_bernoulli, "aten.bernoulli.default", "aten.bernoulli.Tensor")
@@ -155,15 +156,12 @@ register_draw(_bernoulli, "aten.bernoulli.default", "aten.bernoulli.Tensor")
 
 def _normal(call: LocalCall) -> Any:
     """Normal numbers whose mean or deviation, or both, are tensors."""
-    emit, value = call.emit, draw(call, draws.normal.default, 0.0, 1.0)
+    value = draw(call, draws.normal.default, 0.0, 1.0)
     mean, std = call.arg("mean"), call.arg("std")
-    if isinstance(std, TensorMeta):
-        value = emit.call(aten.mul.Tensor, value, call.operands[-1])
-    else:
-        value = emit.call(aten.mul.Scalar, value, std)
+    value = value * (call.operands[-1] if isinstance(std, TensorMeta) else std)
     if isinstance(mean, TensorMeta):
-        return emit.call(aten.add.Tensor, value, call.operands[0])
-    return emit.call(aten.add.Scalar, value, mean)
+        return value + call.operands[0]
+    return value + mean
 
 
 register_draw(_normal, "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor")
@@ -177,7 +175,7 @@ def randperm(call: OpCall) -> Rule:
 
 def _randperm(call: LocalCall) -> Any:
     keys = draw(call, draws.uniform.default, 0.0, 1.0, dtype=torch.float64)
-    return cast(call, call.emit.call(aten.argsort.stable, keys, stable=True), result_dtype(call))
+    return cast(call, call.emit.argsort(keys, stable=True), result_dtype(call))
 
 
 @rule_maker("aten.multinomial")
@@ -188,19 +186,112 @@ def multinomial(call: OpCall) -> Rule:
 
 def _multinomial(call: LocalCall) -> Any:
     emit, count = call.emit, call.arg("num_samples")
-    dtype = accumulation_dtype(emit.dtype(call.operands[0]))
+    dtype = accumulation_dtype(call.operands[0].dtype)
     weights = cast(call, call.operands[0], dtype)
     if call.arg("replacement") and count > 1:
         return _with_replacement(call, weights)
     # Exponential clocks: the first to ring have the odds of draws one after another without replacement.
-    noise = emit.call(aten.neg.default, _exponential_noise(call, emit.shape(weights), dtype))
-    return emit.call(aten.topk.default, emit.call(aten.div.Tensor, weights, noise), count)[1]
+    noise = -_exponential_noise(call, weights.shape, dtype)
+    return emit.topk(weights / noise, count)[1]
 
 
 def _with_replacement(call: LocalCall, weights: Any) -> Any:
     emit = call.emit
-    cumulative = emit.call(aten.cumsum.default, weights, -1)
-    total = emit.call(aten.slice.Tensor, cumulative, -1, -1)
-    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=emit.dtype(weights))
-    found = emit.call(aten.searchsorted.Tensor, cumulative, emit.call(aten.mul.Tensor, uniform, total), right=True)
-    return emit.call(aten.clamp_max.default, found, emit.shape(weights)[-1] - 1)
+    cumulative = emit.cumsum(weights, -1)
+    total = emit.slice(cumulative, -1, -1)
+    uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=weights.dtype)
+    found = emit.searchsorted(cumulative, uniform * total, right=True)
+    return emit.clamp_max(found, weights.shape[-1] - 1)
+
+
+# Random operators of further distributions, each a function of the step's seed as in `random`.
+#
+# Numbers of one distribution are made of others by its quantile function, where it has a simple one, so that they
+# need no operator of their own.
+
+
+def _uniform(call: LocalCall) -> Any:
+    """Uniform numbers in [0, 1) of the result's shape, in double precision."""
+    return draw(call, draws.uniform.default, 0.0, 1.0, dtype=torch.float64)
+
+
+def _cauchy(call: LocalCall) -> Any:
+    emit = call.emit
+    angle = (_uniform(call) - 0.5) * math.pi
+    value = emit.tan(angle) * call.arg("sigma")
+    return cast(call, value + call.arg("median"), result_dtype(call))
+
+
+def _geometric(call: LocalCall) -> Any:
+    """Number of trials up to the first success, at least one."""
+    emit = call.emit
+    survival = emit.log1p(-_uniform(call))
+    trials = emit.ceil(survival / math.log1p(-call.arg("p")))
+    return cast(call, emit.clamp_min(trials, 1.0), result_dtype(call))
+
+
+def _log_normal(call: LocalCall) -> Any:
+    normal = draw(call, draws.normal.default, call.arg("mean"), call.arg("std"))
+    return call.emit.exp(normal)
+
+
+register_draw(_cauchy, "aten.cauchy.default")
+register_draw(_geometric, "aten.geometric.default")
+register_draw(_log_normal, "aten.log_normal.default")
+register_draw(draw_program(draws.integers.default, 0, "to"), "aten.random.to")
+
+
+def _random_from(call: LocalCall) -> Any:
+    low, high = call.arg("from"), call.arg("to")
+    return draw(call, draws.integers.default, low, _random_limit(result_dtype(call)) if high is None else high)
+
+
+def _random_default(call: LocalCall) -> Any:
+    return draw(call, draws.integers.default, 0, _random_limit(result_dtype(call)))
+
+
+def _random_limit(dtype: torch.dtype) -> int:
+    """The end of the numbers that `Tensor.random_` draws: all that a dtype holds without gaps."""
+    if dtype.is_floating_point:
+        return round(2 / torch.finfo(dtype).eps) + 1
+    return 2 if dtype is torch.bool else min(torch.iinfo(dtype).max + 1, 2**63 - 1)
+
+
+register_draw(_random_from, "aten.random.from")
+register_draw(_random_default, "aten.random.default")
+
+
+def _register(kernel: Any, text: str, *names: str) -> None:
+    """Register operators that draw with tensors as parameters, by a kernel that takes these and the step."""
+
+    def program(call: LocalCall) -> Any:
+        return call.emit.call(kernel, *call.operands, *draw_arguments(call))
+
+    # Ones are parameters of any of these; kernels that try until a number is accepted must not get what is none.
+    rule(names, text, local=program, fill={"...": 1.0})
+
+
+_register(draws.poisson.default, "... -> ...", "aten.poisson.default")
+_register(draws.gamma.default, "... -> ...", "aten._standard_gamma.default")
+_register(draws.dirichlet.default, "... k! -> ... k!", "aten._sample_dirichlet.default")
+_register(draws.binomial.default, "..., ... -> ...", "aten.binomial.default")
+rule("aten._standard_gamma_grad.default", "..., ... -> ...")
+rule("aten._dirichlet_grad.default", "... k!, ... k!, ... k! -> ... k!")
+
+
+@rule_maker("aten.rrelu_with_noise_functional.default")
+def rrelu(call: OpCall) -> Rule:
+    """A rectifier whose slope for negative numbers is drawn; results are the value and the slopes."""
+    return bind("..., ... -> ..., ...", call, local=_rrelu, uneven=True)
+
+
+def _rrelu(call: LocalCall) -> Any:
+    if not call.arg("training"):
+        return call.run()
+    emit, x = call.emit, call.operands[0]
+    slope = draw(call, draws.uniform.default, call.arg("lower"), call.arg("upper"))
+    slope = emit.masked_fill(slope, x > 0, 1.0)
+    return x * slope, slope
+
+
+rule("aten.rrelu_with_noise_backward.default", "..., ..., ... -> ...", linear="0")

@@ -53,12 +53,12 @@ def _local_group(call: LocalCall) -> Any:
         return order, places, splits, ends
     (axis,), emit = call.axes("group"), call.emit
     ranks, groups = emit.mesh.sizes[axis], call.arg("groups")
-    sent = emit.call(aten.select.int, splits, 0, 0)
+    sent = emit.select(splits, 0, 0)
     each = [groups // ranks] * ranks
     received = emit.call(collectives.all_to_all_single.default, sent, each, each, emit.group(axis))
     received = emit.call(collectives.wait_tensor.default, received)
     places, ends = emit.call(exchange_ops.arrivals.default, received, ranks, call.result_shape(1)[0])
-    return order, places, emit.call(aten.stack.default, [sent, received]), ends
+    return order, places, emit.stack([sent, received]), ends
 
 
 @rule_maker("autoshard::dispatch")
@@ -96,9 +96,9 @@ def _local_dispatch(call: LocalCall) -> Any:
         return call.run()
     values, order, places, splits = call.operands
     emit = call.emit
-    tokens = emit.call(aten.floor_divide.default, order, call.size("repeats"))
-    arrived = _exchange_rows(call, emit.call(aten.index_select.default, values, 0, tokens), splits, back=False)
-    return emit.call(aten.index_select.default, arrived, 0, places)
+    tokens = emit.floor_divide(order, call.size("repeats"))
+    arrived = _exchange_rows(call, emit.index_select(values, 0, tokens), splits, back=False)
+    return emit.index_select(arrived, 0, places)
 
 
 @rule_maker("autoshard::combine")
@@ -133,9 +133,9 @@ def _local_combine(call: LocalCall) -> Any:
     if not call.axes("group"):
         return call.run()
     rows, order, places, splits = call.operands
-    arrived = call.emit.call(aten.index_copy.default, rows, 0, places, rows)  # a permutation writes every row
+    arrived = call.emit.index_copy(rows, 0, places, rows)  # a permutation writes every row
     returned = _exchange_rows(call, arrived, splits, back=True)
-    return call.emit.call(aten.index_copy.default, returned, 0, order, returned)
+    return call.emit.index_copy(returned, 0, order, returned)
 
 
 @rule_maker("autoshard::spread")

@@ -54,14 +54,14 @@ def _cast_operand(call: LocalCall) -> Any:
 
 def _maximum(call: LocalCall, value: Any) -> Any:
     """The largest number of every row, other ranks included."""
-    return call.all_reduce(call.emit.call(aten.amax.default, value, [call.arg("dim")], True), "d", "max")
+    return call.all_reduce(call.emit.amax(value, [call.arg("dim")], True), "d", "max")
 
 
 def _exponentials(call: LocalCall, value: Any, maximum: Any) -> tuple[Any, Any]:
     """Exponentials of `value - maximum`, and their sum over the row."""
     emit = call.emit
-    parts = emit.call(aten.exp.default, emit.call(aten.sub.Tensor, value, maximum))
-    return parts, call.all_reduce(emit.call(aten.sum.dim_IntList, parts, [call.arg("dim")], True), "d")
+    parts = emit.exp(value - maximum)
+    return parts, call.all_reduce(emit.sum(parts, [call.arg("dim")], True), "d")
 
 
 def _softmax(call: LocalCall) -> Any:
@@ -69,7 +69,7 @@ def _softmax(call: LocalCall) -> Any:
         return call.run()
     value = _cast_operand(call)
     parts, total = _exponentials(call, value, _maximum(call, value))
-    return cast(call, call.emit.call(aten.div.Tensor, parts, total), result_dtype(call))
+    return cast(call, parts / total, result_dtype(call))
 
 
 def _safe_softmax(call: LocalCall) -> Any:
@@ -78,9 +78,9 @@ def _safe_softmax(call: LocalCall) -> Any:
     emit, value = call.emit, _cast_operand(call)
     maximum = _maximum(call, value)
     parts, total = _exponentials(call, value, maximum)
-    result = emit.call(aten.div.Tensor, parts, total)
-    masked = emit.call(aten.eq.Scalar, maximum, -math.inf)
-    return cast(call, emit.call(aten.masked_fill.Scalar, result, masked, 0.0), result_dtype(call))
+    result = parts / total
+    masked = emit.eq(maximum, -math.inf)
+    return cast(call, emit.masked_fill(result, masked, 0.0), result_dtype(call))
 
 
 def _log_softmax(call: LocalCall) -> Any:
@@ -92,14 +92,14 @@ def _log_softmax(call: LocalCall) -> Any:
     if not call.axes("d"):
         return call.run()
     emit, dim, value = call.emit, call.arg("dim"), _cast_operand(call)
-    maximum, place = emit.call(aten.max.dim, value, dim, True)
-    own = emit.call(aten.gather.default, emit.call(aten._log_softmax.default, value, dim, False), dim, place)
-    nothing = emit.call(aten.eq.Scalar, maximum, -math.inf)  # of the row lies in this stretch: its sum is zero
-    own = emit.call(aten.masked_fill.Scalar, emit.call(aten.sub.Tensor, maximum, own), nothing, -math.inf)
+    maximum, place = emit.max(value, dim, True)
+    own = emit.gather(emit._log_softmax(value, dim, False), dim, place)
+    nothing = emit.eq(maximum, -math.inf)  # of the row lies in this stretch: its sum is zero
+    own = emit.masked_fill(maximum - own, nothing, -math.inf)
     largest = call.all_reduce(own, "d", "max")
-    total = call.all_reduce(emit.call(aten.exp.default, emit.call(aten.sub.Tensor, own, largest)), "d")
-    logarithm = emit.call(aten.add.Tensor, largest, emit.call(aten.log.default, total))
-    return cast(call, emit.call(aten.sub.Tensor, value, logarithm), result_dtype(call))
+    total = call.all_reduce(emit.exp(own - largest), "d")
+    logarithm = largest + emit.log(total)
+    return cast(call, value - logarithm, result_dtype(call))
 
 
 @rule_maker("aten._softmax_backward_data", "aten._log_softmax_backward_data")
@@ -120,7 +120,7 @@ def softmax_backward(call: OpCall) -> Rule:
 
 
 def _row_sum(call: LocalCall, value: Any) -> Any:
-    return call.all_reduce(call.emit.call(aten.sum.dim_IntList, value, [call.arg("dim")], True), "d")
+    return call.all_reduce(call.emit.sum(value, [call.arg("dim")], True), "d")
 
 
 def _cast_operands(call: LocalCall) -> tuple[Any, Any]:
@@ -134,8 +134,8 @@ def _softmax_backward(call: LocalCall) -> Any:
     if not call.axes("d"):
         return call.run()
     emit, (gradient, output) = call.emit, _cast_operands(call)
-    parts = emit.call(aten.mul.Tensor, gradient, output)
-    result = emit.call(aten.addcmul.default, parts, output, _row_sum(call, parts), value=-1)
+    parts = gradient * output
+    result = emit.addcmul(parts, output, _row_sum(call, parts), value=-1)
     return cast(call, result, result_dtype(call))
 
 
@@ -144,6 +144,6 @@ def _log_softmax_backward(call: LocalCall) -> Any:
     if not call.axes("d"):
         return call.run()
     emit, (gradient, output) = call.emit, _cast_operands(call)
-    parts = emit.call(aten.exp.default, output)
-    result = emit.call(aten.addcmul.default, gradient, parts, _row_sum(call, gradient), value=-1)
+    parts = emit.exp(output)
+    result = emit.addcmul(gradient, parts, _row_sum(call, gradient), value=-1)
     return cast(call, result, result_dtype(call))

@@ -1,8 +1,13 @@
-"""Sorting, and looking up in what is sorted."""
+"""Sorting, look-up in what is sorted, and scans.
+
+Sorting, and looking up in what is sorted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +15,7 @@ import torch
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import all_reduce_over, aten, cast
+from autoshard.patterns.ops._helpers import all_reduce_over, aten, cast, result_dtype
 from autoshard.patterns.ops._positions import all_gather_stacked, stretch_start
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -67,20 +72,20 @@ def _local_topk(call: LocalCall) -> Any:
         return call.run()
     emit = call.emit
     values, places = call.run(k=min(call.arg("k"), shape[dim]))
-    places = emit.call(aten.add.Tensor, places, stretch_start(call, name, shape[dim]))
+    places = places + stretch_start(call, name, shape[dim])
     values, places = (_merge_rank_dim(call, all_gather_stacked(call, value, name), dim) for value in (values, places))
     values, chosen = call.run(operands=[values])
-    return values, emit.call(aten.gather.default, places, dim, chosen)
+    return values, emit.gather(places, dim, chosen)
 
 
 def _merge_rank_dim(call: LocalCall, stacked: Any, dim: int) -> Any:
     """`[ranks, ..., n, ...]` with the ranks' parts of the dim `dim` behind each other: `[..., ranks * n, ...]`."""
-    shape = list(call.emit.shape(stacked))
+    shape = list(stacked.shape)
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
-    moved = call.emit.call(aten.permute.default, stacked, order)
+    moved = call.emit.permute(stacked, order)
     ranks = shape.pop(0)
     shape[dim] *= ranks
-    return call.emit.call(aten.reshape.default, moved, shape)
+    return call.emit.reshape(moved, shape)
 
 
 # How many elements stand before a value is the sum of how many do in every part of what is sorted.
@@ -136,3 +141,84 @@ def _histc(call: OpCall) -> Rule | None:
     if call.arg("min") == call.arg("max"):
         return None
     return bind("... -> bins!", call, fill={"...": call.arg("max") + 1})  # what lies in no bin is not counted
+
+
+# Scans: sums, products and the like of all that stands before.
+#
+# A sharded dim is scanned stretch by stretch. The last element of a stretch is its total; the ranks exchange these,
+# and each puts together the totals that stand in front of its own stretch.
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """How totals go together.
+
+    Attributes:
+        neutral: the total of nothing.
+        join: operator that joins two totals.
+        fold: joins all along the first dim.
+    """
+
+    neutral: float
+    join: Any
+    fold: Callable[[LocalCall, Any], Any]
+
+
+_SUM = _Scan(0, aten.add.Tensor, lambda call, totals: call.emit.sum(totals, [0]))
+_PRODUCT = _Scan(1, aten.mul.Tensor, lambda call, totals: call.emit.prod(totals, 0))
+_LOGARITHM = _Scan(-math.inf, aten.logaddexp.default, lambda call, totals: call.emit.logsumexp(totals, [0]))
+_SCANS = {
+    "aten::cumsum": _SUM,
+    "aten::cumprod": _PRODUCT,
+    "aten::logcumsumexp": _LOGARITHM,
+    "aten::_logcumsumexp": _LOGARITHM,
+}
+
+
+@rule_maker("aten.cumsum", "aten.cumprod", "aten.logcumsumexp", "aten._logcumsumexp")
+def _scan(call: OpCall) -> Rule:
+    (operand,), (result,) = call.operands, call.results
+    assert result is not None
+    linear = [{0}] if call.op._schema.name == "aten::cumsum" else []
+    scan = _SCANS[call.op._schema.name]
+    if not operand.shape or (result.dtype.is_complex and scan is _LOGARITHM):  # no operator joins complex logarithms
+        return kept_dims_rule(call, [call.arg("dim") % len(operand.shape)] if operand.shape else [], linear)
+    name = f"d{call.arg('dim') % len(operand.shape)}"
+    sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}
+    dims = [[each] for each in sizes]
+    total = result.bytes // max(1, sizes[name])
+    exchange = {name: [("gather_of_each", total)]}
+    return build(
+        sizes,
+        [dims],
+        [dims],
+        contiguous=[name],
+        exchange=exchange,
+        linear=linear,
+        local=_local_scan,
+        uneven=True,
+        fill={name: scan.neutral},
+    )
+
+
+def _local_scan(call: LocalCall) -> Any:
+    emit, scanned = call.emit, call.run()
+    shape = call.result_shape()
+    dim = call.arg("dim") % len(shape) if shape else 0
+    name = f"d{dim}"
+    if not shape or not call.axes(name):
+        return scanned
+    scan = _SCANS[call.call.op._schema.name]
+    totals = all_gather_stacked(call, emit.select(scanned, dim, -1), name)
+    ranks = emit.arange(call.share(name), device=scanned.device)
+    ranks = emit.reshape(ranks, [-1] + [1] * (len(shape) - 1))
+    before = ranks < call.position(name)
+    start = scan.fold(call, emit.where(before, totals, scan.neutral))
+    start = emit.unsqueeze(cast(call, start, result_dtype(call)), dim)
+    return emit.call(scan.join, scanned, start)
+
+
+@rule_maker("aten.cummax", "aten.cummin")
+def _extremes(call: OpCall) -> Rule:
+    ndim = len(call.operands[0].shape)
+    return kept_dims_rule(call, [call.arg("dim") % ndim] if ndim else [])

@@ -68,12 +68,12 @@ def _keep_first_rank_results(call: LocalCall) -> Any:
 def _broadcast_from_first(call: LocalCall, value: Any) -> Any:
     """The value that the rank at coordinate zero of every axis has: a sum in which the others hold zero."""
     emit = call.emit
-    dtype = emit.dtype(value)
+    dtype = value.dtype
     if dtype is torch.bool:
-        value = emit.call(aten._to_copy.default, value, dtype=torch.uint8)
+        value = emit._to_copy(value, dtype=torch.uint8)
     for axis, size in enumerate(call.mesh.sizes):
         if size > 1:
-            first = emit.call(aten.eq.Scalar, emit.coordinate(axis), 0)
-            kept = emit.call(aten.where.self, first, value, emit.call(aten.zeros_like.default, value))
+            first = emit.eq(emit.coordinate(axis), 0)
+            kept = emit.where(first, value, emit.zeros_like(value))
             value = all_reduce(emit, kept, axis)
-    return emit.call(aten._to_copy.default, value, dtype=dtype) if dtype is torch.bool else value
+    return emit._to_copy(value, dtype=dtype) if dtype is torch.bool else value

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.patterns.local import LocalCall
+from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import (
     accumulation_dtype,
     all_reduce_over,
-    aten,
     bind_named,
     cast,
     factor_names,
@@ -20,6 +20,8 @@ from autoshard.patterns.ops._helpers import (
     shape_of,
     split_axes,
 )
+from autoshard.patterns.ops._positions import localize_index
+from autoshard.patterns.ops.scattering import append_spare, drop_spare
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
 
@@ -59,16 +61,16 @@ def _row_sum(call: LocalCall, tensor: str, value: Any) -> Any:
     _, _, summed = _names(call.call, tensor)
     rank = len(summed) + 1
     dims = [dim for dim in range(rank) if dim != call.arg("dim") % rank]
-    return all_reduce_over(call, call.emit.call(aten.sum.dim_IntList, value, dims, True), summed)
+    return all_reduce_over(call, call.emit.sum(value, dims, True), summed)
 
 
 def _weight_norm(call: LocalCall) -> Any:
     if not split_axes(call, _names(call.call, "v")[2]):
         return call.run()
     emit, values = call.emit, named_values(call)
-    v, g = (cast(call, values[name], accumulation_dtype(emit.dtype(values[name]))) for name in ("v", "g"))
-    lengths = emit.call(aten.sqrt.default, _row_sum(call, "v", emit.call(aten.mul.Tensor, v, v)))
-    weight = emit.call(aten.mul.Tensor, v, emit.call(aten.div.Tensor, g, lengths))
+    v, g = (cast(call, values[name], accumulation_dtype(values[name].dtype)) for name in ("v", "g"))
+    lengths = emit.sqrt(_row_sum(call, "v", v * v))
+    weight = v * (g / lengths)
     return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((weight, lengths)))
 
 
@@ -94,14 +96,41 @@ def _weight_norm_backward(call: LocalCall) -> Any:
     """`grad_g = sum(grad · v) / |v|` and `grad_v = g / |v| · (grad - v · grad_g / |v|)`."""
     if not split_axes(call, _names(call.call, "saved_v")[2]):
         return call.run()
-    emit, values = call.emit, named_values(call)
+    values = named_values(call)
     gradient, v, g, lengths = (
-        cast(call, values[name], accumulation_dtype(emit.dtype(values[name])))
+        cast(call, values[name], accumulation_dtype(values[name].dtype))
         for name in ("grad_w", "saved_v", "saved_g", "saved_norms")
     )
-    total = _row_sum(call, "saved_v", emit.call(aten.mul.Tensor, gradient, v))
-    grad_g = emit.call(aten.div.Tensor, total, lengths)
-    along = emit.call(aten.mul.Tensor, v, emit.call(aten.div.Tensor, grad_g, lengths))
-    across = emit.call(aten.sub.Tensor, gradient, along)
-    grad_v = emit.call(aten.mul.Tensor, across, emit.call(aten.div.Tensor, g, lengths))
+    total = _row_sum(call, "saved_v", gradient * v)
+    grad_g = total / lengths
+    along = v * (grad_g / lengths)
+    across = gradient - along
+    grad_v = across * (g / lengths)
     return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((grad_v, grad_g)))
+
+
+# Rows that are scaled down to a largest norm: each on its own, and each needed whole.
+
+
+@rule_maker("aten.renorm")
+def _renorm(call: OpCall) -> Rule:
+    """Slices along one dim."""
+    ndim = len(call.operands[0].shape)
+    kept = call.arg("dim") % ndim
+    dims = " ".join(f"d{dim}" if dim == kept else f"d{dim}!" for dim in range(ndim))
+    return bind(f"{dims} -> {dims}", call)
+
+
+@rule_maker("aten.embedding_renorm")
+def _embedding_renorm(call: OpCall) -> Rule:
+    """Rows of a table that the indices name; a rank of a sharded table scales its own."""
+    return bind("v^ d!, ...! -> v d!", call, local=_local_embedding_renorm)
+
+
+def _local_embedding_renorm(call: LocalCall) -> Any:
+    if not call.axes("v"):
+        return call.run()
+    table, indices = call.operands
+    stretch = call.operand_shape(0)[0]
+    own, _ = localize_index(call, indices, "v", stretch, stretch)
+    return drop_spare(call, call.run(operands=[append_spare(call, table, [0]), own]), [0])

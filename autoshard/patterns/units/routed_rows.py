@@ -19,7 +19,7 @@ from torch import fx
 
 from autoshard.capture.routing_operators import routing
 from autoshard.patterns.local import LocalCall
-from autoshard.patterns.ops.cut import slice_backward_by_padding
+from autoshard.patterns.ops.slicing import slice_backward_by_padding
 from autoshard.patterns.rule import Dims, Factor, LocalProgram, OpCall, Rule
 
 aten = torch.ops.aten

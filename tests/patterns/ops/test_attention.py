@@ -1,10 +1,14 @@
+"""Rules of attention: the operator of captured graphs, and ATen's kernels by name, against torch."""
+
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional
 
@@ -12,10 +16,12 @@ import autoshard
 from autoshard.patterns.registry import call_of, rule_for
 from autoshard.patterns.rule import Rule
 from autoshard.patterns.strategy import result_spec
+from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
 from tests.patterns.ops.attention_calls import BACKWARD, FORWARD, backward_args, forward_args
+from tests.patterns.ops.named_attention import attention_on_cpu
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
-from tests.runtime.meshes import simulated_mesh
+from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import TOLERANCE, compare, fast_links, train
 
 HEADS = [(6, 6), (6, 3), (12, 2)]
@@ -159,3 +165,149 @@ def test_causal_queries_sharded_by_position_train_as_on_one_device() -> None:
         autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
         trace = train(module, inputs)
     assert compare(trace, reference).worst <= TOLERANCE
+
+
+# Flash and memory-efficient attention by name: the references agree with torch, and every strategy with them.
+
+FLASH, FLASH_BACKWARD = aten._flash_attention_forward.default, aten._flash_attention_backward.default
+EFFICIENT, EFFICIENT_BACKWARD = aten._efficient_attention_forward.default, aten._efficient_attention_backward.default
+ENDS = torch.tensor([0, 3, 3, 8], dtype=torch.int32)  # the second sample is empty
+STATE = torch.zeros((), dtype=torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    with attention_on_cpu():
+        yield
+
+
+def _one_length(heads: int, groups: int, length: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    return normal(2, length, heads, 4), normal(2, length, groups, 4) + 0.1, normal(2, length, groups, 6)
+
+
+def _packed(heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    return normal(8, heads, 4), normal(8, groups, 4) + 0.1, normal(8, groups, 6)
+
+
+def _flash(inputs: tuple[Tensor, ...], ends: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    out, logarithms, *_ = FLASH(*inputs, ends, ends, 8, 8, 0.0, causal, False)
+    return out, logarithms
+
+
+def _flash_gradient(inputs: tuple[Tensor, ...], ends: Tensor | None, causal: bool) -> tuple[Any, ...]:
+    """Arguments of the backward kernel."""
+    out, logarithms = _flash(inputs, ends, causal)
+    bounds = torch.zeros(0, dtype=torch.int32) if ends is None else ends
+    return out.flip(0), *inputs, out, logarithms, bounds, bounds, 8, 8, 0.0, causal, STATE, STATE
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_references_are_torchs_attention(causal: bool) -> None:
+    leaves = [one.requires_grad_() for one in _one_length(4, 2)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(one.transpose(1, 2) for one in leaves), is_causal=causal, enable_gqa=True
+    ).transpose(1, 2)
+    inputs = tuple(one.detach() for one in leaves)
+    out, _ = _flash(inputs, None, causal)
+    torch.testing.assert_close(out, expected)
+    wanted = torch.autograd.grad(expected, leaves, out.flip(0))
+    for ours, theirs in zip(FLASH_BACKWARD(*_flash_gradient(inputs, None, causal)), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    same = (inputs[0], *(one.repeat_interleave(2, 2) for one in inputs[1:]))
+    result = EFFICIENT(*same, None, None, None, None, None, 0.0, int(causal), True)
+    torch.testing.assert_close(result[0], expected)
+    made = EFFICIENT_BACKWARD(*_efficient_gradient(same, None, result, int(causal)))
+    torch.testing.assert_close(made[0], wanted[0])
+    torch.testing.assert_close(made[1].unflatten(2, (2, 2)).sum(3), wanted[1])
+
+
+def test_packed_samples_are_samples_of_their_own() -> None:
+    inputs = _packed(4, 2)
+    out, logarithms = _flash(inputs, ENDS, True)
+    last, of_last = _flash(tuple(one[None, 3:] for one in inputs), None, True)
+    torch.testing.assert_close(out[3:], last[0])
+    torch.testing.assert_close(logarithms[:, 3:], of_last[0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "groups", "shards"), [(4, 4, "b h"), (8, 4, "b h r"), (6, 1, "b r")])
+def test_flash(heads: int, groups: int, shards: str, causal: bool) -> None:
+    inputs = _one_length(heads, groups)
+    assert_sound(FLASH, *inputs, None, None, 5, 5, 0.0, causal, False, shards=shards)
+    assert_sound(FLASH_BACKWARD, *_flash_gradient(inputs, None, causal), shards=shards)
+
+
+@pytest.mark.parametrize(("heads", "groups", "shards"), [(4, 4, "h"), (8, 4, "h r")])
+def test_flash_on_packed_samples(heads: int, groups: int, shards: str) -> None:
+    inputs = _packed(heads, groups)
+    assert_sound(FLASH, *inputs, ENDS, ENDS, 8, 8, 0.0, True, False, shards=shards)
+    assert_sound(FLASH_BACKWARD, *_flash_gradient(inputs, ENDS, True), shards=shards)
+
+
+def _efficient_gradient(
+    inputs: tuple[Tensor, ...], bias: Tensor | None, result: tuple[Any, ...], kind: int, ends: Tensor | None = None
+) -> tuple[Any, ...]:
+    """Arguments of the backward kernel."""
+    out, logarithms = result[:2]
+    given = bias is not None
+    return out.flip(0), *inputs, bias, out, ends, ends, 8, 8, logarithms, 0.0, STATE, STATE, kind, given
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("shape", [None, (2, 4, 5, 5), (1, 4, 5, 5), (2, 1, 5, 5)])
+def test_efficient(kind: int, shape: tuple[int, ...] | None) -> None:
+    inputs, bias = _one_length(4, 4), None if shape is None else normal(*shape)
+    args = (*inputs, bias, None, None, None, None, 0.0, kind, True)
+    assert_sound(EFFICIENT, *args, shards="b h")
+    assert_sound(EFFICIENT_BACKWARD, *_efficient_gradient(inputs, bias, EFFICIENT(*args), kind), shards="b h")
+
+
+def test_efficient_on_packed_samples() -> None:
+    inputs = tuple(one[None] for one in _packed(4, 4))
+    args = (*inputs, None, ENDS, ENDS, 8, 8, 0.0, 1, True)
+    assert_sound(EFFICIENT, *args, shards="h")
+    assert_sound(EFFICIENT_BACKWARD, *_efficient_gradient(inputs, None, EFFICIENT(*args), 1, ENDS), shards="h")
+
+
+def test_what_has_no_rule() -> None:
+    """Dropout, whose numbers are those of one device; slopes of positions; key heads shared in the efficient kernel."""
+    inputs = _one_length(4, 4)
+    results = FLASH(*inputs, None, None, 5, 5, 0.0, False, False)
+    for dropout, options in ((0.1, {}), (0.0, {"alibi_slopes": normal(4).float()})):
+        args = (*inputs, None, None, 5, 5, dropout, False, False)
+        assert rule_for(call_of(FLASH, args, options, results)) is None
+    grouped = _one_length(4, 2)
+    args = (*grouped, None, None, None, None, None, 0.0, 0, True)
+    assert rule_for(call_of(EFFICIENT, args, {}, results)) is None
+
+
+class Packed(nn.Module):
+    """Self-attention on samples that lie behind each other, by the kernel's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        query, key, value = self.inner(x).view(len(x), 3, 4, 4).unbind(1)
+        mixed = aten._flash_attention_forward(query, key, value, ends, ends, 8, 8, 0.0, True, False)[0]
+        return self.outer(autoshard.shard(mixed, Shard(1)).flatten(1)).square().mean()
+
+
+def test_a_model_that_packs_samples_trains_with_its_heads_sharded() -> None:
+    module, inputs = Packed().double(), (normal(8, 16), ENDS)
+    alone = copy.deepcopy(module)
+    expected = alone(*inputs)
+    expected.backward()
+    with simulated_mesh(x=2) as mesh:
+        autoshard.parallelize(module, mesh, inputs, cluster=fast_links())
+        loss = module(*inputs)
+        loss.backward()
+        for value in per_rank(loss, mesh).values():
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+        for name, parameter in alone.named_parameters():
+            for value in per_rank(gather_full_tensor(module.get_parameter(name).grad), mesh).values():
+                torch.testing.assert_close(value, parameter.grad, rtol=1e-9, atol=1e-12)
+    graphs = next(iter(module._autoshard_runtime._programs.values())).program.halves.graphs
+    (call,) = graphs[0].find_nodes(op="call_function", target=FLASH)
+    assert call.meta["val"][0].shape == (8, 2, 4)  # two of four heads

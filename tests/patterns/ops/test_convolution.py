@@ -1,3 +1,5 @@
+"""Rules of convolutions, against torch."""
+
 from __future__ import annotations
 
 import pytest
@@ -115,3 +117,14 @@ def test_a_stretch_is_never_shorter_than_its_halo() -> None:
     sizes = {factor.name: (factor.size, factor.shardable, factor.contiguous) for factor in rule.factors}
     assert sizes["x0"] == (8, True, True)
     assert sizes["m0"] == (3, False, False)
+
+
+# Convolution along time, against torch.
+
+
+@pytest.mark.parametrize("pad", [0, 1])
+def test_forward_and_backward(pad: int) -> None:
+    x, weight, bias = normal(7, 6, 12), normal(3, 12, 8), normal(8)
+    assert_sound(aten.conv_tbc.default, x, weight, bias, pad, shards="b i o")
+    gradient = normal(7 - 2 + 2 * pad, 6, 8)
+    assert_sound(aten.conv_tbc_backward.default, gradient, x, weight, bias, pad, shards="b i o")

@@ -1,12 +1,19 @@
+"""Rules of losses, against torch."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import autoshard
+from autoshard.capture.ctc_operator import losses
 from autoshard.patterns.registry import call_of, rule_for
 from tests.patterns.ops.soundness import assert_sound, aten, normal
+from tests.runtime.meshes import simulated_mesh
+from tests.training import TOLERANCE, compare, fast_links, train
 
 REDUCTIONS = [0, 1, 2]
 
@@ -81,3 +88,67 @@ def test_binary_cross_entropy_with_logits(reduction: int, weight: Any, positive:
     weights = [None if shape is None else normal(*shape).abs() for shape in (weight, positive)]
     args = (normal(4, 6), normal(4, 6).sigmoid(), *weights, reduction)
     assert_sound(aten.binary_cross_entropy_with_logits.default, *args, shards="dim0 dim1")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("power", "weighted"), [(1, False), (2, True)])
+def test_multi_margin_loss(reduction: int, power: int, weighted: bool) -> None:
+    scores, target = normal(12, 5), torch.arange(12) % 5
+    options = (power, 0.7, normal(5).abs() if weighted else None, reduction)
+    assert_sound(aten.multi_margin_loss.default, scores, target, *options, shards="n")
+    gradient = normal(*aten.multi_margin_loss(scores, target, *options).shape) + 2
+    assert_sound(aten.multi_margin_loss_backward.default, gradient, scores, target, *options, shards="n")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_multilabel_margin_loss(reduction: int) -> None:
+    scores, target = normal(12, 5), torch.tensor([[1, 3, -1, 0, 0], [2, -1, 0, 0, 0], [0, 1, 2, 3, 4]]).repeat(4, 1)
+    loss, is_target = aten.multilabel_margin_loss_forward(scores, target, reduction)
+    assert_sound(aten.multilabel_margin_loss_forward.default, scores, target, reduction, shards="n")
+    gradient = normal(*loss.shape) + 2
+    backward = aten.multilabel_margin_loss_backward.default
+    assert_sound(backward, gradient, scores, target, reduction, is_target, shards="n")
+
+
+def test_a_single_sample_is_whole() -> None:
+    assert_sound(aten.multi_margin_loss.default, normal(5), torch.tensor(2), 1, 1, None, 1, shards="")
+
+
+TARGETS = torch.arange(36).view(12, 3) % 6 + 1
+LENGTHS = (torch.arange(12) % 3 + 6, torch.arange(12) % 3 + 1)
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_samples_are_independent_where_each_has_its_own_row(rows: bool) -> None:
+    scores = normal(8, 12, 7).log_softmax(-1)
+    targets = TARGETS if rows else torch.cat([row[:size] for row, size in zip(TARGETS, LENGTHS[1], strict=True)])
+    options = (scores, targets, *LENGTHS, 0, False)
+    assert_sound(losses.ctc_loss.default, *options, shards="n" if rows else "")
+    assert_sound(losses.ctc_loss_backward.default, normal(12) + 2, *options, shards="n" if rows else "")
+
+
+class Recognizer(nn.Module):
+    """A recurrent layer and the loss of what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.GRU(6, 8), nn.Linear(8, 7)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        scores = self.last(self.layer(x)[0]).log_softmax(-1)
+        return nn.functional.ctc_loss(scores, TARGETS, lengths, sizes)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}])
+def test_training_on_a_mesh_is_training_on_one_device(sizes: dict[str, int]) -> None:
+    torch.set_default_dtype(torch.float64)
+    inputs = {"x": torch.randn(8, 12, 6), "lengths": LENGTHS[0], "sizes": LENGTHS[1]}
+    torch.manual_seed(1)
+    reference = train(Recognizer(), inputs)
+    torch.manual_seed(1)
+    module = Recognizer()
+    with simulated_mesh(**sizes) as mesh:
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links())
+        trace = train(module, inputs)
+    assert compare(trace, reference).worst <= TOLERANCE
+    assert trace.collectives

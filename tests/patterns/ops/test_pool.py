@@ -1,3 +1,5 @@
+"""Rules of pooling and of operators that move positions of images, against torch."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -74,3 +76,65 @@ def test_two_dims_of_positions_at_once() -> None:
     x = normal(8, 8).view(1, 1, 8, 8)
     assert_sound(aten.avg_pool2d.default, x, [3, 3], [1, 1], [1, 1], shards="x0 x1")
     assert_sound(aten.max_pool2d_with_indices.default, x, [3, 3], [1, 1], [1, 1], shards="x0 x1")
+
+
+@pytest.mark.parametrize(("size", "shards"), [([4, 8], "b0 b1 x2 x3"), ([3, 4], "b0 b1 x3"), ([1, 1], "b0 b1")])
+def test_mean(size: list[int], shards: str) -> None:
+    x = normal(4, 6, 8, 8)
+    assert_sound(aten._adaptive_avg_pool2d.default, x, size, shards=shards)
+    assert_sound(aten._adaptive_avg_pool2d_backward.default, normal(4, 6, *size), x, shards=shards)
+
+
+def test_mean_of_volumes() -> None:
+    x = normal(4, 6, 4, 4, 4)
+    assert_sound(aten._adaptive_avg_pool3d.default, x, [2, 2, 2], shards="b0 b1 x2 x3 x4")
+    assert_sound(aten._adaptive_avg_pool3d_backward.default, normal(4, 6, 2, 2, 2), x)
+
+
+@pytest.mark.parametrize("spatial", [2, 3])
+def test_maximum(spatial: int) -> None:
+    x = normal(4, 6, *[6] * spatial)
+    forward, backward = (getattr(aten, f"adaptive_max_pool{spatial}d{end}").default for end in ("", "_backward"))
+    assert_sound(forward, x, [3] * spatial, shards="dim0 dim1")
+    result, indices = forward(x, [3] * spatial)
+    assert_sound(backward, result + 1, x, indices, shards="dim0 dim1")
+    unpooled = [[6] * spatial] if spatial == 2 else [[6] * spatial, [2] * spatial, [0] * spatial]
+    assert_sound(getattr(aten, f"max_unpool{spatial}d").default, result, indices, *unpooled, shards="dim0 dim1")
+
+
+@pytest.mark.parametrize("spatial", [2, 3])
+def test_random_windows(spatial: int) -> None:
+    x, samples = normal(4, 6, *[6] * spatial), torch.rand(4, 6, spatial, dtype=torch.float64)
+    forward, backward = (getattr(aten, f"fractional_max_pool{spatial}d{end}").default for end in ("", "_backward"))
+    sizes = ([2] * spatial, [3] * spatial)
+    assert_sound(forward, x, *sizes, samples, shards="dim0 dim1")
+    result, indices = forward(x, *sizes, samples)
+    assert_sound(backward, result + 1, x, *sizes, indices, shards="dim0 dim1")
+
+
+WINDOW = ([2, 3], [1, 1], [1, 0], [2, 1])
+
+
+def test_patches() -> None:
+    x = normal(2, 6, 8, 4)
+    columns = aten.im2col(x, *WINDOW)
+    assert_sound(aten.im2col.default, x, *WINDOW, shards="dim0 c")
+    assert_sound(aten.im2col.default, x[0], *WINDOW, shards="c")
+    assert_sound(aten.col2im.default, columns + 1, [8, 4], *WINDOW, shards="dim0 c")
+
+
+def test_pixels_from_channels_and_back() -> None:
+    assert_sound(aten.pixel_shuffle.default, normal(2, 12, 4, 6), 2, shards="dim0 c h w")
+    assert_sound(aten.pixel_unshuffle.default, normal(2, 3, 8, 12), 2, shards="dim0 c h w")
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_channels_in_another_order(groups: int) -> None:
+    assert_sound(aten.channel_shuffle.default, normal(2, 24, 4), groups, shards="n g c s2")
+
+
+def test_gradient_of_windows() -> None:
+    x = normal(4, 12, 6)
+    windows = x.unfold(1, 4, 2)
+    assert_sound(aten.unfold_backward.default, windows + 1, [4, 12, 6], 1, 4, 2, shards="d0 d2")
+    assert_sound(aten.unfold_backward.default, windows + 1, [4, 12, 6], -2, 4, 2)

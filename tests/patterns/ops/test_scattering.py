@@ -11,6 +11,8 @@ import torch
 from autoshard.patterns.registry import call_of, rule_for
 from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 
+# Elements that fill the places of a mask one after the other.
+
 X = normal(4, 12, 6)
 ROWS = normal(4, 8, 6)
 SQUARE = normal(4, 12)
@@ -153,3 +155,31 @@ def test_linear_sets(op: Any, args: tuple[Any, ...], linear: list[set[int]]) -> 
 def test_putting_by_a_mask_has_no_rule() -> None:
     call = call_of(aten.index_put.default, (X, [X > 0], torch.tensor(1.0)), {}, X)
     assert rule_for(call) is None
+
+
+MASK = X > 0.3
+COUNT = int(MASK.sum())
+EVERY_PLACE = "d0 d1 d2"
+
+MASKED_CASES = {
+    "masked_scatter": partial(assert_sound, aten.masked_scatter.default, X, MASK, normal(300), shards=EVERY_PLACE),
+    "of just as many": partial(assert_sound, aten.masked_scatter.default, X, MASK, normal(COUNT), shards=EVERY_PLACE),
+    "from a matrix": partial(assert_sound, aten.masked_scatter.default, X, MASK, normal(20, 15), shards=EVERY_PLACE),
+    "by a mask that is broadcast": partial(
+        assert_sound, aten.masked_scatter.default, X, MASK[:, :, :1], normal(300), shards=EVERY_PLACE
+    ),
+    "by nothing": partial(assert_sound, aten.masked_scatter.default, X, X > 99, normal(3), shards=EVERY_PLACE),
+    "gradient": partial(assert_sound, aten.masked_scatter_backward.default, X, MASK, [300], shards=EVERY_PLACE),
+    "gradient of just as many": partial(
+        assert_sound, aten.masked_scatter_backward.default, X, MASK, [COUNT], shards=EVERY_PLACE
+    ),
+    "gradient of a matrix": partial(
+        assert_sound, aten.masked_scatter_backward.default, X, MASK, [12, 24], shards=EVERY_PLACE
+    ),
+}
+
+
+@pytest.mark.parametrize("sound", MASKED_CASES.values(), ids=MASKED_CASES)
+def test_sizes_that_depend_on_the_mask_have_no_rule() -> None:
+    assert rule_for(call_of(aten.masked_select.default, (X, MASK), {}, X[MASK])) is None
+    assert rule_for(call_of(aten.nonzero.default, (MASK,), {}, torch.nonzero(MASK))) is None

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from autoshard.patterns.local import LocalCall
+from autoshard.patterns.lockstep import Lockstep, PerRank
+from autoshard.patterns.ops.view import memory_order, strided_view
+from autoshard.patterns.padding import emit_local
 from autoshard.patterns.registry import call_of, rule_for
-from autoshard.patterns.rule import Rule
+from autoshard.patterns.rule import Rule, TensorMeta
 from autoshard.patterns.soundness import check
-
-aten = torch.ops.aten
+from autoshard.patterns.strategy import WHOLE
+from autoshard.specs.axes import MeshShape
+from tests.patterns.ops.soundness import assert_sound, aten, bound, normal
 
 
 def _x(*shape: int) -> torch.Tensor:
@@ -83,3 +89,129 @@ def test_cast_to_integers_is_not_linear() -> None:
     rule = rule_for(call)
     assert rule is not None
     assert rule.linear == ()
+
+
+# Views that copy, against torch: the factors of the views, and memory of their own.
+
+X = normal(12, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "args"),
+    [
+        ("alias", "dim0 dim1", (X,)),
+        ("as_strided", "f0 f1", (X, [6, 12], [1, 6])),
+        ("detach", "dim0 dim1", (X,)),
+        ("diagonal", "d2", (normal(6, 6, 4), 0, 0, 1)),
+        ("expand", "d0 new1", (normal(12, 1), [12, 6])),
+        ("narrow", "cut d0", (X, 1, 2, 4)),
+        ("permute", "d0 d1 d2", (normal(6, 4, 2), [2, 0, 1])),
+        ("select.int", "d0 d1", (X, 1, 2)),
+        ("slice.Tensor", "cut d1", (X, 0, 0, 6)),
+        ("split.Tensor", "cut d1", (X, 4)),
+        ("split_with_sizes", "cut d1", (X, [8, 4])),
+        ("squeeze", "d0 d1", (normal(12, 1, 6),)),
+        ("squeeze.dim", "d0 d1", (normal(12, 1, 6), 1)),
+        ("squeeze.dims", "d0 d1", (normal(12, 1, 6), [1])),
+        ("t", "d0 d1", (X,)),
+        ("transpose.int", "d0 d1", (X, 0, 1)),
+        ("unbind.int", "d0", (X, 1)),
+        ("unfold", "d1 window windows", (X, 0, 4, 4)),
+        ("unsqueeze", "d0 d1", (X, 1)),
+        ("view", "d0 d1 d2", (X, [3, 4, 6])),
+        ("view.dtype", "d0 d1", (X, torch.int64)),
+        ("view_as_complex", "d0 d1", (normal(12, 6, 2),)),
+        ("view_as_real", "d0 d1", (torch.complex(X, X + 1),)),
+    ],
+)
+def test_a_copy_is_split_as_the_view(name: str, shards: str, args: tuple[Any, ...]) -> None:
+    view, _, overload = name.partition(".")
+    op = getattr(getattr(aten, f"{view}_copy"), overload or "default")
+    assert_sound(op, *args, shards=shards)
+
+
+def test_results_share_no_memory_with_the_operand() -> None:
+    mesh = MeshShape.of({"x": 2})
+    call, rule = bound(aten.split_copy.Tensor, X, 4)
+    results = emit_local(LocalCall(call, rule, (WHOLE,), mesh, Lockstep(mesh), [PerRank((X, X))]))
+    memory = {value.untyped_storage().data_ptr() for result in results for value in result.values}
+    assert X.untyped_storage().data_ptr() not in memory
+    assert len(memory) == len(results) * mesh.size
+
+
+# Strided views of memory: most are plain views, and all are right however the local tensors lie.
+
+MEMORY = normal(4, 6, 12)
+TURNED = MEMORY.transpose(1, 2)  # [4, 12, 6] in the same memory
+
+CASES = {
+    "the same": partial(assert_sound, aten.as_strided.default, MEMORY, [4, 6, 12], [72, 12, 1], shards="f0 f1 f2 "),
+    "cut in two": partial(
+        assert_sound, aten.as_strided.default, MEMORY, [4, 3, 2, 12], [72, 24, 12, 1], shards="f0 f1 f2 f3"
+    ),
+    "in another order": partial(
+        assert_sound, aten.as_strided.default, MEMORY, [12, 4, 6], [1, 72, 12], shards="f0 f1 f2"
+    ),
+    "of a transpose": partial(assert_sound, aten.as_strided.default, TURNED, [24, 12], [12, 1], shards="f0 f1 f2"),
+    "a part": partial(assert_sound, aten.as_strided.default, MEMORY, [4, 6, 4], [72, 12, 1], 5, shards="f0 f1"),
+    "every third": partial(assert_sound, aten.as_strided.default, MEMORY, [4, 6, 4], [72, 12, 3], 1, shards="f0 f1 f2"),
+    "one row": partial(assert_sound, aten.as_strided.default, MEMORY, [12], [1], 24, shards=""),
+    "repeated": partial(
+        assert_sound, aten.as_strided.default, MEMORY, [4, 12, 6, 12], [72, 0, 12, 1], shards="f0 f1 f2 repeated1"
+    ),
+    "with dims of one": partial(
+        assert_sound, aten.as_strided.default, MEMORY, [4, 1, 72, 1], [72, 7, 1, 1], shards="f0 f1 f2"
+    ),
+    "windows that overlap": partial(assert_sound, aten.as_strided.default, normal(12), [5, 4], [2, 1], shards=""),
+    "windows of a transpose": partial(assert_sound, aten.as_strided.default, normal(4, 6).t(), [5, 4], [4, 1]),
+    "scatter": partial(
+        assert_sound,
+        aten.as_strided_scatter.default,
+        normal(288),
+        normal(4, 12, 6),
+        [4, 12, 6],
+        [72, 1, 12],
+        shards="f0 f1 f2",
+    ),
+    "scatter into a transpose": partial(
+        assert_sound, aten.as_strided_scatter.default, TURNED, normal(24, 12), [24, 12], [12, 1], shards="f0 f1 f2"
+    ),
+    "scatter into a part": partial(
+        assert_sound, aten.as_strided_scatter.default, MEMORY, normal(4, 6, 4), [4, 6, 4], [72, 12, 1], 5, shards=""
+    ),
+    "scatter into a part of a transpose": partial(
+        assert_sound, aten.as_strided_scatter.default, TURNED, normal(4, 4), [4, 4], [72, 3], shards=""
+    ),
+}
+
+
+@pytest.mark.parametrize("sound", CASES.values(), ids=CASES)
+def test_a_strided_view_is_sound(sound: partial[None]) -> None:
+    sound()
+
+
+def test_order_in_memory() -> None:
+    def order(x: torch.Tensor) -> tuple[int, ...] | None:
+        return memory_order(TensorMeta(tuple(x.shape), x.dtype, x.stride()))
+
+    assert order(MEMORY) == (0, 1, 2)
+    assert order(MEMORY.permute(2, 0, 1)) == (1, 2, 0)
+    assert order(MEMORY[:, :, None].transpose(1, 3)) is not None
+    assert order(MEMORY[:, ::2]) is None
+    assert order(MEMORY[:, :1].expand(4, 6, 12)) is None
+    assert memory_order(TensorMeta((4,), torch.float64)) is None
+
+
+def test_what_is_no_cut_of_memory() -> None:
+    assert strided_view(12, (5, 4), (2, 1), 0) is None  # overlapping windows
+    assert strided_view(12, (2, 2), (5, 1), 0) is None  # strides that do not divide
+    assert strided_view(12, (2, 3), (6, 2), 1) is not None
+
+
+def test_gaps_in_memory_have_no_rule() -> None:
+    x = normal(4, 12)[:, ::2]
+    assert rule_for(call_of(aten.as_strided.default, (x, [2], [1]), {}, x.as_strided([2], [1]))) is None
+
+
+def test_a_view_costs_nothing() -> None:
+    assert bound(aten.as_strided.default, MEMORY, [24, 12], [12, 1])[1].free
