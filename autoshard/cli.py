@@ -1,4 +1,4 @@
-"""The command `autoshard`: examine a model, measure a cluster, look at plans that were saved."""
+"""The command `autoshard`: examine a model, measure a cluster, print saved plans."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, by default those of the process.
 
     Returns:
-        The exit status: 0, or 1 with the reason on standard error where a plan or a path is at fault, or where the
-        model that was examined cannot be captured.
+        The exit status: 0, or 1 with the reason on standard error if a plan or a path is not valid, or if the examined
+        model cannot be captured.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -102,7 +102,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> None:
-    """Measure on all processes; the first one writes the profile and prints what it says in short."""
+    """Measure on all processes; the first one writes the profile and prints a summary."""
     if not dist.is_torchelastic_launched():
         raise MeshError(
             "calibrate measures all devices at once, a process for each. Start it by torchrun: "
@@ -117,8 +117,9 @@ def _calibrate(options: argparse.Namespace) -> None:
     dist.init_process_group()
     try:
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-        wanted = [dtype for dtype in DTYPES if options.dtypes is None or _name(dtype) in options.dtypes]
-        cluster = calibrate(mesh, name=options.output.stem, largest=options.largest, dtypes=wanted, progress=_say)
+        dtypes = [dtype for dtype in DTYPES if options.dtypes is None or _name(dtype) in options.dtypes]
+        stem, largest = options.output.stem, options.largest
+        cluster = calibrate(mesh, name=stem, largest=largest, dtypes=dtypes, progress=_print_progress)
         if dist.get_rank() == 0:
             cluster.save(options.output)
             _console().print(cluster_table(cluster))
@@ -127,8 +128,8 @@ def _calibrate(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def _say(what: str) -> None:
-    sys.stderr.write(f"measuring {what}\n")
+def _print_progress(part: str) -> None:
+    sys.stderr.write(f"measuring {part}\n")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -136,7 +137,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _console() -> Console:
-    """Standard output; wide enough for the tables where it is a file or a pipe."""
+    """Standard output, wide enough for the tables where it is a file or a pipe."""
     return Console(width=None if sys.stdout.isatty() else 120)
 
 

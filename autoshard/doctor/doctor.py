@@ -1,4 +1,4 @@
-"""`doctor`: what autoshard makes of a model, before anything is planned."""
+"""`doctor`: examine if a model can be captured, and how its operators can be sharded, before anything is planned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoshard.capture.capture_errors import advice_for
 from autoshard.capture.containers import leaves_by_path
 from autoshard.capture.fake_module import parameter_faults
 from autoshard.capture.joint import JointGraph, capture
-from autoshard.capture.survey import CallArguments, UncapturableLine, survey
+from autoshard.capture.survey import CallArguments, survey
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.doctor.doctor_report import CaptureProblem, Operator, Report
@@ -32,8 +32,8 @@ from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.runtime.arguments import check_examples, check_module
 from autoshard.specs.axes import MeshShape
 
-_MESH = MeshShape.of({"any": 2})  # rules are looked up as for any mesh; what is priced is the whole operator
-_LIBRARY = f"{Path(__file__).parent}{os.sep}"
+_MESH = MeshShape.of({"any": 2})  # rules are the same for every mesh; prices are those of whole operators
+_LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"  # warnings raised below it are notes
 
 
 def doctor(
@@ -43,23 +43,23 @@ def doctor(
     *,
     cluster: str | Cluster = "h100",
 ) -> Report:
-    """Examine a model: everything that would stop its capture, and how each of its operators can be sharded.
+    """Examine a model: find everything that stops its capture, and the source of the sharding of each operator.
 
-    Where the model cannot be captured as a whole, a dry run on fake tensors goes through all lines that ask for the
-    numbers in a tensor, and the submodules that can be captured are examined on their own. Nothing is changed; no
-    device and no process group is needed; the module may be on the meta device.
+    Where the model cannot be captured as a whole, a dry run on fake tensors finds all lines that ask for the numbers in
+    a tensor, and the submodules that can be captured are examined on their own. Nothing is changed; no device and no
+    process group is needed; the module may be on the meta device.
 
     Args:
-        module: the model, in training or evaluation as it is to be examined.
+        module: the model, in training or evaluation mode.
         example_args: positional arguments of a call, tensors of global shape.
         example_kwargs: keyword arguments of a call.
-        cluster: whose devices predict the seconds: a preset's name, a path of a cluster file, or a `Cluster`.
+        cluster: for whose devices the seconds are predicted: a preset's name, a path of a cluster file, or a `Cluster`.
 
     Returns:
         The report. That a model cannot be captured is part of it, not an error.
 
     Raises:
-        InputError: `module` is no module, or the examples are not a tuple and a mapping.
+        InputError: `module` is not a module, or the examples are not a tuple and a mapping.
     """
     check_module(module)
     args, kwargs = check_examples(example_args, example_kwargs)
@@ -70,7 +70,7 @@ def doctor(
 
 @dataclass(slots=True)
 class _OperatorCalls:
-    """Calls of one operator, counted."""
+    """Sums over the calls of one operator."""
 
     count: int = 0
     seconds: float = 0.0
@@ -79,7 +79,7 @@ class _OperatorCalls:
 
 
 class _Examination:
-    """Collects what is found of one module."""
+    """The findings about one module, collected."""
 
     def __init__(self, tables: StrategyTables) -> None:
         self.tables = tables
@@ -90,28 +90,30 @@ class _Examination:
 
     def run(self, module: nn.Module, call: CallArguments) -> None:
         """Examine the module as a whole; where that fails, line by line and part by part."""
-        self._add(*_parameter_problems(module), *_input_problems(call))
+        self._add(*(CaptureProblem("", "", fault) for fault in parameter_faults(module)), *_input_problems(call))
         failure = None if self.problems else self._examine("", module, call)
         if self.parts:
             return
         self._add(*_copy_problems(module))
         try:
-            found = survey(module, *call)
-        except AutoshardError:  # of what cannot be copied or has no shape, which is among the problems
+            lines = survey(module, *call)
+        except AutoshardError:  # something that cannot be copied or has no shape, which is among the problems
             if failure is not None and not self.problems:
                 self._add(_problem("", failure))
             return
-        self._add(*map(_line_problem, found.findings))
-        self._examine_children("", module, found.calls)
+        for line in lines.findings:
+            self._add(CaptureProblem(line.module, line.where, line.what, advice_for(line.what) or ""))
+        self._examine_children("", module, lines.calls)
         if failure is not None and not self._is_reported(failure):
             self._add(_problem("", failure))
 
     def report(self, model: str) -> Report:
+        """Return the findings, for a model of this class name."""
         operators = [
             Operator(name, source, calls.count, tuple(calls.modules), calls.seconds, calls.advice)
             for (name, source), calls in self.operators.items()
         ]
-        operators.sort(key=lambda one: (one.source != "replicated", -one.seconds))
+        operators.sort(key=lambda operator: (operator.source != "replicated", -operator.seconds))
         cluster = self.tables.cost.cluster.name
         return Report(model, cluster, tuple(self.problems), tuple(self.notes), tuple(operators), tuple(self.parts))
 
@@ -119,7 +121,7 @@ class _Examination:
         self.problems |= dict.fromkeys(problems)
 
     def _examine(self, path: str, module: nn.Module, call: CallArguments) -> AutoshardError | None:
-        """Capture one module and take stock of its operators; the error where that fails."""
+        """Capture one module and count its operators; return the error if that fails."""
         try:
             with warnings.catch_warnings(record=True) as raised:
                 warnings.simplefilter("always")
@@ -127,7 +129,7 @@ class _Examination:
             self._count_operators(path, graph)
         except AutoshardError as error:
             return error
-        self.notes |= {str(one.message): None for one in raised if one.filename.startswith(_LIBRARY)}
+        self.notes |= {str(entry.message): None for entry in raised if entry.filename.startswith(_LIBRARY)}
         self.parts.append(path)
         return None
 
@@ -143,7 +145,7 @@ class _Examination:
                 self._add(_problem(inner, failure))
 
     def _is_reported(self, failure: AutoshardError) -> bool:
-        """Whether a problem found before is at the line that the error names, or says the same."""
+        """Return True if a known problem is at the line that the error names, or has the same text."""
         text = str(failure)
         reason = text.partition(" could not be captured as one graph")[2] or text
         return any(
@@ -169,16 +171,12 @@ class _Examination:
 
 
 def _source(call: OpCall, pinned: bool) -> str:
-    """Where the ways to shard a call come from, as `Operator.source` says."""
+    """The `Operator.source` of a call."""
     if pinned:
         return "rule"
     if rule_for(call) is None:
         return "replicated"
     return "borrowed" if is_borrowed(call.op) else "rule"
-
-
-def _parameter_problems(module: nn.Module) -> Iterator[CaptureProblem]:
-    return (CaptureProblem("", "", fault) for fault in parameter_faults(module))
 
 
 def _input_problems(call: CallArguments) -> Iterator[CaptureProblem]:
@@ -192,22 +190,19 @@ def _input_problems(call: CallArguments) -> Iterator[CaptureProblem]:
 
 
 def _copy_problems(module: nn.Module) -> Iterator[CaptureProblem]:
-    """Attributes that `copy.deepcopy` refuses; capture works on a copy without numbers."""
+    """Attributes that `copy.deepcopy` refuses; capture works on a copy on fake tensors."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name in ("_parameters", "_buffers", "_modules") or (isinstance(value, torch.Tensor) and value.is_leaf):
                 continue
             try:
+                # As capture does: references to modules of the model stay references.
                 copy.deepcopy(value, {id(other): other for other in module.modules()})
             except Exception as error:
                 what = f"the attribute {name} ({type(value).__name__}) cannot be copied: {error}"
                 yield CaptureProblem(
                     path, "", what, "Keep it out of the module: capture works on a copy without numbers."
                 )
-
-
-def _line_problem(finding: UncapturableLine) -> CaptureProblem:
-    return CaptureProblem(finding.module, finding.where, finding.what, advice_for(finding.what) or "")
 
 
 def _problem(path: str, failure: AutoshardError) -> CaptureProblem:

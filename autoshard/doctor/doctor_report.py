@@ -1,34 +1,33 @@
-"""What `doctor` finds, as data and as text."""
+"""The report of `doctor`, as data and as text."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from autoshard.names import group_names
+from autoshard.plans.plan_text import WIDTH, plain
 from autoshard.units import format_seconds
 
-WIDTH = 120
-_MODULES = 3  # module patterns that a row of operators names
+_MODULES = 3  # module patterns in a row of operators
 _ROWS = 20  # operators with a rule that are shown, those that take most time
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureProblem:
-    """Something that keeps the model from being captured.
+    """A cause for which the model cannot be captured.
 
     Attributes:
-        module: path of the module that it is in, `""` for the root.
-        where: line of the user's code, `model.py:12 (if x.sum() > 0:)`; empty where there is none to name.
-        what: what is wrong.
-        advice: what to do about it; empty where `what` says so, or nothing is known.
+        module: path of its module, `""` for the root.
+        where: line of the user's code, `model.py:12 (if x.sum() > 0:)`; empty where it is not known.
+        what: the problem, as text.
+        advice: for the user; empty where `what` contains it, or there is none.
     """
 
     module: str
@@ -43,13 +42,13 @@ class Operator:
 
     Attributes:
         name: such as `"aten.mm.default"`.
-        source: `"rule"`: a sharding rule of the library or of yours; `"borrowed"`: the strategies that torch's own
-            registry has for it, DTensor's or what `register_sharding` added; `"replicated"`: neither, so that every
+        source: of its strategies: `"rule"`, a sharding rule of the library or of the user; `"borrowed"`, torch's own
+            registry: DTensor's strategies or those of `register_sharding`; `"replicated"`, neither, so that every
             device does all of its work.
         count: calls in one step, forward and backward.
         modules: paths of the modules that call it, `""` for the root, each once.
         seconds: predicted time of all its calls on one device.
-        advice: what to do about it where it is replicated.
+        advice: for the user, if it is replicated.
     """
 
     name: str
@@ -62,13 +61,13 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `doctor` found; `str(report)` is a page of tables.
+    """The findings of `doctor`; `str(report)` is a page of tables.
 
     Attributes:
         model: class of the module.
-        cluster: name of the cluster that the seconds are of.
-        problems: what keeps the model from being captured; none if it was.
-        notes: how the parallelised model would differ from the one on one device, though it runs.
+        cluster: name of the cluster for which seconds are predicted.
+        problems: causes for which the model cannot be captured; empty if it was captured.
+        notes: differences of the parallelised model from the one on one device, though it runs.
         operators: of the step, or of the parts that were captured; replicated ones first, then by time.
         parts: paths of the modules that were captured; `("",)` where the whole model was.
     """
@@ -82,43 +81,40 @@ class Report:
 
     @property
     def captured(self) -> bool:
-        """Whether the whole model was captured as one graph."""
+        """True if the whole model was captured as one graph."""
         return not self.problems
 
     @property
     def healthy(self) -> bool:
-        """Whether the whole model was captured, and every operator has a rule."""
+        """True if the whole model was captured, and every operator has a rule."""
         return self.captured and not self.replicated
 
     @property
     def replicated(self) -> tuple[Operator, ...]:
         """The operators without a rule."""
-        return tuple(one for one in self.operators if one.source == "replicated")
+        return tuple(operator for operator in self.operators if operator.source == "replicated")
 
     @property
     def step_seconds(self) -> float:
-        """Predicted compute of one step on one device, of all that was captured."""
-        return sum(one.seconds for one in self.operators)
+        """Predicted seconds of compute of one step on one device, of all captured parts."""
+        return sum(operator.seconds for operator in self.operators)
 
     @property
     def replicated_seconds(self) -> float:
         """The part of `step_seconds` that more devices do not shorten, for want of rules."""
-        return sum(one.seconds for one in self.replicated)
+        return sum(operator.seconds for operator in self.replicated)
 
     @property
     def replicated_share(self) -> float:
-        """`replicated_seconds` over `step_seconds`: devices without number would leave this share of the step."""
+        """`replicated_seconds` over `step_seconds`: the share of the step that remains with any number of devices."""
         return self.replicated_seconds / self.step_seconds if self.step_seconds else 0.0
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, emoji=False)
-        with console.capture() as captured:
-            console.print(report_page(self))
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+        return plain([report_page(self)], WIDTH)
 
 
 def report_page(report: Report) -> Group:
-    """The report for a terminal: a verdict, the problems, the notes, and the operators."""
+    """Return the report for a terminal: a verdict, the problems, the notes, and the operators."""
     parts: list[RenderableType] = [Text(report.model, style="bold"), Text(_verdict(report)), Text("")]
     if report.problems:
         parts.append(Text(f"What stops the capture ({len(report.problems)})", style="bold"))
@@ -129,12 +125,12 @@ def report_page(report: Report) -> Group:
         parts += [Padding(Text(note), (0, 0, 0, 2)) for note in report.notes]
         parts.append(Text(""))
     if report.operators:
-        known = [one for one in report.operators if one.source != "replicated"]
+        known = [operator for operator in report.operators if operator.source != "replicated"]
         parts.append(_operator_table([*report.replicated, *known[:_ROWS]]))
         if known[_ROWS:]:
-            rest = format_seconds(sum(one.seconds for one in known[_ROWS:]))
+            rest = format_seconds(sum(operator.seconds for operator in known[_ROWS:]))
             parts.append(Text(f"and {len(known) - _ROWS} more operators with a rule, {rest} together"))
-        parts += [Text(f"{one.name}: no sharding rule. {one.advice}") for one in report.replicated]
+        parts += [Text(f"{operator.name}: no sharding rule. {operator.advice}") for operator in report.replicated]
     return Group(*parts)
 
 
@@ -147,9 +143,9 @@ def _verdict(report: Report) -> str:
     else:
         lines.append("not captured, nor any part of it")
     if report.operators:
-        known = sum(one.count for one in report.operators) - sum(one.count for one in report.replicated)
-        total = sum(one.count for one in report.operators)
-        borrowed = sum(one.count for one in report.operators if one.source == "borrowed")
+        total = sum(operator.count for operator in report.operators)
+        known = total - sum(operator.count for operator in report.replicated)
+        borrowed = sum(operator.count for operator in report.operators if operator.source == "borrowed")
         of_torch = f" ({borrowed} borrowed from torch)" if borrowed else ""
         lines.append(f"{known} of {total} operator calls have a sharding rule{of_torch}")
         lines.append(f"compute of a step on one device ({report.cluster}): {format_seconds(report.step_seconds)}")
@@ -177,15 +173,16 @@ def _operator_table(operators: Iterable[Operator]) -> Table:
         table.add_column(title, overflow="fold")
     for title in ("calls", "time"):
         table.add_column(title, justify="right", no_wrap=True)
-    for one in operators:
-        cells = (one.name, one.source, _patterns(one.modules), str(one.count), format_seconds(one.seconds))
-        style = "bold" if one.source == "replicated" else ""
+    for operator in operators:
+        modules = _patterns(operator.modules)
+        cells = (operator.name, operator.source, modules, str(operator.count), format_seconds(operator.seconds))
+        style = "bold" if operator.source == "replicated" else ""
         table.add_row(*(Text(cell, style=style) for cell in cells))
     return table
 
 
 def _patterns(modules: Iterable[str]) -> str:
-    """Module paths with indices put together; the first few of them where there are many."""
+    """Module paths with indices joined; the first few of them, and the number of the others."""
     texts = [group.text or "(root)" for group in group_names(dict.fromkeys(modules))]
     more = f" and {len(texts) - _MODULES} more" if len(texts) > _MODULES else ""
     return ", ".join(texts[:_MODULES]) + more

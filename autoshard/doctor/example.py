@@ -1,4 +1,4 @@
-"""A model and an example call, by the name of the function that makes them."""
+"""A model and an example call, by the name of the function that returns them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_example(text: str) -> Example:
     name, _, attribute = text.partition(":")
     if not name or not attribute:
         raise InputError(f'"{text}" names no factory: write "package.module:factory".')
-    if "" not in sys.path:
+    if "" not in sys.path:  # a console script, unlike `python -m`, does not look in the current directory
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(name)
@@ -40,23 +40,14 @@ def load_example(text: str) -> Example:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise InputError(f"{name} has no function {attribute}.")
-    return _example(text, factory())
-
-
-def _example(text: str, made: Any) -> Example:
-    match made:
+    match result := factory():
         case (nn.Module() as model, tuple() | list() as args, Mapping() as kwargs):
             return model, tuple(args), kwargs
         case (nn.Module() as model, Mapping() as kwargs):
             return model, (), kwargs
         case (nn.Module() as model, tuple() | list() as args):
             return model, tuple(args), {}
-    raise InputError(
-        f"{text} returned {_shape(made)}: return (model, args, kwargs), with args a tuple and kwargs a mapping."
-    )
-
-
-def _shape(made: Any) -> str:
-    if isinstance(made, tuple):
-        return f"({', '.join(type(item).__name__ for item in made)})"
-    return f"a {type(made).__name__}"
+    shape = f"a {type(result).__name__}"
+    if isinstance(result, tuple):
+        shape = f"({', '.join(type(item).__name__ for item in result)})"
+    raise InputError(f"{text} returned {shape}: return (model, args, kwargs), with args a tuple and kwargs a mapping.")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -169,7 +169,7 @@ def _colour_placements(part: Table | Text) -> Table | Text:
     return part
 
 
-def plain(parts: Iterable[Table | Text], width: int) -> str:
+def plain(parts: Iterable[RenderableType], width: int) -> str:
     """Return tables as text of limited width, without colours or trailing blanks."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, emoji=False)
     with console.capture() as captured:

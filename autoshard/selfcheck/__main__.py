@@ -6,24 +6,31 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
-from autoshard.selfcheck.processes import Processes
+from autoshard.selfcheck.outcome import CheckLine, CheckOutcome
+from autoshard.selfcheck.processes import Processes, RankLostError
 from autoshard.selfcheck.result_table import result_data, result_table, verdict_of
-from autoshard.selfcheck.run import describe_machine, run
-from autoshard.selfcheck.self_checks import CHECKS
+from autoshard.selfcheck.self_checks import CHECKS, SelfCheck
 from autoshard.selfcheck.step_profile import StepProfile
+
+_ALONE = CheckOutcome(
+    "skipped",
+    "one process runs no collective: more were not checked",
+    "Start one for every device: torchrun --nproc-per-node N -m autoshard.selfcheck",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the self-check in this process of the job.
 
     Returns:
-        The exit status: 1 where a line is wrong, 2 where no line has the name asked for, else 0.
+        The exit status: 1 where a line is wrong, 2 where no line has a name of `--only`, else 0.
     """
     options = _parser().parse_args(arguments)
     checks = [
@@ -37,19 +44,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     processes = Processes.of_job(options.timeout)
     start = time.perf_counter()
     try:
-        lines = run(processes, checks, _say if processes.rank == 0 else lambda name: None)
+        lines = run(processes, checks, _print_progress if processes.rank == 0 else lambda name: None)
         seconds = time.perf_counter() - start
         if processes.rank == 0:
-            Console(width=None if sys.stdout.isatty() else 120).print(
-                result_table(lines, describe_machine(processes), seconds)
-            )
+            machine = _describe_machine(processes)
+            Console(width=None if sys.stdout.isatty() else 120).print(result_table(lines, machine, seconds))
             if options.json is not None:
-                options.json.write_text(
-                    json.dumps(result_data(lines, describe_machine(processes), seconds), indent=1) + "\n", "utf-8"
-                )
+                text = json.dumps(result_data(lines, machine, seconds), indent=1)
+                options.json.write_text(text + "\n", "utf-8")
     finally:
         processes.stop()
     return int(verdict_of(lines) == "wrong")
+
+
+def run(
+    processes: Processes, checks: Sequence[SelfCheck], progress: Callable[[str], None] = lambda name: None
+) -> list[CheckLine]:
+    """Run checks on all ranks, one after another; the outcome or the failure of one never stops the others.
+
+    Args:
+        processes: of the job.
+        checks: in order.
+        progress: called with the name of each check before it runs.
+
+    Returns:
+        A line for each check, the same on all ranks. Once a rank is lost, the rest is skipped.
+    """
+    lines: list[CheckLine] = []
+    processes.start()
+    for number, check in enumerate(checks):
+        progress(check.name)
+        start = time.perf_counter()
+        try:
+            outcome = processes.agree(check.run)
+            lines.append(CheckLine(check.name, outcome, time.perf_counter() - start))
+        except RankLostError as error:
+            lines.append(CheckLine(check.name, CheckOutcome("wrong", str(error), failure=1)))
+            lines += [CheckLine(rest.name, CheckOutcome("skipped", "a rank is lost")) for rest in checks[number + 1 :]]
+            break
+    if processes.size == 1:
+        lines.append(CheckLine("several processes", _ALONE))
+    return lines
+
+
+def _describe_machine(processes: Processes) -> str:
+    on_cuda = processes.device.type == "cuda"
+    device, backend = (torch.cuda.get_device_name(processes.device), "NCCL") if on_cuda else ("CPU", "gloo")
+    count = f"{processes.size} processes" if processes.size > 1 else "1 process"
+    return f"{count}, {device}, {backend}, torch {torch.__version__}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _say(name: str) -> None:
+def _print_progress(name: str) -> None:
     sys.stderr.write(f"checking {name}\n")
 
 

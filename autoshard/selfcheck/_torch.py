@@ -13,14 +13,14 @@ _NAME = "gloo_one_thread"
 
 
 def one_thread_gloo() -> str:
-    """Register gloo with one thread a group, and return its name: two may end the process (docs/compatibility.md)."""
+    """Register gloo with one thread a group and return its name; two may crash the process (docs/compatibility.md)."""
     if not hasattr(dist.Backend, _NAME.upper()):
         dist.Backend.register_backend(_NAME, _create, devices=["cpu"])
     return _NAME
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()  # the threads of a group of gloo
+    options = dist.ProcessGroupGloo._Options()  # the number of threads has no public option
     options._timeout, options._threads = timeout, 1
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
     return dist.ProcessGroupGloo(store, rank, size, options)

@@ -19,18 +19,17 @@ from autoshard.selfcheck.outcome import CheckOutcome
 from autoshard.selfcheck.processes import Processes
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
-"""By element type, a relative distance from float64 that is rounding at any rate: some hundred and two ulps."""
+"""By dtype, a relative distance from float64 that is always rounding: about a hundred ulps, and two."""
 FACTOR = 2.0
-"""How many times farther from float64 than one device a mesh may be: sums are taken in another order."""
-_SMALL = 1e-3
-"""A tensor is compared with the largest of its kind where it is smaller than this share of that."""
+"""Times that a mesh may be farther from float64 than one device: it adds in another order."""
+_SMALL = 1e-3  # a tensor with smaller values, relative to the largest of its kind, is compared relative to the latter
 ADVICE = "Repeat it alone by --only; if one process gives the same, report the line with versions of torch and driver."
 
 Tensors = dict[str, Tensor]
 
 
 def fast_links() -> autoshard.Cluster:
-    """A cluster with links so fast that even the small models of this check are sharded."""
+    """Return a cluster with links so fast that even the small models of this check are sharded."""
     cluster = autoshard.Cluster.preset("cpu")
     inside, between = (
         dataclasses.replace(link, bandwidth=1e12, latency=1e-9) for link in (cluster.inside, cluster.between)
@@ -40,14 +39,14 @@ def fast_links() -> autoshard.Cluster:
 
 
 def copy_model_to(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
-    """A copy of a model and its inputs on a device; those that are floating have the element type."""
+    """Return a copy of a model and its inputs on a device; floating-point inputs are converted to the dtype."""
     module, inputs = model
     copied = {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in inputs.items()}
     return copy.deepcopy(module).to(device, dtype), copied
 
 
 def step(module: nn.Module, inputs: Inputs) -> dict[str, Tensors]:
-    """Train a step without an optimizer: loss, gradients and buffers, whole, on the CPU in float64."""
+    """Train a step without an optimizer; return loss, gradients and buffers as full tensors in float64 on the CPU."""
     loss = module(**inputs)
     loss.backward()
     return {
@@ -58,30 +57,35 @@ def step(module: nn.Module, inputs: Inputs) -> dict[str, Tensors]:
 
 
 def gradients(module: nn.Module) -> Tensors:
-    """The gradients of a module's parameters, whole."""
-    return {name: exact(each.grad) for name, each in module.named_parameters() if each.grad is not None}
+    """Return the gradients of a module's parameters as full tensors."""
+    return {name: exact(weight.grad) for name, weight in module.named_parameters() if weight.grad is not None}
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """A whole tensor as plain numbers in float64 on the CPU."""
+    """Return the full tensor in float64 on the CPU."""
     tensor = tensor.detach()
     return (gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).to("cpu", torch.float64)
 
 
-def distance(found: Mapping[str, Tensors], reference: Mapping[str, Tensors]) -> float:
-    """The largest relative difference of two steps; infinite where a tensor is missing or is no number."""
-    return max((_distance(found[kind], tensors) for kind, tensors in reference.items() if tensors), default=0.0)
+def distance(results: Mapping[str, Tensors], reference: Mapping[str, Tensors]) -> float:
+    """Return the largest relative difference of two steps; infinite where a tensor is missing or has a NaN.
+
+    Only the kinds of tensors in `results` are compared.
+    """
+    return max(
+        (_distance(tensors, reference[kind]) for kind, tensors in results.items() if reference[kind]), default=0.0
+    )
 
 
-def _distance(found: Tensors, reference: Tensors) -> float:
-    if found.keys() != reference.keys():
+def _distance(results: Tensors, reference: Tensors) -> float:
+    if results.keys() != reference.keys():
         return float("inf")
     largest = max(float(tensor.abs().max()) for tensor in reference.values())
     worst = 0.0
     for name, expected in reference.items():
         scale = max(float(expected.abs().max()), _SMALL * largest) or 1.0
-        difference = float((found[name] - expected).abs().max()) / scale
-        worst = max(worst, difference) if difference == difference else float("inf")
+        difference = float((results[name] - expected).abs().max()) / scale
+        worst = max(worst, difference) if difference == difference else float("inf")  # `max` may drop a NaN
     return worst
 
 
@@ -91,40 +95,34 @@ def compare(
     processes: Processes,
     dtypes: Mapping[torch.dtype, float] = ROUNDING,
 ) -> CheckOutcome:
-    """Compare what `run` does with a model with what one device does, in every element type.
+    """Compare the step of `run` with that of one device, in every dtype.
 
     The mesh may be `FACTOR` times as far from float64 as one device, plus `ROUNDING`.
 
     Args:
-        make: makes the model for a number of ranks.
-        run: is given the model on this rank's device; returns what `step` does, or a part of it.
+        make: returns the model for a number of ranks.
+        run: takes the model on this rank's device, and returns the result of `step`, or some kinds of its tensors.
         processes: of the job.
-        dtypes: element types to compute in, and the distance that is rounding in each.
+        dtypes: dtypes to compute in, and the distance that is rounding in each.
     """
     model = make_seeded(make, processes.size)
     reference = step(*copy_model_to(model, torch.device("cpu"), torch.float64))
     values: dict[str, float] = {}
     ratio, figures = 0.0, []
     for dtype, rounding in dtypes.items():
-        found = run(copy_model_to(model, processes.device, dtype))
+        results = run(copy_model_to(model, processes.device, dtype))
         alone = step(*copy_model_to(model, processes.device, dtype))
-        expected, alone_too = _matching_kinds(found, reference), _matching_kinds(found, alone)
-        error, own = distance(found, expected), distance(alone_too, expected)
+        error, least = distance(results, reference), distance({kind: alone[kind] for kind in results}, reference)
         name = str(dtype).removeprefix("torch.")
-        values |= {name: error, f"{name}, one device": own}
-        ratio = max(ratio, error / (FACTOR * own + rounding))
-        figures.append(f"{name} {error:.1e} (one device {own:.1e})")
-    wrong = not ratio <= 1.0
+        values |= {name: error, f"{name}, one device": least}
+        ratio = max(ratio, error / (FACTOR * least + rounding))
+        figures.append(f"{name} {error:.1e} (one device {least:.1e})")
+    wrong = not ratio <= 1.0  # a NaN is wrong, too
     return CheckOutcome("wrong" if wrong else "ok", ", ".join(figures), ADVICE if wrong else "", values, ratio)
 
 
-def _matching_kinds(found: Mapping[str, Tensors], other: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """The kinds of tensors that were found."""
-    return {kind: other[kind] for kind in found}
-
-
 def on_mesh(mesh: DeviceMesh, **options: Any) -> Callable[[Model], dict[str, Tensors]]:
-    """What parallelizes a model on a mesh, and trains a step."""
+    """Return a function that parallelizes a model on a mesh and trains a step."""
 
     def run(model: Model) -> dict[str, Tensors]:
         module, inputs = model

@@ -1,4 +1,4 @@
-"""Small models, each with one kind of layer that has to be right on every machine."""
+"""Small models, each with one kind of layer whose numbers must be right on every machine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Model = tuple[nn.Module, Inputs]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How an attention layer is made.
+    """The heads of an attention layer.
 
     Attributes:
-        queries: heads of queries.
-        keys: heads of keys and values, which divides `queries`.
-        causal: whether positions attend to those before them alone.
+        queries: number of heads of queries.
+        keys: number of heads of keys and values, which divides `queries`.
+        causal: True if positions attend to earlier ones alone.
         size: of a head.
     """
 
@@ -33,13 +33,14 @@ class Heads:
 
 
 class SelfAttention(nn.Module):
-    """Self-attention whose query, key and value projections are apart."""
+    """Self-attention with separate query, key and value projections."""
 
     def __init__(self, width: int, heads: Heads) -> None:
         super().__init__()
         self.heads = heads
         self.query = nn.Linear(width, heads.queries * heads.size)
-        self.key = nn.Linear(width, heads.keys * heads.size, bias=False)  # whose gradient would be rounding alone
+        # Without a bias of keys, which softmax cancels: its gradient would be rounding alone.
+        self.key = nn.Linear(width, heads.keys * heads.size, bias=False)
         self.value = nn.Linear(width, heads.keys * heads.size)
         self.out = nn.Linear(heads.queries * heads.size, width)
 
@@ -56,11 +57,7 @@ class SelfAttention(nn.Module):
 
 
 class AttentionLoss(nn.Module):
-    """Attention, and the mean squared error to a target.
-
-    Args:
-        heads: of the layer.
-    """
+    """Attention, and the mean squared error to a target."""
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()
@@ -71,7 +68,7 @@ class AttentionLoss(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """A layer of a transformer, whose norms come first."""
+    """A pre-norm layer of a transformer."""
 
     def __init__(self, width: int, heads: Heads) -> None:
         super().__init__()
@@ -124,7 +121,7 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)  # as batch norm takes it away
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)  # batch norm subtracts a bias
         self.norm1 = nn.BatchNorm2d(8)
         self.second = nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(16)
@@ -179,7 +176,7 @@ def multiply_groups(rows: Tensor, weights: Tensor, groups: Tensor, ends: Tensor)
         groups: `[r]`, of the rows.
         ends: `[g]`, the row behind the last of each group.
     """
-    if rows.dtype == torch.bfloat16:  # the only element type that torch's kernel takes
+    if rows.dtype == torch.bfloat16:  # the only dtype of torch's kernel
         return functional.grouped_mm(rows, weights, offs=ends)
     return (rows.unsqueeze(1) @ weights[groups]).squeeze(1)
 
@@ -189,7 +186,7 @@ def _sequences(width: int = WIDTH, batch: int = BATCH) -> Inputs:
 
 
 def causal_attention(ranks: int) -> Model:
-    """Causal attention of one sequence, so that heads are sharded; the ranks divide them."""
+    """Causal attention of one sequence, so that the heads are sharded, evenly."""
     return AttentionLoss(Heads(2 * ranks, 2 * ranks, True)), _sequences(batch=1)
 
 
@@ -206,7 +203,7 @@ def masked_attention(ranks: int) -> Model:
 
 
 def odd_heads(ranks: int) -> Model:
-    """Causal attention with a head more than there are ranks, on one sequence."""
+    """Causal attention of one sequence with one head more than there are ranks."""
     return AttentionLoss(Heads(ranks + 1, ranks + 1, True)), _sequences(batch=1)
 
 

@@ -1,4 +1,4 @@
-"""What a check found, on one rank and on all."""
+"""The outcome of a check, on one rank and on all."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "skipped", "slow", "wrong")
 
 @dataclass(frozen=True, slots=True)
 class CheckOutcome:
-    """What one check found.
+    """The outcome of one check.
 
     Attributes:
-        verdict: `"ok"`; `"slow"`: right, but slower or larger than said; `"wrong"`; or `"skipped"`.
+        verdict: `"ok"`; `"slow"`: right, but slower or larger than predicted; `"wrong"`; or `"skipped"`.
         figure: the number behind the verdict, or the reason, as text.
-        advice: what to do about it; empty where there is nothing to do.
+        advice: for the user; empty where there is nothing to do.
         values: the numbers in the figure, by name; seconds, bytes and relative differences.
-        ratio: the worst of the numbers over what is allowed, where that can be said.
-        failure: of a check that raised, how many ranks had failed before this one; else None.
+        ratio: the worst of the numbers over its limit, if there is one.
+        failure: of a check that raised, the position of this rank among those that failed, by time; else None.
     """
 
     verdict: Verdict
@@ -33,13 +33,13 @@ class CheckOutcome:
     failure: int | None = None
 
     def to_json(self) -> str:
-        """The outcome as text, for other ranks."""
+        """Return the outcome as text, for other ranks."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
 class CheckLine:
-    """The outcome of a check on all ranks, the name of what was checked, and the seconds that it took."""
+    """A row of the table: the name of a check, its outcome on all ranks, and the seconds that it took."""
 
     name: str
     outcome: CheckOutcome
@@ -49,9 +49,10 @@ class CheckLine:
 def worst_outcome(outcomes: Sequence[CheckOutcome]) -> CheckOutcome:
     """Return the outcome that stands for all ranks.
 
-    A rank that failed may have left others waiting, which fail in turn: the first failure counts. Otherwise that is
-    the worst verdict, and of equal verdicts the largest ratio. Of several ranks, a wrong one is named.
+    That is the first failure, else the worst verdict, and of equal verdicts the largest ratio. Of several ranks, a
+    wrong one is named.
     """
+    # A rank that failed may have left others waiting, which fail in turn: their failures say nothing.
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
 
     def badness(rank: int) -> tuple[bool, int, float]:

@@ -1,4 +1,4 @@
-"""The processes of the self-check: device, process group, and agreement on what every rank found."""
+"""The processes of the self-check: device, process group, and agreement on the outcome of all ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from autoshard.selfcheck.outcome import CheckOutcome, worst_outcome
 
 FAILED = "The check could not be finished. Run it alone by --only, and report the message with your torch version."
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-_PATIENCE = 5
-"""How many time limits of a collective a rank may be late at the end of a check: it plans and compiles in between."""
+_PATIENCE = 5  # time limits of a collective that a rank may be late after a check, in which it plans and compiles
 
 
 class RankLostError(AutoshardError):
-    """A rank did not say what it found."""
+    """A rank did not report its outcome."""
 
 
 class Processes:
@@ -38,7 +37,7 @@ class Processes:
         size: number of processes.
         device: where this process computes.
         timeout: seconds that a collective may take.
-        on_one_host: whether all processes share a host, and with it a folder.
+        on_one_host: True if all processes share a host, and with it a folder.
     """
 
     def __init__(
@@ -55,11 +54,11 @@ class Processes:
         self._store = store
         self._timeout = timedelta(seconds=timeout)
         self._groups, self._checks = count(), count()
-        self._waits = os.environ.get(_BLOCKING_WAIT)  # what the user asked for, which `stop` puts back
+        self._waits = os.environ.get(_BLOCKING_WAIT)  # the user's setting, which `stop` restores
 
     @staticmethod
     def of_job(timeout: float = 60.0) -> Processes:
-        """The processes that torchrun started; this one alone, where it was not started so."""
+        """Return the processes that torchrun started; this one alone if torchrun did not start it."""
         if not dist.is_torchelastic_launched():
             return Processes(HashStore(), 0, 1, _device(0, 1), timeout)
         store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=_PATIENCE * timeout))))
@@ -67,14 +66,16 @@ class Processes:
         return Processes(store, rank, size, _device(local, on_host), timeout, on_host == size)
 
     def start(self, blocking: bool = True) -> None:
-        """Make the process group, anew if there is one.
+        """Make the process group, in place of an older one.
 
         Args:
-            blocking: whether the host waits for collectives of NCCL, so that one that is never answered raises an error
-                here and does not end the process. A profile measures without.
+            blocking: True if the host waits for collectives of NCCL, so that one that hangs raises an error here and
+                does not end the process. A profile needs False.
         """
         self.stop()
-        os.environ[_BLOCKING_WAIT] = str(int(blocking))  # read whenever a group is made; nothing else sets it
+        os.environ[_BLOCKING_WAIT] = str(
+            int(blocking)
+        )  # NCCL reads it whenever a group is made; there is no other way to set it
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)
@@ -83,7 +84,7 @@ class Processes:
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout)
 
     def stop(self) -> None:
-        """End the process group, if there is one: ranks that wait for this one in a collective are told."""
+        """End the process group, if there is one; collectives in which other ranks wait for this one then fail."""
         if dist.is_initialized():
             dist.destroy_process_group()
         os.environ.pop(_BLOCKING_WAIT, None)
@@ -91,16 +92,16 @@ class Processes:
             os.environ[_BLOCKING_WAIT] = self._waits
 
     def mesh(self, sizes: Sequence[int] | None = None, names: Sequence[str] = ("x",)) -> DeviceMesh:
-        """A mesh of all processes; by default with one axis."""
+        """Return a mesh of all processes; by default with one axis."""
         return init_device_mesh(self.device.type, tuple(sizes or (self.size,)), mesh_dim_names=tuple(names))
 
     def agree(self, check: Callable[[Processes], CheckOutcome]) -> CheckOutcome:
-        """Run a check on every rank, and return the outcome of the worst on all.
+        """Run a check on every rank, and return the worst outcome of all.
 
-        A failure on any rank is the check's outcome, never an exception: groups are made anew after it.
+        A failure on any rank is the check's outcome, never an exception; new groups are made after it.
 
         Raises:
-            RankLostError: a rank did not answer in time, or groups could not be made anew; no check can follow.
+            RankLostError: a rank did not answer in time, or groups could not be made anew; no further check can run.
         """
         name = f"check {next(self._checks)}"
         try:
@@ -110,7 +111,7 @@ class Processes:
             outcome = CheckOutcome("wrong", _message(error), FAILED, failure=order)
             self.stop()
         outcomes = self._exchange(name, outcome)
-        if any(each.failure is not None for each in outcomes):
+        if any(result.failure is not None for result in outcomes):
             try:
                 self.start()
             except Exception as error:
@@ -135,7 +136,7 @@ class Processes:
 
 
 def _device(local_rank: int, processes: int) -> torch.device:
-    """The CUDA device of that number, where there is one for every process of the host; else the CPU."""
+    """The CUDA device of that number if there is one for every process of the host, else the CPU."""
     if torch.cuda.is_available() and processes <= torch.cuda.device_count():
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

@@ -19,12 +19,12 @@ _STYLES = {"ok": "green", "skipped": "dim", "slow": "yellow", "wrong": "bold red
 
 
 def verdict_of(lines: Sequence[CheckLine]) -> Verdict:
-    """The worst verdict of all lines."""
+    """Return the worst verdict of all lines."""
     return max((line.outcome.verdict for line in lines), key=VERDICTS.index, default="ok")
 
 
 def result_table(lines: Sequence[CheckLine], machine: str, seconds: float) -> Group:
-    """The lines for a terminal, with what was checked above and the counts of verdicts below."""
+    """Return the lines for a terminal, with the machine above and the counts of verdicts below."""
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     rows.add_column("check", no_wrap=True)
     rows.add_column("verdict", no_wrap=True)
@@ -32,15 +32,15 @@ def result_table(lines: Sequence[CheckLine], machine: str, seconds: float) -> Gr
     rows.add_column("what to do", overflow="fold", ratio=2)
     for line in lines:
         outcome = line.outcome
-        verdict = Text(outcome.verdict, style=_STYLES[outcome.verdict])
-        rows.add_row(Text(line.name), verdict, Text(outcome.figure), Text(outcome.advice))
+        styled = Text(outcome.verdict, style=_STYLES[outcome.verdict])
+        rows.add_row(Text(line.name), styled, Text(outcome.figure), Text(outcome.advice))
     verdicts = [line.outcome.verdict for line in lines]
-    counts = ", ".join(f"{verdicts.count(each)} {each}" for each in VERDICTS if each in verdicts)
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in verdicts)
     return Group(Text(f"autoshard {__version__} on {machine}"), rows, Text(f"{counts}, in {seconds:.0f} s"))
 
 
 def result_data(lines: Sequence[CheckLine], machine: str, seconds: float) -> dict[str, Any]:
-    """The same for a file of JSON; a number that is not finite is null there."""
+    """Return the lines for a file of JSON, in which a number that is not finite is null."""
     return {
         "autoshard": __version__,
         "torch": torch.__version__,

@@ -34,7 +34,7 @@ from autoshard.selfcheck.models import Model, make_seeded
 from autoshard.selfcheck.outcome import CheckOutcome
 from autoshard.selfcheck.processes import Processes
 
-SHARE = 0.3
+SHARE = 0.3  # of dropout
 _ROWS, _COLUMNS = 64, 256  # enough draws for the share to be within a hundredth
 
 
@@ -52,7 +52,7 @@ def one_graph(processes: Processes) -> CheckOutcome:
     plan = _fast_plan(module, inputs, processes)
     fingerprints: list[str] = [""] * processes.size
     dist.all_gather_object(fingerprints, plan.fingerprint)
-    different = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]
+    different = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if not different:
         return CheckOutcome("ok", f"fingerprint {fingerprints[0][:12]} on {processes.size} ranks")
     advice = "Compare versions of torch and autoshard, and environment variables, between these ranks and rank 0."
@@ -60,7 +60,7 @@ def one_graph(processes: Processes) -> CheckOutcome:
 
 
 def plan_from_meta(processes: Processes) -> CheckOutcome:
-    """A plan made on the meta device is taken by `parallelize`, and gives one device's numbers."""
+    """`parallelize` takes a plan made on the meta device, and gives one device's numbers."""
     meta, inputs = copy_model_to(make_seeded(_small_gpt, processes.size), torch.device("meta"), torch.float32)
     text: list[str] = [_fast_plan(meta, inputs, processes).to_json()]
     dist.broadcast_object_list(text, src=0)
@@ -79,19 +79,19 @@ def _fast_plan(module: nn.Module, inputs: models.Inputs, processes: Processes) -
     return plan
 
 
+# Gradients of batch norm are small differences of large sums: one device's are up to 0.17 from float64 in bfloat16.
 BATCH_NORM_ROUNDING = ROUNDING | {torch.bfloat16: 0.25}
-"""Gradients of batch norm are small differences of large sums: one device's are up to 0.17 from float64 in bfloat16."""
 
 
 def numbers(
     make: Callable[[int], Model], rounding: Mapping[torch.dtype, float] = ROUNDING
 ) -> Callable[[Processes], CheckOutcome]:
-    """The check that a model's step on the mesh has one device's numbers, but for rounding in each element type."""
+    """Return the check that a model's step on the mesh has one device's numbers, but for rounding in each dtype."""
     return lambda processes: compare(make, on_mesh(processes.mesh()), processes, rounding)
 
 
 class Dropout(nn.Module):
-    """Dropout of a tensor that lies on the mesh as told."""
+    """Dropout of a tensor that has a given placement."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def dropout(processes: Processes) -> CheckOutcome:
         torch.manual_seed(processes.rank)  # the seeds of a job need not be equal
         drawn, again = module(x), module(x)
         drawn.sum().backward()
-        if not all(torch.equal(each, drawn.cpu()) for each in _gather_from_ranks(drawn, processes)):
+        if not all(torch.equal(local, drawn.cpu()) for local in _gather_from_ranks(drawn, processes)):
             faults.append("replicas drew different numbers")
         if torch.equal(drawn, again):
             faults.append("two calls drew the same numbers")
@@ -139,9 +139,9 @@ def dropout(processes: Processes) -> CheckOutcome:
 
 
 def _gather_from_ranks(tensor: Tensor, processes: Processes) -> list[Tensor]:
-    found: list[Tensor | None] = [None] * processes.size
-    dist.all_gather_object(found, tensor.detach().cpu())
-    return [each for each in found if each is not None]
+    gathered: list[Tensor | None] = [None] * processes.size
+    dist.all_gather_object(gathered, tensor.detach().cpu())
+    return [local for local in gathered if local is not None]
 
 
 def pipeline(processes: Processes) -> CheckOutcome:
@@ -157,15 +157,16 @@ def pipeline(processes: Processes) -> CheckOutcome:
         staged = autoshard.parallelize(module, mesh, (), inputs, **options)
         assert isinstance(staged, autoshard.PipelineModule)
         loss = staged.train_step(**inputs)
-        held: list[Tensors] = [{}] * processes.size
-        dist.all_gather_object(held, gradients(staged))
-        return {"loss": {"loss": exact(loss)}, "gradients": {name: each for one in held for name, each in one.items()}}
+        by_rank: list[Tensors] = [{}] * processes.size
+        dist.all_gather_object(by_rank, gradients(staged))
+        merged = {name: gradient for tensors in by_rank for name, gradient in tensors.items()}
+        return {"loss": {"loss": exact(loss)}, "gradients": merged}
 
     return compare(models.gpt, run, processes)
 
 
 def checkpoint(processes: Processes) -> CheckOutcome:
-    """A model and its optimizer, saved and loaded into others, are bitwise the same."""
+    """A model and its optimizer are bitwise the same when they are saved and loaded into others."""
     if not processes.on_one_host:
         return CheckOutcome(
             "skipped", "the hosts of the job may have no folder in common", "Try your own folder by hand."
@@ -183,12 +184,12 @@ def checkpoint(processes: Processes) -> CheckOutcome:
     finally:
         if processes.rank == 0:
             shutil.rmtree(folder[0], ignore_errors=True)
-    ours, theirs = _tensors(*loaded), _tensors(*saved)
-    unequal = [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)]
+    copies, originals = _tensors(*loaded), _tensors(*saved)
+    unequal = [name for name, tensor in originals.items() if not torch.equal(copies[name], tensor)]
     if unequal:
         advice = "Save and load by hand to the folder that your checkpoints will lie in, and compare."
-        return CheckOutcome("wrong", f"{len(unequal)} of {len(theirs)} tensors differ: {unequal[0]}", advice)
-    return CheckOutcome("ok", f"{len(theirs)} tensors of model and optimizer equal")
+        return CheckOutcome("wrong", f"{len(unequal)} of {len(originals)} tensors differ: {unequal[0]}", advice)
+    return CheckOutcome("ok", f"{len(originals)} tensors of model and optimizer equal")
 
 
 TrainedModel = tuple[nn.Module, torch.optim.Optimizer]
@@ -211,16 +212,16 @@ def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """This rank's parameters and the state of their optimizer."""
-    found = {}
+    tensors = {}
     for name, parameter in module.named_parameters():
-        state = {key: each for key, each in optimizer.state[parameter].items() if isinstance(each, Tensor)}
+        state = {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
         for key, tensor in {"value": parameter.detach(), **state}.items():
-            found[f"{name} ({key})"] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return copy.deepcopy(found)
+            tensors[f"{name} ({key})"] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return copy.deepcopy(tensors)
 
 
 def compiled_program(processes: Processes) -> CheckOutcome:
-    """The local program handed to inductor has one device's numbers."""
+    """The local program compiled by inductor has one device's numbers."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=processes.device))
     except Exception as error:

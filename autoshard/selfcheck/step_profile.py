@@ -22,11 +22,9 @@ from autoshard.selfcheck.processes import Processes
 from autoshard.selfcheck.self_checks import SelfCheck
 from autoshard.units import format_bytes, format_seconds
 
-SLOW = 1.5
-"""Measured over predicted seconds from which on a step is slow."""
-LARGE = 1.1
-"""Measured over predicted bytes, workspaces aside, from which on a peak is large."""
-WORKSPACES = 128 * 2**20  # of the libraries for matrix products, in bytes, which plans do not count
+SLOW = 1.5  # measured over predicted seconds above which a step is slow; a guess that works
+LARGE = 1.1  # measured over predicted bytes, without workspaces, above which a peak is large; a guess that works
+WORKSPACES = 128 * 2**20  # bytes of the libraries for matrix products, which plans do not count
 _STEPS, _WARM = 5, 3
 _CALIBRATE = "Measure: torchrun --nproc-per-node N -m autoshard.cli calibrate my.json; then plan by cluster='my.json'."
 _NO_STEP = "there is no step to profile: see the step's line"
@@ -42,16 +40,16 @@ class ProfiledStep:
     plan: autoshard.ShardingPlan
 
     def train(self) -> None:
-        """Forward and backward, without the optimizer: what a plan predicts the seconds of."""
+        """Run forward and backward without the optimizer, whose seconds the plan predicts."""
         self.optimizer.zero_grad()
         self.module(**self.inputs).backward()
 
 
 class StepProfile:
-    """The lines of one profile; the first makes the step that the others look at.
+    """The checks of one profile; the first makes the step that the others measure.
 
     Args:
-        cluster: by which the step is planned, as `autoshard.parallelize` takes it.
+        cluster: for which the step is planned, as `autoshard.parallelize` takes it.
     """
 
     def __init__(self, cluster: str | None = None) -> None:
@@ -61,7 +59,7 @@ class StepProfile:
         self._seconds = 0.0
 
     def checks(self) -> tuple[SelfCheck, ...]:
-        """The lines, in order."""
+        """Return the checks, in order."""
         return (
             SelfCheck("step, seconds", self.seconds),
             SelfCheck("step, peak memory", self.memory),
@@ -84,7 +82,7 @@ class StepProfile:
             f"by the cluster {step.plan.cluster})"
         )
         values = {"measured": self._seconds, "predicted": predicted}
-        if self._cluster is None and processes.device.type == "cpu":  # the preset is of no machine in particular
+        if self._cluster is None and processes.device.type == "cpu":  # the preset is not of this machine
             return CheckOutcome("ok", figure, _CALIBRATE, values, ratio)
         slow = ratio > SLOW
         return CheckOutcome("slow" if slow else "ok", figure, _CALIBRATE if slow else "", values, ratio)
@@ -93,19 +91,19 @@ class StepProfile:
         """Bytes allocated at the peak of a step with its optimizer, over those of the plan."""
         if self._step is None:
             return CheckOutcome("skipped", _NO_STEP)
-        said = self._step.plan.memory.peak
+        predicted = self._step.plan.memory.peak
         if processes.device.type != "cuda":
-            return CheckOutcome("skipped", f"a CPU counts no allocations (planned {format_bytes(said)})")
-        for _ in range(2):  # the state of the optimizer is there from the second on
+            return CheckOutcome("skipped", f"a CPU counts no allocations (planned {format_bytes(predicted)})")
+        for _ in range(2):  # the optimizer has its state from the second step on
             torch.cuda.reset_peak_memory_stats()
             self._step.train()
             self._step.optimizer.step()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - self._before
-        ratio = peak / (LARGE * said + WORKSPACES)
-        figure = f"{format_bytes(peak)} allocated, planned {format_bytes(said)}"
+        ratio = peak / (LARGE * predicted + WORKSPACES)
+        figure = f"{format_bytes(peak)} allocated, planned {format_bytes(predicted)}"
         advice = "Leave so much more room in memory_limit, and report this line." if ratio > 1 else ""
-        values = {"measured": float(peak), "predicted": float(said)}
+        values = {"measured": float(peak), "predicted": float(predicted)}
         return CheckOutcome("slow" if ratio > 1 else "ok", figure, advice, values, ratio)
 
     def hidden_share(self, processes: Processes) -> CheckOutcome:
@@ -118,9 +116,9 @@ class StepProfile:
             self._step.train()
             torch.cuda.synchronize()
         kernels = [
-            (each.name, (each.time_range.start, each.time_range.end))
-            for each in trace.events() or ()
-            if each.device_type.name == "CUDA"
+            (event.name, (event.time_range.start, event.time_range.end))
+            for event in trace.events() or ()
+            if event.device_type.name == "CUDA"
         ]
         communication = _union(span for name, span in kernels if name.startswith("nccl"))
         compute = _union(span for name, span in kernels if not name.startswith("nccl"))
@@ -131,7 +129,7 @@ class StepProfile:
         return CheckOutcome("ok", f"{share:.0%} of {format_seconds(total * 1e-6)}", "", {"share": share})
 
     def synchronisations(self, processes: Processes) -> CheckOutcome:
-        """How often the host waits for the device inside a step."""
+        """The number of times that the host waits for the device inside a step."""
         if self._step is None:
             return CheckOutcome("skipped", _NO_STEP)
         if processes.device.type != "cuda":
@@ -144,7 +142,7 @@ class StepProfile:
                 self._step.train()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-        places = [f"{each.filename}:{each.lineno}" for each in caught if "synchronizing" in str(each.message)]
+        places = [f"{entry.filename}:{entry.lineno}" for entry in caught if "synchronizing" in str(entry.message)]
         values = {"synchronisations": float(len(places))}
         if not places:
             return CheckOutcome("ok", "none", "", values)
@@ -152,7 +150,7 @@ class StepProfile:
         return CheckOutcome("slow", f"{len(places)}, the first at {places[0]}", advice, values, float(len(places)))
 
     def host(self, processes: Processes) -> CheckOutcome:
-        """The time in which the host queues a step, over the step's."""
+        """The time in which the host queues a step, over the time of the step."""
         if self._step is None:
             return CheckOutcome("skipped", _NO_STEP)
         if processes.device.type != "cuda":
@@ -179,17 +177,17 @@ class StepProfile:
 
 
 def _medium_gpt(ranks: int) -> Model:
-    """What a CPU runs in a tenth of a second."""
+    """A model that a CPU runs in a tenth of a second."""
     return models.gpt(ranks, width=128, head=32, batch=4 * ranks, length=64)
 
 
 def _large_gpt(ranks: int) -> Model:
-    """What a GPU runs in some milliseconds."""
+    """A model that a GPU runs in some milliseconds."""
     return models.gpt(ranks, layers=4, width=2048, head=128, batch=4 * ranks, length=1024)
 
 
 def _time_run(run: Callable[[], None], processes: Processes) -> float:
-    """Seconds of a run, from when all ranks are there until the device is done."""
+    """Seconds of a run, from the arrival of all ranks until the device is done."""
     _synchronize(processes.device)
     dist.barrier()
     start = time.perf_counter()
@@ -217,7 +215,7 @@ Span = tuple[float, float]
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    """The spans that these cover, apart from one another and in order."""
+    """The union of spans, as disjoint spans in order."""
     united: list[Span] = []
     for start, end in sorted(spans):
         if united and start <= united[-1][1]:
@@ -227,7 +225,6 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return united
 
 
-def _overlap_length(ours: Iterable[Span], theirs: Iterable[Span]) -> float:
-    """The length of what both cover; the spans of each are apart."""
-    others = list(theirs)
-    return sum(max(0.0, min(end, until) - max(start, since)) for start, end in ours for since, until in others)
+def _overlap_length(first: list[Span], second: list[Span]) -> float:
+    """The length of the intersection of two lists of disjoint spans."""
+    return sum(max(0.0, min(end, until) - max(start, since)) for start, end in first for since, until in second)

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autoshard.selfcheck.__main__ import run
 from autoshard.selfcheck.outcome import CheckLine, CheckOutcome
 from autoshard.selfcheck.processes import Processes
-from autoshard.selfcheck.run import run
 from autoshard.selfcheck.self_checks import CHECKS, SelfCheck
 from autoshard.selfcheck.step_profile import StepProfile
 from tests.selfcheck.faults import FAULTS
@@ -90,7 +90,7 @@ def one_rank_fails(folder: Path) -> list[CheckLine]:
 def test_a_failure_on_one_rank_is_told_and_the_others_go_on(ranks: Workers, tmp_path: Path) -> None:
     for first, second in ranks.run(one_rank_fails, tmp_path):
         assert first.outcome.verdict == "wrong"
-        assert first.outcome.figure.startswith("rank 1: ValueError: no such kernel (test_checks.py:")
+        assert first.outcome.figure.startswith("rank 1: ValueError: no such kernel (test_self_checks.py:")
         assert second.outcome == CheckOutcome("ok", "2.0")
 
 
