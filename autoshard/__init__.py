@@ -18,6 +18,7 @@ from autoshard.errors import (
     PlanError,
     RuleError,
 )
+from autoshard.options import Options, Pipeline, Search
 from autoshard.patterns.registry import register_rule
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.load_safetensors import load_safetensors
@@ -39,11 +40,14 @@ __all__ = [
     "HintError",
     "InputError",
     "MeshError",
+    "Options",
+    "Pipeline",
     "PipelineError",
     "PipelineModule",
     "PipelinePlan",
     "PlanError",
     "RuleError",
+    "Search",
     "SearchResult",
     "ShardingPlan",
     "__version__",

@@ -50,10 +50,10 @@ class InputError(AutoshardError, ValueError):
     """A call passes inputs that do not fit what was captured or declared."""
 
 
-def warn_caller(message: str) -> None:
-    """Give a `UserWarning` that points at the line outside of autoshard from which it was called."""
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Give a warning that points at the line outside of autoshard from which it was called."""
     package = __name__.partition(".")[0]
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == package:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)

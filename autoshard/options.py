@@ -1,112 +1,326 @@
-"""The planning options of `parallelize`, `plan` and `frontier`, checked before anything is done."""
+"""The options of `plan`, `parallelize`, `frontier` and `search`: one frozen object, checked when it is made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.capture.dynamic import Dynamic
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.nearest import default_cluster
-from autoshard.errors import InputError, PlanError
-from autoshard.memory.optimizer import optimizer_memory
-from autoshard.planner.planner import EFFORTS, METHODS, RECOMPUTE, Settings
-from autoshard.program.overlap import Overlap, check_overlap
+from autoshard.errors import InputError, PlanError, warn_caller
+from autoshard.names import suggestion
 from autoshard.units import parse_bytes
 
 Hints = Mapping[str, Any]
 Placements = Mapping[str, Any] | Literal["planned"] | None
 Shares = Mapping[str, Sequence[int]]
-"""For one mesh axis by name, what its ranks take of the batch, in proportion to one another."""
+"""For one mesh axis by name, the share of each of its ranks, in proportion to one another."""
+OptimizerOption = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None
+
+RECOMPUTE = ("auto", "none", "full")
+METHODS = ("auto", "eliminate", "alternate", "ilp", "force")
+EFFORTS = ("fast", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How to search for a plan.
+
+    Attributes:
+        method: `"auto"`, `"eliminate"`, `"alternate"` or `"ilp"`; or `"force"`, which keeps a memory limit by sharding
+            the largest parameters (and recomputation) alone: a quicker search that finds slower plans, or none.
+        time_limit: seconds that the search may take, without capture. None stands for 30 s for a plan, 120 s for a
+            search of meshes and 240 s for a frontier.
+        effort: `"full"`, or `"fast"`: repeated layers are planned alike in any case, one problem is solved instead of
+            several, by messages and segments alone (Rhino's O2) where it is large, and the bound may be further off.
+        work_limit: of every search by the solver, in its units of work. Unlike `time_limit`, equal calls end with equal
+            plans under it, however busy the machine is. None: no limit.
+        verbose: log the progress of the search (logger `autoshard`, level INFO). Otherwise a line on standard error
+            shows it where that is a terminal.
+
+    Raises:
+        PlanError: a value is not valid.
+    """
+
+    method: str = "auto"
+    time_limit: float | None = None
+    effort: str = "full"
+    work_limit: int | None = None
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("method", self.method, METHODS)
+        _check_choice("effort", self.effort, EFFORTS)
+        if self.time_limit is not None and not self.time_limit > 0:
+            raise PlanError(f"time_limit={self.time_limit!r}: it must be above zero seconds.")
+        if self.work_limit is not None and not self.work_limit > 0:
+            raise PlanError(f"work_limit={self.work_limit!r}: it must be above zero, or None for no limit.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How a model runs as a pipeline.
+
+    Attributes:
+        axis: name of the mesh axis along which the stages lie; by default `"pp"`, if there is such an axis. Each place
+            on it is a pipeline rank, unless task graphs in `forward` ask for devices that add up to it (docs/hints.md).
+        schedule: `"auto"`, the one with the shortest predicted step of all that fit; or a name, such as `"1F1B"`
+            (`autoshard.pipeline.schedule.schedules.SCHEDULES`), or `"custom"` for an order of our own.
+        microbatches: of a step: `"auto"`, or a number that divides the batch.
+        virtual: stages per rank: `"auto"`, or a number.
+        batch_dims: for inputs by name (such as `mask` or `batch['x']`), the dim that counts samples, and along which
+            they are split into microbatches; None where there is none and every microbatch gets the whole tensor. Of
+            other inputs it is dim 0.
+
+    Raises:
+        PlanError: a number is not valid.
+    """
+
+    axis: str | None = None
+    schedule: str = "auto"
+    microbatches: int | str = "auto"
+    virtual: int | str = "auto"
+    batch_dims: Mapping[str, int | None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("microbatches", self.microbatches), ("virtual", self.virtual)):
+            if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise PlanError(f'{name}={number!r}: choose "auto", or a whole number from 1 up.')
+
+    @property
+    def requests(self) -> dict[str, Any]:
+        """The options that differ from their defaults, without the axis."""
+        return {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name != "axis" and getattr(self, item.name) != item.default
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of a plan. Each field is also a keyword of `plan`, `parallelize`, `frontier` and `search`.
+
+    Attributes:
+        hints: globs of parameter or module paths -> placements that the planner must keep; or, of module paths,
+            `autoshard.replicate(n)` or `autoshard.split(n)`. See docs/hints.md.
+        memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach. Not for `frontier`.
+        optimizer: the optimizer that will train the model: an optimizer, its class, or a name such as `"adamw"` (the
+            default), `"sgd"`, `"momentum"` or `"adafactor"`. Its state, and its temporary tensors, are memory.
+        optimizer_bytes_per_element: of an optimizer that is none of these, the state that it keeps for every element
+            of a trained parameter.
+        cluster: a preset's name, a path of a cluster file, or a `Cluster`; by default `"cpu"` for a CPU mesh, the
+            preset of the GPU that is there, or the nearest one scaled to it, for a CUDA mesh, and `"h100"` for
+            everything else.
+        mp_policy: precisions, as `fully_shard(module, mp_policy=...)` understands them: parameters stay in their own
+            dtype, and are cast to `param_dtype` before they are gathered; the inputs of `forward` are cast too
+            (`cast_forward_inputs`), its outputs to `output_dtype`; gradients are reduced in `reduce_dtype`, or the
+            dtype of the compute, and then cast back.
+        recompute: the part of the forward pass that the backward pass runs again, instead of keeping its results.
+            `"auto"`: layers, as many as the memory limit asks for, where that is faster than other ways to keep the
+            limit, and none without a limit. `"none"`: nothing. `"full"`: every layer, so that only what enters and
+            leaves layers is kept. A frontier has `"none"` by default, and `"auto"` there is the frontier of both, which
+            takes twice as long. Random numbers are never drawn anew; collectives that run again are part of the price.
+        dynamic: sizes that calls may change: for inputs by name, `{dim: name}`, such as
+            `{"input_ids": {0: "batch", 1: "seq"}, "labels": {0: "batch", 1: "seq"}}`; dims of one name have one size.
+            In place of a name, a `torch.export.Dim` may limit the size, or make it a multiple (`8 * Dim("batch")`).
+            Costs are those of the example's sizes. One plan serves all sizes; what an axis does not divide is padded,
+            so that at most one axis splits such a dim.
+        shares: for devices of different speed, the shares of the ranks of one mesh axis, in proportion to one another,
+            such as `{"dp": (4, 2)}`. With `dynamic` they are of the batch, the size that it gives dim 0 of the inputs.
+            Every rank runs operators on its own rows, without padding; means, losses and gradients are those of the
+            global batch. Global inputs are shared in these proportions; local ones as they come, at least one row a
+            rank. On this axis tensors that have to do with the batch are split along it or not at all. Without
+            `dynamic` they are of every dim that a plan of equal parts splits along the axis, if so many parts divide it
+            (`(5, 3)` are 8 parts): samples, heads, columns, classes. Parameters with such dims lie whole on this axis,
+            and every rank computes with its part of them; a hint that one is sharded there names the dim to split. The
+            predicted step is that of the rank that ends last; memory is that of equal shares. `"auto"`: where the
+            cluster has devices of several kinds along an axis, and inputs are global, shares in proportion to speed, as
+            far as memory allows, if they make the step shorter (`plan.shares` has them); else equal ones. None: equal
+            ones. In a pipeline they are of every microbatch, on an axis besides the pipeline's, and need no `dynamic`;
+            memory is that of the device with the least room for its share.
+        inputs: `"global"`: every rank passes whole tensors; `"local"`: its own shards, as a data loader yields them.
+            Where the example's batch does not divide and the plan splits it, shards may be of different lengths: those
+            that `Shard` makes, the last ones shorter or empty; the ranks then tell each other the lengths at every
+            call. Else all ranks pass equally many rows; the ranks compare the sizes of every call, as they do with
+            `dynamic`, and raise one error. A rank that makes fewer calls is not detected: the others wait for it until
+            torch's timeout.
+        input_placements: input path -> placements, for local inputs.
+        output_placements: None: outputs come back whole; `"planned"`: as they lie, as DTensors; or a mapping of output
+            paths to placements.
+        compile: compile the local forward and backward programs by inductor. The plan counts what the compiler fuses as
+            one kernel.
+        overlap: only for `parallelize`: the code that joins the program's collectives and orders them among its
+            compute: `"own"`, this library, as the plan predicts it; or `"torch"`, torch's private
+            `schedule_overlap_bucketing` at the cluster's prices, where this release of torch has it. The numbers are
+            the same; predicted seconds and memory are those of `"own"`.
+        search: how to search, see `Search`.
+        pipeline: schedule and microbatches of a pipeline, see `Pipeline`. A pipeline is given a whole batch as example,
+            and refuses `dynamic`, local inputs and `output_placements`.
+
+    Raises:
+        PlanError, InputError, BudgetError: a value is not valid; the message names it.
+    """
+
+    hints: Hints | None = None
+    memory_limit: int | str | None = None
+    optimizer: OptimizerOption = None
+    optimizer_bytes_per_element: float | None = None
+    cluster: str | Cluster | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+    recompute: str = "auto"
+    dynamic: Dynamic | None = None
+    shares: Shares | Literal["auto"] | None = "auto"
+    inputs: str = "global"
+    input_placements: Mapping[str, Any] | None = None
+    output_placements: Placements = None
+    compile: bool = False
+    overlap: str = "own"
+    search: Search = field(default_factory=Search)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+
+    def __post_init__(self) -> None:
+        _check_choice("recompute", self.recompute, RECOMPUTE)
+        if self.inputs not in ("global", "local"):
+            raise PlanError(
+                f'inputs={self.inputs!r}: choose "global" (every rank passes whole tensors) or "local" (its shards).'
+            )
+        if isinstance(self.output_placements, str) and self.output_placements != "planned":
+            raise PlanError(
+                f'output_placements={self.output_placements!r}: pass "planned" or a mapping of output names.'
+            )
+        for name, group in (("search", Search), ("pipeline", Pipeline)):
+            if not isinstance(getattr(self, name), group):
+                raise PlanError(
+                    f"{name}={getattr(self, name)!r}: pass an autoshard.{group.__name__}, such as "
+                    f"autoshard.{group.__name__}({', '.join(f'{item.name}=...' for item in fields(group)[:2])})."
+                )
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
+        _check_policy(self.mp_policy)
+        _check_shares(self.shares, self.output_placements)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory limit in bytes; None without one."""
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+
+class OptionKeywords(TypedDict, total=False):
+    """Keywords of `plan`, `parallelize`, `frontier` and `search`: the fields of `Options`, and the earlier spellings of
+    the fields of `Search` and `Pipeline`, which warn.
+    """
+
+    hints: Hints | None
+    memory_limit: int | str | None
+    optimizer: OptimizerOption
+    optimizer_bytes_per_element: float | None
+    cluster: str | Cluster | None
+    mp_policy: MixedPrecisionPolicy | None
+    recompute: str
+    dynamic: Dynamic | None
+    shares: Shares | Literal["auto"] | None
+    inputs: str
+    input_placements: Mapping[str, Any] | None
+    output_placements: Placements
+    compile: bool
+    overlap: str
+    search: Search
+    pipeline: Pipeline
+    method: str
+    time_limit: float
+    effort: str
+    work_limit: int | None
+    verbose: bool
+    pipeline_axis: str | None
+    schedule: str
+    microbatches: int | str
+    virtual: int | str
+    batch_dims: Mapping[str, int | None] | None
+
+
+_GROUPED = {
+    **{name: ("search", name) for name in ("method", "time_limit", "effort", "work_limit", "verbose")},
+    **{name: ("pipeline", name) for name in ("schedule", "microbatches", "virtual", "batch_dims")},
+    "pipeline_axis": ("pipeline", "axis"),
+}
+"""Earlier keywords -> the group and the name that they have now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What `autoshard.plan` describes, checked."""
+class _Door:
+    """A function that takes options.
 
-    hints: Hints | None
-    cluster: Cluster
-    inputs: Literal["global", "local"]
-    input_placements: Mapping[str, Any]
-    output_placements: Placements
-    dynamic: Dynamic | None
-    mp_policy: MixedPrecisionPolicy | None
-    verbose: bool
-    settings: Settings
-    shares: Shares | Literal["auto"] | None = None
-    overlap: Overlap = "own"
+    Attributes:
+        time_limit: seconds that its search may take where nothing is said.
+        defaults: options that differ from those of `Options`.
+        refused: options that it does not take.
+    """
+
+    time_limit: float = 30.0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    refused: frozenset[str] = frozenset()
 
 
-def check_options(
-    device_type: str | None,
-    *,
-    hints: Hints | None,
-    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None,
-    optimizer_bytes_per_element: float | None,
-    cluster: str | Cluster | None,
-    inputs: str,
-    input_placements: Mapping[str, Any] | None,
-    output_placements: Placements,
-    method: str,
-    time_limit: float,
-    dynamic: Dynamic | None,
-    mp_policy: MixedPrecisionPolicy | None,
-    effort: str,
-    work_limit: int | None,
-    verbose: bool,
-    memory_limit: int | str | None = None,
-    recompute: str = "none",
-    shares: Shares | str | None = None,
-    overlap: str = "own",
-    compile: bool = False,
-) -> Options:
-    """The options as they are used, for devices of a type, None where there are none yet.
+_DOORS = {
+    "plan": _Door(refused=frozenset({"overlap"})),
+    "parallelize": _Door(),
+    "frontier": _Door(
+        240.0,
+        {"recompute": "none", "shares": None},
+        frozenset({"memory_limit", "shares", "compile", "overlap", "pipeline"}),
+    ),
+    "search": _Door(
+        120.0,
+        {"shares": None},
+        frozenset({"inputs", "input_placements", "output_placements", "dynamic", "shares", "compile", "overlap"}),
+    ),
+}
+
+
+def collect_options(door: str, keywords: Mapping[str, Any]) -> Options:
+    """Make the options out of the keywords that a user gave to a function.
+
+    Args:
+        door: the function: `"plan"`, `"parallelize"`, `"frontier"` or `"search"`.
+        keywords: as `OptionKeywords`.
 
     Raises:
-        PlanError, BudgetError, InputError, ClusterError: an option is none; the message says which it may be.
+        TypeError: the function takes no keyword of that name; the message names the close ones.
+        PlanError, InputError, BudgetError: a value is not valid.
     """
-    _check_choice("method", method, METHODS)
-    _check_choice("recompute", recompute, RECOMPUTE)
-    _check_choice("effort", effort, EFFORTS)
-    check_overlap(overlap)
-    if inputs not in ("global", "local"):
-        raise PlanError(
-            f'inputs={inputs!r}: choose "global" (every rank passes whole tensors) or "local" (its shards).'
-        )
-    if isinstance(output_placements, str) and output_placements != "planned":
-        raise PlanError(f'output_placements={output_placements!r}: pass "planned" or a mapping of output names.')
-    if not time_limit > 0:
-        raise PlanError(f"time_limit={time_limit!r}: it must be above zero seconds.")
-    if work_limit is not None and not work_limit > 0:
-        raise PlanError(f"work_limit={work_limit!r}: it must be above zero, or None for no limit.")
-    chosen = default_cluster(device_type) if cluster is None else Cluster.of(cluster)
-    if compile:
-        chosen = chosen.with_compiler
-    foreach = chosen.name != "cpu" if device_type is None else device_type != "cpu"
-    return Options(
-        hints=hints,
-        cluster=chosen,
-        inputs=inputs,  # type: ignore[arg-type]
-        input_placements=dict(input_placements or {}),
-        output_placements=output_placements,
-        dynamic=dynamic,
-        mp_policy=check_policy(mp_policy),
-        verbose=verbose,
-        shares=_check_shares(shares, output_placements),
-        overlap=overlap,  # type: ignore[arg-type]
-        settings=Settings(
-            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
-            optimizer=optimizer_memory(optimizer, optimizer_bytes_per_element, foreach),
-            method=method,
-            time_limit=time_limit,
-            recompute=recompute,
-            effort=effort,
-            work_limit=work_limit,
-        ),
+    rules = _DOORS[door]
+    known = {item.name for item in fields(Options)} - rules.refused
+    grouped: dict[str, dict[str, Any]] = {"search": {}, "pipeline": {}}
+    values: dict[str, Any] = dict(rules.defaults)
+    for name, value in keywords.items():
+        group, new_name = _GROUPED.get(name, ("", name))
+        if group in known:
+            grouped[group][new_name] = value
+        elif name in known:
+            values[name] = value
+        else:
+            raise TypeError(f"autoshard.{door} takes no keyword {name!r}. {suggestion(name, sorted(known))}")
+    for group, kind in (("search", Search), ("pipeline", Pipeline)):
+        if grouped[group]:
+            _warn_of_earlier_keywords(door, group, grouped[group])
+            values[group] = replace(values.get(group, kind()), **grouped[group])
+    options = Options(**values)
+    if options.search.time_limit is None:
+        options = replace(options, search=replace(options.search, time_limit=rules.time_limit))
+    return options
+
+
+def _warn_of_earlier_keywords(door: str, group: str, values: Mapping[str, Any]) -> None:
+    said = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    warn_caller(
+        f"keywords of autoshard.{door} have moved: write {group}=autoshard.{group.title()}({said}). The next release "
+        "takes no other spelling.",
+        DeprecationWarning,
     )
 
 
@@ -115,27 +329,24 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise PlanError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}.")
 
 
-def _check_shares(shares: Shares | str | None, output_placements: Placements) -> Shares | Literal["auto"] | None:
+def _check_shares(shares: object, output_placements: Placements) -> None:
     if shares is None or shares == "auto":
-        return shares  # type: ignore[return-value]
+        return
     if not isinstance(shares, Mapping) or len(shares) != 1:
         raise PlanError(
             f'shares={shares!r}: name one mesh axis and what each of its ranks takes: {{"dp": (4, 2)}}; or say "auto", '
             "or None for equal shares."
         )
-    ((axis, given),) = shares.items()
-    whole = isinstance(given, Sequence) and all(isinstance(share, int) and share > 0 for share in given)
-    if not whole:
-        raise PlanError(f"shares of axis {axis!r} are {given!r}: every rank takes a whole number above zero.")
+    ((axis, counts),) = shares.items()
+    if not (isinstance(counts, Sequence) and all(isinstance(share, int) and share > 0 for share in counts)):
+        raise PlanError(f"shares of axis {axis!r} are {counts!r}: every rank takes a whole number above zero.")
     if output_placements is not None:
         raise PlanError("with shares, outputs come back whole: no DTensor lies in shares. Leave output_placements out.")
-    return {axis: tuple(given)}
 
 
-def check_policy(policy: object) -> MixedPrecisionPolicy | None:
-    """A policy of precisions, if there is one; `InputError` unless it is FSDP2's, of floating dtypes."""
+def _check_policy(policy: object) -> None:
     if policy is None:
-        return None
+        return
     if not isinstance(policy, MixedPrecisionPolicy):
         raise InputError(
             f"mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, such as MixedPrecisionPolicy("
@@ -145,4 +356,3 @@ def check_policy(policy: object) -> MixedPrecisionPolicy | None:
         dtype = getattr(policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise InputError(f"mp_policy.{name} is {dtype!r}: it must be a floating dtype, such as torch.bfloat16.")
-    return policy

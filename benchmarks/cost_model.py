@@ -54,9 +54,10 @@ from autoshard.cluster.collective_samples import chain_calls, make_blocking, mak
 from autoshard.cluster.measurements import Measurements  # noqa: E402
 from autoshard.cluster.stopwatch import Stopwatch, robust_mean  # noqa: E402
 from autoshard.patterns.decisions import Decisions, Flow  # noqa: E402
-from autoshard.planner.planner import Planner, Settings  # noqa: E402
+from autoshard.planner.planner import Planner  # noqa: E402
 from autoshard.planner.planning_problem import Constraints  # noqa: E402
 from autoshard.planner.problem_builder import ProblemBuilder  # noqa: E402
+from autoshard.planner.target import Settings  # noqa: E402
 from autoshard.program.localize import Localizer  # noqa: E402
 from autoshard.program.program_replay import collective_calls, operations  # noqa: E402
 from autoshard.program.split import split  # noqa: E402

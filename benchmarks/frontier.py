@@ -34,9 +34,10 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
-from autoshard.planner.planner import Planner, Settings
+from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
+from autoshard.planner.target import Settings
 from autoshard.solver import CostFrontier, Problem, cost_frontier
 from autoshard.specs.axes import MeshShape
 
@@ -141,7 +142,12 @@ def measure(model: Model, args: argparse.Namespace) -> Result:
     if not args.tracking_only:
         start = time.process_time()
         plans = autoshard.frontier(
-            module, {"x": DEVICES}, example_kwargs=inputs, cluster="v100", gaps=args.gaps, time_limit=args.time_limit
+            module,
+            {"x": DEVICES},
+            example_kwargs=inputs,
+            cluster="v100",
+            gaps=args.gaps,
+            search=autoshard.Search(time_limit=args.time_limit),
         )
         result.seconds[WHOLE] = time.process_time() - start
         result.points[WHOLE] = f"{len(plans)}"

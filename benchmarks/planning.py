@@ -27,7 +27,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
-from autoshard.planner.planner import METHODS
+from autoshard.options import METHODS
 
 MESHES = {"8": {"x": 8}, "8x8": {"dp": 8, "tp": 8}, "2x4x8": {"pod": 2, "dp": 4, "tp": 8}, "8x16": {"dp": 8, "tp": 16}}
 SHAPES = {
@@ -63,9 +63,7 @@ def measure(mesh: str, effort: str, method: str, layers: int | None, args: argpa
             example_kwargs={"input_ids": tokens, "labels": tokens},
             cluster="h100",
             memory_limit=args.memory,
-            method=method,
-            time_limit=args.time_limit,
-            effort=effort,
+            search=autoshard.Search(method=method, time_limit=args.time_limit, effort=effort),
         )
     except autoshard.BudgetError as error:
         return {"least_bytes": error.peak}

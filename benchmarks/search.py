@@ -132,13 +132,13 @@ def hand_made(case: Case, layers: int, sizes: dict[str, int], over_replicas: str
         name: tuple(scheme.parameter(name, parameter.shape) for scheme in schemes)
         for name, parameter in module.named_parameters()
     }
-    pipeline = {}
+    pipeline = autoshard.Pipeline()
     if "pp" in mesh:
         number = min(_PER_STAGE * sizes["pp"], max(case.batch // sizes["dp"], 1))
-        pipeline = {"microbatches": number, "virtual": 1}
+        pipeline = autoshard.Pipeline(microbatches=number, virtual=1)
     return autoshard.plan(
-        module, mesh, (), inputs, hints=hints if schemes else None, cluster=case.cluster, effort="fast",
-        memory_limit=None, **pipeline
+        module, mesh, (), inputs, hints=hints if schemes else None, cluster=case.cluster,
+        search=autoshard.Search(effort="fast"), pipeline=pipeline
     )  # fmt: skip
 
 
@@ -152,7 +152,12 @@ def searched(case: Case, layers: int, console: Console) -> float:
         module, inputs = case.build(layers)
     start, busy = time.perf_counter(), time.process_time()
     result = autoshard.search(
-        module, case.devices, (), inputs, cluster=case.cluster, time_limit=case.time_limit, effort="fast"
+        module,
+        case.devices,
+        (),
+        inputs,
+        cluster=case.cluster,
+        search=autoshard.Search(time_limit=case.time_limit, effort="fast"),
     )
     seconds, used = time.perf_counter() - start, time.process_time() - busy
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -49,7 +49,7 @@ def main() -> None:
         cluster="h100",
         memory_limit=args.memory,
         output_placements="planned",  # the logits stay where they are computed; whole, they are 17 GB
-        time_limit=240.0,
+        search=autoshard.Search(time_limit=240.0),
     )
     print(plan)
     print(f"\nOne module in detail:\n\n{plan.explain('model.layers.0.mlp.down_proj')}\n")

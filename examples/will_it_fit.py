@@ -54,7 +54,7 @@ def main() -> None:
                 memory_limit=memory,
                 optimizer=args.optimizer,
                 output_placements="planned",  # the logits stay where they are computed
-                time_limit=600.0,
+                search=autoshard.Search(time_limit=600.0),
             )
         except autoshard.BudgetError as error:
             print(f"No: {error}")

@@ -44,7 +44,13 @@ def distances(name: str, mesh: Mapping[str, int]) -> tuple[Distances, Distances]
     alone = _step(CastModule(copy.deepcopy(module)), inputs)
     with simulated_mesh(**mesh) as device_mesh:
         autoshard.parallelize(
-            module, device_mesh, (), inputs, cluster=fast_links(), time_limit=PLANNING_SECONDS, mp_policy=BFLOAT16
+            module,
+            device_mesh,
+            (),
+            inputs,
+            cluster=fast_links(),
+            search=autoshard.Search(time_limit=PLANNING_SECONDS),
+            mp_policy=BFLOAT16,
         )
         ours = _step(module, inputs)
     return _distances(ours, exact), _distances(alone, exact)

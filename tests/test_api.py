@@ -36,7 +36,7 @@ def gpt(**options: Any) -> models.Model:
 def plan_of_gpt() -> autoshard.ShardingPlan:
     """For the tests of what is done with a plan, whatever it is."""
     module, inputs = gpt()
-    return autoshard.plan(module, MESH, (), inputs, cluster=fast_links(), effort="fast")
+    return autoshard.plan(module, MESH, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
 
 
 def mlp() -> models.Model:
@@ -62,7 +62,9 @@ def check(usage: Usage, module: nn.Module, inputs: Inputs, **options: Any) -> nn
     """The usage gives on a mesh what it gives on one device."""
     expected = alone(usage, module, inputs)
     with simulated_mesh(**MESH) as mesh:
-        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast", **options)
+        autoshard.parallelize(
+            module, mesh, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"), **options
+        )
         assert relative_difference(_results(usage(module, inputs), module), expected) <= TOLERANCE
     return module
 

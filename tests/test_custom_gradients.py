@@ -61,7 +61,13 @@ def test_sizes_may_change(name: str) -> None:
     dims = {key: {0: "batch"} for key in inputs}
     with simulated_mesh(dp=2) as mesh:
         autoshard.parallelize(
-            module, mesh, (), inputs, cluster=fast_links(), time_limit=PLANNING_SECONDS, effort="fast", dynamic=dims
+            module,
+            mesh,
+            (),
+            inputs,
+            cluster=fast_links(),
+            search=autoshard.Search(time_limit=PLANNING_SECONDS, effort="fast"),
+            dynamic=dims,
         )
         train(module, inputs, 1)
         trace = train(module, others, 1)

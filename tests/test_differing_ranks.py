@@ -143,7 +143,9 @@ class _Loss(nn.Module):
 
 def _pipeline(rows: int = 4, microbatches: int = 2) -> Any:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    return autoshard.parallelize(_Loss(), mesh, (_batch(rows),), microbatches=microbatches, cluster=fast_links())
+    return autoshard.parallelize(
+        _Loss(), mesh, (_batch(rows),), pipeline=autoshard.Pipeline(microbatches=microbatches), cluster=fast_links()
+    )
 
 
 def _pipelines_of_other_lengths(rank: int) -> None:

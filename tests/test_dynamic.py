@@ -197,7 +197,12 @@ def test_a_call_may_leave_out_labels_that_are_said_to_be_dynamic() -> None:
     sizes = {0: "batch", 1: "length"}
     with simulated_mesh(dp=2) as mesh:
         autoshard.parallelize(
-            module, mesh, (ids, ids), dynamic={"ids": sizes, "labels": sizes}, cluster=fast_links(), effort="fast"
+            module,
+            mesh,
+            (ids, ids),
+            dynamic={"ids": sizes, "labels": sizes},
+            cluster=fast_links(),
+            search=autoshard.Search(effort="fast"),
         )
         for length in (6, 4):
             for given in ((ids[:, :length], ids[:, :length]), (ids[:, :length],)):
@@ -230,7 +235,9 @@ def test_inputs_are_named_wherever_they_stand_in_a_call() -> None:
     rows = {0: "batch"}
     names = {"args[0]": rows, "args[1][1]['z']": rows, "last": rows, "shift": rows, "scale": rows}
     with simulated_mesh(dp=2) as mesh:
-        autoshard.parallelize(module, mesh, *given(4), dynamic=names, cluster=fast_links(), effort="fast")
+        autoshard.parallelize(
+            module, mesh, *given(4), dynamic=names, cluster=fast_links(), search=autoshard.Search(effort="fast")
+        )
         for batch in (4, 6):
             args, kwargs = given(batch)
             ours, theirs = held_by_ranks(module(*args, **kwargs).detach()), [alone(*args, **kwargs).detach()]

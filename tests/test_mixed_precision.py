@@ -91,7 +91,14 @@ def on_mesh(policy: MixedPrecisionPolicy, mesh: dict[str, int], **options: Any) 
     module, inputs = Tied(), example()
     with simulated_mesh(**mesh) as device_mesh:
         autoshard.parallelize(
-            module, device_mesh, (), inputs, cluster=fast_links(), mp_policy=policy, time_limit=10.0, **options
+            module,
+            device_mesh,
+            (),
+            inputs,
+            cluster=fast_links(),
+            mp_policy=policy,
+            search=autoshard.Search(time_limit=10.0),
+            **options,
         )
         with Sent() as sent:
             result = module(**inputs)

@@ -8,7 +8,6 @@ that of `autoshard.parallelize`, which Dynamo leaves alone.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,16 +29,10 @@ from autoshard.compile_backend._torch import (
 )
 from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.names import suggestion
+from autoshard.options import OptionKeywords
 from autoshard.plans.sharding_plan import ShardingPlan
 
-OPTIONS = (
-    "mesh",
-    *(
-        name
-        for name, parameter in inspect.signature(parallelize).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ),
-)
+OPTIONS = ("mesh", "plan", *OptionKeywords.__annotations__)
 """Names that `torch.compile(..., options={...})` may hold: the mesh, and the keyword options of `parallelize`."""
 
 _mesh: ContextVar[DeviceMesh | None] = ContextVar("autoshard_mesh", default=None)

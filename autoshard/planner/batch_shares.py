@@ -12,21 +12,21 @@ from autoshard.cluster.device import Device
 from autoshard.cluster.worker_shares import Worker, equal_share_device, shares
 from autoshard.errors import BudgetError, PlanError, RuleError
 from autoshard.memory.footprint import Memory
-from autoshard.options import Options
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import batch_of, flow_of, run_planner
 from autoshard.planner.share_prices import SharePrices
+from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.size_generic import size_generic_step
 from autoshard.specs.axes import MeshShape
 
-MakePlanner = Callable[[JointGraph, Options], Planner]
+MakePlanner = Callable[[JointGraph, Target], Planner]
 """Makes the planner of a graph under some options."""
 
 _PERSISTENT_KINDS = ("parameter", "gradient", "optimizer", "buffer")
 
 
-def with_shares(options: Options, mesh: MeshShape, given: Mapping[str, Sequence[int]]) -> Options:
+def with_shares(target: Target, mesh: MeshShape, given: Mapping[str, Sequence[int]]) -> Target:
     """The options with these shares in place of `"auto"`, and with prices at which every rank is done in time.
 
     Args:
@@ -39,21 +39,21 @@ def with_shares(options: Options, mesh: MeshShape, given: Mapping[str, Sequence[
         PlanError: there are not as many shares as ranks.
     """
     if not given:
-        return replace(options, shares=None)
+        return replace(target, shares=None)
     ((name, counts),) = given.items()
     axis = mesh.index(name)
     if len(counts) != mesh.sizes[axis]:
         raise PlanError(f"axis {name!r} has {mesh.sizes[axis]} ranks and {len(counts)} shares: give one to each.")
     if len(counts) == 1:
-        return replace(options, shares=None)
-    device = equal_share_device(devices_along(options.cluster, mesh, axis), counts)
+        return replace(target, shares=None)
+    device = equal_share_device(devices_along(target.cluster, mesh, axis), counts)
     return replace(
-        options, shares={name: tuple(counts)}, cluster=replace(options.cluster.first(mesh.size), device=device)
+        target, shares={name: tuple(counts)}, cluster=replace(target.cluster.first(mesh.size), device=device)
     )
 
 
 def plan_batch_shares(
-    graph: JointGraph, mesh: MeshShape, options: Options, capture_seconds: float, planner_of: MakePlanner
+    graph: JointGraph, mesh: MeshShape, target: Target, capture_seconds: float, planner_of: MakePlanner
 ) -> ShardingPlan:
     """The faster one of two plans: of equal shares of the batch, and of shares in proportion to speed.
 
@@ -75,24 +75,24 @@ def plan_batch_shares(
     """
 
     def plan_counts(given: Mapping[str, Sequence[int]]) -> tuple[ShardingPlan, Planner]:
-        own = with_shares(options, mesh, given)
+        own = with_shares(target, mesh, given)
         planner = planner_of(graph, own)
         return plan_with_shares(planner, capture_seconds, own), planner
 
     equal = plan_counts({})
-    axis = heterogeneous_axis(options.cluster, mesh)
+    axis = heterogeneous_axis(target.cluster, mesh)
     batch = None if graph.dynamic is None else batch_of(graph)
-    if axis is None or batch is None or options.inputs == "local" or options.output_placements is not None:
+    if axis is None or batch is None or target.inputs == "local" or target.output_placements is not None:
         return equal[0]
     assert graph.dynamic is not None
     total = int(graph.dynamic.example[batch])
-    return faster_plan(equal, mesh, options, axis, total, lambda counts: plan_counts({mesh.names[axis]: counts}))
+    return faster_plan(equal, mesh, target, axis, total, lambda counts: plan_counts({mesh.names[axis]: counts}))
 
 
 def faster_plan(
     equal: tuple[ShardingPlan, Planner],
     mesh: MeshShape,
-    options: Options,
+    target: Target,
     axis: int,
     total: int,
     planned: Callable[[Sequence[int]], tuple[ShardingPlan, Planner]],
@@ -106,8 +106,8 @@ def faster_plan(
         total: of what is shared.
         planned: makes a plan, and its planner, of what every rank along the axis takes.
     """
-    limit = options.settings.memory_limit
-    devices = devices_along(options.cluster, mesh, axis)
+    limit = target.settings.memory_limit
+    devices = devices_along(target.cluster, mesh, axis)
     speeds = speeds_of(equal[1], equal[0], devices)
     workers = [Worker(speeds[one], min(one.memory, limit or one.memory)) for one in devices]
     counts = shares(total, [replace(one, memory=float("inf")) for one in workers], lambda _: 0)
@@ -139,7 +139,7 @@ def check_program(planner: Planner, plan: ShardingPlan) -> None:
         raise PlanError(f"an operator can't be in such shares: {error}") from error
 
 
-def plan_with_shares(planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:
+def plan_with_shares(planner: Planner, capture_seconds: float, target: Target) -> ShardingPlan:
     """What a planner decides, with the seconds of the rank that is done last with its share of the batch.
 
     Args:
@@ -147,13 +147,13 @@ def plan_with_shares(planner: Planner, capture_seconds: float, options: Options)
         capture_seconds: that the capture of the graph took.
         options: with settled shares.
     """
-    plan = run_planner(planner, capture_seconds, options)
-    if not options.cluster.stretches or not isinstance(options.shares, Mapping):
+    plan = run_planner(planner, capture_seconds, target)
+    if not target.cluster.stretches or not isinstance(target.shares, Mapping):
         return plan  # with equal devices, the rank with the largest share is what the planner's prices are for
-    ((name, counts),) = options.shares.items()
+    ((name, counts),) = target.shares.items()
     most: dict[Device, int] = {}
     for device, count in zip(
-        devices_along(options.cluster, planner.mesh, planner.mesh.index(name)), counts, strict=True
+        devices_along(target.cluster, planner.mesh, planner.mesh.index(name)), counts, strict=True
     ):
         most[device] = max(most.get(device, 0), count)
     seconds, equal = _seconds_on(planner, plan), sum(counts) / len(counts)

@@ -9,7 +9,6 @@ from functools import cached_property
 
 from autoshard.capture.joint import JointGraph
 from autoshard.errors import BudgetError, PlanError, RuleError
-from autoshard.options import Options
 from autoshard.patterns.parts import Loop, unequal_loops, with_unequal_loops
 from autoshard.planner.batch_shares import (
     MakePlanner,
@@ -22,6 +21,7 @@ from autoshard.planner.batch_shares import (
 )
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import flow_of
+from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 
@@ -32,7 +32,7 @@ _MAX_TOTALS = 2
 def plan_shares(
     graph: JointGraph,
     mesh: MeshShape,
-    options: Options,
+    target: Target,
     seconds: float,
     planner_of: MakePlanner,
     placed: Collection[str] | None = None,
@@ -49,17 +49,17 @@ def plan_shares(
     Raises:
         AutoshardError: as for `autoshard.plan`.
     """
-    if options.shares == "auto":
-        unlike = heterogeneous_axis(options.cluster, mesh)
-        if options.dynamic or options.inputs == "local" or unlike is None:
-            return plan_batch_shares(graph, mesh, options, seconds, planner_of)
-        return _UnequalParts(graph, mesh, unlike, options, seconds, planner_of).plan_proportional()
-    own = with_shares(options, mesh, options.shares or {})
-    if isinstance(own.shares, Mapping) and not options.dynamic:
+    if target.shares == "auto":
+        unlike = heterogeneous_axis(target.cluster, mesh)
+        if target.dynamic or target.inputs == "local" or unlike is None:
+            return plan_batch_shares(graph, mesh, target, seconds, planner_of)
+        return _UnequalParts(graph, mesh, unlike, target, seconds, planner_of).plan_proportional()
+    own = with_shares(target, mesh, target.shares or {})
+    if isinstance(own.shares, Mapping) and not target.dynamic:
         ((axis, counts),) = own.shares.items()
-        if options.inputs == "local":
+        if target.inputs == "local":
             raise PlanError('shares of what is not the batch are for inputs="global", which every rank passes whole.')
-        parts = _UnequalParts(graph, mesh, mesh.index(axis), options, seconds, planner_of, placed or ())
+        parts = _UnequalParts(graph, mesh, mesh.index(axis), target, seconds, planner_of, placed or ())
         try:
             found = parts.plan_counts(counts)
         except PlanError:
@@ -70,7 +70,7 @@ def plan_shares(
             return found[0]
         if placed is None:
             raise _indivisible_error(axis, counts)
-        own = with_shares(options, mesh, {})
+        own = with_shares(target, mesh, {})
     return plan_with_shares(planner_of(graph, own), seconds, own)
 
 
@@ -99,7 +99,7 @@ class _UnequalParts:
     graph: JointGraph
     mesh: MeshShape
     axis: int
-    options: Options
+    target: Target
     seconds: float
     planner_of: MakePlanner
     placed: Collection[str] = ()
@@ -107,7 +107,7 @@ class _UnequalParts:
     @cached_property
     def equal_plan(self) -> tuple[ShardingPlan, Planner]:
         """The plan of equal parts, and its planner."""
-        return self._plan_equal(self.options)
+        return self._plan_equal(self.target)
 
     @cached_property
     def split_loops(self) -> dict[Loop, int]:
@@ -118,8 +118,8 @@ class _UnequalParts:
     def split_loops_in_least_memory(self) -> dict[Loop, int]:
         """The same of the plan of equal parts that needs the least memory, whatever the limit."""
 
-        def with_limit(limit: int) -> Options:
-            return replace(self.options, settings=replace(self.options.settings, memory_limit=limit))
+        def with_limit(limit: int) -> Target:
+            return replace(self.target, settings=replace(self.target.settings, memory_limit=limit))
 
         try:
             return self._loops_split_by(self._plan_equal(with_limit(1)))
@@ -128,8 +128,8 @@ class _UnequalParts:
                 raise
             return self._loops_split_by(self._plan_equal(with_limit(error.peak)))
 
-    def _plan_equal(self, options: Options) -> tuple[ShardingPlan, Planner]:
-        own = with_shares(options, self.mesh, {})
+    def _plan_equal(self, target: Target) -> tuple[ShardingPlan, Planner]:
+        own = with_shares(target, self.mesh, {})
         planner = self.planner_of(self.graph, own)
         return plan_with_shares(planner, self.seconds, own), planner
 
@@ -184,7 +184,7 @@ class _UnequalParts:
 
     def _plan_parts(self, loops: Sequence[Loop], counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
         """The plan, and its planner, in which all these loops are in such parts; `PlanError` if a program can't be."""
-        own = with_shares(self.options, self.mesh, {self.mesh.names[self.axis]: counts})
+        own = with_shares(self.target, self.mesh, {self.mesh.names[self.axis]: counts})
         try:
             planner = self.planner_of(with_unequal_loops(self.graph, self.mesh, loops, part_count(counts)), own)
         except RuleError as error:  # an operator is told sizes that its dims have no more, such as a number of groups
@@ -203,10 +203,10 @@ class _UnequalParts:
             return found
 
         found = [self.equal_plan[0]]
-        if self.options.output_placements is None:
+        if self.target.output_placements is None:
             totals = candidate_totals(self.split_loops.values(), self.mesh.sizes[self.axis])
             found += [
-                faster_plan(self.equal_plan, self.mesh, self.options, self.axis, total, plan_total)
+                faster_plan(self.equal_plan, self.mesh, self.target, self.axis, total, plan_total)
                 for total in totals[:_MAX_TOTALS]
             ]
         return min(found, key=lambda plan: plan.step_seconds)

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +19,6 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, PlanError
 from autoshard.memory.footprint import Memory, live_bytes
-from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.patterns.ops.unknown import batch_advice
@@ -38,6 +37,7 @@ from autoshard.planner.shape_program import ShapeProgram, build_shape_program
 from autoshard.planner.solve_request import BlockSolution, SolveRequest
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_problem
 from autoshard.planner.strategy_tables import StrategyTables
+from autoshard.planner.target import Settings
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.program_replay import KernelPrices
@@ -47,55 +47,7 @@ from autoshard.solver.eliminate import WidthError
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
-RECOMPUTE = ("auto", "none", "full")
-METHODS = ("auto", "eliminate", "alternate", "ilp", "force")
-EFFORTS = ("fast", "full")
 _MAX_ACCOUNTS = 3  # that are kept: the plan that is handed back is most often one of the last
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How to search.
-
-    Attributes:
-        memory_limit: bytes per device that the step's peak may reach; None for no limit.
-        optimizer: what it holds.
-        method: one of `METHODS`; "force" is "auto" without a limit, and keeps one by forcing the largest parameters
-            to be sharded alone (Rhino 4.4).
-        time_limit: seconds for the whole search.
-        recompute: what the backward half may run again instead of keeping it, one of `RECOMPUTE`: layers, where a
-            memory limit asks for it; nothing; or all layers.
-        effort: one of `EFFORTS`: "fast" takes what messages or segments find on tied layers, "full" looks further.
-        work_limit: for every problem that goes to the solver, in its units of work: a limit under which equal runs
-            give equal plans, however busy the machine is. None for none.
-        gradient_steps: over how many runs of the step gradients of parameters are added up before they are reduced, as
-            the microbatches of a pipeline are: a reduction counts so much less.
-        under_way: how many runs of the step are under way at once, each of which holds what it saves for its backward
-            half, as the microbatches of a pipeline do: memory counts them all.
-        reduced: where there are several, which gradients are reduced once; those that are reduced with every run, and
-            what is decided with them in mind, count in full.
-    """
-
-    memory_limit: int | None = None
-    optimizer: OptimizerMemory = field(default_factory=lambda: optimizer_memory(None, None, foreach=False))
-    method: str = "auto"
-    time_limit: float = 30.0
-    recompute: str = "auto"
-    effort: str = "full"
-    work_limit: int | None = None
-    gradient_steps: int = 1
-    under_way: int = 1
-    reduced: DeferredReduction = "step"
-
-    @property
-    def left_unreduced(self) -> DeferredReduction | None:
-        """Which gradients a run of the step leaves unreduced; None where it reduces all."""
-        return self.reduced if self.gradient_steps > 1 else None
-
-    @property
-    def runs_per_reduction(self) -> int:
-        """Runs of the step for each reduction of a gradient, as the search counts them."""
-        return self.gradient_steps if self.reduced == "step" else 1
 
 
 class Planner:

@@ -18,7 +18,7 @@ from autoshard.capture.joint import JointGraph, capture
 from autoshard.capture.recomputation import recompute_layers
 from autoshard.capture.task_graphs import assign_task_graphs, defaults_of
 from autoshard.errors import HintError, PlanError
-from autoshard.options import Options, Placements
+from autoshard.options import Placements
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.planner import hints as hint_rules
@@ -30,6 +30,7 @@ from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.progress_line import show_progress
 from autoshard.planner.recompute_search import plan_with_recompute
 from autoshard.planner.search_progress import Progress
+from autoshard.planner.target import Target
 from autoshard.planner.task_graph_restrictions import axes_of, whole_parameters
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
@@ -42,7 +43,7 @@ def capture_with_progress(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    options: Options,
+    target: Target,
     *,
     grad: bool,
     tangents: Literal["loss", "all"] = "loss",
@@ -58,10 +59,9 @@ def capture_with_progress(
         quiet: nobody watches: somebody else captures the same.
     """
     start = time.perf_counter()
-    sizes = options.dynamic if dynamic else None
-    watching = (
-        contextlib.nullcontext() if quiet else show_progress(options.verbose, f"capture of {type(module).__name__}")
-    )
+    sizes = target.dynamic if dynamic else None
+    verbose, title = target.options.search.verbose, f"capture of {type(module).__name__}"
+    watching = contextlib.nullcontext() if quiet else show_progress(verbose, title)
     with watching as report:
 
         def begin(part: str) -> None:
@@ -75,7 +75,7 @@ def capture_with_progress(
             grad=grad,
             tangents=tangents,
             dynamic=sizes,
-            mp_policy=options.mp_policy,
+            mp_policy=target.options.mp_policy,
             progress=begin,
         )
     return graph, time.perf_counter() - start
@@ -85,7 +85,7 @@ def capture_with_progress(
 def run_planner(
     planner: Planner,
     capture_seconds: float,
-    options: Options,
+    target: Target,
     unlimited: CandidatePlan | None = None,
     *,
     explained: bool = True,
@@ -97,27 +97,27 @@ def run_planner(
         capture_seconds: that the capture of the graph took.
         options: what was asked for.
     """
-    with show_progress(options.verbose) as planner.progress:
+    with show_progress(target.options.search.verbose) as planner.progress:
         return with_provenance(
-            plan_with_recompute(planner, unlimited, explained=explained), planner, capture_seconds, options
+            plan_with_recompute(planner, unlimited, explained=explained), planner, capture_seconds, target
         )
 
 
-def with_provenance(result: ShardingPlan, planner: Planner, capture_seconds: float, options: Options) -> ShardingPlan:
+def with_provenance(result: ShardingPlan, planner: Planner, capture_seconds: float, target: Target) -> ShardingPlan:
     """A plan with what the planner does not know of it."""
     task_graphs = {
         str(primitive): " x ".join(planner.mesh.names[axis] for axis in axes) or "one device"
         for primitive, axes in planner.constraints.task_graphs.items()
     }
-    shares = options.shares
+    shares = target.shares
     return replace(
         result,
         timings={"capture": capture_seconds, **result.timings},
-        hints={**hint_rules.describe(options.hints), **task_graphs},
+        hints={**hint_rules.describe(target.hints), **task_graphs},
         options={
-            "inputs": options.inputs,
-            "memory_limit": options.settings.memory_limit,
-            "method": options.settings.method,
+            "inputs": target.inputs,
+            "memory_limit": target.settings.memory_limit,
+            "method": target.settings.method,
             **(
                 {"shares": {axis: list(taken) for axis, taken in shares.items()}} if isinstance(shares, Mapping) else {}
             ),
@@ -130,7 +130,7 @@ def planner_for(
     module: nn.Module,
     graph: JointGraph,
     mesh: MeshShape,
-    options: Options,
+    target: Target,
     placed: Mapping[str, tuple[Placement, ...]] | None = None,
     placed_inputs: Mapping[str, tuple[Placement, ...]] | None = None,
     like: Planner | None = None,
@@ -145,32 +145,32 @@ def planner_for(
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     modules = [name for name, _ in module.named_modules()]
-    by_hints = hint_rules.task_graphs(options.hints, modules)
+    by_hints = hint_rules.task_graphs(target.hints, modules)
     if by_hints:
         assign_task_graphs(graph.graph, {**defaults_of(module), **by_hints})
     task_graphs = axes_of(graph, mesh)
     pinned: dict[str, tuple[Placement | None, ...]] = {}
     if placed is None:
         pinned.update(whole_parameters(graph, task_graphs, mesh))
-        for name, pins in hint_rules.resolve(options.hints, shapes, graph.aliases, modules, mesh).items():
+        for name, pins in hint_rules.resolve(target.hints, shapes, graph.aliases, modules, mesh).items():
             less = pinned.get(name, (None,) * mesh.ndim)  # a hint on the parameter itself counts more
             pinned[name] = tuple(one if one is not None else other for one, other in zip(pins, less, strict=True))
     else:
         pinned.update({source.name: placed[source.name] for source in graph.inputs if source.name in placed})
-    shared = shared_axis(graph, mesh, options)
+    shared = shared_axis(graph, mesh, target)
     if shared is not None:
         pinned = {name: _replicate_if_shared(graph, name, pins, shared) for name, pins in pinned.items()}
-    pinned.update(_input_pins(module, graph, mesh, options, placed_inputs or {}, shared))
-    planned = options.output_placements == "planned"
+    pinned.update(_input_pins(module, graph, mesh, target, placed_inputs or {}, shared))
+    planned = target.output_placements == "planned"
     wishes = Constraints(
         pinned=pinned,
         planned_outputs=planned,
-        outputs={} if planned else _output_specs(graph, mesh, options.output_placements),
-        local_inputs=options.inputs == "local",
+        outputs={} if planned else _output_specs(graph, mesh, target.output_placements),
+        local_inputs=target.inputs == "local",
         shared=shared,
         task_graphs=task_graphs,
     )
-    return Planner(graph, mesh, options.cluster, wishes, options.settings, like=like)
+    return Planner(graph, mesh, target.cluster, wishes, target.settings, like=like)
 
 
 class PlannerCache:
@@ -188,19 +188,19 @@ class PlannerCache:
     def of(
         self,
         graph: JointGraph,
-        options: Options,
+        target: Target,
         placed: Mapping[str, tuple[Placement, ...]] | None = None,
         placed_inputs: Mapping[str, tuple[Placement, ...]] | None = None,
     ) -> Planner:
         """A planner for one graph; arguments as for `planner_for`."""
-        shared = shared_axis(graph, self.mesh, options)
+        shared = shared_axis(graph, self.mesh, target)
         alike = (
             one
             for one in self._first
-            if (one.constraints.shared, one.cluster, one.settings) == (shared, options.cluster, options.settings)
+            if (one.constraints.shared, one.cluster, one.settings) == (shared, target.cluster, target.settings)
         )
         like = next(alike, None)
-        planner = planner_for(self.module, graph, self.mesh, options, placed, placed_inputs, like=like)
+        planner = planner_for(self.module, graph, self.mesh, target, placed, placed_inputs, like=like)
         if like is None:
             self._first.append(planner)
         return planner
@@ -246,20 +246,20 @@ def _input_pins(
     module: nn.Module,
     graph: JointGraph,
     mesh: MeshShape,
-    options: Options,
+    target: Target,
     before: Mapping[str, tuple[Placement, ...]],
     shared: SharedAxis | None,
 ) -> dict[str, tuple[Placement | None, ...]]:
     shapes = {s.name: tuple(s.node.meta["val"].shape) for s in graph.inputs if s.kind == "input"}
-    if options.input_placements and options.inputs == "global":
+    if target.input_placements and target.inputs == "global":
         raise PlanError('input_placements is for inputs="local": global inputs are sliced by the program, for free.')
     asked: dict[str, tuple[Placement | None, ...]] = {
         name: _spec_of(f"input_placements[{name!r}]", value, shapes[name], mesh).placements
-        for name, value in without_omitted_arguments(module, options.input_placements, shapes).items()
+        for name, value in without_omitted_arguments(module, target.input_placements, shapes).items()
         if _check_name(name, shapes, "input")
     }
     shares: dict[str, tuple[Placement | None, ...]] = {}
-    if shared is not None and options.inputs == "local":
+    if shared is not None and target.inputs == "local":
         assert graph.dynamic is not None
         shares = {
             name: tuple(Shard(dim) if axis == shared.axis else None for axis in range(mesh.ndim))
@@ -270,7 +270,7 @@ def _input_pins(
     return {**shares, **{name: placements for name, placements in before.items() if name in shapes}, **asked}
 
 
-def shared_axis(graph: JointGraph, mesh: MeshShape, options: Options) -> SharedAxis | None:
+def shared_axis(graph: JointGraph, mesh: MeshShape, target: Target) -> SharedAxis | None:
     """The mesh axis that the options share unevenly, and the size that it shares: that of dim 0 of dynamic inputs, or
     what the dims of a static graph are multiples of.
 
@@ -280,9 +280,9 @@ def shared_axis(graph: JointGraph, mesh: MeshShape, options: Options) -> SharedA
         MeshError: the mesh has no such axis.
         PlanError: dynamic inputs begin with different sizes, or none.
     """
-    if not isinstance(options.shares, Mapping) or graph.dynamic is None:
+    if not isinstance(target.shares, Mapping) or graph.dynamic is None:
         return None
-    (name,) = options.shares
+    (name,) = target.shares
     axis = mesh.index(name)
     batch = graph.dynamic.unit or batch_of(graph)
     if batch is None:

@@ -21,13 +21,13 @@ from autoshard.capture import outside_modes
 from autoshard.capture.fake_module import check_parameters
 from autoshard.capture.joint import JointGraph
 from autoshard.errors import PlanError
-from autoshard.options import Options
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.parts import with_unequal_loops
 from autoshard.planner.batch_shares import plan_with_shares, with_shares
 from autoshard.planner.part_shares import part_count, plan_shares
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import PlannerCache, capture_with_progress, checked_flow
+from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.overlap import Arrangement, TorchArrangement, arrange_own
 from autoshard.program.program_replay import KernelPrices
@@ -51,7 +51,7 @@ class Parallelizer:
     """One parallelised module: makes the program of every call signature, and places parameters once.
 
     Args:
-        module, device_mesh, options, compile, plan: as for `autoshard.parallelize`.
+        module, device_mesh, plan: as for `autoshard.parallelize`.
         part: of a larger module that other ranks run other parts of, the number of this one.
         later: where every backward puts what is left of it, once gradients of inputs are made: gradients of parameters
             are added to theirs by whoever calls it.
@@ -63,8 +63,7 @@ class Parallelizer:
         self,
         module: nn.Module,
         device_mesh: DeviceMesh,
-        options: Options,
-        compile: bool,
+        target: Target,
         plan: ShardingPlan | None,
         part: int = 0,
         later: list[Callable[[], None]] | None = None,
@@ -78,21 +77,20 @@ class Parallelizer:
         self.module = module
         self.device_mesh = device_mesh
         self.mesh = MeshShape.of(device_mesh)
-        self.given_options = self.options = options
-        self.compile = compile
+        self.given_options = self.target = target
         self.plan = plan
         self.placed: dict[str, tuple[Placement, ...]] | None = None
         self.planners = PlannerCache(module, self.mesh)
-        self.runtime = Runtime(module, device_mesh, self.prepare, options.inputs, options.dynamic)
-        if options.shares != "auto":
-            self._set_shares(options.shares or {})
+        self.runtime = Runtime(module, device_mesh, self.prepare, target.inputs, target.dynamic)
+        if target.shares != "auto":
+            self._set_shares(target.shares or {})
         self.seeds = Seeds(device_mesh, self.runtime.hosts)
-        self.runtime.planned_outputs = options.output_placements is not None
+        self.runtime.planned_outputs = target.output_placements is not None
 
     def _set_shares(self, given: Mapping[str, Sequence[int]]) -> None:
         """Have the ranks of an axis take such shares from now on; equal ones where none are given."""
         self.given_options = replace(self.given_options, shares=given or None)
-        self.options = with_shares(self.given_options, self.mesh, given)
+        self.target = with_shares(self.given_options, self.mesh, given)
         for axis, shares in given.items():
             self.runtime.shares = self.mesh.index(axis), tuple(shares)
 
@@ -129,15 +127,15 @@ class Parallelizer:
 
     def _option_texts(self, example: Any) -> dict[str, str]:
         """What the user asked for, as far as all ranks must ask for the same."""
-        settings, plan = self.options.settings, self.plan
-        wanted = {name: getattr(self.options, name) for name in ("inputs", "overlap", "mp_policy")}
+        settings, plan = self.target.settings, self.plan
+        wanted = {name: getattr(self.target, name) for name in ("inputs", "overlap", "mp_policy")}
         wanted |= {name: getattr(settings, name) for name in ("recompute", "method", "effort")}
         return {
             "whether an example call is given": "one" if example else "none",
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
             "the decisions of the plan that is given": "none" if plan is None else _digest(plan),
             **{f"the option {name}": str(value) for name, value in wanted.items()},
-            "the option compile": str(self.compile),
+            "the option compile": str(self.target.options.compile),
         }
 
     def prepare(
@@ -173,10 +171,12 @@ class Parallelizer:
             sums = self.sums if tangents == "loss" else None
             reduced = None if sums is None else self.reduced
             arrange: Arrangement = arrange_own
-            if self.options.overlap == "torch":
-                unsized = bool(dynamic and self.options.dynamic)
+            if self.target.options.overlap == "torch":
+                unsized = bool(dynamic and self.target.dynamic)
                 arrange = TorchArrangement(KernelPrices(planner.cost), ranks.groups, unsized)
-            halves = split(step, self.compile, in_parts=self.later is not None, reduced=reduced, arrange=arrange)
+            halves = split(
+                step, self.target.options.compile, in_parts=self.later is not None, reduced=reduced, arrange=arrange
+            )
         if self.placed is None:
             self._place(decided)
         else:
@@ -221,20 +221,20 @@ class Parallelizer:
     ) -> tuple[JointGraph, Planner, float]:
         """The graph of one call, its planner, and the seconds that the capture took."""
         quiet = not is_first_rank(self.device_mesh)
-        if self.options.inputs == "local":  # no rank knows the numbers of the whole batch
+        if self.target.inputs == "local":  # no rank knows the numbers of the whole batch
             args, kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
         graph, seconds = capture_with_progress(
-            self.module, args, kwargs, self.options, grad=grad, tangents=tangents, dynamic=dynamic, quiet=quiet
+            self.module, args, kwargs, self.target, grad=grad, tangents=tangents, dynamic=dynamic, quiet=quiet
         )
         check_constants(graph, self.module)
         return graph, self._planner(graph), seconds
 
     def _planner(self, graph: JointGraph) -> Planner:
-        return self._planner_with(graph, self.options)
+        return self._planner_with(graph, self.target)
 
-    def _planner_with(self, graph: JointGraph, options: Options) -> Planner:
-        known = self.runtime.input_placements if options.inputs == "local" else {}
-        return self.planners.of(graph, options, self._current_placements(), known)
+    def _planner_with(self, graph: JointGraph, target: Target) -> Planner:
+        known = self.runtime.input_placements if target.inputs == "local" else {}
+        return self.planners.of(graph, target, self._current_placements(), known)
 
     def _current_placements(self) -> dict[str, tuple[Placement, ...]] | None:
         """Where parameters lie that were placed, and where those of new modules are to lie that have their names."""
@@ -283,7 +283,7 @@ class Parallelizer:
         Raises:
             PlanError: the decisions do not fit the graph, or the plan's shares what was asked for.
         """
-        if self.options.shares == "auto":
+        if self.target.shares == "auto":
             self._set_shares(decided.shares)
             planner = self._planner(graph) if decided.shares else planner
         if decided.parts:
@@ -298,7 +298,7 @@ class Parallelizer:
         """`PlanError` if a plan that the user gave has other shares than those asked for, or shares of nothing."""
         if not given.shares:
             return
-        asked = self.options.shares if isinstance(self.options.shares, Mapping) else {}
+        asked = self.target.shares if isinstance(self.target.shares, Mapping) else {}
         if {axis: tuple(taken) for axis, taken in asked.items()} != given.shares:
             raise PlanError(
                 f"the plan has the shares {given.shares}, and parallelize was asked for {dict(asked) or 'none'}: pass "
@@ -312,9 +312,9 @@ class Parallelizer:
 
     def _make_plan(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
         first, shares = self.placed is None, self.given_options.shares
-        if (shares == "auto" and first) or (isinstance(shares, Mapping) and not self.options.dynamic):
+        if (shares == "auto" and first) or (isinstance(shares, Mapping) and not self.target.dynamic):
             return plan_shares(graph, self.mesh, self.given_options, seconds, self._planner_with, self.placed)
-        return plan_with_shares(planner, seconds, self.options)
+        return plan_with_shares(planner, seconds, self.target)
 
     def _place(self, decided: ShardingPlan) -> None:
         whole = Spec.all_replicated(self.mesh.ndim).placements

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,25 +11,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.errors import InputError, MeshError
-from autoshard.options import Options
+from autoshard.options import Pipeline
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.rank_agreement import from_first_rank
 from autoshard.search.search import SearchOptions, run_search
 
 
-@dataclass(frozen=True, slots=True)
-class AgreedMesh:
-    """What all ranks agree on.
+class AgreedMesh(NamedTuple):
+    """The mesh that all ranks agree on.
 
     Attributes:
         device_mesh: of all ranks of the job.
-        pipeline_axis: name of the axis of it that is a pipeline; None without one.
+        pipeline: its axis, and the dims of inputs that count samples; None without a pipeline.
         plan: for this mesh.
     """
 
     device_mesh: DeviceMesh
-    pipeline_axis: str | None
+    pipeline: Pipeline | None
     plan: ShardingPlan | PipelinePlan
 
 
@@ -39,22 +37,18 @@ def auto_mesh(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    options: Options,
+    target: Target,
     *,
     device_type: str | None = None,
-    pipeline: bool | str = True,
-    schedule: str = "auto",
-    microbatches: int | str = "auto",
-    virtual: int | str = "auto",
-    batch_dims: Mapping[str, int | None] | None = None,
+    pipelines: bool | str = True,
 ) -> AgreedMesh:
-    """The best mesh of all ranks of a job, made on all of them. The first rank searches, the others wait for it.
+    """Make the best mesh of all ranks of a job on all of them. The first rank searches, the others wait for it.
 
     Args:
         module, args, kwargs: the model and an example call, the same on every rank.
-        options: of planning; its time limit is the search's, too.
+        target: of planning; its time limit is the search's, too.
         device_type: such as `"cuda"`; by default `"cpu"` where the process group is gloo's, else the accelerator's.
-        pipeline, schedule, microbatches, virtual, batch_dims: as for `search`.
+        pipelines: as for `search`.
 
     Raises:
         MeshError: there is no process group.
@@ -68,19 +62,21 @@ def auto_mesh(
         )
     if not args and not kwargs:
         raise InputError('mesh="auto" needs an example call to plan for: pass example_args or example_kwargs.')
-    wanted = SearchOptions("mini-time", dist.get_world_size(), pipeline, schedule, microbatches, virtual, batch_dims)
+    request = SearchOptions("mini-time", dist.get_world_size(), pipelines)
     kind = device_type or device_type_of_job()
-    everyone = init_device_mesh(kind, (wanted.devices,), mesh_dim_names=("devices",))
+    everyone = init_device_mesh(kind, (request.devices,), mesh_dim_names=("devices",))
 
     def decide() -> str:
-        result = run_search(module, args, kwargs, wanted, options)
+        result = run_search(module, args, kwargs, request, target)
         axes = dict(zip(result.mesh.names, result.mesh.sizes, strict=True))
         return json.dumps({"mesh": axes, "pipeline_axis": result.pipeline_axis, "plan": result.plan.to_json()})
 
     decided = json.loads(from_first_rank(everyone, decide))
     axes, axis = decided["mesh"], decided["pipeline_axis"]
     device_mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    return AgreedMesh(device_mesh, axis, _plan_of(decided["plan"], axis))
+    # The plan has the schedule and the microbatches.
+    pipeline = None if axis is None else Pipeline(axis=axis, batch_dims=target.options.pipeline.batch_dims)
+    return AgreedMesh(device_mesh, pipeline, _plan_of(decided["plan"], axis))
 
 
 def device_type_of_job() -> str:

@@ -50,7 +50,7 @@ class InitialGuess:
         return min(saving, default=max(numbers))
 
     def _resident_bytes(self, shape: Shape) -> int:
-        settings, cluster = self._request.options.settings, self._request.options.cluster
+        settings, cluster = self._request.target.settings, self._request.target.cluster
         return typical_bytes(self._request.graph, shape, settings.optimizer, cluster.devices_per_host)
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoshard.errors import BudgetError, PipelineError
-from autoshard.options import Options
 from autoshard.pipeline.plan.stopping import Stopping
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner
+from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.initial_guess import InitialGuess
 from autoshard.search.request import Request
@@ -45,17 +45,17 @@ class MeshPlanner:
         self.initial_guess = InitialGuess(request)
         self.interrupted = False
 
-    def new_planner(self, shape: Shape, options: Options, like: Planner | None = None) -> Planner:
+    def new_planner(self, shape: Shape, target: Target, like: Planner | None = None) -> Planner:
         """A planner for the axes of a mesh."""
-        return planner_for(self.request.module, self.request.graph, shape.mesh, options, like=like)
+        return planner_for(self.request.module, self.request.graph, shape.mesh, target, like=like)
 
-    def plan_on(self, mesh: MeshShape, options: Options) -> ShardingPlan:
+    def plan_on(self, mesh: MeshShape, target: Target) -> ShardingPlan:
         """A plan of the whole step on some devices."""
-        return self._plan_mesh(planner_for(self.request.module, self.request.graph, mesh, options), options)
+        return self._plan_mesh(planner_for(self.request.module, self.request.graph, mesh, target), target)
 
     def without_limit(self, row: Row) -> ShardingPlan:
         """A plan made quickly without a limit on memory; what is proved of it goes into the bound of the mesh."""
-        options = self.options("fast", limited=False)
+        options = self.target("fast", limited=False)
         row.planner = planner = self.new_planner(row.shape, options)
         plan = self._plan_mesh(planner, options)
         if planner.unlimited is not None:
@@ -66,13 +66,13 @@ class MeshPlanner:
 
     def within_limit(self, row: Row) -> ShardingPlan:
         """A plan made quickly within the limit."""
-        options = self.options("fast")
+        options = self.target("fast")
         unlimited = None if row.planner is None else row.planner.unlimited
         return self._plan_mesh(self.new_planner(row.shape, options, like=row.planner), options, unlimited)
 
     def plan_thoroughly(self, row: Row) -> ShardingPlan:
         """The plan with the effort asked for."""
-        options = self.options()
+        options = self.target()
         quick = None if row.planner is None else row.planner.unlimited
         if quick is not None and quick.cost - quick.lower_bound > _PROVED * quick.cost:
             quick = None
@@ -82,10 +82,10 @@ class MeshPlanner:
         """The plan of a pipeline of one size; of all sizes where that has none."""
         request, shape = self.request, row.shape
         number = self.initial_guess.microbatches(shape)
-        virtual = 1 if request.virtual == "auto" else request.virtual
-        row.covers_all_shapes = (number, virtual) == (request.microbatches, request.virtual)
+        virtual = 1 if request.pipeline.virtual == "auto" else request.pipeline.virtual
+        row.covers_all_shapes = (number, virtual) == (request.pipeline.microbatches, request.pipeline.virtual)
         try:
-            return self._plan_pipeline(row, number, virtual, self.options("fast"))
+            return self._plan_pipeline(row, number, virtual, self.target("fast"))
         except (BudgetError, PipelineError):
             if row.covers_all_shapes or time.monotonic() > self.deadline:
                 raise
@@ -94,7 +94,8 @@ class MeshPlanner:
 
     def plan_pipeline(self, row: Row, effort: str | None = None) -> PipelinePlan:
         """The plan of a pipeline of any size that is asked for."""
-        return self._plan_pipeline(row, self.request.microbatches, self.request.virtual, self.options(effort))
+        pipeline = self.request.pipeline
+        return self._plan_pipeline(row, pipeline.microbatches, pipeline.virtual, self.target(effort))
 
     def plan_with_shares(self, row: Row) -> PipelinePlan:
         """The plan of a pipeline, or a faster one of the same size in which unlike devices take shares of their own."""
@@ -102,33 +103,33 @@ class MeshPlanner:
         assert not isinstance(row.plan, ShardingPlan)
         number, virtual = row.plan.microbatches, row.plan.virtual
         known = [effort for effort, sizes in row.planned_shapes.items() if (number, virtual) in sizes]
-        options = replace(self.options(known[-1] if known else "fast"), shares="auto")
-        return self._plan_pipeline(row, number, virtual, options)
+        target = replace(self.target(known[-1] if known else "fast"), shares="auto")
+        return self._plan_pipeline(row, number, virtual, target)
 
-    def _plan_pipeline(self, row: Row, microbatches: int | str, virtual: int | str, options: Options) -> PipelinePlan:
+    def _plan_pipeline(self, row: Row, microbatches: int | str, virtual: int | str, target: Target) -> PipelinePlan:
         request, shape, stopping = self.request, row.shape, Stopping(self.deadline)
         if request.own_memory:
-            options = replace(options, settings=replace(options.settings, memory_limit=None))
+            target = replace(target, settings=replace(target.settings, memory_limit=None))
         plan = request.plan_pipeline(
             request.module,
             shape.mesh,
             request.args,
             request.kwargs,
             axis=shape.axis,
-            schedule=request.schedule,
+            schedule=request.pipeline.schedule,
             microbatches=microbatches,
             virtual=virtual,
             begin=self.initial_guess.microbatches(shape),
-            options=options,
-            known=row.planned_shapes.setdefault(options.settings.effort, {}),
+            options=target,
+            known=row.planned_shapes.setdefault(target.settings.effort, {}),
             stopping=stopping,
         )
         self.interrupted = self.interrupted or stopping.interrupted
         return plan
 
-    def options(self, effort: str | None = None, *, limited: bool = True) -> Options:
+    def target(self, effort: str | None = None, *, limited: bool = True) -> Target:
         """The options with some of them changed, and half of the time that is left."""
-        settings = self.request.options.settings
+        settings = self.request.target.settings
         left = max(self.deadline - time.monotonic(), 1e-3)
         changed = replace(
             settings,
@@ -136,11 +137,11 @@ class MeshPlanner:
             memory_limit=settings.memory_limit if limited else None,
             time_limit=min(settings.time_limit, left / 2),
         )
-        return replace(self.request.options, settings=changed, shares=None)
+        return replace(self.request.target, settings=changed, shares=None)
 
-    def _plan_mesh(self, planner: Planner, options: Options, unlimited: CandidatePlan | None = None) -> ShardingPlan:
-        if unlimited is not None and options.settings.recompute == "full":
+    def _plan_mesh(self, planner: Planner, target: Target, unlimited: CandidatePlan | None = None) -> ShardingPlan:
+        if unlimited is not None and target.settings.recompute == "full":
             unlimited = None  # it is of the step in which all layers are run again
-        plan = run_planner(planner, self.request.capture_seconds, options, unlimited, explained=False)
+        plan = run_planner(planner, self.request.capture_seconds, target, unlimited, explained=False)
         self.interrupted = self.interrupted or planner.interrupted
         return plan

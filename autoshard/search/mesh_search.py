@@ -116,11 +116,11 @@ class MeshSearch:
         """All meshes with their bounds."""
         request = self.request
         found = shapes(
-            self.devices, request.options.cluster, request.pipeline, self.mesh_planner.initial_guess.has_free_memory
+            self.devices, request.target.cluster, request.pipelines, self.mesh_planner.initial_guess.has_free_memory
         )
-        optimizer = request.options.settings.optimizer
+        optimizer = request.target.settings.optimizer
         free = self.mesh_planner.new_planner(
-            found[0], replace(request.options, hints=None)
+            found[0], replace(request.target, hints=None)
         )  # a hint may not fit this mesh
         work = LeastWork(free.rules, free.cost)
         self.estimates = PipelineEstimates(self.mesh_planner, work.shares)
@@ -153,7 +153,7 @@ class MeshSearch:
         The first pipeline is it where there are some: it is planned within the limit anyhow. Where that does not fit,
         it is the mesh that is the fastest without a limit.
         """
-        if self.best is not None or (row.shape.axis is None and self.request.pipeline != "none"):
+        if self.best is not None or (row.shape.axis is None and self.request.pipelines != "none"):
             return
         for one in sorted(self._too_large(), key=lambda one: one.step_seconds)[:1]:
             with self._record_failure(one):
@@ -181,7 +181,7 @@ class MeshSearch:
 
     def _refine(self, *, pipelines: bool) -> None:
         """Plan with all effort what is the best, or near it; and pipelines of any size, not of one alone."""
-        fast = self.request.options.settings.effort == "fast"
+        fast = self.request.target.settings.effort == "fast"
         sizes = _ALL_SHAPES_FACTOR
         planned = [row for row in self._rows if row.plan is not None and (row.shape.axis is not None) == pipelines]
         for row in sorted(planned, key=lambda row: row.step_seconds):
@@ -204,7 +204,7 @@ class MeshSearch:
     def _plan_with_shares(self) -> None:
         """Where devices are unlike inside the stages of the best pipeline, plan it with shares of microbatches too."""
         row = self.best
-        if row is None or row.shape.axis is None or self.request.options.cluster.is_uniform or self._is_late(row):
+        if row is None or row.shape.axis is None or self.request.target.cluster.is_uniform or self._is_late(row):
             return
         with self._record_failure(row):
             self._record_plan(row, self.mesh_planner.plan_with_shares(row))
@@ -225,7 +225,7 @@ class MeshSearch:
 
     def _drop_reason(self, row: Row) -> str | None:
         """Why a mesh is not planned; None where it is."""
-        reason = straddle_reason(row.shape, self.request.options.cluster)
+        reason = straddle_reason(row.shape, self.request.target.cluster)
         if reason is not None:
             return f"refused: {reason}"
         if row.least_bytes > self.request.device_memory(row.shape):
@@ -239,7 +239,7 @@ class MeshSearch:
     def _unpromising_reason(self, row: Row) -> str | None:
         """Why a mesh is not worth a plan, by what is known of others; None where it is."""
         best, pipeline = self.best, row.shape.axis is not None
-        reason = None if best is None else unpromising_reason(row, self._rows, best, self.request.options.cluster)
+        reason = None if best is None else unpromising_reason(row, self._rows, best, self.request.target.cluster)
         if reason is None and pipeline:
             row.estimate = self.estimates.seconds(row.shape, self.request.feasible_numbers(row.shape))
         if best is None or not pipeline:  # the first pipeline tells how far off estimates are
@@ -260,14 +260,14 @@ class MeshSearch:
             self._failures.append(error)
             row.verdict = row.verdict if row.plan else f"refused: {error}"
         row.took = time.monotonic() - start
-        if self.request.options.verbose:
+        if self.request.target.options.search.verbose:
             told = "no plan" if row.seconds is None else f"{format_seconds(row.seconds)} per step"
             _log.info("mesh %s: %s, after %.1f s", row.shape, told, row.took)
 
     def _is_late(self, row: Row) -> bool:
         """Whether there is too little time for another plan of a mesh: less than its last one took."""
         late = (
-            time.monotonic() + row.next_planning_seconds(self.request.options.settings.effort)
+            time.monotonic() + row.next_planning_seconds(self.request.target.settings.effort)
             > self.mesh_planner.deadline
         )
         if late and not self.notes:

@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.errors import AutoshardError
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.assign.placement import stage_devices
-from autoshard.pipeline.plan.pipeline_devices import slowest_cluster, stage_cluster, stage_options
+from autoshard.pipeline.plan.pipeline_devices import slowest_cluster, stage_cluster, stage_target
 from autoshard.search.mesh_planner import MeshPlanner
 from autoshard.search.shapes import Shape
 
@@ -41,7 +41,7 @@ class PipelineEstimates:
 
     def seconds(self, shape: Shape, numbers: Iterable[int]) -> float:
         """What a step takes, with the best of some numbers of microbatches; 0 where that can't be said."""
-        options = self._mesh_planner.request.options
+        options = self._mesh_planner.request.target
         assert shape.axis is not None
         speeds = [device.speed for device in stage_devices(options.cluster, PipelineMesh.of(shape.mesh, shape.axis))]
         least = min((shape.ranks - 1) / (_PARTS * number) for number in numbers)
@@ -51,14 +51,14 @@ class PipelineEstimates:
         """Seconds of the whole step on the devices of one stage, however much they would hold."""
         assert shape.axis is not None
         mesh = PipelineMesh.of(shape.mesh, shape.axis).stage(0)
-        slowest = slowest_cluster(self._mesh_planner.request.options.cluster, shape.mesh.size)
+        slowest = slowest_cluster(self._mesh_planner.request.target.cluster, shape.mesh.size)
         cluster = stage_cluster(slowest, shape.mesh, shape.axis)
         key = mesh.sizes, cluster.devices_per_host
         if key not in self._whole:
-            options = self._mesh_planner.options("fast", limited=False)
+            options = self._mesh_planner.target("fast", limited=False)
             options = replace(options, settings=replace(options.settings, recompute="none"))
             try:
-                self._whole[key] = self._mesh_planner.plan_on(mesh, stage_options(options, cluster)).step_seconds
+                self._whole[key] = self._mesh_planner.plan_on(mesh, stage_target(options, cluster)).step_seconds
             except AutoshardError:
                 self._whole[key] = 0.0
         return self._whole[key]

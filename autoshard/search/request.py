@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autoshard.capture.joint import JointGraph
-from autoshard.options import Options
+from autoshard.options import Pipeline
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.assign.placement import stage_devices
-from autoshard.search.shapes import Pipeline, Shape
+from autoshard.planner.target import Target
+from autoshard.search.shapes import PipelineAxis, Shape
 
 if TYPE_CHECKING:
     from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
@@ -32,8 +33,7 @@ class Request:
         options: of planning, with the bytes that every device may hold as memory limit.
         own_memory: whether that is no more than what the smallest device has: pipelines may give each device of a
             larger one as much as it has.
-        pipeline: where the axis of pipelines lies.
-        schedule, microbatches, virtual: of pipelines, as `plan_pipeline` takes them.
+        pipelines: where the axis of pipelines lies.
         batch: how many samples there are to make microbatches of.
         plan_pipeline: plans a pipeline on a mesh.
     """
@@ -43,19 +43,21 @@ class Request:
     kwargs: dict[str, Any]
     graph: JointGraph
     capture_seconds: float
-    options: Options
-    pipeline: Pipeline
-    schedule: str
-    microbatches: int | str
-    virtual: int | str
+    target: Target
+    pipelines: PipelineAxis
     batch: int
     plan_pipeline: PlanPipeline
     own_memory: bool = False
 
     @property
+    def pipeline(self) -> Pipeline:
+        """The options of pipelines."""
+        return self.target.options.pipeline
+
+    @property
     def memory_limit(self) -> int:
         """Bytes that every device may hold."""
-        limit = self.options.settings.memory_limit
+        limit = self.target.settings.memory_limit
         assert limit is not None, "a search has a limit: at least what a device has"
         return limit
 
@@ -63,21 +65,21 @@ class Request:
         """Bytes that a device of a mesh may hold; of a pipeline, on the average of its ranks."""
         if shape.axis is None or not self.own_memory:
             return self.memory_limit
-        devices = stage_devices(self.options.cluster, PipelineMesh.of(shape.mesh, shape.axis))
+        devices = stage_devices(self.target.cluster, PipelineMesh.of(shape.mesh, shape.axis))
         return sum(device.memory for device in devices) / len(devices)
 
     @property
     def microbatch_numbers(self) -> list[int]:
         """Of microbatches that a pipeline may have."""
         divisors = [number for number in range(1, self.batch + 1) if self.batch % number == 0]
-        return [number for number in divisors if self.microbatches in ("auto", number)] or divisors
+        return [number for number in divisors if self.pipeline.microbatches in ("auto", number)] or divisors
 
     def feasible_numbers(self, shape: Shape) -> list[int]:
         """Of these the numbers with a sample in a microbatch for every device of a stage; all where there are none.
 
         In a stage of several hosts, the devices of a host may share one.
         """
-        host = self.options.cluster.devices_per_host
+        host = self.target.cluster.devices_per_host
         least = shape.devices_per_rank // host if shape.devices_per_rank > host else shape.devices_per_rank
         large = [number for number in self.microbatch_numbers if self.batch // number >= least]
         return large or self.microbatch_numbers

@@ -15,7 +15,7 @@ PIPELINE_AXIS = "pp"
 AXES = ("x", "y", "z")
 """Names of the axes that no stages lie along. The planner decides what each is for: data, tensors, sequences."""
 
-Pipeline = Literal["none", "outer", "inner"]
+PipelineAxis = Literal["none", "outer", "inner"]
 """Where the axis of stages lies: nowhere; outermost, so that neighbouring stages are far apart; or innermost."""
 
 _AxisKind = Literal["inside", "hosts", "across"]
@@ -48,7 +48,7 @@ class Shape:
 
 
 def shapes(
-    devices: int, cluster: Cluster, pipeline: Pipeline = "none", roomy: Callable[[Shape], bool] = lambda shape: True
+    devices: int, cluster: Cluster, pipeline: PipelineAxis = "none", roomy: Callable[[Shape], bool] = lambda shape: True
 ) -> tuple[Shape, ...]:
     """All shapes of up to three axes for a number of devices, the most promising first.
 
@@ -88,7 +88,7 @@ def coarser_shapes(shape: Shape, cluster: Cluster) -> tuple[Shape, ...]:
     """The shapes in which two axes are one that run over equal links: what it can do, this shape can do too."""
     axes = [(kind, size) for kind, size in _kinds(shape, cluster) if kind is not None]
     sizes = tuple(size for _, size in axes)
-    pipeline: Pipeline = "none" if shape.axis is None else "outer" if _is_outermost(shape) else "inner"
+    pipeline: PipelineAxis = "none" if shape.axis is None else "outer" if _is_outermost(shape) else "inner"
     return tuple(
         _shape((*sizes[:index], size * following, *sizes[index + 2 :]), shape.ranks, pipeline)
         for index, ((kind, size), (other, following)) in enumerate(itertools.pairwise(axes))
@@ -110,7 +110,7 @@ def _factorisations(number: int, most: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-def _shape(sizes: tuple[int, ...], ranks: int, pipeline: Pipeline) -> Shape:
+def _shape(sizes: tuple[int, ...], ranks: int, pipeline: PipelineAxis) -> Shape:
     named = dict(zip(AXES, sizes, strict=False))
     if pipeline == "none":
         return Shape(MeshShape.of(named or {AXES[0]: 1}))

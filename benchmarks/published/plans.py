@@ -38,7 +38,7 @@ def pipeline(example: Example, mesh: Mapping[str, int], cluster: Cluster, **opti
     replicas = tuple(name for name in mesh if name != "pp")
     if replicas:
         autoshard.set_default_strategy(module, autoshard.replicate(replicas))
-    made = autoshard.plan(module, mesh, (), inputs, virtual=1, cluster=cluster, **options)
+    made = autoshard.plan(module, mesh, (), inputs, pipeline=autoshard.Pipeline(virtual=1), cluster=cluster, **options)
     assert isinstance(made, PipelinePlan), "a mesh with a pipeline axis"
     return made
 

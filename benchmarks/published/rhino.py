@@ -62,9 +62,8 @@ def utilisation(model: Model, batch: int, depth: float, *, pipelines: bool) -> f
             model.devices,
             example_kwargs=inputs,
             cluster=RHINO,
-            pipeline=pipelines,
-            effort="fast",
-            time_limit=_SECONDS,
+            pipelines=pipelines,
+            search=autoshard.Search(effort="fast", time_limit=_SECONDS),
         )
     except BudgetError:
         return None

@@ -136,7 +136,7 @@ def _plan(row: TrainingRow, depth: int) -> autoshard.ShardingPlan | autoshard.Pi
         mp_policy=MixedPrecisionPolicy(getattr(torch, row.products), getattr(torch, row.reduced)),
         optimizer=row.built.optimizer,
         recompute=row.recomputation,
-        effort="fast",
+        search=autoshard.Search(effort="fast"),
         **options,
     )
 

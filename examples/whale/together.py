@@ -52,7 +52,7 @@ def compare(build: Build, *, stages: int = 1, microbatches: int | str = "auto") 
 
     torch.manual_seed(0)
     model, batch = build(devices)
-    model = autoshard.parallelize(model, mesh, batch, microbatches=microbatches)
+    model = autoshard.parallelize(model, mesh, batch, pipeline=autoshard.Pipeline(microbatches=microbatches))
     sharded = train(model, batch)
     if dist.get_rank() == 0:
         print(model.sharding_plan)

@@ -84,7 +84,9 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def parallel(module: nn.Module, mesh: DeviceMesh, *args: Any, **options: Any) -> nn.Module:
-    return autoshard.parallelize(module, mesh, args, cluster=fast_links(), effort="fast", **options)
+    return autoshard.parallelize(
+        module, mesh, args, cluster=fast_links(), search=autoshard.Search(effort="fast"), **options
+    )
 
 
 def programs(module: Any) -> int:
@@ -343,7 +345,7 @@ def test_models_that_ask_for_numbers_train_as_on_one_device(name: str) -> None:
     with simulated_mesh(a=2) as mesh, Float64Mode():
         module, _ = MODELS[name]()
         module.load_state_dict(alone.state_dict())
-        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast")
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
         assert relative_difference(losses_and_gradients(module, inputs), expected) <= TOLERANCE
 
 

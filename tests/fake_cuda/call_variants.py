@@ -78,7 +78,9 @@ class CallVariant:
     def plan(self) -> autoshard.ShardingPlan:
         """The plan, for which no device is needed."""
         module, inputs = _model()
-        plan = autoshard.plan(module, AXES, (), inputs, effort="fast", **self.options, **self.planned)
+        plan = autoshard.plan(
+            module, AXES, (), inputs, search=autoshard.Search(effort="fast"), **self.options, **self.planned
+        )
         assert isinstance(plan, autoshard.ShardingPlan)
         return plan
 

@@ -14,9 +14,10 @@ import autoshard
 from autoshard import PipelinePlan
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.patterns.decisions import Decisions
-from autoshard.planner.planner import Planner, Settings
+from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
+from autoshard.planner.target import Settings
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver.solve import solve
 from autoshard.specs.axes import MeshShape
@@ -54,7 +55,9 @@ def write_pipeline_plan(case: Case, folder: Path) -> None:
     """The plan of a pipeline of two stages, each sharded."""
     module, inputs = build(case.model)
     options: dict[str, Any] = {"cluster": fast_links(), "effort": "fast", "time_limit": 5.0}
-    plan = autoshard.plan(module, case.axes(), (), inputs, schedule="1F1B", microbatches=2, **options)
+    plan = autoshard.plan(
+        module, case.axes(), (), inputs, pipeline=autoshard.Pipeline(schedule="1F1B", microbatches=2), **options
+    )
     _write(plan, folder / case.plan)
 
 

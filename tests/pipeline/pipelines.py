@@ -36,8 +36,8 @@ from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.float64 import Float64Mode, default_float64
-from tests.options import options
 from tests.pipeline.chain import balance_stages
+from tests.targets import target
 from tests.training import LEARNING_RATE, MOMENTUM, STEPS, fast_links, loss_of, outputs_of
 
 Sizes = Mapping[str, int]
@@ -111,7 +111,7 @@ def pipeline_of(
     mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
     with Float64Mode():
         return build_pipeline_module(
-            module, mesh, *check_examples((), inputs), plan=plan, options=options("cpu", time_limit=10.0)
+            module, mesh, *check_examples((), inputs), plan=plan, target=target("cpu", time_limit=10.0)
         )
 
 

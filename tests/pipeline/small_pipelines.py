@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from autoshard.capture.task_graphs import Primitive
-from autoshard.options import Options
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.plan.stage_plans import BoundaryMode
+from autoshard.planner.target import Target
 from tests import models
-from tests.options import options as given
+from tests.targets import target as target_of
 
 
-def options(**changes: Any) -> Options:
-    """Options of a quick search."""
-    return given(**({"effort": "fast", "recompute": "auto"} | changes))
+def target(**changes: Any) -> Target:
+    """The target of a quick search."""
+    return target_of(**({"effort": "fast", "recompute": "auto"} | changes))
 
 
 class Tower(nn.Module):
@@ -73,6 +73,6 @@ def gpt_plan(boundaries: BoundaryMode = "whole", **changes: Any) -> PipelinePlan
         axis="pp",
         microbatches=4,
         virtual=1,
-        options=options(**changes),
+        target=target(**changes),
         boundaries=boundaries,
     )

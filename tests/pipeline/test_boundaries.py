@@ -13,12 +13,12 @@ from autoshard.errors import PlanError
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
 from autoshard.pipeline.plan.boundaries import Boundaries, input_names
-from autoshard.pipeline.plan.pipeline_devices import stage_options
+from autoshard.pipeline.plan.pipeline_devices import stage_target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
-from tests.options import options
 from tests.pipeline.chain import balance_stages
 from tests.pipeline.pipelines import model
+from tests.targets import target
 
 MESH = MeshShape.of({"dp": 2})
 WHOLE = (Replicate(),)
@@ -54,9 +54,9 @@ def test_what_crosses(placement: Placement, rows: int) -> None:
 
 def test_options_of_a_stage() -> None:
     parts = stages()
-    said = dataclasses.replace(options(), hints={"of.another.stage": Shard(0)})
+    said = dataclasses.replace(target(), hints={"of.another.stage": Shard(0)})
     first, second = (
-        stage_options(said, said.cluster, plan, input_names(part))
+        stage_target(said, said.cluster, plan, input_names(part))
         for part, plan in zip(parts, plans(Shard(0), Shard(0), parts), strict=True)
     )
     assert first.hints is second.hints is None

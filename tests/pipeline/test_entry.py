@@ -63,13 +63,13 @@ def test_an_axis_named_pp_is_a_pipeline() -> None:
 def test_what_is_said_of_a_pipeline_that_there_is_not() -> None:
     module, batch = tagger()
     with pytest.raises(PlanError, match="schedule='1F1B' is said of a pipeline, and the mesh x=2 has none"):
-        autoshard.plan(module, {"x": 2}, (), batch, schedule="1F1B")
+        autoshard.plan(module, {"x": 2}, (), batch, pipeline=autoshard.Pipeline(schedule="1F1B"))
     with pytest.raises(PlanError, match=r"batch_dims=\{'words': 1\} is said of a pipeline"):
-        autoshard.plan(module, {"x": 2}, (), batch, batch_dims={"words": 1})
+        autoshard.plan(module, {"x": 2}, (), batch, pipeline=autoshard.Pipeline(batch_dims={"words": 1}))
     with pytest.raises(
         MeshError, match=r"pipeline_axis='pq': the mesh pp=2, dp=2 has no such axis\. Close ones are pp, dp"
     ):
-        autoshard.plan(module, MESH, (), batch, pipeline_axis="pq")
+        autoshard.plan(module, MESH, (), batch, pipeline=autoshard.Pipeline(axis="pq"))
     with pytest.raises(InputError, match="pass an example call with a whole batch"):
         autoshard.plan(module, MESH)
 
@@ -113,7 +113,13 @@ def stepped() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     module, batch = tagger()
     mesh = init_device_mesh("cpu", tuple(MESH.values()), mesh_dim_names=tuple(MESH))
     pipeline = autoshard.parallelize(
-        module, mesh, (), batch, cluster=fast_links(), microbatches=4, virtual=2, time_limit=20.0
+        module,
+        mesh,
+        (),
+        batch,
+        cluster=fast_links(),
+        search=autoshard.Search(time_limit=20.0),
+        pipeline=autoshard.Pipeline(microbatches=4, virtual=2),
     )
     assert isinstance(pipeline, autoshard.PipelineModule)
     loss = pipeline.train_step(**batch)
@@ -131,7 +137,9 @@ def test_the_mesh_of_a_job_is_found(two: Workers, alone: tuple[torch.Tensor, dic
 
 def on_any_mesh() -> torch.Tensor:
     module, batch = tagger()
-    found = autoshard.parallelize(module, "auto", (), batch, cluster=fast_links(), effort="fast", time_limit=30.0)
+    found = autoshard.parallelize(
+        module, "auto", (), batch, cluster=fast_links(), search=autoshard.Search(effort="fast", time_limit=30.0)
+    )
     if isinstance(found, autoshard.PipelineModule):
         return found.train_step(**batch)
     loss = found(**batch)

@@ -77,7 +77,7 @@ def saved_by_a_pipeline(plan: PipelinePlan, folder: str) -> tuple[Tensors, torch
 def resumed_by_replicas(folder: str, again: str) -> tuple[Tensors, torch.Tensor]:
     module, inputs = other()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast")
+    autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
     optimizer = resumed(module, folder)
     dcp.save(state_of(module, optimizer), checkpoint_id=again)
     return held(module, optimizer), train(module, optimizer, inputs)

@@ -51,7 +51,14 @@ def test_stages_are_planned_for_the_devices_that_they_run_on() -> None:
     module = Regions(autoshard.replicate(2), autoshard.replicate(2))
 
     def planned(cluster: str) -> PipelinePlan:
-        plan = autoshard.plan(module, {"pp": 2, "x": 2}, batch, microbatches=2, cluster=cluster, effort="fast")
+        plan = autoshard.plan(
+            module,
+            {"pp": 2, "x": 2},
+            batch,
+            search=autoshard.Search(effort="fast"),
+            pipeline=autoshard.Pipeline(microbatches=2),
+            cluster=cluster,
+        )
         assert isinstance(plan, PipelinePlan)
         return plan
 

@@ -28,8 +28,8 @@ def trained(policy: MixedPrecisionPolicy) -> tuple[torch.Tensor, dict[str, torch
     module, inputs = Tied(), example()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     pipeline = autoshard.parallelize(
-        module, mesh, (), inputs, cluster=fast_links(), mp_policy=policy, microbatches=2, batch_dims=ONE_SCALE,
-        time_limit=10.0,
+        module, mesh, (), inputs, cluster=fast_links(), mp_policy=policy, search=autoshard.Search(time_limit=10.0),
+        pipeline=autoshard.Pipeline(microbatches=2, batch_dims=ONE_SCALE),
     )  # fmt: skip
     assert isinstance(pipeline, PipelineModule)
     loss = pipeline.train_step(**inputs)
@@ -70,8 +70,9 @@ def test_every_stage_casts_what_it_holds_once() -> None:
 def test_gradients_that_are_reduced_in_their_own_dtype_are_so_once_per_step() -> None:
     def planned(policy: MixedPrecisionPolicy | None) -> PipelinePlan:
         plan = autoshard.plan(
-            Tied(), {"pp": 2, "dp": 2}, (), example(512), mp_policy=policy, microbatches=4, schedule="GPipe",
-            batch_dims=ONE_SCALE, time_limit=10.0, cluster=fast_links(),
+            Tied(), {"pp": 2, "dp": 2}, (), example(512), mp_policy=policy, cluster=fast_links(),
+            search=autoshard.Search(time_limit=10.0),
+            pipeline=autoshard.Pipeline(microbatches=4, schedule="GPipe", batch_dims=ONE_SCALE),
         )  # fmt: skip
         assert isinstance(plan, PipelinePlan)
         return plan

@@ -126,7 +126,9 @@ def _state_of_a_pipeline() -> tuple[list[float], int, str]:
     model = Counted()
     inputs = {"x": torch.randn(4, 32), "target": torch.randn(4, 32)}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    pipeline = autoshard.parallelize(model, mesh, example_kwargs=inputs, pipeline_axis="pp", microbatches=2)
+    pipeline = autoshard.parallelize(
+        model, mesh, example_kwargs=inputs, pipeline=autoshard.Pipeline(axis="pp", microbatches=2)
+    )
     losses = []
     for factor in (1.0, 3.0, 1.0):
         model.factor = factor

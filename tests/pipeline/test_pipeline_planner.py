@@ -20,7 +20,7 @@ from autoshard.pipeline.graph.microbatch import microbatches
 from autoshard.pipeline.graph.stage_modules import cut
 from autoshard.pipeline.plan.boundaries import input_names
 from autoshard.pipeline.plan.captures import BatchCall, PipelineCaptures
-from autoshard.pipeline.plan.pipeline_devices import forward_fingerprint, slowest_cluster, stage_cluster, stage_options
+from autoshard.pipeline.plan.pipeline_devices import forward_fingerprint, slowest_cluster, stage_cluster, stage_target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.plan.planned_stage import Links, stage_costs
@@ -37,7 +37,7 @@ from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.float64 import Float64Mode, default_float64
 from tests.pipeline.chain import Chain
-from tests.pipeline.small_pipelines import gpt, gpt_plan, options, tower
+from tests.pipeline.small_pipelines import gpt, gpt_plan, target, tower
 from tests.runtime.meshes import per_rank, simulated_mesh
 from tests.training import fast_links
 
@@ -46,7 +46,7 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
 
 def planned(mesh: dict[str, int], batch: int = 16, **asked: Any) -> PipelinePlan:
     module, inputs = tower(batch)
-    said = {"axis": "pp", "options": options(), "microbatches": 4, "virtual": 1, **asked}
+    said = {"axis": "pp", "target": target(), "microbatches": 4, "virtual": 1, **asked}
     return plan_pipeline(module, mesh, (), inputs, **said)
 
 
@@ -67,7 +67,7 @@ def test_the_stages_of_a_plan_do_what_the_model_does(boundaries: BoundaryMode) -
             stages = cut(graph, plan.stage_of, plan.schedule.stages, plan.recomputed)
             for stage, decided in zip(stages, plan.stages, strict=True):
                 cluster = stage_cluster(fast_links(), plan.mesh, plan.axis)
-                own = stage_options(options(), cluster, decided, input_names(stage))
+                own = stage_target(target(), cluster, decided, input_names(stage))
                 Parallelizer(stage.module, mesh, own, False, decided).start(*stage.example)
         chain = Chain(graph, stages, (), part)
         with default_float64():
@@ -128,10 +128,10 @@ def test_equal_calls_give_equal_plans() -> None:
 def test_what_fits_nowhere_is_refused() -> None:
     free = planned({"pp": 2, "x": 2})
     with pytest.raises(BudgetError, match=r"2 pipeline stages do not fit in .* even if the 2 devices of each rank"):
-        planned({"pp": 2, "x": 2}, options=options(memory_limit=max(free.peaks) // 50))
+        planned({"pp": 2, "x": 2}, target=target(memory_limit=max(free.peaks) // 50))
     least = sum(cost.rest_bytes for cost in free.costs) // 2
     with pytest.raises(BudgetError, match="the leanest is") as refusal:
-        planned({"pp": 2, "x": 2}, options=options(memory_limit=least, recompute="none"))
+        planned({"pp": 2, "x": 2}, target=target(memory_limit=least, recompute="none"))
     assert refusal.value.peak > least
 
 
@@ -147,12 +147,12 @@ def test_larger_and_faster_devices_have_more_work() -> None:
 
 
 def test_hints_pin_parameters_of_the_stages_that_hold_them() -> None:
-    plan = planned({"pp": 2, "x": 2}, options=options(hints={"layers.5.*.weight": Shard(0)}))
+    plan = planned({"pp": 2, "x": 2}, target=target(hints={"layers.5.*.weight": Shard(0)}))
     first, last = (stage.placements for stage in plan.stages)
     assert "layers.5.0.weight" not in first
     assert last["layers.5.0.weight"] == (Shard(0),)
     with pytest.raises(HintError, match="matches no parameter"):
-        planned({"pp": 2, "x": 2}, options=options(hints={"nowhere": Shard(0)}))
+        planned({"pp": 2, "x": 2}, target=target(hints={"nowhere": Shard(0)}))
 
 
 def test_a_pipeline_alone_and_one_that_is_not_the_first_axis() -> None:
@@ -167,7 +167,7 @@ def test_what_a_pipeline_can_not_have_is_refused() -> None:
     module, inputs = tower()
 
     def refused(**asked: Any) -> None:
-        said = {"axis": "pp", "options": options(), "microbatches": 4, "virtual": 1, **asked}
+        said = {"axis": "pp", "target": target(), "microbatches": 4, "virtual": 1, **asked}
         plan_pipeline(module, said.pop("mesh", {"pp": 2, "x": 2}), (), said.pop("inputs", inputs), **said)
 
     with pytest.raises(MeshError, match="no axis 'stages' for a pipeline; its axes are pp=2, x=2"):
@@ -183,19 +183,19 @@ def test_what_a_pipeline_can_not_have_is_refused() -> None:
     with pytest.raises(InputError, match="samples"):
         refused(inputs={**inputs, "target": inputs["target"][:4]})
     with pytest.raises(PlanError, match="can not have the option dynamic"):
-        refused(options=options(dynamic={"x": {0: "batch"}}))
+        refused(target=target(dynamic={"x": {0: "batch"}}))
 
 
 def test_a_stage_may_have_no_parameters() -> None:
     module, inputs = models.ZOO["mlp"](batch=8)
-    plan = plan_pipeline(module, {"pp": 4}, (), inputs, axis="pp", microbatches=4, virtual=1, options=options())
+    plan = plan_pipeline(module, {"pp": 4}, (), inputs, axis="pp", microbatches=4, virtual=1, target=target())
     assert any(not stage.placements for stage in plan.stages)
 
 
 def test_a_model_with_fewer_operators_than_stages_is_refused() -> None:
     module, inputs = models.ZOO["mlp"](batch=8)
     with pytest.raises(PlanError, match="16 pipeline stages were asked for, and the model has"):
-        plan_pipeline(module, {"pp": 16}, (), inputs, axis="pp", microbatches=8, virtual=1, options=options())
+        plan_pipeline(module, {"pp": 16}, (), inputs, axis="pp", microbatches=8, virtual=1, target=target())
 
 
 def test_numbers_that_are_left_open_are_chosen() -> None:
@@ -208,12 +208,12 @@ def test_numbers_that_are_left_open_are_chosen() -> None:
 
 
 def test_the_time_limit_ends_the_search_with_what_is_planned() -> None:
-    plan = planned({"pp": 2, "x": 2}, microbatches="auto", virtual="auto", options=options(time_limit=1e-9))
+    plan = planned({"pp": 2, "x": 2}, microbatches="auto", virtual="auto", target=target(time_limit=1e-9))
     sizes = {(line.microbatches, line.virtual) for line in plan.table if not line.verdict.startswith("estimated")}
     assert sizes == {(plan.microbatches, plan.virtual)}
     assert any(line.verdict.startswith("estimated, not planned in the time limit: ") for line in plan.table)
     with pytest.raises(BudgetError, match="do not fit"):
-        planned({"pp": 2, "x": 2}, options=options(memory_limit=max(plan.peaks) // 2), stopping=Stopping(deadline=0.0))
+        planned({"pp": 2, "x": 2}, target=target(memory_limit=max(plan.peaks) // 2), stopping=Stopping(deadline=0.0))
 
 
 def test_what_is_planned_next_has_smaller_microbatches_where_the_first_hold_too_much(
@@ -231,7 +231,7 @@ def test_what_is_planned_next_has_smaller_microbatches_where_the_first_hold_too_
     assert met[:2] == [PipelineShape(4, 1), PipelineShape(2, 1)]
     held = max(planned({"pp": 2}, 512, microbatches=4).peaks)
     met.clear()
-    planned({"pp": 2}, 512, microbatches="auto", begin=4, options=options(memory_limit=held // 2))
+    planned({"pp": 2}, 512, microbatches="auto", begin=4, target=target(memory_limit=held // 2))
     assert met[:2] == [PipelineShape(4, 1), PipelineShape(8, 1)]
 
 
@@ -288,7 +288,7 @@ def test_a_stage_whose_search_is_interrupted_ends_that_of_the_pipeline(monkeypat
 
 def test_what_was_captured_for_one_mesh_serves_others(monkeypatch: pytest.MonkeyPatch) -> None:
     module, inputs = tower()
-    captured = PipelineCaptures(BatchCall(module, (), inputs, None), options())
+    captured = PipelineCaptures(BatchCall(module, (), inputs, None), target())
     first = planned({"pp": 2, "x": 2}, captured=captured)
 
     def capture(*args: Any, **kwargs: Any) -> Any:
@@ -310,7 +310,7 @@ def test_no_hand_made_cut_in_layers_is_faster_with_one_forward_one_backward() ->
     plan = planned({"pp": 2, "x": 2})
     part = microbatches(module, (), inputs, 4)[0][1]
     graph = export_forward(module, (), part)
-    kind = StageTarget(stage_options(options(), fast_links()), MeshShape.of({"x": 2}))
+    kind = StageTarget(stage_target(target(), fast_links()), MeshShape.of({"x": 2}))
     planner = StagePlanner([kind], [{}], None, "planned")
     links = Links.of(fast_links(), plan.mesh, "pp")
     for layers in (2, 3, 4):

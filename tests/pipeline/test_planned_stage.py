@@ -8,12 +8,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.stage_modules import cut
-from autoshard.pipeline.plan.pipeline_devices import stage_options
+from autoshard.pipeline.plan.pipeline_devices import stage_target
 from autoshard.pipeline.plan.planned_stage import Links, PlannedStage, stage_costs
 from autoshard.pipeline.plan.stage_plans import BoundaryMode, StageBudget, StagePlanner, StageTarget
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.chain import balance_stages
-from tests.pipeline.small_pipelines import gpt, options, tower
+from tests.pipeline.small_pipelines import gpt, target, tower
 from tests.training import fast_links
 
 FREE = StageBudget(None, "none")
@@ -31,7 +31,7 @@ def planned(
     module, inputs = tower(batch)
     graph = export_forward(module, (), inputs)
     parts = cut(graph, balance_stages(graph, stages), stages)
-    asked = stage_options(options(), fast_links())
+    asked = stage_target(target(), fast_links())
     pins = {} if everywhere is None else {name: (everywhere,) for name, _ in module.named_parameters()}
     return StagePlanner([StageTarget(asked, MeshShape.of(mesh))], [pins], None, boundaries).plan(parts, [room] * stages)
 
@@ -133,7 +133,7 @@ def test_stages_that_are_alike_are_planned_once_and_cost_the_same() -> None:
     graph = export_forward(module, (), inputs)
     stage_of = {node.name: min(place // 2, 5) for place, node in enumerate(graph.operators)}
     planner = StagePlanner(
-        [StageTarget(stage_options(options(), fast_links()), MeshShape.of({"x": 2}))], [{}], None, "whole"
+        [StageTarget(stage_target(target(), fast_links()), MeshShape.of({"x": 2}))], [{}], None, "whole"
     )
     stages = planner.plan(cut(graph, stage_of, 6), [FREE] * 6)
     costs = [stage_costs(one, links(pp=6, x=2), 4) for one in stages]
@@ -175,7 +175,7 @@ def test_tied_parameters_are_sharded_where_it_is_dear_to_add_up_their_gradients(
     placed = []
     for one in (cluster, slow):
         way = Links.of(one, mesh, "pp")
-        asked = stage_options(options(), cluster)
+        asked = stage_target(target(), cluster)
         planner = StagePlanner([StageTarget(asked, MeshShape.of({"x": 2}))], [{}], None, "whole", links=way)
         stages = planner.plan(parts, [StageBudget(None, "none", microbatches=4)] * 2)
         placed.append({stage.plan.placements["tokens.weight"] for stage in stages})

@@ -93,7 +93,15 @@ def test_shares_in_proportion_to_speed_make_the_step_shorter() -> None:
             module = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
             inputs = {"x": torch.empty(2**16, 1024), "target": torch.empty(2**16, 1024)}
             module = WithLoss(module)
-        plan = autoshard.plan(module, ACROSS, (), inputs, cluster=UNLIKE, shares=shares, microbatches=8, virtual=1)
+        plan = autoshard.plan(
+            module,
+            ACROSS,
+            (),
+            inputs,
+            cluster=UNLIKE,
+            shares=shares,
+            pipeline=autoshard.Pipeline(microbatches=8, virtual=1),
+        )
         assert isinstance(plan, PipelinePlan)
         return plan
 
@@ -109,7 +117,7 @@ def test_shares_in_proportion_to_speed_make_the_step_shorter() -> None:
     # Where all devices of a stage are alike, there is nothing to share.
     with torch.device("meta"):
         module, inputs = WithLoss(nn.Linear(64, 64)), {"x": torch.empty(64, 64), "target": torch.empty(64, 64)}
-    alike = autoshard.plan(module, MESH, (), inputs, cluster=UNLIKE, microbatches=2)
+    alike = autoshard.plan(module, MESH, (), inputs, cluster=UNLIKE, pipeline=autoshard.Pipeline(microbatches=2))
     assert isinstance(alike, PipelinePlan)
     assert not alike.in_shares
 

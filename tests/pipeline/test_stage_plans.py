@@ -12,12 +12,12 @@ from autoshard.cluster.device import Link
 from autoshard.errors import BudgetError
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.stage_modules import cut
-from autoshard.pipeline.plan.pipeline_devices import stage_options
+from autoshard.pipeline.plan.pipeline_devices import stage_target
 from autoshard.pipeline.plan.stage_plans import StageBudget, StagePlanner, StageTarget
 from autoshard.planner.planner import Planner
 from autoshard.specs.axes import MeshShape
 from tests.pipeline.chain import balance_stages
-from tests.pipeline.small_pipelines import options, tower
+from tests.pipeline.small_pipelines import target, tower
 from tests.training import fast_links
 
 TOO_LITTLE = StageBudget(1000, "none")
@@ -31,7 +31,7 @@ def stages() -> list[Any]:
 
 
 def planner_on(cluster: Cluster) -> StagePlanner:
-    return StagePlanner([StageTarget(stage_options(options(), cluster), MeshShape.of({"x": 2}))], [{}], None, "whole")
+    return StagePlanner([StageTarget(stage_target(target(), cluster), MeshShape.of({"x": 2}))], [{}], None, "whole")
 
 
 @pytest.fixture

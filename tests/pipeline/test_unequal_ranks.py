@@ -190,4 +190,6 @@ def test_tied_parameters_need_ranks_that_are_alike() -> None:
     with Float64Mode(), fixed_seed(torch.float64, 0):
         inputs = made(LITTLE)[1]
         with pytest.raises(PlanError, match="What stages share has to lie alike on all"):
-            autoshard.plan(Tied(LITTLE), {"pp": 4}, (), inputs, cluster=fast_links(), microbatches=4)
+            autoshard.plan(
+                Tied(LITTLE), {"pp": 4}, (), inputs, cluster=fast_links(), pipeline=autoshard.Pipeline(microbatches=4)
+            )

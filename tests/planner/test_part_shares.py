@@ -227,7 +227,9 @@ def test_dims_that_can_not_all_lie_in_parts_do_so_alone(monkeypatch: pytest.Monk
 
 def test_a_diagonal_lies_in_parts_as_its_matrix_does(two: Workers) -> None:
     module, inputs = square()
-    plan = autoshard.plan(module, {"tp": 2}, (), inputs, shares=SHARES, cluster=fast_links(), effort="fast")
+    plan = autoshard.plan(
+        module, {"tp": 2}, (), inputs, shares=SHARES, cluster=fast_links(), search=autoshard.Search(effort="fast")
+    )
     assert len(plan.parts) == 1
     two.run(check, square)
 

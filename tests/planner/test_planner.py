@@ -17,10 +17,12 @@ import autoshard
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError, HintError
+from autoshard.options import METHODS
 from autoshard.patterns.decisions import Decisions
 from autoshard.planner.budget_search import BudgetSearch
-from autoshard.planner.planner import METHODS, Planner, Settings
+from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
+from autoshard.planner.target import Settings
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec, shard_placement
@@ -265,7 +267,7 @@ def test_the_smallest_limit_can_be_met_on_three_axes() -> None:
 def test_every_method_finds_the_best_plan_where_nothing_limits_it() -> None:
     module, inputs = models.mlp()
     for mesh in ({"x": 4}, {"x": 2, "y": 2}):
-        plans = [autoshard.plan(module, mesh, (), inputs, method=method) for method in METHODS]
+        plans = [autoshard.plan(module, mesh, (), inputs, search=autoshard.Search(method=method)) for method in METHODS]
         assert all(plan.cost == pytest.approx(plans[0].cost) for plan in plans)
         assert all(plan.cost == pytest.approx(plan.lower_bound) for plan in plans)
 

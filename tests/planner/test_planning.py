@@ -8,21 +8,17 @@ from typing import Any
 from torch import nn
 
 from autoshard.capture.joint import capture
-from autoshard.options import Options, check_options
 from autoshard.planner.planning import PlannerCache, run_planner
+from autoshard.planner.target import Target
 from autoshard.specs.axes import MeshShape
-from tests.training import build, fast_links
+from tests.targets import target
+from tests.training import build
 
 MESH = MeshShape.of({"a": 2, "b": 2})
 
 
-def _options(**given: Any) -> Options:
-    defaults: dict[str, Any] = dict.fromkeys(
-        ("hints", "optimizer", "optimizer_bytes_per_element", "input_placements", "output_placements", "dynamic",
-         "mp_policy", "work_limit")
-    )  # fmt: skip
-    defaults |= {"inputs": "global", "method": "auto", "time_limit": 30.0, "effort": "fast", "verbose": False}
-    return check_options("cpu", cluster=fast_links(), **(defaults | given))
+def _target(**changes: Any) -> Target:
+    return target("cpu", effort="fast", **changes)
 
 
 def _graphs(module: nn.Module, inputs: dict[str, Any]) -> list[Any]:
@@ -32,7 +28,7 @@ def _graphs(module: nn.Module, inputs: dict[str, Any]) -> list[Any]:
 
 def test_later_calls_are_planned_as_if_they_were_the_first_from_what_was_worked_out_before() -> None:
     module, inputs = build("mlp")
-    options = _options()
+    options = _target()
     planners = PlannerCache(module, MESH)
     tables = None
     for graph in _graphs(module, inputs):
@@ -50,5 +46,5 @@ def test_planners_at_other_prices_work_out_their_own() -> None:
     module, inputs = build("mlp")
     graph = capture(module, (), inputs)
     planners = PlannerCache(module, MESH)
-    one, other = (planners.of(graph, _options(optimizer=optimizer)) for optimizer in ("adamw", "sgd"))
+    one, other = (planners.of(graph, _target(optimizer=optimizer)) for optimizer in ("adamw", "sgd"))
     assert one.resharder is not other.resharder

@@ -55,7 +55,7 @@ def test_it_is_seen_where_nobody_set_up_logging(
 def test_a_capture_says_which_part_of_it_runs(caplog: pytest.LogCaptureFixture) -> None:
     """Every part is told of when it begins, as a search is."""
     with caplog.at_level(logging.INFO, "autoshard"):
-        autoshard.plan(nn.Linear(2, 2), {"a": 2}, (torch.zeros(2, 2),), verbose=True)
+        autoshard.plan(nn.Linear(2, 2), {"a": 2}, (torch.zeros(2, 2),), search=autoshard.Search(verbose=True))
     said = [record.getMessage() for record in caplog.records[:3]]
     assert [line.split(" of ")[0] for line in said] == ["export", "trace", "simplification"]
     assert said[0].startswith("export of forward: after ")

@@ -175,7 +175,7 @@ class Chosen(nn.Module):
 
 def test_a_split_is_of_dims_of_weights_however_they_are_reached() -> None:
     words = (torch.zeros(4, 6, dtype=torch.long),)
-    plan = autoshard.plan(Chosen(), {"x": 2}, words, cluster=fast_links(), time_limit=300.0)
+    plan = autoshard.plan(Chosen(), {"x": 2}, words, cluster=fast_links(), search=autoshard.Search(time_limit=300.0))
     products = {choice.strategy for choice in plan.choices if choice.operator == "aten.bmm"}
     assert products <= {f"{factor} on x" for factor in "ijk"}  # not the words of a sequence: b.1
 

@@ -117,7 +117,9 @@ def parallel(make: Make, mesh: Mapping[str, int], steps: int, **options: Any) ->
 def on_device_mesh(make: Make, device_mesh: DeviceMesh, steps: int, **options: Any) -> Trace:
     module, inputs = make()
     with Float64Mode():
-        autoshard.parallelize(module, device_mesh, (), inputs, cluster=fast_links(), effort="fast", **options)
+        autoshard.parallelize(
+            module, device_mesh, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"), **options
+        )
     with default_float64():
         return train(module, inputs, steps)
 

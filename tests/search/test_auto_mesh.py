@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.errors import BudgetError, InputError, MeshError
-from autoshard.options import Options
+from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.auto_mesh import auto_mesh
-from tests.options import options as given
+from tests.targets import target as target_of
 from tests.training import TOLERANCE, fast_links
 from tests.workers import Workers
 
@@ -38,9 +38,9 @@ def scores() -> tuple[Scores, torch.Tensor]:
     return Scores(), torch.randn(12, 24, dtype=torch.float64)
 
 
-def options(memory_limit: str | None = None) -> Options:
-    """Options of a quick search."""
-    return given("cpu", time_limit=60.0, effort="fast", memory_limit=memory_limit)
+def target(memory_limit: str | None = None) -> Target:
+    """The target of a quick search."""
+    return target_of("cpu", time_limit=60.0, effort="fast", memory_limit=memory_limit)
 
 
 def test_all_ranks_train_on_the_mesh_that_was_found(four: Workers) -> None:
@@ -56,8 +56,8 @@ def test_all_ranks_train_on_the_mesh_that_was_found(four: Workers) -> None:
 def trained() -> tuple[dict[str, int], str, list[torch.Tensor]]:
     """The mesh, the plan as text, and the loss and a whole gradient of a step under it."""
     module, x = scores()
-    agreed = auto_mesh(module, (x,), {}, options(), pipeline=False)
-    assert agreed.pipeline_axis is None
+    agreed = auto_mesh(module, (x,), {}, target(), pipelines=False)
+    assert agreed.pipeline is None
     assert isinstance(agreed.device_mesh, DeviceMesh)
     assert isinstance(agreed.plan, ShardingPlan)
     assert agreed.device_mesh.size() == dist.get_world_size()
@@ -78,7 +78,7 @@ def test_what_fails_on_the_first_rank_fails_on_all(four: Workers) -> None:
 def refused() -> str:
     module, x = scores()
     with pytest.raises(BudgetError, match=r"no mesh of 4 devices fits in 1\.0 KiB") as error:
-        auto_mesh(module, (x,), {}, options("1KiB"), pipeline=False)
+        auto_mesh(module, (x,), {}, target("1KiB"), pipelines=False)
     return type(error.value).__name__
 
 
@@ -88,11 +88,11 @@ def test_without_an_example_call_there_is_nothing_to_plan_for(four: Workers) -> 
 
 def without_example() -> bool:
     with pytest.raises(InputError, match="needs an example call"):
-        auto_mesh(scores()[0], (), {}, options())
+        auto_mesh(scores()[0], (), {}, target())
     return True
 
 
 def test_without_a_process_group_there_are_no_ranks() -> None:
     module, x = scores()
     with pytest.raises(MeshError, match="torchrun"):
-        auto_mesh(module, (x,), {}, options())
+        auto_mesh(module, (x,), {}, target())

@@ -46,7 +46,7 @@ def test_there_are_more_microbatches_where_less_is_to_be_saved() -> None:
     wanted = request(pipeline="outer")
     shape = pipeline(2, 4)
     assert InitialGuess(wanted).microbatches(shape) == 8
-    held = typical_bytes(wanted.graph, shape, wanted.options.settings.optimizer, 2)
+    held = typical_bytes(wanted.graph, shape, wanted.target.settings.optimizer, 2)
     saved = saved_bytes(wanted.graph)
     tight = request(pipeline="outer", memory_limit=held + saved // 2 // 32)
     assert InitialGuess(tight).microbatches(shape) == 32
@@ -76,8 +76,8 @@ def test_405_billion_parameters_begin_with_pipelines_that_hold_them() -> None:
 def test_a_mesh_is_roomy_by_the_memory_that_there_is() -> None:
     wanted = request(pipeline="outer")
     shape = pipeline(2, 4)
-    held = typical_bytes(wanted.graph, shape, wanted.options.settings.optimizer, 2)
+    held = typical_bytes(wanted.graph, shape, wanted.target.settings.optimizer, 2)
     for limit, expected in ((2 * held, True), (2 * held - 2, False)):
-        settings = dataclasses.replace(wanted.options.settings, memory_limit=limit)
-        options = dataclasses.replace(wanted.options, settings=settings)
-        assert InitialGuess(dataclasses.replace(wanted, options=options)).has_free_memory(shape) is expected
+        settings = dataclasses.replace(wanted.target.settings, memory_limit=limit)
+        options = dataclasses.replace(wanted.target, settings=settings)
+        assert InitialGuess(dataclasses.replace(wanted, target=options)).has_free_memory(shape) is expected

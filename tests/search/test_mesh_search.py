@@ -28,7 +28,7 @@ from autoshard.search.pipeline_estimates import PipelineEstimates
 from autoshard.search.request import Request
 from autoshard.search.shapes import Shape
 from autoshard.specs.axes import MeshShape
-from tests.options import options as given
+from tests.targets import target as target_of
 
 WIDE = 512
 BATCH = 1024
@@ -69,18 +69,15 @@ def request(plan_pipeline: Callable[..., Any] = no_pipeline, **changes: Any) -> 
     module, args, graph = model()
     asked: dict[str, Any] = {"memory_limit": "1GiB", "effort": "fast", "hints": None, "cluster": hosts(2)}
     asked |= {name: changes.pop(name) for name in list(changes) if name in asked}
-    options = given(time_limit=60.0, recompute="none", **asked)
+    options = target_of(time_limit=60.0, recompute="none", **asked)
     return Request(
         module=module,
         args=args,
         kwargs={},
         graph=graph,
         capture_seconds=0.0,
-        options=options,
-        pipeline=changes.pop("pipeline", "none"),
-        schedule="auto",
-        microbatches="auto",
-        virtual="auto",
+        target=options,
+        pipelines=changes.pop("pipelines", "none"),
         batch=BATCH,
         plan_pipeline=plan_pipeline,
     )
@@ -122,8 +119,8 @@ def test_the_best_is_the_fastest_of_those_planned_one_by_one() -> None:
     search, found = searched(wanted)
     steps = {}
     for axes in ({"x": 4}, {"x": 2, "y": 2}):
-        planner = planner_for(wanted.module, wanted.graph, MeshShape.of(axes), wanted.options)
-        steps[str(planner.mesh)] = run_planner(planner, 0.0, wanted.options).step_seconds
+        planner = planner_for(wanted.module, wanted.graph, MeshShape.of(axes), wanted.target)
+        steps[str(planner.mesh)] = run_planner(planner, 0.0, wanted.target).step_seconds
     assert set(found) == set(steps)
     for name, one in found.items():
         assert one.least_seconds <= (one.seconds or FOREVER)
@@ -231,26 +228,26 @@ def test_a_pipeline_is_asked_for_as_it_will_be_run(monkeypatch: pytest.MonkeyPat
         asked.append((mesh, named))
         raise PipelineError("three stages and two operators")
 
-    wanted = dataclasses.replace(request(plan_pipeline, pipeline="outer"), microbatches=8, virtual=2)
+    wanted = dataclasses.replace(request(plan_pipeline, pipelines="outer"), microbatches=8, virtual=2)
     _, found = searched(wanted)
     assert [found[name].verdict for name in ("pp=2, x=2", "pp=4")] == ["refused: three stages and two operators"] * 2
     assert len(asked) == 2
     for mesh, named in asked:
         assert named["axis"] in mesh.names
         assert (named["schedule"], named["microbatches"], named["virtual"]) == ("auto", 8, 2)
-        assert named["options"].settings.memory_limit == wanted.memory_limit
-        assert named["options"].settings.effort == "fast"
+        assert named["target"].settings.memory_limit == wanted.memory_limit
+        assert named["target"].settings.effort == "fast"
 
 
 def test_devices_of_a_pipeline_may_hold_what_they_have_where_nobody_set_a_limit() -> None:
     limits: list[int | None] = []
 
     def plan_pipeline(*args: Any, **named: Any) -> Any:
-        limits.append(named["options"].settings.memory_limit)
+        limits.append(named["target"].settings.memory_limit)
         return SimpleNamespace(step_seconds=1e-9, peaks=(1000, 1000), microbatches=8, virtual=1)
 
     unlike = Cluster.parse("2xV100-32GB + 2xP100-16GB")
-    wanted = request(plan_pipeline, pipeline="outer", cluster=unlike)
+    wanted = request(plan_pipeline, pipelines="outer", cluster=unlike)
     stages = next(one.shape for one in MeshSearch(wanted, 4, FOREVER).candidates() if one.shape.axis is not None)
     assert wanted.device_memory(stages) == wanted.memory_limit
     searched(wanted)
@@ -266,12 +263,12 @@ def test_unlike_devices_take_shares_in_the_best_pipeline_once_it_is_known() -> N
     asked: list[tuple[Any, Any, Any]] = []
 
     def plan_pipeline(*args: Any, **named: Any) -> Any:
-        asked.append((named["options"].shares, named["microbatches"], named["virtual"]))
+        asked.append((named["target"].shares, named["microbatches"], named["virtual"]))
         seconds = 1e-9 if asked[-1][0] is None else 0.9e-9
         return SimpleNamespace(step_seconds=seconds, peaks=(1000, 1000), microbatches=8, virtual=1)
 
-    wanted = request(plan_pipeline, pipeline="outer", cluster=Cluster.parse("2xV100-32GB + 2xP100-16GB"))
-    wanted = dataclasses.replace(wanted, options=dataclasses.replace(wanted.options, shares="auto"))
+    wanted = request(plan_pipeline, pipelines="outer", cluster=Cluster.parse("2xV100-32GB + 2xP100-16GB"))
+    wanted = dataclasses.replace(wanted, target=dataclasses.replace(wanted.target, shares="auto"))
     search, _ = searched(wanted)
     assert {shares for shares, *_ in asked[:-1]} == {None}
     assert asked[-1] == ("auto", 8, 1)
@@ -296,7 +293,7 @@ def test_a_pipeline_is_planned_for_one_size_and_where_it_is_near_the_best_for_al
         named["known"][named["microbatches"]] = SimpleNamespace(took=0.0)
         return SimpleNamespace(step_seconds=fast if ranks == 2 else 2 * fast, peaks=(1000,) * ranks)
 
-    search, _ = searched(request(plan_pipeline, pipeline="outer"))
+    search, _ = searched(request(plan_pipeline, pipelines="outer"))
     assert asked == [(2, 8, 1), (4, 16, 1), (2, "auto", "auto")]
     assert known == {2: [0, 1], 4: [0]}
     assert search.best is not None
@@ -309,7 +306,7 @@ def test_a_pipeline_that_does_not_fit_with_one_size_is_planned_for_all() -> None
             raise BudgetError("too much", 2**31)
         return SimpleNamespace(step_seconds=1e-9, peaks=(1000, 1000))
 
-    search, _ = searched(request(plan_pipeline, pipeline="outer"))
+    search, _ = searched(request(plan_pipeline, pipelines="outer"))
     assert search.best is not None
     assert search.best.shape.axis == "pp"
 
@@ -318,7 +315,7 @@ def test_a_pipeline_that_does_not_fit_names_what_it_needs() -> None:
     def plan_pipeline(*args: Any, **kwargs: Any) -> Any:
         raise BudgetError("too much", 2**31)
 
-    _, found = searched(request(plan_pipeline, pipeline="outer"))
+    _, found = searched(request(plan_pipeline, pipelines="outer"))
     said = [one.verdict for one in found.values() if one.shape.axis]
     assert "does not fit: the smallest peak found is 2.0 GiB" in said
 
@@ -356,7 +353,7 @@ def test_no_plan_is_begun_that_took_longer_before_than_there_is_time_left(
         return start + 10.0 * len(asked)
 
     monkeypatch.setattr("autoshard.search.mesh_search.time", SimpleNamespace(monotonic=ten_seconds_per_pipeline))
-    search = MeshSearch(request(plan_pipeline, pipeline="outer", cluster=hosts(4)), 4, start + 10.0 + left)
+    search = MeshSearch(request(plan_pipeline, pipelines="outer", cluster=hosts(4)), 4, start + 10.0 + left)
     enough = left > 10
     with contextlib.nullcontext() if enough else pytest.warns(UserWarning, match="the time limit ended the search"):
         search.run()
@@ -416,7 +413,7 @@ def test_an_interruption_hands_back_the_best_so_far() -> None:
     def plan_pipeline(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    search = MeshSearch(request(plan_pipeline, pipeline="outer"), 4, FOREVER)
+    search = MeshSearch(request(plan_pipeline, pipelines="outer"), 4, FOREVER)
     with pytest.warns(UserWarning, match="interrupted"):
         search.run()
     assert search.best is not None
@@ -449,7 +446,7 @@ def test_an_interruption_while_a_pipeline_is_planned_ends_the_search() -> None:
         stopping.interrupted = True
         return SimpleNamespace(step_seconds=1e-9, peaks=(1000, 1000))
 
-    search = MeshSearch(request(plan_pipeline, pipeline="outer"), 4, FOREVER)
+    search = MeshSearch(request(plan_pipeline, pipelines="outer"), 4, FOREVER)
     with pytest.warns(UserWarning, match="interrupted"):
         search.run()
     assert search.interrupted
@@ -485,7 +482,7 @@ def test_splitting_an_axis_of_a_slow_mesh_is_not_tried() -> None:
         asked.append(str(mesh))
         return SimpleNamespace(step_seconds=1e3, peaks=(1000, 1000))
 
-    _, found = searched(request(plan_pipeline, pipeline="outer", cluster=hosts(4)), devices=8)
+    _, found = searched(request(plan_pipeline, pipelines="outer", cluster=hosts(4)), devices=8)
     assert "pp=2, x=4" in asked
     assert "pp=2, x=2, y=2" not in asked
     said = "not planned: pp=2, x=4, which has two of its axes joined, is"
@@ -500,6 +497,6 @@ def test_ever_longer_pipelines_are_not_tried_where_they_are_ever_slower(monkeypa
         asked.append(mesh.sizes[0])
         return SimpleNamespace(step_seconds=1e3 * mesh.sizes[0], peaks=(1000, 1000))
 
-    _, found = searched(request(plan_pipeline, pipeline="outer", cluster=hosts(4)), devices=8)
+    _, found = searched(request(plan_pipeline, pipelines="outer", cluster=hosts(4)), devices=8)
     assert set(asked) == {2, 4}
     assert found["pp=8"].verdict.startswith("not planned: the shorter pipeline pp=4, x=2 is")

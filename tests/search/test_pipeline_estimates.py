@@ -14,7 +14,7 @@ from autoshard.errors import PlanError
 from autoshard.search.pipeline_estimates import PipelineEstimates, longest_stage
 from autoshard.search.shapes import Shape
 from autoshard.specs.axes import MeshShape
-from tests.options import options as given
+from tests.targets import target as target_of
 
 WHOLE = 12.0
 FINE = [1 / 4096] * 4096
@@ -25,15 +25,15 @@ class Plans:
     """Plans of the whole step that take so many seconds, whatever the devices."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.request = SimpleNamespace(options=given(cluster=cluster))
+        self.request = SimpleNamespace(target=target_of(cluster=cluster))
         self.asked: list[MeshShape] = []
 
-    def options(self, effort: str, *, limited: bool) -> Any:
+    def target(self, effort: str, *, limited: bool) -> Any:
         assert (effort, limited) == ("fast", False)
-        return self.request.options
+        return self.request.target
 
-    def on(self, mesh: MeshShape, options: Any) -> Any:
-        assert options.cluster.is_uniform
+    def plan_on(self, mesh: MeshShape, target: Any) -> Any:
+        assert target.cluster.is_uniform
         self.asked.append(mesh)
         if mesh.size == 1:
             raise PlanError("one device is too few")

@@ -20,7 +20,9 @@ def slow_network() -> Cluster:
 
 def test_pipelines_keep_their_bounds_and_are_taken_where_they_are_faster() -> None:
     module, kwargs = models.ALL["gpt"]()
-    result = autoshard.search(module, 4, (), kwargs, cluster=slow_network(), effort="fast", time_limit=1000.0)
+    result = autoshard.search(
+        module, 4, (), kwargs, cluster=slow_network(), search=autoshard.Search(effort="fast", time_limit=1000.0)
+    )
     staged = [one for one in result.candidates if one.shape.axis is not None and one.seconds is not None]
     assert staged
     for one in result.candidates:

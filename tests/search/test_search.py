@@ -19,7 +19,9 @@ from tests.search.test_mesh_search import hosts, model
 
 def search(devices: int = 4, **asked: Any) -> SearchResult:
     module, args, _ = model()
-    return autoshard.search(module, devices, args, cluster=hosts(2), effort="fast", pipeline=False, **asked)
+    return autoshard.search(
+        module, devices, args, cluster=hosts(2), search=autoshard.Search(effort="fast"), pipelines=False, **asked
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def test_the_plan_is_one_that_plan_makes() -> None:
         dict(zip(result.mesh.names, result.mesh.sizes, strict=True)),
         args,
         cluster=hosts(2),
-        effort="fast",
+        search=autoshard.Search(effort="fast"),
         memory_limit=result.memory_limit,
     )
     assert alone.decisions == result.plan.decisions  # type: ignore[union-attr]
@@ -143,7 +145,7 @@ def test_options_say_which_numbers_of_devices_are_looked_at() -> None:
 def test_by_default_the_limit_is_what_a_device_has() -> None:
     cluster = hosts(2)
     module, args, _ = model()
-    result = autoshard.search(module, 1, args, cluster=cluster, effort="fast", pipeline=False)
+    result = autoshard.search(module, 1, args, cluster=cluster, search=autoshard.Search(effort="fast"), pipelines=False)
     assert result.memory_limit == cluster.device.memory
     assert str(result.mesh) == "x=1"
 
@@ -152,5 +154,7 @@ def test_numbers_are_left_alone() -> None:
     """Real parameters are neither touched nor sharded."""
     module = torch.nn.Linear(8, 8)
     before = module.weight.detach().clone()
-    autoshard.search(module, 2, (torch.ones(4, 8),), cluster="cpu", effort="fast", pipeline=False)
+    autoshard.search(
+        module, 2, (torch.ones(4, 8),), cluster="cpu", search=autoshard.Search(effort="fast"), pipelines=False
+    )
     assert torch.equal(module.weight, before)

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
-from autoshard.options import Options
 from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
 from autoshard.pipeline.graph.forward_graph import read_stage_graph
 from autoshard.pipeline.graph.microbatch import batch_sizes, microbatches
@@ -22,6 +21,7 @@ from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.pipeline.plan.stage_reuse import has_same_names, rename_capture, structural_text
 from autoshard.planner import hints as hint_rules
+from autoshard.planner.target import Target
 from autoshard.specs.axes import MeshShape
 
 
@@ -74,11 +74,11 @@ class PipelineCaptures:
         stages: the captured steps.
     """
 
-    def __init__(self, call: BatchCall, options: Options, dynamic: bool = False) -> None:
+    def __init__(self, call: BatchCall, target: Target, dynamic: bool = False) -> None:
         self.call = call
         self._dynamic = dynamic
-        self.stage_captures = StageCaptures(options.mp_policy)
-        self._options = options
+        self.stage_captures = StageCaptures(target.options.mp_policy)
+        self._target = target
         self._exported: dict[int, ExportedModule] = {}
         self._graphs: dict[int, list[tuple[Cluster, StageGraph]]] = {}
         self._with_dynamic_batch: PipelineCaptures | None = None
@@ -87,7 +87,7 @@ class PipelineCaptures:
     def with_dynamic_batch(self) -> PipelineCaptures:
         """The same call with a dynamic size for the samples of a microbatch, which ranks can take shares of."""
         if self._with_dynamic_batch is None:
-            self._with_dynamic_batch = PipelineCaptures(self.call, self._options, dynamic=True)
+            self._with_dynamic_batch = PipelineCaptures(self.call, self._target, dynamic=True)
         return self._with_dynamic_batch
 
     def export(self, number: int) -> ExportedModule:
@@ -96,14 +96,14 @@ class PipelineCaptures:
             call = self.call
             args, kwargs = microbatches(call.module, call.args, call.kwargs, number, call.batch_dims)[0]
             sizes = batch_sizes(call.module, args, kwargs, call.batch_dims) if self._dynamic else None
-            hinted = hint_rules.task_graphs(self._options.hints, [name for name, _ in call.module.named_modules()])
+            hinted = hint_rules.task_graphs(self._target.hints, [name for name, _ in call.module.named_modules()])
             self._exported[number] = export_forward(
                 call.module,
                 args,
                 kwargs,
                 grad=torch.is_grad_enabled(),
                 task_graphs=hinted,
-                mp_policy=self._options.mp_policy,
+                mp_policy=self._target.options.mp_policy,
                 dynamic=sizes,
             )
         return self._exported[number]
@@ -115,7 +115,7 @@ class PipelineCaptures:
             if known == cluster:
                 return graph
         cost = CostModel(cluster, MeshShape.of({"device": 1}))
-        graph = read_stage_graph(self.export(number), cost, optimizer=self._options.settings.optimizer)
+        graph = read_stage_graph(self.export(number), cost, optimizer=self._target.settings.optimizer)
         priced.append((cluster, graph))
         return graph
 

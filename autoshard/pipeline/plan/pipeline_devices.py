@@ -12,9 +12,9 @@ from autoshard.capture.fingerprint import fingerprint
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.measurements import Grouping
 from autoshard.errors import MeshError, PlanError
-from autoshard.options import Options
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.graph.forward_export import ExportedModule
+from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 
@@ -78,25 +78,25 @@ def forward_fingerprint(exported: ExportedModule) -> str:
     return fingerprint(exported.forward.inputs, (), exported.graph)
 
 
-def check_pipeline_options(options: Options) -> None:
+def check_pipeline_options(target: Target) -> None:
     """`PlanError` if an option is one that a pipeline can not have."""
     refused = {
-        "dynamic": options.dynamic is not None and "the sizes of what stages send each other are fixed",
-        "inputs": options.inputs != "global" and "every rank is given the whole batch",
-        "output_placements": options.output_placements is not None and "outputs are put together of microbatches",
+        "dynamic": target.dynamic is not None and "the sizes of what stages send each other are fixed",
+        "inputs": target.inputs != "global" and "every rank is given the whole batch",
+        "output_placements": target.output_placements is not None and "outputs are put together of microbatches",
     }
     for name, why in refused.items():
         if why:
             raise PlanError(f"a pipeline can not have the option {name}: {why}. Leave it out.")
 
 
-def stage_options(
-    options: Options,
+def stage_target(
+    target: Target,
     cluster: Cluster,
     plan: ShardingPlan | None = None,
     names: Collection[str] = (),
     dynamic: Dynamic | None = None,
-) -> Options:
+) -> Target:
     """The options that one stage is planned with, and run with.
 
     Args:
@@ -113,7 +113,7 @@ def stage_options(
         "output_placements": None,
         "shares": None,
     }
-    mine = replace(options, cluster=cluster, **free)  # type: ignore[arg-type]
+    mine = replace(target, cluster=cluster, **free)  # type: ignore[arg-type]
     if plan is None:
         return mine
     if plan.shares:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from autoshard.errors import BudgetError, CaptureError, InputError, PlanError, warn_caller
-from autoshard.options import Options
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.assign.placement import stage_devices
 from autoshard.pipeline.assign.stages import StageDevice, Stages
@@ -43,6 +42,7 @@ from autoshard.pipeline.schedule.schedule_search import (
 from autoshard.pipeline.schedule.schedules import SCHEDULES, placement
 from autoshard.pipeline.schedule.simulation import Simulation
 from autoshard.planner.gc_freeze import freeze_older_objects
+from autoshard.planner.target import Target
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
@@ -65,7 +65,7 @@ def plan_pipeline(
     microbatches: int | str = "auto",
     virtual: int | str = "auto",
     begin: int | None = None,
-    options: Options,
+    target: Target,
     devices: Sequence[StageDevice] | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     boundaries: BoundaryMode = "planned",
@@ -125,18 +125,18 @@ def plan_pipeline(
     """
     shape = MeshShape.of(mesh)
     check_axis(shape, axis)
-    check_pipeline_options(options)
-    captured = captured or PipelineCaptures(BatchCall(module, args, kwargs, batch_dims), options)
+    check_pipeline_options(target)
+    captured = captured or PipelineCaptures(BatchCall(module, args, kwargs, batch_dims), target)
     stopping = stopping or Stopping()
 
     def new_planner(
         layout: PipelineMesh, shares: Sequence[RankShares], sizes: dict[PipelineShape, PlannedShape]
     ) -> _PipelinePlanner:
         own = captured.with_dynamic_batch if any(shares) else captured
-        return _PipelinePlanner(own, layout, options, devices, boundaries, sizes, stopping, shares)
+        return _PipelinePlanner(own, layout, target, devices, boundaries, sizes, stopping, shares)
 
     with freeze_older_objects():
-        asked = options.shares if isinstance(options.shares, Mapping) else {}
+        asked = target.shares if isinstance(target.shares, Mapping) else {}
         given: RankShares = {name: tuple(counts) for name, counts in asked.items()}
         layout = PipelineMesh.of(shape, axis)
         first = new_planner(layout, [given] * layout.ranks, {} if known is None or given else known)
@@ -145,7 +145,7 @@ def plan_pipeline(
             layout = PipelineMesh.of(shape, axis, marked)
             first = new_planner(layout, [given] * layout.ranks, {})
         plan = first.run(schedule, microbatches, virtual, begin)
-        uneven = first.shares_by_speed(plan) if options.shares == "auto" else []
+        uneven = first.shares_by_speed(plan) if target.shares == "auto" else []
         if not any(uneven):
             return plan
         try:
@@ -168,7 +168,7 @@ class _PipelinePlanner:
         self,
         captured: PipelineCaptures,
         mesh: PipelineMesh,
-        options: Options,
+        target: Target,
         devices: Sequence[StageDevice] | None,
         boundaries: BoundaryMode,
         known: dict[PipelineShape, PlannedShape],
@@ -179,23 +179,23 @@ class _PipelinePlanner:
         self.stopping = stopping
         call = captured.call
         self.mesh = mesh
-        self.options = options
+        self.target = target
         self.ranks = mesh.ranks
         self.batch = samples(call.module, call.args, call.kwargs, call.batch_dims)
-        memory = options.settings.memory_limit or options.cluster.device.memory
+        memory = target.settings.memory_limit or target.cluster.device.memory
         given = list(self._devices(memory) if devices is None else devices)
         if len(given) != self.ranks:
             raise PlanError(
                 f"{len(given)} devices for pipeline axis {mesh.axis} of the mesh {mesh.whole}, which has {self.ranks} "
                 "ranks: give one for every rank."
             )
-        limit = options.settings.memory_limit or _NO_LIMIT
+        limit = target.settings.memory_limit or _NO_LIMIT
         self.devices = [replace(one, memory=min(one.memory, limit)) for one in given]
         self.memory_limits = tuple(int(min(one.memory, _NO_LIMIT)) for one in self.devices)
         self.has_unequal_devices = any((one.speed, one.memory) != (given[0].speed, given[0].memory) for one in given)
         self.shares = tuple(shares)
         self.shape_planner = ShapePlanner(
-            captured, mesh, options, self.devices, boundaries, self._fastest_seconds, stopping, self.shares
+            captured, mesh, target, self.devices, boundaries, self._fastest_seconds, stopping, self.shares
         )
         self.schedule_names: list[str] = []
         self.planned_shapes = known
@@ -204,9 +204,9 @@ class _PipelinePlanner:
 
     def _devices(self, memory: float) -> Sequence[StageDevice]:
         """Those of the cluster; `memory` is that of a device where all are equal."""
-        if self.options.cluster.is_uniform:
+        if self.target.cluster.is_uniform:
             return [StageDevice(1.0, 1.0, memory)] * self.ranks
-        return stage_devices(self.options.cluster, self.mesh)
+        return stage_devices(self.target.cluster, self.mesh)
 
     def run(
         self, schedule: str | Sequence[str], microbatches: int | str, virtual: int | str, begin: int | None = None
@@ -302,7 +302,7 @@ class _PipelinePlanner:
             if kind not in found:
                 where = self.shape_planner.targets[kind]
                 samples = self.batch // plan.microbatches
-                found[kind] = proportional_shares(one, where.options.cluster, where.mesh, samples)
+                found[kind] = proportional_shares(one, where.target.cluster, where.mesh, samples)
         return [found[kind] for kind in self.shape_planner.target_of]
 
     def warn_of_interruption(self, seconds: float) -> None:
@@ -417,7 +417,7 @@ class _PipelinePlanner:
         self, costs_of: CostsOf, every: Sequence[PipelineShape], rooms: tuple[int, ...]
     ) -> ScheduleSearch:
         """All schedules that are asked for, of some sizes, simulated."""
-        search = ScheduleSearch(costs_of, self.ranks, rooms, self.options.cluster.contention)
+        search = ScheduleSearch(costs_of, self.ranks, rooms, self.target.cluster.contention)
         for name in self.schedule_names:
             for size in every:
                 search.add(name, *size)
@@ -498,8 +498,8 @@ class _PipelinePlanner:
             peaks=best.peaks,
             capacities=self.memory_limits,
             table=table,
-            cluster=self.options.cluster.name,
-            contention=self.options.cluster.contention,
+            cluster=self.target.cluster.name,
+            contention=self.target.cluster.contention,
             fingerprint=forward_fingerprint(chosen.microbatch_graph.exported),
             timings={**self.shape_planner.seconds, "all": time.perf_counter() - self.start},
             versions={"autoshard": __version__, "torch": torch.__version__},

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from autoshard.capture.task_graphs import task_graphs_with_counts
 from autoshard.errors import BudgetError, HintError
-from autoshard.options import Options
 from autoshard.pipeline.assign.marked_stages import marked_stages
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.assign.stages import Method, StageDevice, Stages, assign_layers, assign_stages
@@ -20,7 +19,7 @@ from autoshard.pipeline.graph.forward_export import ExportedModule
 from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
 from autoshard.pipeline.plan.captures import PipelineCaptures
-from autoshard.pipeline.plan.pipeline_devices import slowest_cluster, stage_clusters, stage_options
+from autoshard.pipeline.plan.pipeline_devices import slowest_cluster, stage_clusters, stage_target
 from autoshard.pipeline.plan.planned_stage import Links, PlannedStage, stage_costs
 from autoshard.pipeline.plan.rank_shares import RankShares, memory_share, scale_to_shares
 from autoshard.pipeline.plan.relaxed_fit import RelaxedFit, merge_limits, relaxations
@@ -32,6 +31,7 @@ from autoshard.pipeline.schedule.schedule_bounds import least_bytes
 from autoshard.pipeline.schedule.schedules import placement
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.batch_shares import with_shares
+from autoshard.planner.target import Target
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes
 
@@ -109,7 +109,7 @@ class ShapePlanner:
         self,
         captured: PipelineCaptures,
         mesh: PipelineMesh,
-        options: Options,
+        target: Target,
         devices: Sequence[StageDevice],
         boundaries: BoundaryMode,
         seconds_of: Callable[[PipelineShape, Sequence[StageCosts], bool], float],
@@ -122,19 +122,19 @@ class ShapePlanner:
         self.ranks = mesh.ranks
         self.meshes = tuple(mesh.stage(rank) for rank in range(mesh.ranks))
         self.devices = tuple(devices)
-        self.links = Links.of(options.cluster, mesh.whole, mesh.axis)
-        self.options = options
+        self.links = Links.of(target.cluster, mesh.whole, mesh.axis)
+        self.target = target
         self.boundaries = boundaries
         self.seconds_of = seconds_of
         self.stopping = stopping
-        self.cluster = slowest_cluster(options.cluster, mesh.whole.size)
-        clusters = stage_clusters(options.cluster, mesh)
+        self.cluster = slowest_cluster(target.cluster, mesh.whole.size)
+        clusters = stage_clusters(target.cluster, mesh)
         self.shares = tuple(shares) or ({},) * self.ranks
-        limit = options.settings.memory_limit or math.inf
+        limit = target.settings.memory_limit or math.inf
         of_ranks = list(zip(self.shares, clusters, self.meshes, strict=True))
         self.memory_shares = [memory_share(given, cluster, shape, limit) for given, cluster, shape in of_ranks]
         each = [
-            StageTarget(with_shares(stage_options(options, cluster), shape, given), shape)
+            StageTarget(with_shares(stage_target(target, cluster), shape, given), shape)
             for given, cluster, shape in of_ranks
         ]
         self.targets = [one for place, one in enumerate(each) if one not in each[:place]]
@@ -146,7 +146,7 @@ class ShapePlanner:
     def seconds_left(self) -> float:
         """Seconds of the search, captures aside."""
         now = time.monotonic()
-        mine = self.options.settings.time_limit + self.seconds["capture"] - (now - self.start)
+        mine = self.target.settings.time_limit + self.seconds["capture"] - (now - self.start)
         return min(mine, self.stopping.deadline - now)
 
     @property
@@ -168,9 +168,9 @@ class ShapePlanner:
         A rank with more devices than another is so many times as fast.
         """
         many = [shape.size / min(other.size for other in self.meshes) for shape in self.meshes]
-        if self.options.cluster.is_uniform or not graph.seconds:
+        if self.target.cluster.is_uniform or not graph.seconds:
             return tuple(device.speed * count for device, count in zip(self.devices, many, strict=True))
-        clusters = [replace(kind.options.cluster, stretches=()) for kind in self.targets]
+        clusters = [replace(kind.target.cluster, stretches=()) for kind in self.targets]
         seconds = [self.captures.stage_graph(number, cluster).seconds for cluster in clusters]
         return tuple(graph.seconds / seconds[kind] * count for kind, count in zip(self.target_of, many, strict=True))
 
@@ -248,7 +248,7 @@ class ShapePlanner:
     ) -> Stages | None:
         """Stages that part no layer, as equal as is asked for; what they save may be recomputed."""
         keeping = assign_layers(graph, devices, flights, tolerance=TOLERANCES[0])
-        if keeping is not None or self.options.settings.recompute == "none":
+        if keeping is not None or self.target.settings.recompute == "none":
             return keeping
         return assign_layers(graph, devices, flights, tolerance=TOLERANCES[0], keeping=False)
 
@@ -259,7 +259,7 @@ class ShapePlanner:
             return assign(graph, flights)
         except BudgetError:
             # What is saved may be recomputed, or there may be a schedule with one microbatch under way at a time.
-            if self.options.settings.recompute != "none":
+            if self.target.settings.recompute != "none":
                 graph = replace(graph, nodes=tuple(replace(node, saved_bytes=0) for node in graph.nodes))
             return assign(graph, [1] * len(flights))
 
@@ -310,7 +310,7 @@ class ShapePlanner:
         parts = cut(forward.exported, stages.stage_of, len(stages.seconds), stages.recomputed)
         self.seconds["stages"] += time.perf_counter() - cutting
         planner = self._stage_planner(forward.exported)
-        first = "full" if self.options.settings.recompute == "full" else "none"
+        first = "full" if self.target.settings.recompute == "full" else "none"
         at = placement(self.ranks, size.virtual)
         rooms = [StageBudget(None, first, self.target_of[rank], size.microbatches) for rank in at]
         free_of_limits = best = self._plan_stages(planner, size, forward, stages, parts, rooms)
@@ -318,7 +318,7 @@ class ShapePlanner:
         free, least = self.seconds_of(size, best.costs, False), self._merit(size, best.costs)
         memories = [device.memory for device in self.devices]
         texts = [structural_text(part) for part in parts]
-        for rung in relaxations(self.options.settings.recompute):
+        for rung in relaxations(self.target.settings.recompute):
             late = self.is_over or (self.seconds_left <= 0 and least[0] < math.inf)
             if least[0] <= free * (1 + MIN_GAIN) or free >= known or late or self.stopping.interrupted:
                 break
@@ -373,7 +373,7 @@ class ShapePlanner:
     def _costs_on_device(self, costs: StageCosts, rank: int) -> StageCosts:
         """Costs at the speed of a rank's devices, where that is not in them: a cluster of equal devices knows none."""
         costs = scale_to_shares(self._scale_send_seconds(costs, rank), self.shares[rank], self.memory_shares[rank])
-        if not self.options.cluster.is_uniform:
+        if not self.target.cluster.is_uniform:
             return costs
         speed = self.devices[rank].speed
         return replace(
@@ -394,7 +394,7 @@ class ShapePlanner:
 
     def _stage_planner(self, one: ExportedModule) -> StagePlanner:
         if self._planner is None:
-            hints, captures = self.options.hints, self.captures.stage_captures
+            hints, captures = self.target.hints, self.captures.stage_captures
             pinned = [self._pinned_placements(one, kind.mesh) for kind in self.targets]
             self._planner = StagePlanner(self.targets, pinned, hints, self.boundaries, captures, self.links)
             self.seconds = self._planner.seconds = {**self._planner.seconds, **self.seconds}
@@ -405,4 +405,4 @@ class ShapePlanner:
         module = self.captures.call.module
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         names = [name for name, _ in module.named_modules()]
-        return hint_rules.resolve(self.options.hints, shapes, one.forward.aliases, names, mesh)
+        return hint_rules.resolve(self.target.hints, shapes, one.forward.aliases, names, mesh)

@@ -14,7 +14,7 @@ from autoshard.capture.layers import Layer
 from autoshard.capture.layers import layers as layers_of
 from autoshard.capture.recomputation import recompute_layers
 from autoshard.errors import BudgetError, PlanError
-from autoshard.options import Hints, Options
+from autoshard.options import Hints
 from autoshard.patterns.decisions import Decisions
 from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.pipeline.plan.boundaries import parts_are_equal
@@ -24,6 +24,7 @@ from autoshard.pipeline.plan.stage_reuse import rename_decisions, structural_fin
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner, with_provenance
 from autoshard.planner.recompute_search import recomputing_planner
+from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape
@@ -65,7 +66,7 @@ class StageTarget:
         mesh: of one stage.
     """
 
-    options: Options
+    target: Target
     mesh: MeshShape
 
 
@@ -97,7 +98,7 @@ class StagePlanner:
     ) -> None:
         self.links = links
         self.targets = tuple(kinds)
-        self.time_limit = kinds[0].options.settings.time_limit
+        self.time_limit = kinds[0].target.settings.time_limit
         self.pinned = tuple(pinned)
         self.hints = hints
         self.has_planned_boundaries = boundaries == "planned"
@@ -156,7 +157,7 @@ class StagePlanner:
                 self._check_same_mesh(stage, rooms)
                 ranks = {name: len({ranks_of[holder] for holder in stage.shared[name]}) for name in new}
                 summed = {name: self._seconds_per_byte(count) / room.microbatches for name, count in ranks.items()}
-                alone = self._plan_or_relax(stage, room, settled, self.targets[room.kind].options, summed)
+                alone = self._plan_or_relax(stage, room, settled, self.targets[room.kind].target, summed)
                 settled.update({name: alone.plan.placements[name] for name in new})
         return settled
 
@@ -183,9 +184,9 @@ class StagePlanner:
         leaves: bool,
     ) -> PlannedStage:
         """The plan of a stage that receives tensors as they are `taken`, or whole; others it `leaves` as they come."""
-        options, mesh = self.targets[room.kind].options, self.targets[room.kind].mesh
+        options, mesh = self.targets[room.kind].target, self.targets[room.kind].mesh
         if taken is not None:
-            options = self._receiving_options(stage, taken, options, mesh)
+            options = self._receiving_target(stage, taken, options, mesh)
         if not leaves:
             return self._plan_or_relax(stage, room, pins, options)
         options = replace(options, output_placements="planned")
@@ -202,58 +203,58 @@ class StagePlanner:
             one = self._plan_or_relax(stage, room, pins, replace(options, output_placements={**placed, **whole}))
         return one
 
-    def _receiving_options(
-        self, stage: StageModule, taken: Sequence[tuple[Placement, ...]], options: Options, mesh: MeshShape
-    ) -> Options:
+    def _receiving_target(
+        self, stage: StageModule, taken: Sequence[tuple[Placement, ...]], target: Target, mesh: MeshShape
+    ) -> Target:
         """The options of a stage that receives tensors so; the model's inputs are whole everywhere."""
-        graph = self._graph(stage, options)
+        graph = self._graph(stage, target)
         names = [leaf for leaf in graph.call.leaves if isinstance(leaf, str)]
         known = {source.name for source in graph.inputs if source.kind == "input"}
         whole = [(Replicate(),) * mesh.ndim] * (len(names) - len(taken))
         pinned = {name: row for name, row in zip(names, [*taken, *whole], strict=True) if name in known}
-        return replace(options, inputs="local", input_placements=pinned)
+        return replace(target, inputs="local", input_placements=pinned)
 
     def _plan_or_relax(
         self,
         stage: StageModule,
         room: StageBudget,
         pins: Pins,
-        options: Options,
+        target: Target,
         summed: Mapping[str, float] | None = None,
     ) -> PlannedStage:
         """A plan within the room, or the leanest there is where that will do; `summed` as in `Constraints`."""
         if room in self._smallest_peaks:
             room = replace(room, limit=self._smallest_peaks[room])
         try:
-            return self._plan_within_budget(stage, room, pins, options, summed)
+            return self._plan_within_budget(stage, room, pins, target, summed)
         except BudgetError as error:
             if not room.or_leanest or error.peak is None:
                 raise
             self._smallest_peaks[room] = error.peak
-            return self._plan_within_budget(stage, replace(room, limit=error.peak), pins, options, summed)
+            return self._plan_within_budget(stage, replace(room, limit=error.peak), pins, target, summed)
 
     def _plan_within_budget(
-        self, stage: StageModule, room: StageBudget, pins: Pins, options: Options, summed: Mapping[str, float] | None
+        self, stage: StageModule, room: StageBudget, pins: Pins, target: Target, summed: Mapping[str, float] | None
     ) -> PlannedStage:
         """A plan, or that of a stage that is alike and asked the same."""
-        graph = self._graph(stage, options)
+        graph = self._graph(stage, target)
         start = time.perf_counter()
         held = {source.name for source in graph.inputs if source.kind == "parameter"}
         known = {**self.pinned[room.kind], **pins}
         pinned = {name: placements for name, placements in known.items() if name in held}
-        asked = {**pinned, **options.input_placements}
+        asked = {**pinned, **target.input_placements}
         summed = summed or {}
         places = [(str(asked.get(source.name)), summed.get(source.name)) for source in graph.inputs]
         key = (
             structural_fingerprint(graph),
             task_graph_marks(graph),
             tuple(places),
-            str(options.output_placements),
-            options.inputs,
+            str(target.output_placements),
+            target.inputs,
             room,
         )
         settings = replace(
-            options.settings,
+            target.settings,
             memory_limit=room.limit,
             recompute=room.recompute,
             gradient_steps=room.microbatches,
@@ -261,10 +262,10 @@ class StagePlanner:
             reduced=room.reduced,
             time_limit=self.time_limit,
         )
-        options = replace(options, settings=settings)
+        target = replace(target, settings=settings)
         serves = room.kind, settings.runs_per_reduction
         planner = planner_for(
-            stage.module, graph, self.targets[room.kind].mesh, options, like=self._planner_by_target.get(serves)
+            stage.module, graph, self.targets[room.kind].mesh, target, like=self._planner_by_target.get(serves)
         )
         self._planner_by_target.setdefault(serves, planner)
         planner.constraints = replace(
@@ -275,18 +276,18 @@ class StagePlanner:
         if earlier is not None and earlier.graph is graph:
             planner.plan_cache, planner.unlimited = earlier.plan_cache, earlier.unlimited
         self._earlier_planners.setdefault(free, planner)
-        one = PlannedStage(stage, graph, planner, self._sharding_plan(planner, self._known_stages.get(key), options))
+        one = PlannedStage(stage, graph, planner, self._sharding_plan(planner, self._known_stages.get(key), target))
         if planner.interrupted:
             raise KeyboardInterrupt
         self._known_stages.setdefault(key, one)
         self.seconds["plan"] += time.perf_counter() - start
         return one
 
-    def _sharding_plan(self, planner: Planner, alike: PlannedStage | None, options: Options) -> ShardingPlan:
-        said = replace(options, hints=self.hints)
+    def _sharding_plan(self, planner: Planner, alike: PlannedStage | None, target: Target) -> ShardingPlan:
+        said = replace(target, hints=self.hints)
         if alike is None:
             # Where a limit is too low, others are tried: nobody asks what would help.
-            return run_planner(planner, 0.0, said, planner.unlimited, explained=options.settings.memory_limit is None)
+            return run_planner(planner, 0.0, said, planner.unlimited, explained=target.settings.memory_limit is None)
         made = alike.graph
         if alike.plan.recomputed:
             layers = dict(zip(map(_name, layers_of(made)), map(_name, layers_of(planner.graph)), strict=True))
@@ -296,16 +297,16 @@ class StagePlanner:
         found = planner.evaluate(decisions, alike.plan.cost, alike.plan.lower_bound, alike.plan.method)
         return with_provenance(planner.describe(found), planner, 0.0, said)
 
-    def _graph(self, stage: StageModule, options: Options) -> JointGraph:
+    def _graph(self, stage: StageModule, target: Target) -> JointGraph:
         start = time.perf_counter()
-        graph = self._captures.joint_graph(stage, dynamic=options.shares is not None)
+        graph = self._captures.joint_graph(stage, dynamic=target.shares is not None)
         self.seconds["capture"] += time.perf_counter() - start
         return graph
 
 
 def _can_pass_shards(one: StageTarget, other: StageTarget) -> bool:
     """Whether what stages of one kind leave in parts can be taken so by those of the other."""
-    return one.mesh.size > 1 and (one.mesh, one.options.shares) == (other.mesh, other.options.shares)
+    return one.mesh.size > 1 and (one.mesh, one.target.shares) == (other.mesh, other.target.shares)
 
 
 def _name(layer: Layer) -> str:

@@ -13,18 +13,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import PipelineError
-from autoshard.options import Options
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.microbatch import batch_sizes, microbatches
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
 from autoshard.pipeline.plan.boundaries import Boundaries, input_names
-from autoshard.pipeline.plan.pipeline_devices import stage_clusters, stage_options
+from autoshard.pipeline.plan.pipeline_devices import stage_clusters, stage_target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.call_format import CallFormat
 from autoshard.pipeline.run.position import pipeline_position
 from autoshard.pipeline.run.stage_runtime import PipelineRuntime
 from autoshard.pipeline.run.state_entries import StateEntry, relink_entries, state_entries
 from autoshard.planner import hints as hint_rules
+from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.parallelizer import Parallelizer
 from autoshard.runtime.rank_agreement import on_all_ranks
@@ -56,7 +56,6 @@ class CallCache:
         device_mesh: all axes.
         plan: the stages, for all calls.
         options: how calls that the plan does not know are planned.
-        compile: hand the local programs to inductor.
         batch_dims: as `microbatches` takes them.
 
     Attributes:
@@ -68,8 +67,7 @@ class CallCache:
         model: nn.Module,
         device_mesh: DeviceMesh,
         plan: PipelinePlan,
-        options: Options,
-        compile: bool,
+        target: Target,
         batch_dims: Mapping[str, int | None] | None,
     ) -> None:
         self.model = model
@@ -80,9 +78,8 @@ class CallCache:
         self.device_mesh = device_mesh
         self._mesh = self._position.mesh
         self._boundaries = Boundaries(plan.stages, MeshShape.of(self._mesh), self._mesh.get_coordinate() or [])
-        self._options = options
-        self._cluster = stage_clusters(options.cluster, plan.layout)[self.rank]
-        self._compile = compile
+        self._target = target
+        self._cluster = stage_clusters(target.cluster, plan.layout)[self.rank]
         self._batch_dims = batch_dims
         everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.uninitialized_names = frozenset(name for name, tensor in everything if tensor.is_meta)
@@ -95,10 +92,12 @@ class CallCache:
             PipelineError: it runs operators that the plan has no stage for.
         """
         plan, number = self.plan, self.plan.schedule.microbatches
-        hinted = hint_rules.task_graphs(self._options.hints, [name for name, _ in self.model.named_modules()])
+        hinted = hint_rules.task_graphs(self._target.hints, [name for name, _ in self.model.named_modules()])
         part = microbatches(self.model, args, kwargs, number, self._batch_dims)[0]
         sizes = batch_sizes(self.model, *part, self._batch_dims) if plan.in_shares else None
-        graph = export_forward(self.model, *part, task_graphs=hinted, mp_policy=self._options.mp_policy, dynamic=sizes)
+        graph = export_forward(
+            self.model, *part, task_graphs=hinted, mp_policy=self._target.options.mp_policy, dynamic=sizes
+        )
         calls = CallFormat(self.model, graph, number, self._batch_dims)
         calls.check()
         names = {node.name for node in graph.operators}
@@ -133,8 +132,8 @@ class CallCache:
 
     def _parallelizer(self, serving: PreparedCall, stage: StageModule, plan: ShardingPlan | None) -> Parallelizer:
         runtime, index = serving.runtime, stage.index
-        options = stage_options(
-            self._options, self._cluster, self.plan.stages[index], input_names(stage), stage.dynamic or None
+        options = stage_target(
+            self._target, self._cluster, self.plan.stages[index], input_names(stage), stage.dynamic or None
         )
         steps, reduced = self.plan.microbatches, self.plan.reduced_at(index)
         options = replace(options, settings=replace(options.settings, gradient_steps=steps, reduced=reduced))
@@ -142,7 +141,6 @@ class CallCache:
             stage.module,
             self._mesh,
             options,
-            self._compile,
             plan,
             index,
             later=runtime.second_halves.get(index),

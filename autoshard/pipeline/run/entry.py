@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import InputError, MeshError, PlanError
 from autoshard.names import suggestion
-from autoshard.options import Options
+from autoshard.options import Pipeline
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.run.pipeline_module import PipelineModule, build_pipeline_module
 from autoshard.planner.progress_line import show_progress
+from autoshard.planner.target import Target
 from autoshard.runtime.rank_agreement import check_ranks_agree, from_first_rank
 from autoshard.specs.axes import MeshShape
 
@@ -23,52 +24,26 @@ PIPELINE_AXIS = "pp"
 """Name of the mesh axis that is a pipeline where nothing else is said."""
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineOptions:
-    """What `autoshard.plan` describes of pipelines.
+def resolve_pipeline(mesh: MeshShape, pipeline: Pipeline) -> Pipeline | None:
+    """Return the options of a pipeline with the name of its axis; None for a mesh without a pipeline.
 
-    Attributes:
-        axis: name of the mesh axis along which the stages lie.
-        schedule, microbatches, virtual, batch_dims: as for `plan_pipeline`.
+    Raises:
+        MeshError: no mesh axis has the name of the axis.
+        PlanError: there are options of a pipeline, and the mesh has none.
     """
-
-    axis: str
-    schedule: str = "auto"
-    microbatches: int | str = "auto"
-    virtual: int | str = "auto"
-    batch_dims: Mapping[str, int | None] | None = None
-
-    @staticmethod
-    def of(
-        mesh: MeshShape,
-        axis: str | None,
-        schedule: str,
-        microbatches: int | str,
-        virtual: int | str,
-        batch_dims: Mapping[str, int | None] | None,
-    ) -> PipelineOptions | None:
-        """The options as they are used; None for a mesh without a pipeline.
-
-        Raises:
-            MeshError: no mesh axis has the name `axis`.
-            PlanError: something is said of a pipeline, and there is none.
-        """
-        if axis is None and PIPELINE_AXIS in mesh.names:
-            axis = PIPELINE_AXIS
-        if axis is not None:
-            if axis not in mesh.names:
-                raise MeshError(
-                    f"pipeline_axis={axis!r}: the mesh {mesh} has no such axis. {suggestion(axis, list(mesh.names))}"
-                )
-            return PipelineOptions(axis, schedule, microbatches, virtual, batch_dims)
-        said = {"schedule": schedule, "microbatches": microbatches, "virtual": virtual, "batch_dims": batch_dims}
-        for name, value in said.items():
-            if value not in ("auto", None):
-                raise PlanError(
-                    f"{name}={value!r} is said of a pipeline, and the mesh {mesh} has none: name the axis along which "
-                    f"stages lie {PIPELINE_AXIS!r}, or pass pipeline_axis."
-                )
-        return None
+    axis = PIPELINE_AXIS if pipeline.axis is None and PIPELINE_AXIS in mesh.names else pipeline.axis
+    if axis is not None:
+        if axis not in mesh.names:
+            raise MeshError(
+                f"pipeline axis {axis!r}: the mesh {mesh} has no such axis. {suggestion(axis, list(mesh.names))}"
+            )
+        return replace(pipeline, axis=axis)
+    for name, value in pipeline.requests.items():
+        raise PlanError(
+            f"{name}={value!r} is an option of a pipeline, and the mesh {mesh} has none: name the axis along which "
+            f"stages lie {PIPELINE_AXIS!r}, or pass pipeline=autoshard.Pipeline(axis=...)."
+        )
+    return None
 
 
 def plan_with_options(
@@ -76,8 +51,8 @@ def plan_with_options(
     mesh: MeshShape,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    wanted: PipelineOptions,
-    options: Options,
+    pipeline: Pipeline,
+    target: Target,
 ) -> PipelinePlan:
     """The plan that `plan_pipeline` makes.
 
@@ -86,18 +61,19 @@ def plan_with_options(
         AutoshardError: as for `plan_pipeline`.
     """
     _check_example(args, kwargs)
-    with show_progress(options.verbose, f"planning of {type(module).__name__} as a pipeline"):
+    assert pipeline.axis is not None, "of a pipeline that was resolved"
+    with show_progress(target.options.search.verbose, f"planning of {type(module).__name__} as a pipeline"):
         return plan_pipeline(
             module,
             mesh,
             args,
             kwargs,
-            axis=wanted.axis,
-            schedule=wanted.schedule,
-            microbatches=wanted.microbatches,
-            virtual=wanted.virtual,
-            options=options,
-            batch_dims=wanted.batch_dims,
+            axis=pipeline.axis,
+            schedule=pipeline.schedule,
+            microbatches=pipeline.microbatches,
+            virtual=pipeline.virtual,
+            target=target,
+            batch_dims=pipeline.batch_dims,
         )
 
 
@@ -106,10 +82,9 @@ def parallelize_pipeline(
     device_mesh: DeviceMesh,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    wanted: PipelineOptions,
-    options: Options,
+    pipeline: Pipeline,
+    target: Target,
     *,
-    compile: bool,
     plan: object = None,
 ) -> PipelineModule:
     """What is left of a module on this rank of a pipeline, by the plan given, or else by the first rank's.
@@ -124,7 +99,7 @@ def parallelize_pipeline(
         {
             "whether an example call is given": "one" if args or kwargs else "none",
             "the plan that is given": "none" if plan is None else type(plan).__name__,
-            "the options of the pipeline": str(wanted),
+            "the options of the pipeline": str(pipeline),
         },
         "All ranks call autoshard.parallelize alike.",
     )
@@ -132,12 +107,12 @@ def parallelize_pipeline(
     if plan is None:
         mesh = MeshShape.of(device_mesh)
         text = from_first_rank(
-            device_mesh, lambda: plan_with_options(module, mesh, args, kwargs, wanted, options).to_json()
+            device_mesh, lambda: plan_with_options(module, mesh, args, kwargs, pipeline, target).to_json()
         )
         plan = PipelinePlan.from_json(text)
-    if not isinstance(plan, PipelinePlan) or plan.axis != wanted.axis:
+    if not isinstance(plan, PipelinePlan) or plan.axis != pipeline.axis:
         raise PlanError(
-            f"the mesh has the pipeline axis {wanted.axis!r}, and the plan is "
+            f"the mesh has the pipeline axis {pipeline.axis!r}, and the plan is "
             f"{f'of the pipeline axis {plan.axis!r}' if isinstance(plan, PipelinePlan) else type(plan).__name__}: make "
             "one for this mesh by autoshard.plan."
         )
@@ -147,9 +122,8 @@ def parallelize_pipeline(
         args,
         kwargs,
         plan=plan,
-        options=options,
-        compile=compile,
-        batch_dims=wanted.batch_dims,
+        target=target,
+        batch_dims=pipeline.batch_dims,
     )
 
 

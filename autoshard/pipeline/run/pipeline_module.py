@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.capture.call_layout import signature_of
 from autoshard.capture.python_state import check_invalidating_effects
 from autoshard.errors import InputError, PipelineError
-from autoshard.options import Options
 from autoshard.pipeline.plan.pipeline_devices import check_pipeline_options, forward_fingerprint
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.call_cache import CallCache, PreparedCall
 from autoshard.pipeline.run.clipping import clip, total_norm
 from autoshard.pipeline.run.state_entries import register_stage_state, relink_entries
 from autoshard.pipeline.run.tied_parameters import TiedParameters, check_same_placements, tie
+from autoshard.planner.target import Target
 from autoshard.runtime.call_tensors import describe_call, tensors_of_call
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.materialize import Initializer
@@ -254,8 +254,7 @@ def build_pipeline_module(
     kwargs: Mapping[str, Any],
     *,
     plan: PipelinePlan,
-    options: Options,
-    compile: bool = False,
+    target: Target,
     batch_dims: Mapping[str, int | None] | None = None,
 ) -> PipelineModule:
     """Cut a module into the stages of a plan, and keep those of this rank, each sharded over its part of the mesh.
@@ -268,8 +267,7 @@ def build_pipeline_module(
         device_mesh: the mesh, the pipeline's axis among its axes.
         args, kwargs: a call with a whole batch, which the plan's number of microbatches divides.
         plan: the plan.
-        options: how calls that the plan does not know are planned.
-        compile: hand the local programs to inductor.
+        target: of the whole model, for calls that the plan does not know.
         batch_dims: as `microbatches` takes them.
 
     Raises:
@@ -278,8 +276,8 @@ def build_pipeline_module(
         CaptureError, InputError: as for `exported` and `microbatches`.
         PipelineError: the schedule can't be run.
     """
-    check_pipeline_options(options)
-    servings = CallCache(module, device_mesh, plan, options, compile, batch_dims)
+    check_pipeline_options(target)
+    servings = CallCache(module, device_mesh, plan, target, batch_dims)
     compare_calls(servings, args, kwargs)
     serving = servings.cut(args, kwargs)
     plan.check(MeshShape.of(device_mesh), forward_fingerprint(serving.call_format.graph))

@@ -145,7 +145,7 @@ def test_a_batch_norm_far_from_zero_trains_as_on_one_device(norm: Callable[[int]
     alone = copy.deepcopy(module)
     alone(**inputs).backward()
     with simulated_mesh(dp=4) as mesh:
-        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast")
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
         module(**inputs).backward()
         found, expected = (
             {

@@ -1,0 +1,121 @@
+"""What one graph is planned for: a user's options as they hold for the devices that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autoshard.capture.dynamic import Dynamic
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.nearest import default_cluster
+from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
+from autoshard.options import Hints, Options, Placements, Shares
+from autoshard.reshard.deferred_reductions import DeferredReduction
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Limits of a plan, and how to search for it.
+
+    Attributes:
+        memory_limit: bytes per device that the step's peak may reach; None for no limit.
+        optimizer: the memory that it holds.
+        method: one of `autoshard.options.METHODS`; "force" is "auto" without a limit, and keeps one by forcing the
+            largest parameters to be sharded alone (Rhino 4.4).
+        time_limit: seconds for the whole search.
+        recompute: what the backward half may run again instead of keeping it, one of `autoshard.options.RECOMPUTE`:
+            layers, where a memory limit asks for it; nothing; or all layers.
+        effort: one of `autoshard.options.EFFORTS`: "fast" takes what messages or segments find on tied layers, "full"
+            looks further.
+        work_limit: for every problem that goes to the solver, in its units of work: a limit under which equal runs
+            give equal plans, however busy the machine is. None for none.
+        gradient_steps: over how many runs of the step gradients of parameters are added up before they are reduced, as
+            the microbatches of a pipeline are: a reduction counts so much less.
+        under_way: how many runs of the step are under way at once, each of which holds what it saves for its backward
+            half, as the microbatches of a pipeline do: memory counts them all.
+        reduced: where there are several, which gradients are reduced once; those that are reduced with every run, and
+            what is decided with them in mind, count in full.
+    """
+
+    memory_limit: int | None = None
+    optimizer: OptimizerMemory = field(default_factory=lambda: optimizer_memory(None, None, foreach=False))
+    method: str = "auto"
+    time_limit: float = 30.0
+    recompute: str = "auto"
+    effort: str = "full"
+    work_limit: int | None = None
+    gradient_steps: int = 1
+    under_way: int = 1
+    reduced: DeferredReduction = "step"
+
+    @property
+    def left_unreduced(self) -> DeferredReduction | None:
+        """The gradients that a run of the step leaves unreduced; None where it reduces all."""
+        return self.reduced if self.gradient_steps > 1 else None
+
+    @property
+    def runs_per_reduction(self) -> int:
+        """Runs of the step for each reduction of a gradient, as the search counts them."""
+        return self.gradient_steps if self.reduced == "step" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What one graph is planned for.
+
+    A stage of a pipeline, or devices with shares of their own, have targets that differ from the user's options, which
+    stay as they are.
+
+    Attributes:
+        options: as the user gave them.
+        cluster: the devices, with the compiler's prices where local programs are compiled.
+        settings: limits, and how to search.
+        hints, inputs, input_placements, output_placements, dynamic, shares: as in `Options`.
+    """
+
+    options: Options
+    cluster: Cluster
+    settings: Settings
+    hints: Hints | None
+    inputs: Literal["global", "local"]
+    input_placements: Mapping[str, Any]
+    output_placements: Placements
+    dynamic: Dynamic | None
+    shares: Shares | Literal["auto"] | None
+
+    @staticmethod
+    def of(options: Options, device_type: str | None) -> Target:
+        """Return the target of a whole model on devices of a type; None where there are no devices yet.
+
+        Raises:
+            ClusterError: there is no such cluster.
+            PlanError: the optimizer is unknown.
+        """
+        cluster = default_cluster(device_type) if options.cluster is None else Cluster.of(options.cluster)
+        if options.compile:
+            cluster = cluster.with_compiler
+        foreach = cluster.name != "cpu" if device_type is None else device_type != "cpu"
+        search, shares = options.search, options.shares
+        assert search.time_limit is not None, "options come from a function that has a time limit"
+        if isinstance(shares, Mapping):
+            shares = {axis: tuple(counts) for axis, counts in shares.items()}
+        return Target(
+            options=options,
+            cluster=cluster,
+            settings=Settings(
+                memory_limit=options.memory_bytes,
+                optimizer=optimizer_memory(options.optimizer, options.optimizer_bytes_per_element, foreach),
+                method=search.method,
+                time_limit=search.time_limit,
+                recompute=options.recompute,
+                effort=search.effort,
+                work_limit=search.work_limit,
+            ),
+            hints=options.hints,
+            inputs=options.inputs,  # type: ignore[arg-type]
+            input_placements=dict(options.input_placements or {}),
+            output_placements=options.output_placements,
+            dynamic=options.dynamic,
+            shares=shares,
+        )
