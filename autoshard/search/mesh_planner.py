@@ -120,7 +120,7 @@ class MeshPlanner:
             microbatches=microbatches,
             virtual=virtual,
             begin=self.initial_guess.microbatches(shape),
-            options=target,
+            target=target,
             known=row.planned_shapes.setdefault(target.settings.effort, {}),
             stopping=stopping,
         )

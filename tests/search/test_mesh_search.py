@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from autoshard import Pipeline
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.errors import BudgetError, HintError, PipelineError, PlanError
@@ -22,6 +23,7 @@ from autoshard.pipeline.plan.stopping import Stopping
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.search import mesh_search
 from autoshard.search.mesh_candidate import BEST, MeshCandidate
 from autoshard.search.mesh_search import MeshSearch
 from autoshard.search.pipeline_estimates import PipelineEstimates
@@ -67,7 +69,13 @@ def no_pipeline(*args: Any, **kwargs: Any) -> Any:
 
 def request(plan_pipeline: Callable[..., Any] = no_pipeline, **changes: Any) -> Request:
     module, args, graph = model()
-    asked: dict[str, Any] = {"memory_limit": "1GiB", "effort": "fast", "hints": None, "cluster": hosts(2)}
+    asked: dict[str, Any] = {
+        "memory_limit": "1GiB",
+        "effort": "fast",
+        "hints": None,
+        "cluster": hosts(2),
+        "pipeline": Pipeline(),
+    }
     asked |= {name: changes.pop(name) for name in list(changes) if name in asked}
     options = target_of(time_limit=60.0, recompute="none", **asked)
     return Request(
@@ -209,11 +217,11 @@ def test_a_faster_pipeline_wins_and_a_slower_one_does_not() -> None:
     free, _ = searched(request())
     assert free.best is not None
     assert free.best.seconds is not None
-    search, found = searched(request(pipelines(free.best.seconds * 0.999), pipeline="outer"))
+    search, found = searched(request(pipelines(free.best.seconds * 0.999), pipelines="outer"))
     assert search.best is not None
     assert search.best.shape.axis == "pp"
     assert found[str(free.best.shape)].verdict == "0.1% slower"
-    search, found = searched(request(pipelines(2 * free.best.seconds), pipeline="outer"))
+    search, found = searched(request(pipelines(2 * free.best.seconds), pipelines="outer"))
     assert search.best is not None
     assert search.best.shape == free.best.shape
     assert found["pp=2, x=2"].verdict == "100.0% slower"
@@ -228,7 +236,7 @@ def test_a_pipeline_is_asked_for_as_it_will_be_run(monkeypatch: pytest.MonkeyPat
         asked.append((mesh, named))
         raise PipelineError("three stages and two operators")
 
-    wanted = dataclasses.replace(request(plan_pipeline, pipelines="outer"), microbatches=8, virtual=2)
+    wanted = request(plan_pipeline, pipelines="outer", pipeline=Pipeline(microbatches=8, virtual=2))
     _, found = searched(wanted)
     assert [found[name].verdict for name in ("pp=2, x=2", "pp=4")] == ["refused: three stages and two operators"] * 2
     assert len(asked) == 2
@@ -352,7 +360,7 @@ def test_no_plan_is_begun_that_took_longer_before_than_there_is_time_left(
     def ten_seconds_per_pipeline() -> float:
         return start + 10.0 * len(asked)
 
-    monkeypatch.setattr("autoshard.search.mesh_search.time", SimpleNamespace(monotonic=ten_seconds_per_pipeline))
+    monkeypatch.setattr(mesh_search, "time", SimpleNamespace(monotonic=ten_seconds_per_pipeline))
     search = MeshSearch(request(plan_pipeline, pipelines="outer", cluster=hosts(4)), 4, start + 10.0 + left)
     enough = left > 10
     with contextlib.nullcontext() if enough else pytest.warns(UserWarning, match="the time limit ended the search"):
@@ -383,7 +391,7 @@ def test_what_holds_too_much_waits_for_pipelines(monkeypatch: pytest.MonkeyPatch
     """Planning within the limit takes long, and they often make it needless."""
     limit = smallest_peak() + 1
     for fits in (True, False):
-        search = MeshSearch(request(pipelines(1e-9, limit), pipeline="outer", memory_limit=limit), 4, FOREVER)
+        search = MeshSearch(request(pipelines(1e-9, limit), pipelines="outer", memory_limit=limit), 4, FOREVER)
         asked: list[str] = []
 
         def without(row: Any, search: MeshSearch = search, asked: list[str] = asked) -> Any:
