@@ -128,7 +128,8 @@ class Parallelizer:
     def _option_texts(self, example: Any) -> dict[str, str]:
         """What the user asked for, as far as all ranks must ask for the same."""
         settings, plan = self.target.settings, self.plan
-        wanted = {name: getattr(self.target, name) for name in ("inputs", "overlap", "mp_policy")}
+        options = self.target.options
+        wanted = {"inputs": self.target.inputs, "overlap": options.overlap, "mp_policy": options.mp_policy}
         wanted |= {name: getattr(settings, name) for name in ("recompute", "method", "effort")}
         return {
             "whether an example call is given": "one" if example else "none",

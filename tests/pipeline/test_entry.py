@@ -47,9 +47,24 @@ def tagger() -> tuple[Tagger, dict[str, torch.Tensor]]:
     return module, {"words": words, "labels": labels}
 
 
-def planned(**options: Any) -> autoshard.PipelinePlan:
+def planned(
+    mesh: dict[str, int] = MESH,
+    *,
+    hints: dict[str, Any] | None = None,
+    dynamic: dict[str, Any] | None = None,
+    **pipeline: Any,
+) -> autoshard.PipelinePlan:
     module, batch = tagger()
-    found = autoshard.plan(module, options.pop("mesh", MESH), (), batch, cluster=fast_links(), **options)
+    found = autoshard.plan(
+        module,
+        mesh,
+        (),
+        batch,
+        cluster=fast_links(),
+        hints=hints,
+        dynamic=dynamic,
+        pipeline=autoshard.Pipeline(**pipeline),
+    )
     assert isinstance(found, autoshard.PipelinePlan)
     return found
 
@@ -57,17 +72,17 @@ def planned(**options: Any) -> autoshard.PipelinePlan:
 def test_an_axis_named_pp_is_a_pipeline() -> None:
     plan = planned(schedule="1F1B", microbatches=4)
     assert (plan.axis, plan.schedule.name, plan.microbatches, plan.virtual) == ("pp", "1F1B", 4, 1)
-    assert planned(mesh={"stage": 2}, pipeline_axis="stage", schedule="GPipe").axis == "stage"
+    assert planned(mesh={"stage": 2}, axis="stage", schedule="GPipe").axis == "stage"
 
 
 def test_what_is_said_of_a_pipeline_that_there_is_not() -> None:
     module, batch = tagger()
-    with pytest.raises(PlanError, match="schedule='1F1B' is said of a pipeline, and the mesh x=2 has none"):
+    with pytest.raises(PlanError, match="schedule='1F1B' is an option of a pipeline, and the mesh x=2 has none"):
         autoshard.plan(module, {"x": 2}, (), batch, pipeline=autoshard.Pipeline(schedule="1F1B"))
-    with pytest.raises(PlanError, match=r"batch_dims=\{'words': 1\} is said of a pipeline"):
+    with pytest.raises(PlanError, match=r"batch_dims=\{'words': 1\} is an option of a pipeline"):
         autoshard.plan(module, {"x": 2}, (), batch, pipeline=autoshard.Pipeline(batch_dims={"words": 1}))
     with pytest.raises(
-        MeshError, match=r"pipeline_axis='pq': the mesh pp=2, dp=2 has no such axis\. Close ones are pp, dp"
+        MeshError, match=r"pipeline axis 'pq': the mesh pp=2, dp=2 has no such axis\. Close ones are pp, dp"
     ):
         autoshard.plan(module, MESH, (), batch, pipeline=autoshard.Pipeline(axis="pq"))
     with pytest.raises(InputError, match="pass an example call with a whole batch"):

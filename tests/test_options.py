@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.options import OptionKeywords, collect_options
+
+INPUTS = (torch.empty(8, 16),)
+
+
+def test_the_keywords_are_the_fields_of_the_options_and_of_their_groups() -> None:
+    fields = {field.name for field in dataclasses.fields(autoshard.Options)}
+    groups = {field.name for kind in (autoshard.Search, autoshard.Pipeline) for field in dataclasses.fields(kind)}
+    assert OptionKeywords.__annotations__.keys() == fields | (groups - {"axis"}) | {"pipeline_axis"}
+
+
+def test_options_can_not_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        autoshard.Options().inputs = "local"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("door", "time_limit", "recompute", "shares"),
+    [
+        ("plan", 30.0, "auto", "auto"),
+        ("parallelize", 30.0, "auto", "auto"),
+        ("search", 120.0, "auto", None),
+        ("frontier", 240.0, "none", None),
+    ],
+)
+def test_every_function_has_defaults_of_its_own(door: str, time_limit: float, recompute: str, shares: Any) -> None:
+    options = collect_options(door, {})
+    assert (options.search.time_limit, options.recompute, options.shares) == (time_limit, recompute, shares)
+    assert collect_options(door, {"search": autoshard.Search(time_limit=7.0)}).search.time_limit == 7.0
+
+
+@pytest.mark.parametrize("function", [autoshard.plan, autoshard.frontier])
+def test_a_misspelt_keyword_names_the_close_ones(function: Any) -> None:
+    with pytest.raises(TypeError, match=rf"autoshard\.{function.__name__} takes no keyword 'optimiser'.*optimizer"):
+        function(nn.Linear(16, 4), {"x": 2}, INPUTS, optimiser="sgd")
+
+
+def test_what_a_function_does_not_take_is_an_error() -> None:
+    with pytest.raises(TypeError, match="frontier takes no keyword 'memory_limit'"):
+        autoshard.frontier(nn.Linear(16, 4), {"x": 2}, INPUTS, memory_limit="1GiB")
+    with pytest.raises(TypeError, match="search takes no keyword 'dynamic'"):
+        autoshard.search(nn.Linear(16, 4), 2, INPUTS, dynamic={"input": {0: "batch"}})
+    with pytest.raises(TypeError, match="frontier takes no keyword 'schedule'"):
+        autoshard.frontier(nn.Linear(16, 4), {"x": 2}, INPUTS, schedule="1F1B")
+
+
+def test_earlier_keywords_warn_and_mean_the_same() -> None:
+    earlier = {"effort": "fast", "time_limit": 5.0, "microbatches": 2, "pipeline_axis": "pp"}
+    with pytest.warns(DeprecationWarning, match=r"keywords of autoshard\.plan have moved") as caught:
+        options = collect_options("plan", earlier)
+    assert [str(one.message).split(": write ")[1].split(". The")[0] for one in caught] == [
+        "search=autoshard.Search(effort='fast', time_limit=5.0)",
+        "pipeline=autoshard.Pipeline(microbatches=2, axis='pp')",
+    ]
+    search = autoshard.Search(effort="fast", time_limit=5.0)
+    pipeline = autoshard.Pipeline(microbatches=2, axis="pp")
+    assert options == collect_options("plan", {"search": search, "pipeline": pipeline})
+
+
+def test_earlier_keywords_point_at_the_line_of_the_caller() -> None:
+    with pytest.warns(DeprecationWarning, match=r"keywords of autoshard\.plan have moved") as caught:
+        autoshard.plan(nn.Linear(16, 4), {"x": 2}, INPUTS, effort="fast")
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"recompute": "some"}, "recompute='some' is unknown: choose one of auto, none, full"),
+        ({"search": {"effort": "fast"}}, r"search=\{'effort': 'fast'\}: pass an autoshard\.Search"),
+        ({"pipeline": "1F1B"}, r"pipeline='1F1B': pass an autoshard\.Pipeline"),
+        ({"inputs": "mine"}, "inputs='mine': choose"),
+        ({"shares": {"dp": (1, 0)}}, "every rank takes a whole number above zero"),
+    ],
+)
+def test_bad_values_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(autoshard.PlanError, match=message):
+        autoshard.Options(**values)
