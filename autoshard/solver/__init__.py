@@ -1,4 +1,4 @@
-"""Problems of one choice per node with costs on nodes and edges and a limit on memory, solved with a bound."""
+"""Solver of problems with one choice per node, costs on nodes and edges, and a memory limit; it returns a bound too."""
 
 from autoshard.solver.cost_frontier_search import CostFrontier, cost_frontier
 from autoshard.solver.problem import Edge, Problem, SolverError

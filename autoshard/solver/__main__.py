@@ -1,4 +1,4 @@
-"""Solves an instance of the IOPDDL contest: `python -m autoshard.solver FILE --time-limit 60`."""
+"""Solve an instance of the IOPDDL contest: `python -m autoshard.solver FILE --time-limit 60`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from autoshard.solver.solver_budget import SolverProgress
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads, solves and reports one instance. Ctrl-C ends the search, and reports what was found by then.
+    """Read, solve and report one instance. Ctrl-C ends the search and reports the best assignment so far.
 
     Returns:
-        0 with an assignment, 1 where there is or was found none, 2 where the file can't be used, 130 where Ctrl-C came
-        before any assignment was known.
+        0 with an assignment, 1 without one, 2 if the file can't be used, 130 if Ctrl-C came before any assignment.
     """
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
@@ -61,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _display(*, hidden: bool) -> Iterator[Callable[[SolverProgress], None] | None]:
-    """A line on standard error that follows the search, where a terminal shows it."""
+    """Show a line on standard error that follows the search, if that is a terminal."""
     console = Console(stderr=True)
     if hidden or not console.is_terminal:
         yield None

@@ -1,7 +1,7 @@
-"""Edges whose table is a sum of other tables, each times a factor: equal layers of a step at prices of their own.
+"""Edges whose table is a weighted sum of tables: equal layers of a step, each at prices of its own.
 
-Where the factors differ, so do the tables, but what they are made of is shared. A pass of messages adds up what it
-reads; the table itself is made for who asks for it.
+The sums differ with the weights, but the tables are shared. Message passing adds up the parts while it reads them; the
+sum is computed only for other users.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Part = tuple[float, Array]
 
 @dataclass(eq=False)
 class Blend:
-    """A sum of tables of one shape.
+    """A weighted sum of tables of one shape.
 
     Attributes:
         parts: at least one.
@@ -35,28 +35,28 @@ class Blend:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Strategies of either end."""
+        """Numbers of rows and columns."""
         rows, columns = self.parts[0][1].shape
         return rows, columns
 
     @property
     def diagonal(self) -> Array:
-        """What equal strategies cost."""
+        """The costs of equal strategies at both ends."""
         return np.asarray(sum(factor * np.diagonal(table) for factor, table in self.parts))
 
     def at(self, row: int, column: int) -> float:
-        """What two strategies cost."""
+        """Return the cost of a pair of strategies."""
         return float(sum(factor * table[row, column] for factor, table in self.parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlendedEdge:
-    """What the strategies of two nodes cost together, as a sum.
+    """Costs of pairs of strategies of two nodes, as a weighted sum.
 
     Attributes:
         source: index of the node of the rows.
         target: index of the node of the columns, another node.
-        blend: the table. Edges that cost the same should share one object.
+        blend: the table. Edges with equal costs should share one object.
     """
 
     source: int
@@ -65,26 +65,26 @@ class BlendedEdge:
 
     @property
     def costs(self) -> Array:
-        """The table, made once."""
+        """The sum, computed once."""
         return self.blend.table
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Strategies of either end."""
+        """Numbers of strategies of source and target."""
         return self.blend.shape
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The tables that it is the sum of, and how often each counts."""
+        """The tables and their factors."""
         return self.blend.parts
 
     def at(self, row: int, column: int) -> float:
-        """What two strategies cost."""
+        """Return the cost of a pair of strategies."""
         return self.blend.at(row, column)
 
 
 def blend(parts: Iterable[Part]) -> Blend:
-    """The sum of some tables; one that comes several times counts so often."""
+    """Return the sum of weighted tables; the factors of a table that occurs several times are added."""
     factors: dict[int, float] = {}
     tables: dict[int, Array] = {}
     for factor, table in parts:

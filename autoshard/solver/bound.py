@@ -1,4 +1,4 @@
-"""A lower bound by sequential tree-reweighted message passing (TRW-S), and what it says about each strategy."""
+"""A lower bound by sequential tree-reweighted message passing (TRW-S), for the problem and for each strategy."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from autoshard.solver.problem import Array, IntArray
 from autoshard.solver.solver_budget import UNLIMITED, StepBudget
 
 _ROUNDING = 1e-11
-"""Relative slack taken off every bound: sums of many floats."""
+"""Relative slack subtracted from every bound, for the rounding of sums of many floats."""
 
 _BYTES = 500_000_000
-"""Most bytes of padded edge tables that the bound may hold."""
+"""Most bytes of padded edge tables; larger networks get the trivial bound."""
 
 _WORK = 4
-"""Units of work per table entry that an iteration is counted as: both ways, and what is read of it."""
+"""Units of work of an iteration per table entry: a pass each way, with reads and writes."""
 
 _PATIENCE = 8
-"""Iterations over which progress is judged."""
+"""Iterations over which progress is judged; a guess that works."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What the relaxation knows.
+    """A lower bound of a network.
 
     Attributes:
         value: no assignment of the network costs less.
-        floors: node -> per remaining strategy, what every assignment that uses it costs at least.
-        choices: the best assignment rounded on the way (node -> strategy of the problem), complete with the nodes that
-            were reduced away; empty if none was finite.
-        cost: its cost by the network.
-        iterations: passes there and back.
+        floors: node -> per remaining strategy, a lower bound of all assignments that use it.
+        choices: the best assignment rounded meanwhile (node -> strategy of the problem), including the nodes that were
+            reduced away; empty if none was finite.
+        cost: its cost in the network.
+        iterations: number of forward and backward passes.
     """
 
     value: float
@@ -44,13 +44,15 @@ class Bound:
 
 
 def trivial_bound(network: Network) -> Bound:
-    """Sum of the minima of nodes and edges: true for any network, at no cost."""
+    """Return the sum of the minima of nodes and edges: a bound of any network, at no cost."""
     slack = {node: vector.copy() for node, vector in network.vectors.items()}
     value = network.offset
     for node, neighbours in network.edges.items():
         for other, table in neighbours.items():
             if node < other:
                 value += float(table.min())
+                # The row minima above the least one are due if the node takes that row. One end of the edge may claim
+                # them.
                 slack[node] = slack[node] + (table.min(1) - table.min())
     total = value + sum(float(vector.min()) for vector in slack.values())
     floors = {node: total + vector - vector.min() for node, vector in slack.items()}
@@ -58,20 +60,20 @@ def trivial_bound(network: Network) -> Bound:
 
 
 def lower_bound(
-    core: Network, *, upper: float = float("inf"), iterations: int = 200, stretch: StepBudget = UNLIMITED
+    core: Network, *, upper: float = float("inf"), iterations: int = 200, budget: StepBudget = UNLIMITED
 ) -> Bound:
-    """Bounds a reduced network from below.
+    """Return a lower bound of a reduced network.
 
-    The nodes are ordered; the graph falls into chains that rise in that order, each chain is solved exactly by
-    messages, and the costs of a node are shared evenly by its chains. A pass forward and a pass backward never lower
-    the sum of the chains' optima, which is the bound. Nodes that do not depend on each other within a pass are
-    handled together.
+    The nodes are ordered, and the graph is covered by chains that ascend in that order. Messages solve each chain
+    exactly, and the costs of a node are shared evenly by its chains. The bound is the sum of the chains' optima, which
+    a pass forward and a pass backward never lower. Nodes that do not depend on each other within a pass are handled
+    together.
 
     Args:
         core: a feasible network after `reduce` (every strategy supported by every neighbour).
         upper: cost of a known assignment: the search ends when the bound reaches it.
-        iterations: passes there and back, at most.
-        stretch: after whose end no further iteration starts.
+        iterations: forward and backward passes, at most.
+        budget: no further iteration starts after its end.
 
     Source: V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006.
     """
@@ -91,22 +93,23 @@ def lower_bound(
         value = chains.value()
         if value > best:
             best, floors = value, chains.floors(value)
+        # Rounding costs about a pass, and changes little from one pass to the next.
         if iteration % 5 == 1:
             choice, cost = chains.round_assignment()
             if cost < rounded_cost:
                 rounded, rounded_cost = choice, cost
         history.append(best)
-        stretch.spend(_WORK * cells)
+        budget.spend(_WORK * cells)
         target = upper - core.offset - chains.isolated
         if best >= min(target, rounded_cost) - 1e-9 * abs(target if np.isfinite(target) else best):
             break
-        if _is_stalled(history, min(target, rounded_cost)) or stretch.is_over:
+        if _is_stalled(history, min(target, rounded_cost)) or budget.is_over:
             break
     return chains.bound(best, floors, rounded, rounded_cost, len(history))
 
 
 def _is_stalled(history: list[float], target: float) -> bool:
-    """Whether the last iterations closed less than a hundredth of the distance to a known assignment."""
+    """Return True if the last iterations closed less than a hundredth of the distance to a known assignment."""
     if len(history) <= _PATIENCE or not np.isfinite(target):
         return False
     gained = history[-1] - history[-1 - _PATIENCE]
@@ -120,7 +123,7 @@ def _subtract_rounding(value: float) -> float:
 class _Chains:
     """The network as padded arrays; rows are nodes in an order of levels without edges inside a level.
 
-    Messages stand in one array: row e is the message of edge e to its later node, row m + e that to its earlier node.
+    One array holds all messages: row e is the message of edge e to its later node, row m + e that to its earlier node.
     They are never normalised, so that at any time costs = reparametrised nodes + reparametrised edges exactly.
     """
 
@@ -146,7 +149,7 @@ class _Chains:
         self._plan_levels(levels)
 
     def _collect_edges(self, widest: int) -> None:
-        found: list[tuple[int, int, int]] = []
+        ends: list[tuple[int, int, int]] = []
         stack: list[Array] = []
         index: dict[int, int] = {}
         for node in self.nodes:
@@ -155,14 +158,14 @@ class _Chains:
                     if id(table) not in index:
                         index[id(table)] = len(stack)
                         stack.append(table)
-                    found.append((self.row[node], self.row[other], index[id(table)]))
-        self.earlier, self.later, self.table = np.array(found, dtype=np.int64).reshape(-1, 3).T.copy()
+                    ends.append((self.row[node], self.row[other], index[id(table)]))
+        self.earlier, self.later, self.table = np.array(ends, dtype=np.int64).reshape(-1, 3).T.copy()
         self.stack = np.zeros((len(stack), widest, widest))
         for place, table in enumerate(stack):
             self.stack[place, : table.shape[0], : table.shape[1]] = table
 
     def _plan_levels(self, levels: list[slice]) -> None:
-        """Per level: its rows, the messages into it grouped by row, the edges that leave it either way."""
+        """Compute per level its rows, the messages into it grouped by row, and the edges that leave it either way."""
         count = len(self.earlier)
         receivers = np.concatenate([self.later, self.earlier])
         order = np.argsort(receivers, kind="stable")
@@ -176,15 +179,15 @@ class _Chains:
             self.levels.append((rows, incoming, groups, up, down))
 
     def _group_by_width(self, edges: IntArray) -> list[tuple[int, IntArray]]:
-        """Edges grouped by the number of strategies of their wider end, up to the next power of two: few nodes are
-        wide, and the others should not pay for their padding."""
+        """Group edges by the number of strategies of their wider end, rounded up to a power of two."""
+        # Few nodes are wide. The others should not pay for their padding.
         sizes = np.array(self.sizes)
         wider = np.maximum(sizes[self.earlier[edges]], sizes[self.later[edges]])
         width = np.minimum(1 << np.ceil(np.log2(wider)).astype(np.int64), self.unary.shape[1])
         return [(int(value), edges[width == value]) for value in np.unique(width)]
 
     def forward(self) -> None:
-        """Messages to later nodes; afterwards the chains' optima stand where chains end."""
+        """Send messages to later nodes; afterwards the chains' optima are the beliefs where chains end."""
         for rows, incoming, groups, up, _ in self.levels:
             self._gather(rows, incoming, groups)
             for width, edges in up:
@@ -192,7 +195,7 @@ class _Chains:
         self.forward_minimum = self.belief.min(1)
 
     def backward(self) -> None:
-        """Messages to earlier nodes; afterwards the chains' optima stand where chains begin."""
+        """Send messages to earlier nodes; afterwards the chains' optima are the beliefs where chains begin."""
         for rows, incoming, groups, _, down in reversed(self.levels):
             self._gather(rows, incoming, groups)
             for width, edges in down:
@@ -202,24 +205,23 @@ class _Chains:
         self.belief[rows] = self.unary[rows] + np.add.reduceat(self.messages[incoming], groups, axis=0)
 
     def _send(self, edges: IntArray, width: int, axis: int) -> None:
-        """Messages along edges from the ends of table axis `axis` - 1 (1: the earlier, 2: the later nodes)."""
+        """Send messages along edges from the ends of table axis `axis` - 1 (1: the earlier, 2: the later nodes)."""
         back = len(self.earlier) + edges
         sender, received, target = (self.earlier[edges], back, edges) if axis == 1 else (self.later[edges], edges, back)
+        # A sender leaves out the message that came along the same edge, lest it be counted twice.
         share = self.share[sender][:, None] * self.belief[sender, :width] - self.messages[received, :width]
         spread = share[:, :, None] if axis == 1 else share[:, None, :]
         self.messages[target, :width] = (spread + self.stack[self.table[edges], :width, :width]).min(axis)
 
     def value(self) -> float:
-        """Sum of the chains' optima after a backward pass."""
+        """Return the sum of the chains' optima after a backward pass."""
         return float(self.ends_before @ self.belief.min(1))
 
     def floors(self, value: float) -> Array:
-        """Per row and strategy: the sum of the chains' optima when the chains through the row take that strategy.
-
-        Valid after a forward and a backward pass. Chains that pass by: those that end before the row stand in the
-        forward minima, those that begin after it in the backward minima, those that an edge carries past it in the
-        backward minimum of the edge's later node.
-        """
+        """Return per row and strategy the bound of all assignments in which the row takes that strategy."""
+        # Valid after a forward and a backward pass. Of the chains that do not contain the row, those that end before it
+        # have their optimum in the forward minima, those that begin after it in the backward minima, and those that an
+        # edge carries past it in the backward minimum of the edge's later node.
         minimum = self.belief.min(1)
         ended = np.cumsum(self.ends_after * self.forward_minimum) - self.ends_after * self.forward_minimum
         begun = self.ends_before * minimum
@@ -232,7 +234,7 @@ class _Chains:
         return np.maximum(passed, value)
 
     def round_assignment(self) -> tuple[IntArray, float]:
-        """An assignment by rows: each node, in order, the best for its earlier neighbours and the later messages."""
+        """Choose for each node, in order, the best for its earlier neighbours and later messages; return the cost."""
         count = len(self.earlier)
         choice = self.no_choice.copy()
         total = 0.0
@@ -250,21 +252,22 @@ class _Chains:
         return choice, total
 
     def bound(self, best: float, floors: Array, choice: IntArray, cost: float, iterations: int) -> Bound:
-        """The result in the network's terms: isolated nodes and the offset added."""
+        """Return the result in the network's terms, with isolated nodes and the offset."""
         constant = self.core.offset + self.isolated
         total = best + constant
         by_node = {node: floors[row, : self.sizes[row]] + constant for row, node in enumerate(self.nodes)}
         choices = {node: int(self.core.labels[node][choice[row]]) for row, node in enumerate(self.nodes)}
         for node, vector in self.core.vectors.items():
+            # An isolated node adds the difference of its costs to the bound.
             if node not in self.row:
                 by_node[node] = total + vector - vector.min()
                 choices[node] = int(self.core.labels[node][vector.argmin()])
-        found = self.core.expand(choices) if np.isfinite(cost) else {}
-        return Bound(_subtract_rounding(total), by_node, found, cost + constant, iterations)
+        expanded = self.core.expand(choices) if np.isfinite(cost) else {}
+        return Bound(_subtract_rounding(total), by_node, expanded, cost + constant, iterations)
 
 
 def _sort_into_levels(core: Network, linked: list[int]) -> tuple[list[int], list[slice]]:
-    """Nodes sorted into levels: a node's level is one more than the highest of its neighbours before it."""
+    """Sort nodes into levels: the level of a node is one more than the highest of its neighbours before it."""
     level: dict[int, int] = {}
     for node in sorted(linked):
         level[node] = 1 + max((level[other] for other in core.edges[node] if other in level), default=-1)

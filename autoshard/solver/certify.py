@@ -1,4 +1,4 @@
-"""From a good assignment to a proof: bound, drop what can't be in a better assignment, solve what is left."""
+"""Proof of a good assignment: bound, drop strategies that no better assignment uses, solve the rest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.solver.bound import Bound, lower_bound
+from autoshard.solver.bound import lower_bound
 from autoshard.solver.eliminate import WidthError, eliminate
 from autoshard.solver.elimination_order import DEFAULT_CAP
 from autoshard.solver.local_search import ScoredAssignment, cheaper_of, improve
@@ -20,10 +20,10 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class CertifyResult:
-    """An assignment with a bound, and the network of what could still be better.
+    """An assignment with a bound, and the network of strategies that a better one may use.
 
     Attributes:
-        found: the best assignment known.
+        best: the best assignment known.
         bound: no assignment costs less; equal to the cost where the optimum is proved.
         rest: strategies that may still be in a better assignment; None where the optimum is proved.
     """
@@ -38,19 +38,20 @@ def certify(
     start: ScoredAssignment,
     *,
     cap: float = DEFAULT_CAP,
-    stretch: StepBudget = UNLIMITED,
+    budget: StepBudget = UNLIMITED,
     rounds: int = 12,
 ) -> CertifyResult:
-    """Improves an assignment and its bound in turn, until they meet or nothing moves.
+    """Improve an assignment and its bound in turn, until they meet or nothing moves.
 
-    A strategy whose floor (the bound on every assignment that uses it) reaches the cost of the best assignment is
-    dropped; that reduces the network, which sharpens the next bound; when it is narrow enough it is solved.
+    A strategy is dropped if its floor, the bound of all assignments that use it, reaches the cost of the best
+    assignment. That reduces the network, which tightens the next bound. A network that is narrow enough is solved
+    exactly.
 
     Args:
         network: left as it is.
-        start: a known assignment, `search.NO_ASSIGNMENT` if none is.
+        start: a known assignment, `NO_ASSIGNMENT` if none is known.
         cap: entries of a table for the exact solve.
-        stretch: after whose end no further round starts.
+        budget: no further round starts after its end.
         rounds: bounds computed, at most.
     """
     best, proved = start, -np.inf
@@ -59,52 +60,33 @@ def certify(
         rest = reduce(rest)
         if not rest.feasible:
             return CertifyResult(best, best.cost, None)
-        exact = _solve_exactly(rest, cap)
-        if exact is not None:
-            best = cheaper_of(best, exact)
+        try:
+            exact = eliminate(rest, cap=cap)
+            best = cheaper_of(best, ScoredAssignment(exact.choices, exact.cost))
             return CertifyResult(best, best.cost, None)
-        bound = lower_bound(rest, upper=best.cost, stretch=stretch)
+        except WidthError:
+            pass  # too wide: bound it
+        bound = lower_bound(rest, upper=best.cost, budget=budget)
         proved = max(proved, min(bound.value, best.cost))
-        improved = _improve_rounded(network, bound, best, stretch)
+        improved = best
+        # An assignment far above the best one is not worth the time; a tenth is a guess that works.
+        if bound.choices and bound.cost <= best.cost + abs(best.cost) * 0.1:
+            candidate = ScoredAssignment(bound.choices, bound.cost)
+            improved = cheaper_of(best, improve(network, candidate, budget=budget))
         progress = improved.improves(best)
         best = improved
         if proved >= _target(best):
             return CertifyResult(best, best.cost, None)
-        fixed = drop_by_bound(rest, bound, _target(best))
-        if stretch.is_over or stretch.is_close(best.cost, proved) or not (progress or _is_smaller(rest, fixed)):
+        target = _target(best)
+        fixed = rest.restrict({node: np.flatnonzero(floor < target) for node, floor in bound.floors.items()})
+        old, new = (sum(map(len, part.vectors.values())) for part in (rest, fixed))
+        # One strategy in fifty must go for another round; a guess that works.
+        if budget.is_over or budget.is_close(best.cost, proved) or not (progress or new < 0.98 * old):
             return CertifyResult(best, proved, fixed)
         rest = fixed
     return CertifyResult(best, proved, rest)
 
 
-def _solve_exactly(rest: Network, cap: float) -> ScoredAssignment | None:
-    try:
-        exact = eliminate(rest, cap=cap)
-    except WidthError:
-        return None
-    return ScoredAssignment(exact.choices, exact.cost)
-
-
-def _improve_rounded(network: Network, bound: Bound, best: ScoredAssignment, stretch: StepBudget) -> ScoredAssignment:
-    """The best assignment after the bound's rounded one was improved too, if it is at all near."""
-    candidate = ScoredAssignment(bound.choices, bound.cost)
-    if not bound.choices or bound.cost > best.cost + abs(best.cost) * 0.1:
-        return best
-    return cheaper_of(best, improve(network, candidate, stretch=stretch))
-
-
 def _target(best: ScoredAssignment) -> float:
-    """A bound that reaches this proves the assignment."""
+    """Return the bound that proves the assignment."""
     return best.cost - TOLERANCE * abs(best.cost) if np.isfinite(best.cost) else float("inf")
-
-
-def drop_by_bound(network: Network, bound: Bound, target: float) -> Network:
-    """Drops every strategy whose floor reaches the target."""
-    rows = {node: np.flatnonzero(floor < target) for node, floor in bound.floors.items()}
-    return network.restrict(rows)
-
-
-def _is_smaller(before: Network, after: Network) -> bool:
-    """Whether at least one strategy in fifty is gone."""
-    old = sum(map(len, before.vectors.values()))
-    return sum(map(len, after.vectors.values())) < 0.98 * old

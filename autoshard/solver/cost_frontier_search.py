@@ -1,4 +1,4 @@
-"""The cost frontier of a problem: every assignment that is worth its memory (TensorOpt, section 3)."""
+"""The cost frontier of a problem: all assignments with the best trades of memory for time (TensorOpt, section 3)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.solver.solve import solve
 Method = Literal["ldp", "elimination"]
 
 CELLS = 60_000
-"""Cells that a table of frontiers may have before a node's strategy is settled by heuristic."""
+"""Most cells of a table of frontiers; a node with a larger one gets a fixed strategy by heuristic."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,10 +30,9 @@ class CostFrontier:
         memory: sum of the usages of each [points], ascending.
         time: sum of the costs of each [points], descending.
         assignments: strategy of every node [points, nodes].
-        within: proved: every assignment that exists has one here that takes no more memory and at most (1 + within)
-            times its time; 0.0: this is the exact frontier. `inf` where nodes were settled by heuristic, and nothing is
-            promised.
-        settled: how many nodes were.
+        gap: a proved bound: for every assignment, one here takes no more memory and at most (1 + gap) times its time.
+            0.0 for the exact frontier, `inf` (no guarantee) where nodes were fixed by heuristic.
+        fixed_nodes: number of nodes that were fixed by heuristic.
     """
 
     memory: Array
@@ -55,25 +54,24 @@ def cost_frontier(
     edge_usages: Sequence[Array] | None = None,
     cells: int = CELLS,
 ) -> CostFrontier:
-    """The frontier of time (the sum of all node and edge costs) and memory (the sum of all usages).
+    """Return the frontier of time (the sum of all node and edge costs) and memory (the sum of all usages).
 
-    Intervals and the limit of the problem play no part: a moment of the step is a matter of which usages are given.
+    Intervals and the limit of the problem play no part: the caller chooses the moment of the step by the usages.
 
     Args:
-        problem: with usages; costs of infinity forbid.
+        problem: with usages; infinite costs forbid.
         method: the order of eliminations: `"ldp"` runs along the graph from one end (FT-LDP), `"elimination"` keeps
-            both ends to the last (FT-Elimination). Both find the same frontier; see `frontier_graph.steps`.
-        epsilon: share of its time by which a point may be slower than the exact frontier at its memory; what is closer
-            than that to points that are known is not looked for.
+            both ends to the last (FT-Elimination). Both find the same frontier; see `elimination_steps`.
+        epsilon: share of its time by which a point may be slower than the exact frontier at its memory. The search
+            ignores points that are closer than that to known ones.
         limit: partial assignments that one combination of strategies may have for every gap between known points,
-            whatever epsilon promises (`CostFrontier.within` says what came of it). None for as many as it takes.
-        edge_usages: of every edge a table like its costs, of the memory that both strategies take together.
-        cells: combinations of strategies that one table may hold. Where eliminating a node would need more, its
-            strategy is settled: three frontiers are found, with the strategies of the fastest plan, of the leanest,
-            and of one between, and joined.
+            whatever epsilon promises (`CostFrontier.gap` is the result). None for as many as it takes.
+        edge_usages: per edge a table like its costs, of the memory that both strategies take together.
+        cells: combinations of strategies that one table may hold. If eliminating a node needs more, its strategy is
+            fixed: the frontiers with the strategies of the fastest plan, the leanest plan and one between are merged.
 
     Raises:
-        SolverError: no usages; an epsilon below zero, a limit below two, an unknown method, or edge usages that do not
+        SolverError: no usages; an epsilon below zero, a limit below one, an unknown method, or edge usages that do not
             fit.
 
     Source: TensorOpt 3.2, Algorithms 1 to 3; bounding and thinning are ours.
@@ -82,20 +80,21 @@ def cost_frontier(
     search = _CostFrontierSearch(problem, usages, edge_usages, method, epsilon, limit, cells)
     kept = undominated_strategies(problem, usages, edge_usages)
     order = search.order(kept)
-    settled = [step.node for step in order if not step.exact]
-    if not settled:
+    fixed = [step.node for step in order if not step.exact]
+    if not fixed:
         known, within = search.track(kept, [step.node for step in order])
         return CostFrontier(known.memory, known.time, known.assignments, within, 0)
-    found = None
+    # The frontier of the problem without the tables that are too large: one for every choice of the fixed nodes.
+    frontier = None
     for guide in search.guides():
         narrow = list(kept)
-        for node in settled:
+        for node in fixed:
             narrow[node] = np.array([guide[node]])
         part, _ = search.track(narrow, [step.node for step in order if step.exact])
-        found = part if found is None else found.merge(part)
-    if found is None:
+        frontier = part if frontier is None else frontier.merge(part)
+    if frontier is None:
         return CostFrontier(np.zeros(0), np.zeros(0), np.zeros((0, problem.size), dtype=np.int64), 0.0, 0)
-    return CostFrontier(found.memory, found.time, found.assignments, float("inf"), len(settled))
+    return CostFrontier(frontier.memory, frontier.time, frontier.assignments, float("inf"), len(fixed))
 
 
 def _check_arguments(
@@ -128,7 +127,7 @@ class _CostFrontierSearch:
     cells: int
 
     def order(self, kept: Sequence[IntArray]) -> Sequence[EliminationStep]:
-        """How nodes with these strategies go; one of a single strategy decides nothing."""
+        """Return the elimination steps of nodes with these strategies; a node of one strategy decides nothing."""
         neighbours: dict[int, set[int]] = {node: set() for node, strategies in enumerate(kept) if len(strategies) > 1}
         for edge in self.problem.edges:
             if edge.source in neighbours and edge.target in neighbours:
@@ -138,7 +137,7 @@ class _CostFrontierSearch:
         return elimination_steps(sizes, neighbours, self.method == "ldp", self.cells)
 
     def track(self, kept: Sequence[IntArray], order: Sequence[int]) -> tuple[KnownPoints, float]:
-        """The assignments of these strategies that are worth their memory, and how far from exact they are.
+        """Return the best assignments of these strategies, and how far from exact they are.
 
         Args:
             kept: strategies of every node.
@@ -155,7 +154,7 @@ class _CostFrontierSearch:
         return KnownPoints(known.memory, known.time, assignments), within
 
     def _costs(self, kept: Sequence[IntArray], place: Mapping[int, int]) -> Iterator[Costs]:
-        """Initialization: the costs of every strategy of every node, and of every pair of every edge."""
+        """Yield the costs of every strategy of every node, and of every pair of every edge (initialization)."""
         for node, strategies in enumerate(kept):
             time, memory = self.problem.costs[node][strategies], self.usages[node][strategies]
             yield Costs((node,), time, memory) if node in place else Costs((), time[0], memory[0])
@@ -164,13 +163,15 @@ class _CostFrontierSearch:
             time = edge.costs[at]
             memory = np.zeros_like(time) if self.edge_usages is None else self.edge_usages[number][at]
             ends = [node for node in (edge.source, edge.target) if node in place]
+            # Scopes list nodes from the last eliminated to the first.
             if len(ends) == 2 and place[edge.source] < place[edge.target]:
                 ends, time, memory = ends[::-1], time.T, memory.T
             shape = [len(kept[node]) for node in ends]
             yield Costs(tuple(ends), time.reshape(shape), memory.reshape(shape))
 
     def guides(self) -> Iterator[Sequence[int]]:
-        """The fastest assignment known, the leanest, and the best at the rate at which they trade memory for time."""
+        """Yield the fastest assignment known, the leanest, and the best at the rate at which they trade memory for
+        time."""
         fastest, leanest = self._solve_at_price(0.0), self._solve_at_price(None)
         if not fastest or not leanest:
             return
@@ -180,10 +181,11 @@ class _CostFrontierSearch:
             yield self._solve_at_price((self.problem.cost(leanest) - self.problem.cost(fastest)) / saved)
 
     def _solve_at_price(self, price: float | None) -> Sequence[int]:
-        """The best assignment found at a price of memory; at None, memory alone counts."""
+        """Return the best assignment found at a price of memory; with None, memory alone counts."""
         times = 1.0 if price is not None else 0.0
         price = 1.0 if price is None else price
         costs = tuple(
+            # An infinite cost times zero would be NaN.
             np.where(np.isfinite(cost), times * np.where(np.isfinite(cost), cost, 0.0) + price * usage, np.inf)
             for cost, usage in zip(self.problem.costs, self.usages, strict=True)
         )

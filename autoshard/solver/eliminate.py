@@ -14,8 +14,10 @@ from autoshard.solver.problem import Array, SolverError
 from autoshard.solver.reduce import fold, reduce
 
 _SMALL = 1 << 16
-"""Joint tables up to here are built at once, and their parts kept to find the node's choice; larger ones are swept one
-strategy at a time, and the choice is stored."""
+"""Entries of joint tables that are built at once; the choice of the node is recomputed from their parts.
+
+Larger tables are computed one strategy at a time, and the choice is stored.
+"""
 
 _CHEAP = 4e6
 """Entries of all tables up to which elimination starts at once, without a thorough reduction first."""
@@ -31,14 +33,14 @@ class WidthError(SolverError):
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """An optimum: node -> strategy of the problem, and its cost; no choices and `inf` where there is none."""
+    """An optimum: node -> strategy of the problem, and its cost; no choices and `inf` if nothing is feasible."""
 
     choices: dict[int, int]
     cost: float
 
 
 def eliminate(network: Network, *, cap: float = DEFAULT_CAP) -> Optimum:
-    """Solves a network exactly; memory plays no part.
+    """Solve a network exactly, without regard to memory.
 
     The network is reduced, then nodes are eliminated one after another: the tables of a node are added up, and the
     minimum over its strategies is a table over its neighbours. Order: least fill, weighted by the number of strategies.
@@ -66,10 +68,8 @@ def eliminate(network: Network, *, cap: float = DEFAULT_CAP) -> Optimum:
 
 
 def reduce_and_order(network: Network, cap: float) -> tuple[Network, EliminationOrder | None]:
-    """A reduced copy of the network with its elimination order; no order where nothing is feasible.
-
-    Thorough reduction takes longer than most eliminations: it is done only where the tables would be large.
-    """
+    """Return a reduced copy of the network and its elimination order; None if nothing is feasible."""
+    # Thorough reduction takes longer than most eliminations: it is done only where tables would be large.
     core = fold(network.copy())
     if not core.feasible:
         return core, None
@@ -85,10 +85,10 @@ def _order(core: Network, cap: float) -> EliminationOrder:
 
 
 def run_order(core: Network, order: EliminationOrder) -> tuple[dict[int, int], float]:
-    """Eliminates every node of a network in a given order; what is not connected, and equal, is solved once.
+    """Eliminate every node of a network in a given order; equal components are solved once.
 
     Returns:
-        The choices (node -> strategy of the problem), empty where no assignment is finite; the cost without the offset.
+        The choices (node -> strategy of the problem), empty if no assignment is finite; the cost without the offset.
     """
     known: dict[Hashable, tuple[list[int], float]] = {}
     choices: dict[int, int] = {}
@@ -106,7 +106,7 @@ def run_order(core: Network, order: EliminationOrder) -> tuple[dict[int, int], f
 
 
 def _components(core: Network, nodes: list[int]) -> list[list[int]]:
-    """The nodes by connected component, in their order within each."""
+    """Return the nodes by connected component, in their order within each."""
     number: dict[int, int] = {}
     for start in nodes:
         waiting = [] if start in number else [start]
@@ -122,19 +122,17 @@ def _components(core: Network, nodes: list[int]) -> list[list[int]]:
 
 
 def _signature(core: Network, nodes: list[int]) -> Hashable:
-    """Equal for components whose nodes, one by one in the order of elimination, have the same costs and edges.
-
-    Tables stand for their content, so equal ones are one object.
-    """
+    """Return a key, equal for components with equal costs and edges in the order of elimination."""
     rank = {node: position for position, node in enumerate(nodes)}
     return tuple(
+        # Tables are interned: equal ones are one object.
         (id(core.vectors[node]), *sorted((rank[other], id(table)) for other, table in core.edges[node].items()))
         for node in nodes
     )
 
 
 def _run_component(core: Network, nodes: list[int]) -> tuple[list[int], float]:
-    """Eliminates nodes in their order: the position of each one's choice, none if nothing is finite, and the cost."""
+    """Eliminate nodes in their order; return the position of each choice, empty if nothing is finite, and the cost."""
     rank = {node: position for position, node in enumerate(nodes)}
     buckets = _buckets(core, rank)
     constant = 0.0
@@ -157,7 +155,7 @@ def _run_component(core: Network, nodes: list[int]) -> tuple[list[int], float]:
 
 
 def _buckets(core: Network, rank: dict[int, int]) -> dict[int, list[Factor]]:
-    """Every table in the bucket of the node that is eliminated first, that node as its first axis."""
+    """Put every table in the bucket of the node that is eliminated first, with that node as its first axis."""
     buckets: dict[int, list[Factor]] = {node: [((node,), core.vectors[node])] for node in rank}
     for node in rank:
         for other, table in core.edges[node].items():
@@ -167,7 +165,7 @@ def _buckets(core: Network, rank: dict[int, int]) -> dict[int, list[Factor]]:
 
 
 def _minimum_over(node: int, scope: Scope, factors: list[Factor], core: Network) -> tuple[Array, Choose]:
-    """Sum of the factors, minimised over `node`: a table over `scope`; and how to choose the node given the scope."""
+    """Return the minimum of the sum of the factors over `node`, a table over `scope`, and a chooser of the node."""
     joint = (node, *scope)
     shape = tuple(len(core.vectors[other]) for other in joint)
     # Narrow factors first: their sum stays small for long.
@@ -182,13 +180,13 @@ def _minimum_over(node: int, scope: Scope, factors: list[Factor], core: Network)
 
 
 def _spread(part: Scope, table: Array, joint: Scope) -> Array:
-    """The table with axes of size 1 for what it does not depend on."""
+    """Return the table with axes of size 1 for nodes that it does not depend on."""
     sizes = dict(zip(part, table.shape, strict=True))
     return table.reshape(tuple(sizes.get(node, 1) for node in joint))
 
 
 def _recompute(factors: list[Factor]) -> Choose:
-    """Chooses by adding up the factors at the neighbours' values."""
+    """Return a chooser that adds up the factors at the neighbours' values."""
 
     def choose(places: dict[int, int]) -> int:
         total: Array = np.zeros(())
@@ -201,8 +199,9 @@ def _recompute(factors: list[Factor]) -> Choose:
 
 
 def _minimum_by_strategy(scope: Scope, shape: tuple[int, ...], spread: list[Array]) -> tuple[Array, Choose]:
-    """As `_minimum_over` for large tables: one strategy at a time, remembering which one won where."""
+    """Compute `_minimum_over` for large tables, one strategy at a time, and store the best strategies."""
     result = np.full(shape[1:], np.inf)
+    # A byte per entry, where strategies allow it: this is the largest array of a solve.
     winner = np.zeros(shape[1:], dtype=np.uint8 if shape[0] <= 256 else np.uint32)
     for strategy in range(shape[0]):
         total = np.zeros(())

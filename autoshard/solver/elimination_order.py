@@ -1,4 +1,4 @@
-"""Elimination orders: which node goes when, so that the tables stay small."""
+"""Elimination orders that keep tables small."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ DEFAULT_CAP = 50_000_000
 """Entries of the largest table that elimination builds."""
 
 _WORK = 20
-"""All tables together may have this many times the entries of the largest one allowed."""
+"""All tables together may have this many times the entries of the largest table allowed."""
 
 _CHEAP = 1e6
-"""Entries of all tables up to which one order is good enough."""
+"""Entries of all tables up to which the first order is good enough."""
 
 Score = tuple[float, float]
 
@@ -23,12 +23,12 @@ class EliminationOrder:
     """An elimination order.
 
     Attributes:
-        steps: per eliminated node, in order, the neighbours that it has by then.
-        conditioned: nodes that are not eliminated but held at a value, since their tables would be too large.
+        steps: per eliminated node, in order, its neighbours at that time.
+        conditioned: nodes that are held at a value instead, since their tables would be too large.
         width: most neighbours of a node at its elimination.
         largest: entries of the largest table, the node itself included.
         entries: entries of all tables together: the work.
-        fits: False where the cap stopped the search for an order (`largest` then tells the table that passed it).
+        fits: False if the cap stopped the search for an order (`largest` is then the table that exceeded it).
     """
 
     steps: tuple[tuple[int, tuple[int, ...]], ...]
@@ -42,12 +42,12 @@ class EliminationOrder:
 def find_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, Mapping[int, object]], cap: float
 ) -> EliminationOrder:
-    """A greedy order by least weighted fill or, where that one is dear, the better of it and least table.
+    """Return a greedy order by least weighted fill or, if that one is expensive, the better of it and least table.
 
     Args:
         sizes: strategies of each node.
         neighbours: the graph.
-        cap: entries that no table may pass.
+        cap: most entries of a table.
     """
     first = greedy_order(sizes, neighbours, cap, weighted_fill)
     if first.fits and first.entries <= _CHEAP:
@@ -62,17 +62,17 @@ def conditioned_order(
     cap: float,
     reluctance: Mapping[int, float],
 ) -> EliminationOrder:
-    """An order within the cap, made possible by holding some nodes.
+    """Return an order within the cap, made possible by holding some nodes.
 
     Args:
-        reluctance: node -> how much it should rather not be held; among the nodes of a table that is too large, the
-            one with the most neighbours per (1 + reluctance) is held.
+        reluctance: node -> penalty of holding it; among the nodes of a table that is too large, the one with the most
+            neighbours per (1 + reluctance) is held.
     """
     return greedy_order(sizes, neighbours, cap, weighted_fill, reluctance)
 
 
 class EliminationGraph:
-    """The graph that is left during elimination; `cap` is the largest table allowed."""
+    """The remaining graph during elimination; `cap` is the largest table allowed."""
 
     def __init__(self, sizes: Mapping[int, int], neighbours: Mapping[int, Mapping[int, object]], cap: float) -> None:
         self.sizes = sizes
@@ -80,7 +80,7 @@ class EliminationGraph:
         self.neighbours = {node: set(others) for node, others in neighbours.items()}
 
     def table(self, node: int) -> float:
-        """Entries of the table that eliminating the node would build; counted no further than the cap is passed."""
+        """Return the entries of the table of eliminating the node, counted until the cap is exceeded."""
         entries = float(self.sizes[node])
         for other in self.neighbours[node]:
             entries *= self.sizes[other]
@@ -89,7 +89,7 @@ class EliminationGraph:
         return entries
 
     def missing(self, node: int) -> float:
-        """Entries of the edges that eliminating the node would add."""
+        """Return the entries of the edges that eliminating the node would add."""
         total = 0.0
         others = self.neighbours[node]
         for other in others:
@@ -99,20 +99,21 @@ class EliminationGraph:
         return total / 2
 
     def drop(self, node: int) -> set[int]:
-        """Takes a node out; returns its neighbours."""
+        """Remove a node; return its neighbours."""
         others = self.neighbours.pop(node)
         for other in others:
             self.neighbours[other].discard(node)
         return others
 
     def eliminate(self, node: int) -> set[int]:
-        """Takes a node out and joins its neighbours; returns the nodes whose score may have changed."""
+        """Remove a node and join its neighbours; return the nodes whose score may have changed."""
         others = self.drop(node)
         touched = set(others)
         for other in others:
             new = others - self.neighbours[other]
             new.discard(other)
             for third in new:
+                # A new edge changes the fill of the common neighbours of its ends.
                 if third > other:
                     touched |= self.neighbours[other] & self.neighbours[third]
         for other in others:
@@ -122,18 +123,19 @@ class EliminationGraph:
 
 
 def weighted_fill(graph: EliminationGraph, node: int) -> Score:
-    """Entries of the edges to be added, then of the table."""
+    """Return the entries of the added edges, then of the table."""
     return _score(graph, node)
 
 
 def table_size(graph: EliminationGraph, node: int) -> Score:
-    """Entries of the table, then of the edges to be added."""
+    """Return the entries of the table, then of the added edges."""
     return _score(graph, node)[::-1]
 
 
 def _score(graph: EliminationGraph, node: int) -> Score:
-    """New edges are not counted where the table is too large anyway: a hub has very many pairs of neighbours."""
+    """Return the entries of the added edges and of the table."""
     table = graph.table(node)
+    # A hub has very many pairs of neighbours: they are not counted if its table is too large anyway.
     return (graph.missing(node) if table <= graph.cap else float("inf")), table
 
 
@@ -144,9 +146,9 @@ def greedy_order(
     score: Callable[[EliminationGraph, int], Score],
     reluctance: Mapping[int, float] | None = None,
 ) -> EliminationOrder:
-    """Eliminates the node of least score, again and again.
+    """Eliminate the node of least score, again and again.
 
-    Without `reluctance` the search ends at the first table over the cap; with it, a node of that table is held instead.
+    Without `reluctance` the search ends at the first table over the cap; with it, a node of that table is hub instead.
     """
     graph = EliminationGraph(sizes, neighbours, cap)
     scores = {node: score(graph, node) for node in graph.neighbours}
@@ -157,6 +159,7 @@ def greedy_order(
     width, largest, entries = 0, 1.0, 0.0
     while heap:
         value, node = heappop(heap)
+        # An outdated entry of the heap.
         if scores.get(node) != value:
             continue
         table = graph.table(node)
@@ -164,10 +167,10 @@ def greedy_order(
             largest, width = max(largest, table), max(width, len(graph.neighbours[node]))
             return EliminationOrder(tuple(steps), (), width, largest, float("inf"), False)
         if table > cap and reluctance is not None:
-            held = _node_to_hold(graph, node, reluctance)
-            if held != node:
+            hub = _node_to_hold(graph, node, reluctance)
+            if hub != node:
                 heappush(heap, (value, node))
-            node = held
+            node = hub
             conditioned.append(node)
             touched = graph.drop(node)
         else:
@@ -184,7 +187,7 @@ def greedy_order(
 
 
 def _node_to_hold(graph: EliminationGraph, node: int, reluctance: Mapping[int, float]) -> int:
-    """The node of a table that is best held: many neighbours, many strategies, little reluctance."""
+    """Return the node of a table to hold: many neighbours, many strategies, little reluctance."""
 
     def worth(other: int) -> tuple[float, int]:
         weight = len(graph.neighbours[other]) * graph.sizes[other] ** 0.5

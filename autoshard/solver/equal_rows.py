@@ -1,6 +1,6 @@
-"""Rows and columns of tables that are alike: what depends on their costs alone is worked out once for all of them.
+"""Classes of equal rows and columns of tables: work on their costs is done once per class.
 
-Strategies of an operator that take a tensor alike have one row in the table of the edge on which it comes.
+Strategies of an operator with the same spec of a tensor have equal rows in the table of the edge that carries it.
 """
 
 from __future__ import annotations
@@ -11,41 +11,38 @@ import numpy as np
 import numpy.typing as npt
 
 _MIN_ENTRIES = 8192
-"""Entries of a table from which it is looked for what is alike: it takes longer to look through smaller ones than to
-use them."""
+"""Least entries of a table to search: searching a smaller one takes longer than using it."""
 
 _MAX_DISTINCT_SHARE = 0.8
-"""Part of the entries, at most, that rows and columns that differ may have, to be of use."""
+"""Largest share of the entries that distinct rows and columns may have for classes to pay off."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EquivalenceClasses:
-    """The rows of a table, or its columns, in classes: those of one class have equal entries.
+    """The rows of a table, or its columns, in classes with equal entries.
 
     Attributes:
-        first: one of each class.
-        number: of every one, its class; ascending numbers where all differ.
+        first: one member of each class.
+        number: per row its class; ascending numbers where all differ.
     """
 
     first: npt.NDArray[np.int64]
     number: npt.NDArray[np.int64]
 
     @staticmethod
-    def from_hashes(marks: npt.NDArray[np.uint64]) -> EquivalenceClasses:
-        """Those with one mark in one class."""
-        _, first, number = np.unique(marks, return_index=True, return_inverse=True)
-        every = np.arange(len(marks))
-        return EquivalenceClasses(first, number) if len(first) < len(marks) else EquivalenceClasses(every, every)
+    def from_hashes(hashes: npt.NDArray[np.uint64]) -> EquivalenceClasses:
+        """Return classes of equal hashes."""
+        _, first, number = np.unique(hashes, return_index=True, return_inverse=True)
+        every = np.arange(len(hashes))
+        return EquivalenceClasses(first, number) if len(first) < len(hashes) else EquivalenceClasses(every, every)
 
 
 def equal_rows_and_columns(table: npt.NDArray[np.float64]) -> tuple[EquivalenceClasses, EquivalenceClasses] | None:
-    """The rows, and the columns, of a table that are alike; None where that would save little.
-
-    Random sums of the bits of a row tell most that differ apart; then entries are compared.
-    """
+    """Return the classes of rows and of columns of a table; None where they would save little."""
     if table.size < _MIN_ENTRIES:
         return None
     height, width = table.shape
+    # Random sums of the bits of a row separate almost all that differ. The entries are compared at the end.
     weights = np.random.default_rng(0).integers(1, 2**63, size=max(height, width), dtype=np.uint64)
     bits = np.ascontiguousarray(table).view(np.uint64)
     rows, columns = (

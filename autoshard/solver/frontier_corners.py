@@ -1,4 +1,4 @@
-"""Where points that are known leave room for others, and which partial assignments may lead there."""
+"""Corners between known points where new points may exist, and the partial assignments that may lead there."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from autoshard.solver.problem import Array, IntArray
 
 _ROUNDING = 1e-12
-"""Share of a sum by which two orders of summation may differ: what is ahead by less is not ahead."""
+"""Share of a sum by which two orders of summation may differ: a smaller lead does not count."""
 
 _CORNERS = 64
-"""That points are compared with at most."""
+"""Most corners that points are compared with."""
 
 _ENTRIES = 1 << 22
-"""Comparisons that are made together."""
+"""Comparisons made together: their arrays stay small; a guess that works."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownPoints:
-    """Assignments that were found, none of which another one beats.
+    """Known assignments, none of which another one beats.
 
     Attributes:
         memory: of each [points], ascending.
@@ -35,7 +35,7 @@ class KnownPoints:
 
     @staticmethod
     def of(memory: Array, time: Array, assignments: IntArray) -> KnownPoints:
-        """Those of some assignments that no other one beats by more than rounding."""
+        """Return the assignments that no other one beats by more than rounding."""
         order = np.lexsort((time, memory))
         kept: list[int] = []
         for place in order:
@@ -47,7 +47,7 @@ class KnownPoints:
         return len(self.memory)
 
     def merge(self, other: KnownPoints) -> KnownPoints:
-        """What is left of both."""
+        """Return the undominated points of both."""
         return KnownPoints.of(
             np.concatenate([self.memory, other.memory]),
             np.concatenate([self.time, other.time]),
@@ -55,8 +55,9 @@ class KnownPoints:
         )
 
     def with_targets(self, weights: Array, best: Array, share: float) -> KnownPoints:
-        """These and points beside the hull that may exist: one wherever the time of the hull has changed by a share,
-        and slower than the hull by that share. They have no assignments.
+        """Return these points and targets beside the hull, without assignments, where points may exist.
+
+        There is one target wherever the time of the hull has changed by a share, slower than the hull by that share.
 
         Args:
             weights, best: prices [prices, 2], and the optimum at each [prices].
@@ -72,17 +73,20 @@ class KnownPoints:
         return self.merge(KnownPoints(memory, time * (1 + share), np.full((len(time), self.assignments.shape[1]), -1)))
 
     def largest_gap(self, weights: Array, best: Array) -> float:
-        """How much slower, at most, a known point is than any assignment of its memory or more that the next exceeds.
+        """Return the largest factor, less 1, by which a known point is slower than any assignment of at least its
+        memory.
+
+        The assignment has less memory than the next point.
 
         Args:
             weights: of time and of memory, for every price [prices, 2].
-            best: the optimum at each price [prices]; together, the lower convex hull of all there is.
+            best: the optimum at each price [prices]; together, the lower convex hull of all assignments.
 
         Returns:
-            A share of the time of the faster one; `inf` where no time is bounded above zero.
+            A share of the time of the faster one; `inf` if no time has a bound above zero.
         """
         priced, free = weights[:, 0] > 0, weights[:, 1] == 0
-        # What has less memory than the next point is no faster than this.
+        # Every price bounds the time of an assignment with less memory than the next point from below.
         less, more = weights[priced].T
         bound = (best[priced] - more * self.memory[1:, None]) / less
         fastest = np.append(bound.max(1), (best[priced & free] / weights[priced & free, 0]).max())
@@ -97,8 +101,8 @@ class OpenCorners:
 
     Attributes:
         weights: of time and of memory, for every price [prices, 2].
-        corners: what each corner costs at each price [corners, prices].
-        nearest: for every corner, the price that leaves it least room [corners].
+        costs: cost of each corner at each price [corners, prices].
+        nearest: for every corner, the price with the least distance to the optimum [corners].
     """
 
     weights: Array
@@ -109,10 +113,10 @@ class OpenCorners:
     def between(
         known: KnownPoints, weights: Array, best: Array, epsilon: float, most: tuple[float, float]
     ) -> OpenCorners:
-        """The corners that the optima at the prices do not rule out.
+        """Return the corners that the optima at the prices do not rule out.
 
         Args:
-            known: points there are; one that is slower than they are is not new, nor one that is faster by epsilon.
+            known: known points; a slower point is not new, nor one that is faster by less than epsilon.
             weights, best: prices [prices, 2], and the optimum at each [prices].
             epsilon: share of its time by which a new point may be faster than a known one.
             most: memory and time that no assignment exceeds.
@@ -124,7 +128,7 @@ class OpenCorners:
         scale = np.abs(known.time).max() * weights[:, 0] + np.abs(known.memory).max() * weights[:, 1]
         corners = corners - _ROUNDING * scale
         open_ = (corners > best).all(1)
-        # Of many, some neighbours become one that leaves the room of all.
+        # Of too many corners, neighbours become one that dominates them all.
         groups = np.array_split(np.flatnonzero(open_), min(_CORNERS, max(1, int(open_.sum()))))
         joined = [(group[0], group[-1]) for group in groups if len(group)]
         corners = np.array([time[first] * weights[:, 0] + memory[last] * weights[:, 1] for first, last in joined])
@@ -135,16 +139,17 @@ class OpenCorners:
         return len(self.costs)
 
     def pairs_below(self, wholes: Array) -> tuple[IntArray, IntArray]:
-        """Rows of bounds, and the corners that they leave room at.
+        """Return rows of lower bounds, and the corners above them at all prices.
 
         Args:
-            wholes: what no completion is below at each price [rows, prices].
+            wholes: lower bounds of all completions at each price [rows, prices].
         """
         rows, corners = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         nearest = self.costs[np.arange(len(self)), self.nearest]
         step = max(1, _ENTRIES // max(1, self.costs.size))
         for start in range(0, len(wholes), step):
             part = wholes[start : start + step]
+            # The nearest price alone rules out most pairs.
             row, corner = np.nonzero(part[:, self.nearest] < nearest)
             within = (part[row] < self.costs[corner]).all(1)
             rows.append(start + row[within])
@@ -154,12 +159,12 @@ class OpenCorners:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PruningBounds:
-    """Room at one elimination.
+    """Lower bounds at one elimination.
 
     Attributes:
-        room: between known points.
-        outside: what all that is not summed yet adds at the least, for every cell of the sum [cells, prices].
-        pairs: whether a cell and a strategy of the node that is eliminated leave room [cells * strategies].
+        corners: between known points.
+        outside: least cost of everything that is not summed yet, for every cell of the sum [cells, prices].
+        pairs: True where a cell and a strategy of the eliminated node are below a corner [cells * strategies].
     """
 
     corners: OpenCorners
@@ -167,11 +172,11 @@ class PruningBounds:
     pairs: np.ndarray
 
     def promising_points(self, cell: IntArray, memory: Array, time: Array, each: int | None) -> IntArray:
-        """Which points leave room.
+        """Return the positions of the points that may lead below a corner.
 
         Args:
             cell, memory, time: of the points.
-            each: points of a cell at most for every corner: those that may come farthest beyond it. None for all.
+            each: points of a cell at most for every corner: those that may come farthest below it. None for all.
         """
         weights = self.corners.weights
         wholes = time[:, None] * weights[:, 0] + memory[:, None] * weights[:, 1] + self.outside[cell]

@@ -1,4 +1,4 @@
-"""The order in which nodes are eliminated (TensorOpt, Figure 3 and Algorithm 2)."""
+"""The elimination order of the frontier (TensorOpt, Figure 3 and Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 
 @dataclass(frozen=True, slots=True)
 class EliminationStep:
-    """What happens to a node: it is eliminated, or, where that would take too large a table, settled."""
+    """One node: `exact` if it is eliminated, otherwise its strategy is fixed, since its table would be too large."""
 
     node: int
     exact: bool
@@ -19,30 +19,34 @@ class EliminationStep:
 def elimination_steps(
     sizes: Mapping[int, int], neighbours: Mapping[int, Iterable[int]], linear: bool, cells: int
 ) -> Sequence[EliminationStep]:
-    """The order in which nodes go: always one of smallest table, or always one that adds least to other tables.
+    """Return the order of the nodes, greedy by smallest table or by least addition to other tables.
 
-    Of the two orders, the one that settles fewer nodes and takes less work.
+    Of the two orders, the one that fixes fewer nodes and takes less work is returned.
 
     Args:
         sizes: strategies of every node.
         neighbours: the graph, without loops.
-        linear: FT-LDP: of equal tables, the one nearest to an end of the graph. What hangs off the main line is taken
-            into it first; the line is then consumed from that end, a node with its one neighbour at a time. Otherwise
+        linear: FT-LDP: of equal tables, the one nearest to an end of the graph. Branches are merged into the main line
+            first; the line is then consumed from that end, a node with its one neighbour at a time. Otherwise
             FT-Elimination: the two ends of every component go last, so that a line loses inner nodes with two
             neighbours each.
-        cells: of the largest table allowed, the node that is eliminated not counted.
+        cells: of the largest table allowed, without the eliminated node.
 
     Source: TensorOpt 3.2, Algorithm 2.
     """
     orders = [_GreedyElimination(sizes, neighbours, linear, cells, fill) for fill in (False, True)]
-    found = [order.run() for order in orders]
-    return min(zip(orders, found, strict=True), key=lambda one: (sum(not s.exact for s in one[1]), one[0].work))[1]
+    results = [order.run() for order in orders]
+
+    def quality(index: int) -> tuple[int, float]:
+        return sum(not step.exact for step in results[index]), orders[index].work
+
+    return results[min(range(len(orders)), key=quality)]
 
 
 class _GreedyElimination:
-    """A greedy order, made on the sizes alone; by the table's size, or by what elimination adds to the graph (`fill`).
+    """A greedy order from sizes alone, by the size of the table or by the added edges (`fill`).
 
-    `work` counts the combinations of strategies that are looked at.
+    `work` counts the combinations of strategies that are evaluated.
     """
 
     def __init__(
@@ -64,24 +68,25 @@ class _GreedyElimination:
                     self.last |= {start, end}
 
     def run(self) -> list[EliminationStep]:
-        found = []
+        steps = []
         heap = [(self._score(node), node) for node in self.neighbours]
         heapify(heap)
         while heap:
             score, node = heappop(heap)
+            # An outdated entry of the heap.
             if node not in self.neighbours or score != self._score(node):
                 continue
             exact = self._table(node) <= self.cells
-            if not exact:  # like the attention mask that every layer reads
-                node = max((node, *self.neighbours[node]), key=lambda one: (len(self.neighbours[one]), -one))
+            if not exact:  # fix the hub, such as the attention mask that every layer reads
+                node = max((node, *self.neighbours[node]), key=lambda hub: (len(self.neighbours[hub]), -hub))
             self.work += self._table(node) * self.sizes[node] if exact else 0.0
             for other in self._remove(node, exact):
                 heappush(heap, (self._score(other), other))
-            found.append(EliminationStep(node, exact))
-        return found
+            steps.append(EliminationStep(node, exact))
+        return steps
 
     def _remove(self, node: int, join: bool) -> Iterable[int]:
-        """Takes a node out, and joins its neighbours if it is eliminated; returns those whose score has changed."""
+        """Remove a node, and join its neighbours if it is eliminated; return the nodes whose score has changed."""
         others = self.neighbours.pop(node)
         changed = set(others)
         for other in others:
@@ -101,25 +106,26 @@ class _GreedyElimination:
     def _score(self, node: int) -> tuple[bool, float, float, int]:
         table = self._table(node) * self.sizes[node]
         if table > self.cells * self.sizes[node]:
+            # Too large: after all others, so that fixing hubs comes as late as possible.
             return node in self.last, math.inf, table, self.place[node]
         return node in self.last, self._missing(node) if self.fill else table, table, self.place[node]
 
     def _missing(self, node: int) -> float:
-        """Entries of the edges that eliminating the node would add."""
+        """Return the entries of the edges that eliminating the node would add."""
         others = sorted(self.neighbours[node])
         return sum(
-            self.sizes[one] * sum(self.sizes[other] for other in others[:place] if other not in self.neighbours[one])
-            for place, one in enumerate(others)
+            self.sizes[end] * sum(self.sizes[other] for other in others[:place] if other not in self.neighbours[end])
+            for place, end in enumerate(others)
         )
 
     def _farthest(self, node: int) -> int:
-        """An end of the graph: farthest from what is farthest from a node."""
-        for _ in range(2):
+        """Return an end of the graph: the node farthest from the node farthest from this one."""
+        for _ in range(2):  # exact on trees, and good enough elsewhere: it only breaks ties
             node = next(reversed(self._distances(node)))
         return node
 
     def _distances(self, start: int) -> dict[int, int]:
-        """Steps from a node to all that can be reached, the nearest first."""
+        """Return the steps from a node to all reachable nodes, the nearest first."""
         distance = {start: 0}
         layer = [start]
         while layer:

@@ -1,8 +1,7 @@
-"""The problem at many prices of memory at once: optima, and what every choice adds to them.
+"""The problem at many prices of memory at once: its optima, and the optima given every choice.
 
-At a price, time and memory are one cost, and two passes of bucket elimination find its optimum, and the optimum given
-each combination of strategies that an elimination looks at. All prices share the passes: every table has one entry per
-price.
+A price makes one cost of time and memory. Two passes of bucket elimination find the optimum, and the optimum given each
+combination of strategies that an elimination sums. All prices share the passes: every table has one entry per price.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Entries = TypeVar("Entries", Array, IntArray)
 class Costs:
     """Time and memory of every combination of strategies of the nodes in a scope; infinite time forbids.
 
-    Scopes list nodes from the one that is eliminated last to the one that is eliminated first.
+    Scopes list nodes from the last eliminated to the first.
     """
 
     scope: Scope
@@ -32,7 +31,7 @@ class Costs:
     memory: Array
 
     def at(self, weights: Array) -> Array:
-        """Time and memory weighed [*scope, prices]; what is forbidden is so at any weight."""
+        """Return time and memory weighted by the prices [*scope, prices]; a forbidden combination stays infinite."""
         allowed = np.isfinite(self.time)
         time = np.where(allowed, self.time, 0.0)
         total = time[..., None] * weights[:, 0] + self.memory[..., None] * weights[:, 1]
@@ -41,12 +40,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """What is summed when a node is eliminated.
+    """The terms of the sum when a node is eliminated.
 
     Attributes:
-        scope: of the sum: the nodes that the minimum is handed on to, and at its end the node.
-        costs: the costs that are summed.
-        children: places of the buckets whose minima are.
+        scope: of the sum: the nodes that its minimum depends on, and last the eliminated node.
+        costs: the costs in the sum.
+        children: positions of the buckets whose minima are in the sum.
     """
 
     scope: Scope
@@ -55,36 +54,36 @@ class Bucket:
 
     @property
     def node(self) -> int:
-        """Eliminated here."""
+        """The eliminated node."""
         return self.scope[-1]
 
     @property
     def rest(self) -> Scope:
-        """The nodes that the minimum is handed on to; none where a component ends."""
+        """The nodes that the minimum depends on; empty where a component ends."""
         return self.scope[:-1]
 
 
 def buckets(order: Sequence[int], costs: Sequence[Costs]) -> list[Bucket]:
-    """The buckets of nodes that are eliminated in this order; costs of no node are in none."""
+    """Return the buckets of nodes that are eliminated in this order; costs of an empty scope are in none."""
     place = {node: number for number, node in enumerate(order)}
-    own: list[list[Costs]] = [[] for _ in order]
-    for one in costs:
-        if one.scope:
-            own[place[one.scope[-1]]].append(one)
+    by_node: list[list[Costs]] = [[] for _ in order]
+    for cost in costs:
+        if cost.scope:
+            by_node[place[cost.scope[-1]]].append(cost)
     children: list[list[int]] = [[] for _ in order]
-    found: list[Bucket] = []
+    result: list[Bucket] = []
     for number, node in enumerate(order):
-        others = {other for one in own[number] for other in one.scope}
-        others.update(other for child in children[number] for other in found[child].rest)
+        others = {other for cost in by_node[number] for other in cost.scope}
+        others.update(other for child in children[number] for other in result[child].rest)
         scope = sorted({node, *others}, key=place.__getitem__, reverse=True)
-        found.append(Bucket(tuple(scope), tuple(own[number]), tuple(children[number])))
+        result.append(Bucket(tuple(scope), tuple(by_node[number]), tuple(children[number])))
         if len(scope) > 1:
             children[place[scope[-2]]].append(number)
-    return found
+    return result
 
 
 def spread(table: Entries, scope: Scope, joint: Scope) -> Entries:
-    """A table over `scope`, as one over a scope that holds it in the same order; further axes stay behind."""
+    """Return a table over `scope` as one over a scope that contains it in the same order; other axes stay last."""
     sizes = dict(zip(scope, table.shape, strict=False))
     return table.reshape([sizes.get(node, 1) for node in joint] + list(table.shape[len(scope) :]))
 
@@ -94,12 +93,13 @@ class PricedProblem:
 
     Attributes:
         weights: of time and of memory [prices, 2].
-        best: the optimum of the whole, at each price [prices].
-        minima: of every bucket, over its node: of what is summed there and in all buckets below [*rest, prices].
+        best: the optimum of the whole problem, at each price [prices].
+        minima: per bucket, the minimum over its node of everything summed there and in all buckets below [*rest,
+            prices].
 
     Args:
         sizes: strategies of every node.
-        costs: of no node.
+        costs: costs of an empty scope.
         tree: the buckets of the problem.
         weights: as above.
     """
@@ -118,41 +118,45 @@ class PricedProblem:
 
     def _sum(self, bucket: Bucket) -> Array:
         total = np.zeros([self.sizes[node] for node in bucket.scope] + [len(self.weights)])
-        for one in bucket.costs:
-            total += spread(one.at(self.weights), one.scope, bucket.scope)
+        for cost in bucket.costs:
+            total += spread(cost.at(self.weights), cost.scope, bucket.scope)
         for child in bucket.children:
             total += spread(self.minima[child], self.tree[child].rest, bucket.scope)
         return total
 
     def optima(self) -> dict[int, IntArray]:
-        """The strategy of every node in an optimum at each price [prices]."""
-        found: dict[int, IntArray] = {}
+        """Return the strategy of every node in an optimum at each price [prices]."""
+        choices: dict[int, IntArray] = {}
         prices = np.arange(len(self.weights))
+        # A bucket's rest is eliminated after it: those choices are known by now.
         for bucket in reversed(self.tree):
             total = np.zeros((self.sizes[bucket.node], len(prices)))
-            parts = [(one.scope, one.at(self.weights)) for one in bucket.costs]
+            parts = [(cost.scope, cost.at(self.weights)) for cost in bucket.costs]
             parts += [(self.tree[child].rest, self.minima[child]) for child in bucket.children]
             for scope, table in parts:
-                at: tuple[Any, ...] = (slice(None), *(found[node] for node in scope[:-1]), prices)
+                at: tuple[Any, ...] = (slice(None), *(choices[node] for node in scope[:-1]), prices)
                 total += np.moveaxis(table, len(scope) - 1, 0)[at]
-            found[bucket.node] = total.argmin(0)
-        return found
+            choices[bucket.node] = total.argmin(0)
+        return choices
 
     def conditional_optima(self) -> Iterator[tuple[Array, Array]]:
-        """The optima of the whole at every bucket, the last one first.
+        """Yield the optima of the whole problem given the choices at every bucket, the last bucket first.
 
         Yields:
-            Those given the strategies of its scope [*scope, prices], and those given the ones of its rest, less its
-            minima [*rest, prices]: what all that is not summed there or below adds at the least.
+            The optima given the strategies of its scope [*scope, prices], and those given the strategies of its rest,
+            less its minima [*rest, prices]: the least cost of everything that is not summed there or below.
         """
         above: dict[int, Array] = {}
         for number in reversed(range(len(self.tree))):
             bucket = self.tree[number]
             minimum = self.minima[number]
             reached = np.isfinite(minimum)
+            # The optimum given the rest, from the bucket above; a component depends on no other.
             whole = above.pop(number) if bucket.rest else self.best
             with np.errstate(invalid="ignore"):
-                outside = np.where(reached, whole - minimum, 0.0)  # where not, nothing is there to add to
+                outside = np.where(
+                    reached, whole - minimum, 0.0
+                )  # inf - inf where all is forbidden
             total = self._sum(bucket) + outside[..., None, :]
             for child in bucket.children:
                 kept = set(self.tree[child].rest)

@@ -1,4 +1,4 @@
-"""Tables of cost frontiers, and the one operation on them: join, which is product, union and reduce at once."""
+"""Tables of cost frontiers, and their join: product, union and reduction in one operation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from autoshard.solver.frontier_corners import PruningBounds
 from autoshard.solver.problem import Array, IntArray
 
 _CHUNK = 1 << 19
-"""Candidate points that are looked at together: large enough for numpy, small enough for the cache."""
+"""Candidate points that are processed together: enough for numpy, and few enough for the cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """How the points of a table came about.
+    """The join that made the points of a table.
 
     Attributes:
-        left, right: the tables joined; no right one where cells of the left were copied.
-        left_points, right_points: for every point, the points of theirs that it is the sum of.
+        left, right: the tables joined; None on the right if cells of the left were copied.
+        left_points, right_points: for every point, the points of these tables that it is the sum of.
         decided: the node that the join eliminated; None for a product alone.
         strategies: its number of strategies, which are the last index of the left table's cells.
     """
@@ -38,7 +38,7 @@ class FrontierTable:
     """A frontier in every cell; cells are numbered row by row over the strategies of some nodes.
 
     Attributes:
-        starts: place of each cell's first point, and the number of points [cells + 1]; a cell without points is
+        starts: position of each cell's first point, and the number of points [cells + 1]; a cell without points is
             forbidden.
         memory: of all points, ascending within a cell.
         time: of all points, descending within a cell.
@@ -52,7 +52,7 @@ class FrontierTable:
 
     @staticmethod
     def of(time: Array, memory: Array) -> FrontierTable:
-        """One point per finite entry of the arrays, none elsewhere."""
+        """Return a table with one point per finite entry of the arrays, and none elsewhere."""
         time, memory = np.ravel(time), np.ravel(memory)
         there = np.isfinite(time)
         return FrontierTable(np.append(0, np.cumsum(there)), memory[there], time[there])
@@ -64,11 +64,11 @@ class FrontierTable:
 
     @property
     def counts(self) -> IntArray:
-        """Points of every cell."""
+        """Number of points of every cell."""
         return np.diff(self.starts)
 
     def take(self, cells: IntArray) -> FrontierTable:
-        """A table of some of the cells, in the order given, perhaps repeatedly."""
+        """Return a table of some of the cells, in the given order, possibly repeated."""
         counts = self.counts[cells]
         starts = np.append(0, np.cumsum(counts))
         points = np.repeat(self.starts[cells] - starts[:-1], counts) + np.arange(starts[-1])
@@ -76,21 +76,21 @@ class FrontierTable:
 
 
 UNIT = FrontierTable(np.array([0, 1]), np.zeros(1), np.zeros(1))
-"""One cell with one point that adds nothing."""
+"""The neutral element of joins: one cell with one point of zero memory and time."""
 
 
 @dataclass(slots=True)
 class Joiner:
-    """Joins tables, and keeps account of what thinning has cost.
+    """Join of tables, with an account of the time that thinning costs.
 
-    Thinning drops a point only where one that needs no more memory is at most a tolerance slower. The tolerances of all
+    Thinning drops a point only if one that needs no more memory is at most a tolerance slower. The tolerances of all
     joins add up: no point of the final frontier is slower, at its memory or less, by more than `spent`.
 
     Attributes:
         budget: seconds that all thinning together may cost.
-        joins: how many joins will eliminate a node; each may spend its share of what is left of the budget.
-        each: points of one cell that are kept at most for every corner of an outlook, those that look best; what
-            goes with the others is not accounted for. None: all are kept.
+        joins: number of joins to come that eliminate a node; each may spend its share of the remaining budget.
+        points_per_corner: most points of one cell that are kept for every corner, the most promising ones. The loss of
+            the others is not accounted for. None keeps all.
         spent: seconds that thinning has cost so far, at most.
     """
 
@@ -109,7 +109,7 @@ class Joiner:
         decided: int | None = None,
         outlook: PruningBounds | None = None,
     ) -> FrontierTable:
-        """The frontiers of sums of points.
+        """Return the frontiers of sums of points.
 
         Cell `c` of the result is reduced from the sums of every point of `left_cells[j]` with every point of
         `right_cells[j]`, for the `fan` entries `j` from `c * fan` on.
@@ -117,9 +117,9 @@ class Joiner:
         Args:
             left, right: tables.
             left_cells, right_cells: cells to be summed in pairs [cells of the result * fan].
-            fan: pairs per cell of the result: the strategies of the node that is eliminated, or 1.
+            fan: pairs per cell of the result: the strategies of the eliminated node, or 1.
             decided: that node, whose strategies are the last index of the left table's cells.
-            outlook: points are left out that lead to nothing new. None: all are kept.
+            outlook: bounds; points that lead to nothing new are dropped. None keeps all.
 
         Source: TensorOpt 3.2: product, union, and Algorithm 1.
         """
@@ -130,7 +130,10 @@ class Joiner:
         pairs = left.counts[left_cells] * right.counts[right_cells]
         if outlook is not None:
             pairs *= outlook.pairs
-        bounds = _chunk_bounds(pairs.reshape(-1, fan).sum(1))
+        # Ranges of cells with about `_CHUNK` candidates each; a single cell may have more.
+        done = np.cumsum(pairs.reshape(-1, fan).sum(1))
+        parts_at = np.unique(done // _CHUNK, return_index=True)[1]
+        bounds = [0, *(int(part) for part in parts_at if part), len(done)]
         parts = []
         for a, b in itertools.pairwise(bounds):
             at = slice(a * fan, b * fan)
@@ -149,7 +152,7 @@ class Joiner:
 
 
 def unroll(table: FrontierTable, assignments: IntArray) -> None:
-    """Fills in what every point of a table decided, back to the problem's own costs.
+    """Write the decisions of every point of a table into `assignments`.
 
     Args:
         table: of one cell.
@@ -172,16 +175,9 @@ def unroll(table: FrontierTable, assignments: IntArray) -> None:
             waiting.append((origin.right, origin.right_points[points]))
 
 
-def _chunk_bounds(work: IntArray) -> list[int]:
-    """Bounds of stretches of cells with about `_CHUNK` candidates each; a single cell may have more."""
-    done = np.cumsum(work)
-    parts = np.unique(done // _CHUNK, return_index=True)[1] if len(work) else np.zeros(1, dtype=np.int64)
-    return [0, *(int(part) for part in parts if part), len(work)]
-
-
 @dataclass(frozen=True, slots=True)
 class _ChunkResult:
-    """What a stretch of a join's cells came to; `slower` is the most that thinning cost there."""
+    """The points of a range of a join's cells; `slower` is the most that thinning cost there."""
 
     counts: IntArray
     memory: Array
@@ -193,7 +189,7 @@ class _ChunkResult:
 
 @dataclass(frozen=True, slots=True)
 class _JoinChunk:
-    """A stretch of the cells of a join, from the cell `first` on."""
+    """A range of the cells of a join, from the cell `first` on."""
 
     left: FrontierTable
     right: FrontierTable
@@ -221,7 +217,7 @@ class _JoinChunk:
         return _ChunkResult(kept, memory[keep], time[keep], left_points[keep], right_points[keep], slower)
 
     def _points(self) -> tuple[IntArray, IntArray]:
-        """The two points of every pair that is summed, cell by cell."""
+        """Return the two points of every summed pair, cell by cell."""
         count, second = self.pairs, self.right.counts[self.right_cells]
         ends = np.cumsum(count)
         within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - count, count)
@@ -234,18 +230,18 @@ class _JoinChunk:
 
 
 def _frontiers(counts: IntArray, memory: Array, time: Array) -> tuple[IntArray, IntArray]:
-    """The points that no other of their cell dominates (Algorithm 1).
+    """Return the points that no other of their cell dominates (Algorithm 1).
 
     Args:
         counts: points of every cell.
         memory, time: of all points, cell by cell.
 
     Returns:
-        Cell and place of the points that remain, by cell and memory.
+        Cell and position of the points that remain, by cell and memory.
     """
     starts = np.cumsum(counts) - counts
     cells, places = [], []
-    # Cells of about equally many points are sorted together, as rows of a matrix.
+    # Cells with about equally many points, up to a factor of two, are sorted together as rows of a matrix.
     length = np.frexp(counts)[1]
     for bits in np.unique(length[counts > 0]):
         rows = np.flatnonzero(length == bits)
@@ -256,25 +252,26 @@ def _frontiers(counts: IntArray, memory: Array, time: Array) -> tuple[IntArray, 
         if len(at) > 1:
             order = np.argsort(held, axis=1, kind="stable")
             held, place = np.take_along_axis(held, order, 1), np.take_along_axis(place, order, 1)
-        taken = np.where(np.isfinite(held), time[place], np.inf)
-        least = np.minimum.accumulate(taken, 1)
-        keep = taken < np.hstack([np.full((len(rows), 1), np.inf), least[:, :-1]])
+        times = np.where(np.isfinite(held), time[place], np.inf)
+        least = np.minimum.accumulate(times, 1)
+        keep = times < np.hstack([np.full((len(rows), 1), np.inf), least[:, :-1]])
         row, column = np.nonzero(keep)
-        # Of equal memory the sort may have brought the slower one first.
+        # The sort may have placed the slower of two points of equal memory first.
         last = np.append((row[1:] != row[:-1]) | (held[keep][1:] != held[keep][:-1]), True)[: len(row)]
         cells.append(rows[row[last]])
         places.append(place[row[last], column[last]])
     if not cells:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    cell, found = np.concatenate(cells), np.concatenate(places)
+    cell, remaining = np.concatenate(cells), np.concatenate(places)
     order = np.argsort(cell, kind="stable")
-    return cell[order], found[order]
+    return cell[order], remaining[order]
 
 
 def _thin_points(cell: IntArray, time: Array, cells: int, tolerance: float) -> tuple[IntArray | slice, float]:
-    """Places that remain of sorted frontiers, and the most by which one that goes is faster than what stands for it.
+    """Thin out sorted frontiers: keep the fastest point, and in every `tolerance` seconds that of least memory.
 
-    In every stretch of `tolerance` seconds, the point of least memory remains, and the fastest of all.
+    Returns:
+        The positions that remain, and the largest time by which a dropped point is faster than the one kept for it.
     """
     if not len(cell) or tolerance <= 0:
         return slice(None), 0.0

@@ -1,4 +1,4 @@
-"""Frontier tracking: elimination with a frontier in every cell, followed where known points leave room."""
+"""Frontier tracking: elimination with a frontier in every cell, pruned by known points."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from autoshard.solver.frontier_prices import Bucket, Costs, PricedProblem, Scope
 from autoshard.solver.frontier_table import UNIT, FrontierTable, Joiner, unroll
 from autoshard.solver.problem import Array, IntArray
 
+# Guesses that work:
 _OCTAVES = 8  # prices on either side of the rate between the two ends, each double the one before
-_ROUNDS = 3  # of prices at the rates between neighbours
-_MOST_PRICES = 16  # of one round
-_BETWEEN = 4  # amounts of memory, for every gap between neighbours, at which prices are compared
-_SMALL = 1e-9  # share of the slowest point's time that the others' are measured in at the least
+_ROUNDS = 3  # rounds of prices at the rates between neighbours
+_MOST_PRICES = 16  # prices of one round
+_BETWEEN = 4  # amounts of memory in every gap between neighbours at which prices are compared
+_SMALL = 1e-9  # least unit for differences of times, as a share of the slowest point's time
 
 _COARSE = ((1, 0.2), (2, 0.3))
-"""First passes: points of a cell for every corner, and shares of epsilon beyond the hull."""
+"""First passes: points of a cell for every corner, and the width of the band beside the hull, in epsilons."""
 
 _FINE = 0.01  # epsilon of the first passes, where it is smaller
 
@@ -27,13 +28,12 @@ _FIRST = np.zeros(1, dtype=np.int64)
 
 
 class Tracker:
-    """One problem that can be eliminated.
+    """One problem, ready for elimination.
 
-    The ends of the frontier and its convex hull are the optima at prices of memory. They bound what a partial
-    assignment can lead to. So tables of frontiers hold what may still lie between the points that are known, and no
-    more. First passes look close to the hull and keep few points in a cell: where a model has many layers, they find
-    enough for the hull to prove them, and elsewhere they leave less room to the last pass, which follows all that is
-    left.
+    The optima at prices of memory are the ends of the frontier and its convex hull. They bound the results of a partial
+    assignment. So tables of frontiers hold only points that may still lead between the known points. First passes look
+    close to the hull and keep few points in a cell. In models with many layers they find enough for the hull to prove
+    them; elsewhere they leave less work to the last pass, which keeps all points.
 
     Args:
         sizes: strategies of every node.
@@ -56,14 +56,17 @@ class Tracker:
         self.order = order
         self.epsilon = epsilon
         self.limit = limit
-        alone = [one for one in costs if not one.scope]
+        constants = [cost for cost in costs if not cost.scope]
         self.constant = Costs(
-            (), np.array(sum(float(one.time) for one in alone)), np.array(sum(float(one.memory) for one in alone))
+            (),
+            np.array(sum(float(cost.time) for cost in constants)),
+            np.array(sum(float(cost.memory) for cost in constants)),
         )
         self.tree = buckets(order, costs)
 
     def run(self) -> tuple[KnownPoints, float]:
-        """Assignments [points, places in the order], and how much slower than the exact frontier they are at most."""
+        """Return assignments [points, places in the order], and how much slower than the exact frontier they are at
+        most."""
         weights = np.array([[1.0, 0.0], [0.0, 1.0]])
         priced = PricedProblem(self.sizes, self.constant, self.tree, weights)
         if not np.isfinite(priced.best).all():
@@ -80,33 +83,32 @@ class Tracker:
         return known, within
 
     def _passes(self) -> list[tuple[int | None, float]]:
-        """Points of a cell for every corner, and what share of its time beyond the hull points are hoped for."""
+        """Return, per pass, the points of a cell for every corner and the width of the band beside the hull."""
         coarse = [(each, share * max(self.epsilon, _FINE)) for each, share in _COARSE]
-        return [one for one in coarse if self.limit is None or one[0] <= self.limit] + [(self.limit, 0.0)]
-
-    # Points
+        return [pair for pair in coarse if self.limit is None or pair[0] <= self.limit] + [(self.limit, 0.0)]
 
     def _evaluate(self, strategies: Mapping[int, IntArray]) -> KnownPoints:
-        """Some assignments as points."""
+        """Return some assignments as points."""
         assignments = np.stack([strategies[node] for node in self.order], 1) if self.order else np.zeros((1, 0), int)
         time = np.full(len(assignments), float(self.constant.time))
         memory = np.full(len(assignments), float(self.constant.memory))
         for bucket in self.tree:
-            for one in bucket.costs:
-                at = tuple(strategies[node] for node in one.scope)
-                time += one.time[at]
-                memory += one.memory[at]
+            for cost in bucket.costs:
+                at = tuple(strategies[node] for node in cost.scope)
+                time += cost.time[at]
+                memory += cost.memory[at]
         return KnownPoints.of(memory, time, assignments)
 
     def _upper_bounds(self) -> tuple[float, float]:
-        """Memory and time that no assignment exceeds."""
-        every = [one for bucket in self.tree for one in bucket.costs]
-        memory = sum(float(one.memory.max()) for one in every) + float(self.constant.memory)
-        time = sum(float(one.time[np.isfinite(one.time)].max(initial=0.0)) for one in every) + float(self.constant.time)
+        """Return memory and time that no assignment exceeds."""
+        every = [cost for bucket in self.tree for cost in bucket.costs]
+        memory = sum(float(cost.memory.max()) for cost in every) + float(self.constant.memory)
+        finite = (cost.time[np.isfinite(cost.time)] for cost in every)
+        time = sum(float(times.max(initial=0.0)) for times in finite) + float(self.constant.time)
         return 1.0 + memory, 1.0 + time
 
     def _hull(self, known: KnownPoints, weights: Array) -> tuple[KnownPoints, PricedProblem]:
-        """The convex hull of the frontier, as far as it is steeper or flatter by much, and the prices that bound it."""
+        """Return the convex hull of the frontier, without small changes of slope, and the prices that bound it."""
         tried, optima = np.zeros((0, 2)), np.zeros(0)
         saved, slower = known.memory[-1] - known.memory[0], known.time[0] - known.time[-1]
         rates = slower / saved * 2.0 ** np.arange(-_OCTAVES, _OCTAVES + 1) if len(known) > 1 else np.zeros(0)
@@ -120,6 +122,7 @@ class Tracker:
             optima = np.append(optima, priced.best)
             known = known.merge(self._evaluate(priced.optima()))
             slower = known.time[:-1] - known.time[1:]
+            # The next prices are the rates between neighbours that are far apart in time.
             share = slower / np.maximum(np.abs(known.time[1:]), _SMALL * np.abs(known.time).max())
             wide = np.argsort(-share, kind="stable")[:_MOST_PRICES]
             wide = wide[share[wide] > self.epsilon / 4]
@@ -129,20 +132,20 @@ class Tracker:
         )
 
     def _decisive_prices(self, known: KnownPoints, ends: Array, tried: Array, optima: Array) -> Array:
-        """The prices at the ends, and those of the others that bound the time most at some memory."""
+        """Return the prices at the ends, and those that give the highest bound of the time at some memory."""
         if not len(tried):
             return ends
         share = np.linspace(0.0, 1.0, _BETWEEN, endpoint=False)
         memory = np.append(known.memory[:-1, None] + np.diff(known.memory)[:, None] * share, known.memory[-1])
         return np.concatenate([ends, tried[np.unique((optima - memory[:, None] * tried[:, 1]).argmax(1))]])
 
-    # Passes
-
     def _pass(
         self, known: KnownPoints, priced: PricedProblem, each: int | None, hope: float
     ) -> tuple[KnownPoints, float]:
-        """Assignments that known ones leave room for, and how much slower than the exact frontier all are at most."""
+        """Return new assignments between known ones, and how much slower than the exact frontier all are at most."""
         least = float(priced.best[0])
+        # Only the last pass keeps all points, and so proves a bound. Half of epsilon goes to the corners, the rest to
+        # thinning.
         followed = each is None and not hope
         epsilon = self.epsilon / 2 if followed else 0.0
         spare = (1 + self.epsilon) / (1 + epsilon) - 1 if followed else 0.0
@@ -168,7 +171,7 @@ class Tracker:
         return found[::-1]
 
     def _eliminate_all(self, joiner: Joiner, priced: PricedProblem, outlooks: Sequence[PruningBounds]) -> FrontierTable:
-        """One cell, of what is left when all nodes are eliminated."""
+        """Return a table of one cell, the frontier after all nodes are eliminated."""
         tables: list[FrontierTable] = []
         rest = FrontierTable.of(self.constant.time, self.constant.memory)
         done = self.constant.at(priced.weights)
@@ -184,20 +187,23 @@ class Tracker:
     def _eliminate_bucket(
         self, joiner: Joiner, bucket: Bucket, tables: Sequence[FrontierTable], outlook: PruningBounds
     ) -> FrontierTable:
-        """The frontiers of what is summed in a bucket, over its node.
+        """Return the frontiers of the sum of a bucket, minimised over its node.
 
-        With two neighbours this is the paper's node elimination (Eq. 4), costs of one scope are edge elimination
-        (Eq. 5), with one neighbour it is a step of the linear dynamic programming (Algorithm 3), and where a node has
-        more, a table over all of them stands for the node of concatenated strategies of branch elimination (Eq. 6).
+        With two neighbours this is the paper's node elimination (Eq. 4), costs of one scope are edge elimination (Eq.
+        5), with one neighbour it is a step of the linear dynamic programming (Algorithm 3). If a node has more
+        neighbours, a table over all of them corresponds to the node of concatenated strategies of branch elimination
+        (Eq. 6).
         """
-        scope = self._union_scope([one.scope for one in bucket.costs], bucket)
+        scope = self._union_scope([cost.scope for cost in bucket.costs], bucket)
         shape = [self.sizes[node] for node in scope]
         time, memory = np.zeros(shape), np.zeros(shape)
-        for one in bucket.costs:
-            time += spread(one.time, one.scope, scope)
-            memory += spread(one.memory, one.scope, scope)
+        for cost in bucket.costs:
+            time += spread(cost.time, cost.scope, scope)
+            memory += spread(cost.memory, cost.scope, scope)
         together = FrontierTable.of(time, memory)
-        parts = sorted(((tables[child], self.tree[child].rest) for child in bucket.children), key=_point_count)
+        # The largest table is joined last, together with the elimination.
+        parts = [(tables[child], self.tree[child].rest) for child in bucket.children]
+        parts.sort(key=lambda part: (len(part[0].memory), part[1]))
         last, inner = parts.pop() if parts else (UNIT, ())
         for table, other in parts:
             joint = self._union_scope([scope, other], bucket)
@@ -207,16 +213,12 @@ class Tracker:
         return joiner.join(together, last, left, right, self.sizes[bucket.node], bucket.node, outlook)
 
     def _union_scope(self, scopes: Sequence[Scope], bucket: Bucket) -> Scope:
-        """The nodes of a bucket that are in some scopes, and its own."""
+        """Return the nodes of a bucket that are in some scopes, and its own node."""
         present = {bucket.node}.union(*scopes)
         return tuple(node for node in bucket.scope if node in present)
 
     def _cells(self, scope: Scope, joint: Scope) -> IntArray:
-        """Which cell of a table over `scope` every cell over `joint` is."""
+        """Return, for every cell over `joint`, the cell of a table over `scope`."""
         shape = [self.sizes[node] for node in scope]
         cells = spread(np.arange(math.prod(shape), dtype=np.int64).reshape(shape), scope, joint)
         return np.broadcast_to(cells, [self.sizes[node] for node in joint]).ravel()
-
-
-def _point_count(part: tuple[FrontierTable, Scope]) -> tuple[int, Scope]:
-    return len(part[0].memory), part[1]

@@ -16,7 +16,7 @@ from autoshard.solver.network import Network
 
 @dataclass(frozen=True, slots=True)
 class IntegerResult:
-    """An assignment (`NO_ASSIGNMENT` if none was found), a bound, and whether the answer is final either way."""
+    """An assignment (`NO_ASSIGNMENT` if none was found), a bound, and True if the result is final either way."""
 
     best: ScoredAssignment
     bound: float
@@ -32,7 +32,7 @@ def solve_integer(
     seed: int = 0,
     nodes: int | None = None,
 ) -> IntegerResult:
-    """Solves a reduced network by mixed integer programming, as `flat.integer` says.
+    """Solve a reduced network by mixed integer programming, see `flat.integer`.
 
     Args:
         network: after `reduce`; with usages where there are moments.
@@ -54,12 +54,12 @@ def solve_integer(
         return IntegerResult(NO_ASSIGNMENT, answer.bound, answer.proved)
     pairs = zip(network.vectors, answer.places.tolist(), strict=True)
     choices = {node: int(network.labels[node][place]) for node, place in pairs}
-    found = ScoredAssignment(network.expand(choices), network.value(choices))
-    return IntegerResult(found, min(answer.bound, found.cost), answer.proved)
+    best = ScoredAssignment(network.expand(choices), network.value(choices))
+    return IntegerResult(best, min(answer.bound, best.cost), answer.proved)
 
 
 def network_to_core(network: Network, moments: Moments | None) -> Core:
-    """The nodes that a network has left, as a core, in the network's order."""
+    """Return the remaining nodes of a network as a core, in the order of the network."""
     number = {node: place for place, node in enumerate(network.vectors)}
     size = np.array([len(vector) for vector in network.vectors.values()], dtype=np.int64)
     pairs = [
@@ -78,7 +78,7 @@ def network_to_core(network: Network, moments: Moments | None) -> Core:
         size=size,
         offset=starts(size),
         cost=np.concatenate([*network.vectors.values(), np.zeros(0)]),
-        ends=np.array([(one, other) for one, other, _ in pairs], dtype=np.int64).reshape(-1, 2),
+        ends=np.array([(source, target) for source, target, _ in pairs], dtype=np.int64).reshape(-1, 2),
         start=starts(np.array([table.size for table in tables], dtype=np.int64)),
         table=np.concatenate([*tables, np.zeros(0)]),
         item_node=rows,

@@ -1,4 +1,4 @@
-"""Loops compiled by numba, imported when the first of them runs: that takes as long as many a plan."""
+"""Loops compiled by numba. Importing numba takes as long as many a plan, so the first call imports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 
 def compiled_when_called(loop: Loop) -> Loop:
-    """Compiles a loop at its first call, and keeps the machine code on disk for the next process.
+    """Compile a loop at its first call, and keep the machine code on disk for the next process.
 
     Other compiled loops can't call it.
     """

@@ -1,4 +1,4 @@
-"""Linear and integer programs through OR-Tools, given as arrays."""
+"""Linear and integer programs as arrays, solved by OR-Tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GAP = 1e-9
 
 @dataclass(slots=True)
 class LinearProgram:
-    """Minimise costs · x over bounds and rows; built row by row.
+    """Minimise costs · x within bounds and rows; built row by row.
 
     Attributes:
         costs, lower, upper, integer: one entry per variable.
@@ -33,7 +33,7 @@ class LinearProgram:
     rows: list[tuple[Any, Any, float, float]] = field(default_factory=list)
 
     def add_variables(self, costs: Array, *, lower: float = 0.0, upper: float = 1.0, integer: bool = False) -> range:
-        """Adds variables, and returns their numbers."""
+        """Add variables and return their numbers."""
         start = len(self.costs)
         self.costs += costs.tolist()
         self.lower += [lower] * len(costs)
@@ -42,19 +42,19 @@ class LinearProgram:
         return range(start, start + len(costs))
 
     def add_row(self, variables: Any, coefficients: Any, least: float, most: float) -> None:
-        """Adds least <= coefficients · variables <= most."""
+        """Add least <= coefficients · variables <= most."""
         self.rows.append((variables, coefficients, least, most))
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSolution:
-    """What the backend found.
+    """The result of a backend.
 
     Attributes:
-        values: of the variables; None where nothing was found.
+        values: of the variables; None where no solution was found.
         bound: no solution costs less.
-        optimal: whether the values are proved best.
-        infeasible: whether it is proved that there is no solution.
+        optimal: True if the values are proved best.
+        infeasible: True if it is proved that there is no solution.
     """
 
     values: Array | None
@@ -71,12 +71,12 @@ def minimise(
     hint: Array | None = None,
     node_limit: int | None = None,
 ) -> LinearSolution:
-    """Solves a program: HiGHS where there are integers, GLOP otherwise.
+    """Solve a program: HiGHS where there are integers, GLOP otherwise.
 
     Args:
         program: the program.
         time_limit: seconds.
-        seed: of the backend; one worker and one seed give one answer, unless the time ends first.
+        seed: of the backend; equal seeds give equal results, unless the time ends first.
         hint: values of all variables of a known solution.
         node_limit: nodes of the search tree at most; None for as many as there is time for.
 
@@ -95,7 +95,7 @@ def minimise(
     settings = mathopt.ModelSolveParameters()
     if mixed:
         parameters.random_seed = seed
-        # One thread: the same input gives the same output.
+        # With several threads, the result would depend on their timing.
         parameters.highs.string_options["parallel"] = "off"
         parameters.relative_gap_tolerance = _GAP
         parameters.node_limit = node_limit
@@ -106,15 +106,16 @@ def minimise(
     try:
         result = _run_interruptible(lambda: mathopt.solve(model, backend, params=parameters, model_params=settings))
     except (RuntimeError, ValueError, AttributeError) as error:
-        # An AttributeError is what some versions of OR-Tools raise while they translate a backend's failure.
+        # Some versions of OR-Tools raise an AttributeError while they translate the failure of a backend.
         raise SolverError(f"OR-Tools could not solve the program: {error.__context__ or error}") from error
     return _read_solution(mathopt, model, result)
 
 
 def _run_interruptible(work: Callable[[], Any]) -> Any:
-    """The result of `work`, which Ctrl-C can leave: the backend hears no signal, and ends with its time limit."""
+    """Return the result of `work`, which Ctrl-C can leave."""
     if current_thread() is not main_thread():
         return work()
+    # The backend ignores signals. In a thread of its own it runs on until its time limit, while this one returns.
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -141,7 +142,8 @@ def _read_solution(mathopt: Any, model: Any, result: Any) -> LinearSolution:
 
 
 def _proto(program: LinearProgram) -> Any:
-    """The program in OR-Tools' own format: much faster than adding terms one by one."""
+    """Return the program in OR-Tools' own format."""
+    # Filling the message is much faster than adding terms one by one.
     from ortools.math_opt import model_pb2
 
     proto = model_pb2.ModelProto()

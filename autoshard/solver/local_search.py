@@ -1,11 +1,11 @@
-"""Good assignments for problems too wide for one exact pass: axis by axis, then large exact neighbourhoods."""
+"""Search for good assignments of problems too wide for one exact pass: axis by axis, then large neighbourhoods."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, permutations
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from autoshard.solver.reduce import fold
 from autoshard.solver.solver_budget import UNLIMITED, StepBudget
 
 _ORDERS = 6
-"""Axis orders tried as starts: all of them up to three mesh axes."""
+"""Orders of mesh axes tried as starts: all of them up to three axes."""
 
 _AXIS_CAP = 10_000_000
 """Entries of a table when one axis is solved."""
@@ -26,10 +26,10 @@ _NEIGHBOURHOOD_CAP = 200_000
 """Entries of a table when a neighbourhood is solved."""
 
 _AXIS_WORK, _ROUND_WORK = 5, 20
-"""Units of work per table entry of the network that an axis and a neighbourhood are counted as."""
+"""Units of work of an axis and of a neighbourhood per table entry of the network."""
 
 _IMPROVEMENT = 1e-12
-"""Relative improvement below which an assignment counts as no better: the rounding of sums."""
+"""Relative improvement below which an assignment is no better: the rounding of sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ScoredAssignment:
     cost: float
 
     def improves(self, other: ScoredAssignment) -> bool:
-        """Whether this one is better by more than rounding."""
+        """Return True if this assignment is better by more than rounding."""
         if not np.isfinite(other.cost):
             return bool(np.isfinite(self.cost))
         return self.cost < other.cost - _IMPROVEMENT * abs(other.cost)
@@ -50,7 +50,7 @@ NO_ASSIGNMENT = ScoredAssignment({}, float("inf"))
 
 
 def cheaper_of(first: ScoredAssignment, second: ScoredAssignment) -> ScoredAssignment:
-    """The cheaper of two, the first one if they are equal up to rounding."""
+    """Return the cheaper assignment, the first one if they are equal up to rounding."""
     return second if second.improves(first) else first
 
 
@@ -59,44 +59,44 @@ def alternate(
     components: Sequence[IntArray],
     *,
     start: ScoredAssignment = NO_ASSIGNMENT,
-    stretch: StepBudget = UNLIMITED,
+    budget: StepBudget = UNLIMITED,
 ) -> ScoredAssignment:
-    """Solves one mesh axis after another exactly, the labels of the other axes held, until no axis improves.
+    """Solve one mesh axis after another exactly, with fixed labels on the others, until no axis improves.
 
-    From every axis order a start is made: the first axis is solved as if the others could be chosen freely at every
-    node and edge, the second one given the first, and so on. Restricting a node to the labels held always keeps
-    its current strategy, so the cost never rises.
+    Every order of axes gives a start: the first axis is solved as if the others could be chosen freely at every node
+    and edge, the second one given the first, and so on. Under the fixed labels a node always keeps its current
+    strategy, so the cost never rises.
 
     Args:
         network: the problem as a network, not reduced.
         components: per node labels [strategies of the problem, mesh axes].
         start: a known assignment.
-        stretch: after whose end no further exact solve starts.
+        budget: no further exact solve starts after its end.
     """
     labels = [network.tables.intern(array) for array in components]
     axes = labels[0].shape[1] if labels else 0
-    best = axis_by_axis(network, components, start, stretch=stretch) if start.choices else start
-    for sequence in islice(permutations(range(axes)), _ORDERS):
-        if stretch.is_over:
+    best = axis_by_axis(network, components, start, budget=budget) if start.choices else start
+    for sequence in itertools.islice(itertools.permutations(range(axes)), _ORDERS):
+        if budget.is_over:
             break
-        stretch.spend(_AXIS_WORK * axes * network.cells)
+        budget.spend(_AXIS_WORK * axes * network.cells)
         found = _initial_assignment(network, labels, sequence)
         if np.isfinite(found.cost):
-            best = cheaper_of(best, _descend(network, labels, found, sequence, stretch))
+            best = cheaper_of(best, _descend(network, labels, found, sequence, budget))
     return best
 
 
 def axis_by_axis(
-    network: Network, components: Sequence[IntArray], start: ScoredAssignment, *, stretch: StepBudget = UNLIMITED
+    network: Network, components: Sequence[IntArray], start: ScoredAssignment, *, budget: StepBudget = UNLIMITED
 ) -> ScoredAssignment:
-    """One mesh axis after another from a known assignment only, until no axis improves it; see `alternate`."""
+    """Improve a known assignment one mesh axis after another, until no axis improves it; see `alternate`."""
     labels = [network.tables.intern(array) for array in components]
     axes = labels[0].shape[1] if labels else 0
-    return _descend(network, labels, start, tuple(range(axes)), stretch)
+    return _descend(network, labels, start, tuple(range(axes)), budget)
 
 
 def _initial_assignment(network: Network, labels: list[IntArray], sequence: tuple[int, ...]) -> ScoredAssignment:
-    """A start: axes solved in sequence, each under the labels chosen before, the later ones assumed free."""
+    """Solve the axes in sequence, each under the labels chosen before and with the later axes free."""
     remaining = network
     for axis in sequence:
         projected = _project_axis(remaining, labels, axis)
@@ -116,15 +116,15 @@ def _initial_assignment(network: Network, labels: list[IntArray], sequence: tupl
 
 
 def _project_axis(network: Network, labels: list[IntArray], axis: int) -> Network:
-    """The network whose strategies are the labels of one axis, each at the least cost that it allows."""
+    """Return the network whose strategies are the labels of one axis, each at its least cost."""
     tables = network.tables
     result = Network(tables, offset=network.offset)
     groups: dict[int, tuple[IntArray, IntArray]] = {}
     for node, left in network.labels.items():
-        own = tables.once(f"axis {axis}", (labels[node], left), lambda n=node, le=left: labels[n][le, axis])  # type: ignore[misc]
-        order, starts = tables.once("groups", (own,), lambda own=own: _groups(own))  # type: ignore[misc]
+        names = tables.once(f"axis {axis}", (labels[node], left), lambda n=node, le=left: labels[n][le, axis])  # type: ignore[misc]
+        order, starts = tables.once("groups", (names,), lambda names=names: _groups(names))  # type: ignore[misc]
         groups[node] = (order, starts)
-        result.labels[node] = tables.once("names", (own,), lambda own=own: tables.intern(np.unique(own)))  # type: ignore[misc]
+        result.labels[node] = tables.once("names", (names,), lambda names=names: tables.intern(np.unique(names)))  # type: ignore[misc]
         result.edges[node] = {}
         result.vectors[node] = tables.once(
             "project",
@@ -139,7 +139,7 @@ def _project_axis(network: Network, labels: list[IntArray], axis: int) -> Networ
 
 
 def _groups(labels: IntArray) -> tuple[IntArray, IntArray]:
-    """Positions sorted by label, and where each label starts."""
+    """Return the positions sorted by label, and the start of each label in them."""
     order = np.argsort(labels, kind="stable")
     return order, np.flatnonzero(np.diff(labels[order], prepend=labels[order[0]] - 1))
 
@@ -155,49 +155,40 @@ def _project_table(
 
 
 def _descend(
-    network: Network, labels: list[IntArray], start: ScoredAssignment, sequence: tuple[int, ...], stretch: StepBudget
+    network: Network, labels: list[IntArray], start: ScoredAssignment, sequence: tuple[int, ...], budget: StepBudget
 ) -> ScoredAssignment:
-    """Axis after axis in turn, until a whole round brings nothing."""
+    """Solve axis after axis in turn, until a whole round improves nothing."""
     best = start
     unimproved = 0
-    for axis in _cycle(sequence):
-        if unimproved >= len(sequence) or stretch.is_over:
-            return best
-        found = _solve_axis(network, labels, best, axis, stretch)
+    for axis in itertools.cycle(sequence):
+        if unimproved >= len(sequence) or budget.is_over:
+            break
+        found = _solve_axis(network, labels, best, axis, budget)
         unimproved = 0 if found.improves(best) else unimproved + 1
         best = cheaper_of(best, found)
     return best
 
 
-def _cycle(sequence: tuple[int, ...]) -> Iterator[int]:
-    while sequence:
-        yield from sequence
-
-
 def _solve_axis(
-    network: Network, labels: list[IntArray], current: ScoredAssignment, axis: int, stretch: StepBudget
+    network: Network, labels: list[IntArray], current: ScoredAssignment, axis: int, budget: StepBudget
 ) -> ScoredAssignment:
-    """The optimum over one axis, every node keeping its labels on the others."""
+    """Return the optimum over one axis, with every node keeping its labels on the others."""
     tables = network.tables
     rows = {}
     for node, left in network.labels.items():
-        own = tables.once("labels", (labels[node], left), lambda n=node, le=left: tables.intern(labels[n][le]))  # type: ignore[misc]
+        labels_left = tables.once("labels", (labels[node], left), lambda n=node, le=left: tables.intern(labels[n][le]))  # type: ignore[misc]
         held = int(left.searchsorted(current.choices[node]))
-        rows[node] = _agreeing_strategies(own, held, axis)
+        same = labels_left == labels_left[held]
+        same[:, axis] = True  # agreement on every other axis
+        rows[node] = np.flatnonzero(same.all(1))
     restricted = network.restrict(rows)
-    stretch.spend(_AXIS_WORK * network.cells)
+    budget.spend(_AXIS_WORK * network.cells)
     try:
         exact = eliminate(restricted, cap=_AXIS_CAP)
     except WidthError:
-        return improve(restricted, current, rounds=1, stretch=stretch)
+        # Too wide for one exact pass: one neighbourhood in its place.
+        return improve(restricted, current, rounds=1, budget=budget)
     return ScoredAssignment(exact.choices, exact.cost)
-
-
-def _agreeing_strategies(labels: IntArray, position: int, axis: int) -> IntArray:
-    """Positions of the strategies that agree with one of them on every axis but `axis`."""
-    same = labels == labels[position]
-    same[:, axis] = True
-    return np.flatnonzero(same.all(1))
 
 
 def improve(
@@ -207,12 +198,13 @@ def improve(
     rounds: int = 40,
     patience: int = 4,
     cap: float = _NEIGHBOURHOOD_CAP,
-    stretch: StepBudget = UNLIMITED,
+    budget: StepBudget = UNLIMITED,
 ) -> ScoredAssignment:
-    """Changes most nodes at once: some are held so that the rest is narrow enough to be solved exactly.
+    """Change most nodes at once: fix some, so that the rest is narrow enough to be solved exactly.
 
-    Each round holds other nodes: those that were held before are held more reluctantly. A single node, a pair, a
-    chain or a tree that could be improved is, as soon as it lies among the nodes that are free.
+    Each round fixes other nodes: those that were fixed before are fixed more reluctantly. So a node, pair, chain or
+        tree
+    that can be improved is, once all of it is free.
 
     Args:
         network: left as it is.
@@ -220,36 +212,43 @@ def improve(
         rounds: neighbourhoods at most.
         patience: neighbourhoods without improvement after which the search ends.
         cap: entries of a table.
-        stretch: after whose end no further round starts.
+        budget: no further round starts after its end.
     """
-    # No more than folding: the start may use a dominated strategy.
+    # Only folding: the start may use a dominated strategy, which `reduce` would drop.
     core = fold(network.copy())
     sizes = {node: len(vector) for node, vector in core.vectors.items()}
     reluctance: Counter[int] = Counter()
     best, failures = start, 0
     for _ in range(rounds):
-        if failures >= patience or stretch.is_over:
+        if failures >= patience or budget.is_over:
             break
         order = conditioned_order(sizes, core.edges, cap, reluctance)
         reluctance.update(order.conditioned)
         free = core.copy()
         for node in order.conditioned:
-            _fix_node(free, node, best.choices[node])
+            # Its one strategy's costs go to its neighbours.
+            place = int(free.labels[node].searchsorted(best.choices[node]))
+            free.keep(node, np.array([place]))
+            free.offset += float(free.vectors[node][0])
+            for neighbour, table in free.edges[node].items():
+                free.add_costs(neighbour, table[0])
+            free.remove(node)
         choices, cost = run_order(free, order)
-        stretch.spend(_ROUND_WORK * core.cells)
+        budget.spend(_ROUND_WORK * core.cells)
         found = ScoredAssignment(free.expand(choices), cost + free.offset) if np.isfinite(cost) else NO_ASSIGNMENT
         failures = 0 if found.improves(best) else failures + 1
         best = cheaper_of(best, found)
         if not order.conditioned:
-            break
+            break  # nothing was fixed: this is the optimum
     return best
 
 
 def soften(network: Network) -> Network:
-    """A copy where a forbidden pair of strategies costs more than all that is allowed together, but not infinity."""
+    """Return a copy in which forbidden pairs have a finite cost above that of all allowed choices together."""
     tables = network.tables
     finite = [table[np.isfinite(table)] for around in network.edges.values() for table in around.values()]
     finite += [vector[np.isfinite(vector)] for vector in network.vectors.values()]
+    # Twice the sum of all costs: no choice of allowed pairs differs from another by more.
     penalty = 1.0 + 2.0 * sum(float(np.abs(values).max(initial=0.0)) for values in finite)
     soft = network.copy()
     for node, around in network.edges.items():
@@ -259,13 +258,3 @@ def soften(network: Network) -> Network:
                 soft.edges[node][other] = allowed
                 soft.edges[other][node] = soft.tables.transpose(allowed)
     return soft
-
-
-def _fix_node(network: Network, node: int, choice: int) -> None:
-    """Fixes a node and folds it into its neighbours."""
-    place = int(network.labels[node].searchsorted(choice))
-    network.keep(node, np.array([place]))
-    network.offset += float(network.vectors[node][0])
-    for other, table in network.edges[node].items():
-        network.add_costs(other, table[0])
-    network.remove(node)

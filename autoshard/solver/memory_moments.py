@@ -1,4 +1,4 @@
-"""Memory over time: the moments at which the limit can bind, and prices on them."""
+"""Memory over time: the moments at which the limit can bind, and the price of memory over a life."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.solver.problem import Array, IntArray, Problem
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moments:
-    """The moments with maximal sets of live nodes: a limit kept there is kept always.
+    """The moments with maximal sets of live nodes: a limit respected at these is respected always.
 
     Attributes:
         count: number of moments.
@@ -30,16 +30,14 @@ class Moments:
 
     @classmethod
     def of(cls, problem: Problem) -> Moments:
-        """The moments of a problem that has usages and a limit.
-
-        A set of live nodes is maximal right after a birth that is followed by a death before the next birth.
-        """
+        """Return the moments of a problem that has usages and a limit."""
         assert problem.usages is not None
         assert problem.intervals is not None
         assert problem.limit is not None
         lives = np.array(problem.intervals, dtype=np.int64).reshape(-1, 2)
         live = lives[:, 0] < lives[:, 1]
         births, deaths = np.unique(lives[live, 0]), np.unique(lives[live, 1])
+        # A set of live nodes is maximal right after a birth that is followed by a death before the next birth.
         following = np.append(births[1:], np.iinfo(np.int64).max)
         maximal = births[np.searchsorted(deaths, births, "right") < np.searchsorted(deaths, following, "right")]
         first = np.where(live, np.searchsorted(maximal, lives[:, 0]), 0)
@@ -47,29 +45,29 @@ class Moments:
         return cls(len(maximal), first, last, problem.limit, problem.usages)
 
     def spread(self, usages: Array) -> Array:
-        """Sum of one usage per node over the nodes live at each moment."""
+        """Return the sum of one usage per node over the nodes live at each moment."""
         change = np.zeros(self.count + 1)
         np.add.at(change, self.first, usages)
         np.subtract.at(change, self.last, usages)
         return np.cumsum(change)[: self.count]
 
     def loads(self, choices: Mapping[int, int]) -> Array:
-        """Bytes in use at each moment under a complete assignment."""
+        """Return the bytes in use at each moment under a complete assignment."""
         return self.spread(np.array([usage[choices[node]] for node, usage in enumerate(self.usages)]))
 
     def least(self) -> Array:
-        """Bytes in use at each moment if every node used as little as it can."""
+        """Return the bytes in use at each moment if every node uses as little as it can."""
         return self.spread(np.array([usage.min() for usage in self.usages]))
 
     def most(self) -> Array:
-        """Bytes in use at each moment if every node used as much as it can."""
+        """Return the bytes in use at each moment if every node uses as much as it can."""
         return self.spread(np.array([usage.max() for usage in self.usages]))
 
     def prices(self, prices: Array) -> Array:
-        """Per node the sum of the prices (cost per byte) of the moments of its life."""
+        """Return per node the sum of the prices (cost per byte) of the moments of its life."""
         total = np.append(0.0, np.cumsum(prices))
         return total[self.last] - total[self.first]
 
     def within_limit(self, loads: Array) -> bool:
-        """Whether loads keep the limit, up to the rounding of float sums."""
+        """Return True if loads are within the limit, up to the rounding of float sums."""
         return bool((loads <= self.limit + 1e-12 * abs(self.limit)).all())

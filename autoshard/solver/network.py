@@ -1,4 +1,4 @@
-"""The problem while it is being solved: a simple graph that shrinks and remembers how to undo each step."""
+"""The problem during its solve: a simple graph that shrinks, with a record of its reductions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.solver.tables import Tables
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A node that was eliminated, and what its best strategy depends on.
+    """An eliminated node, and the tables that determine its best strategy.
 
     Attributes:
         node: the node.
@@ -29,18 +29,17 @@ class Removal:
 
 @dataclass(slots=True)
 class Network:
-    """Nodes, merged edges, and the steps taken so far; node and strategy numbers are those of the problem.
+    """Nodes, merged edges, and the reductions so far; node and strategy numbers are those of the problem.
 
     Attributes:
         tables: the shared memory of table arithmetic.
         vectors: node -> costs of its remaining strategies.
         labels: node -> the problem's numbers of its remaining strategies, ascending.
-        edges: node -> neighbour -> table [node, neighbour]; every edge stands at both ends.
+        edges: node -> neighbour -> table [node, neighbour]; every edge is listed at both ends.
         offset: cost already decided.
         removals: eliminated nodes, in order.
-        usages: node -> bytes of its remaining strategies; empty where memory plays no part. A node that was
-            eliminated with one usage for all its strategies keeps it in `held`.
-        held: node -> bytes that eliminated nodes use whatever they choose.
+        usages: node -> bytes of its remaining strategies; empty where memory plays no part.
+        held: node -> bytes of an eliminated node, equal for all its strategies.
         feasible: False once a node has no strategy left.
     """
 
@@ -56,7 +55,7 @@ class Network:
 
     @classmethod
     def of(cls, problem: Problem, tables: Tables, *, memory: bool = False) -> Network:
-        """The problem as a network: parallel edges merged, nothing removed; usages kept if `memory` matters."""
+        """Return the problem as a network: parallel edges merged, nothing removed; usages kept if `memory` matters."""
         network = cls(tables)
         for node, vector in enumerate(problem.costs):
             network.vectors[node] = tables.intern(vector)
@@ -69,7 +68,7 @@ class Network:
         return network
 
     def copy(self) -> Network:
-        """An independent copy, with a memory of its own over the shared one (tables are never changed in place)."""
+        """Return an independent copy with a child of the table cache; tables are never changed in place."""
         return Network(
             self.tables.child(),
             dict(self.vectors),
@@ -83,7 +82,7 @@ class Network:
         )
 
     def add_edge(self, source: int, target: int, table: Array) -> None:
-        """Adds a table [source, target], to the edge that is there already if there is one."""
+        """Add a table [source, target] to the edge, or as a new edge."""
         present = self.edges[source].get(target)
         if present is not None:
             table = self.tables.add(present, table)
@@ -91,18 +90,19 @@ class Network:
         self.edges[target][source] = self.tables.transpose(table)
 
     def add_costs(self, node: int, vector: Array) -> None:
-        """Adds to the costs of a node."""
+        """Add to the costs of a node."""
         self.vectors[node] = self.tables.add(self.vectors[node], self.tables.intern(vector))
 
     def drop_edge(self, source: int, target: int) -> None:
-        """Forgets an edge."""
+        """Remove an edge."""
         del self.edges[source][target]
         del self.edges[target][source]
 
     def keep(self, node: int, rows: IntArray) -> None:
-        """Restricts a node to some of its remaining strategies (positions, ascending)."""
+        """Restrict a node to some of its remaining strategies (positions, ascending)."""
         rows = self.tables.intern(rows)
         every = self.tables.intern(np.arange(len(self.vectors[node])))
+        # Interned arrays of equal content are one object.
         if rows is every:
             return
         self.vectors[node] = self.tables.take_entries(self.vectors[node], rows)
@@ -118,7 +118,7 @@ class Network:
             self.feasible = False
 
     def remove(self, node: int) -> None:
-        """Takes a node out and records it; the caller has handed its costs on to its neighbours."""
+        """Remove a node and record it; the caller has handed its costs on to its neighbours."""
         neighbours = tuple((other, self.labels[other], table) for other, table in self.edges[node].items())
         self.removals.append(Removal(node, self.labels[node], self.vectors[node], neighbours))
         for other in self.edges.pop(node):
@@ -128,9 +128,9 @@ class Network:
         del self.vectors[node], self.labels[node]
 
     def restrict(self, rows: dict[int, IntArray]) -> Network:
-        """A copy where each node named keeps only the given remaining strategies (positions, ascending).
+        """Return a copy in which each node of `rows` keeps only these remaining strategies (positions, ascending).
 
-        Faster than `keep` on every node: each edge is cut once.
+        This is faster than `keep` on every node: each edge is cut once.
         """
         tables = self.tables
         kept = {node: tables.intern(rows[node]) for node in rows}
@@ -158,8 +158,9 @@ class Network:
         return sum(table.size for node, other, table in edges if node < other)
 
     def expand(self, choices: dict[int, int]) -> dict[int, int]:
-        """Completes an assignment of the remaining nodes (node -> strategy of the problem) with the removed ones."""
+        """Complete an assignment of the remaining nodes (node -> strategy of the problem) with the removed ones."""
         choices = dict(choices)
+        # A node's neighbours at its removal were removed later, or are left: their choices are known.
         for removal in reversed(self.removals):
             costs = removal.vector
             for other, labels, table in removal.neighbours:
@@ -168,7 +169,7 @@ class Network:
         return choices
 
     def positions(self, choices: dict[int, int]) -> dict[int, int] | None:
-        """An assignment in positions among the remaining strategies; None where a choice is not among them."""
+        """Return an assignment as positions among the remaining strategies; None if a choice is not among them."""
         result = {}
         for node, labels in self.labels.items():
             position = int(labels.searchsorted(choices[node]))
@@ -178,7 +179,7 @@ class Network:
         return result
 
     def value(self, choices: dict[int, int]) -> float:
-        """Cost of an assignment of the remaining nodes (strategies of the problem), with what was decided before."""
+        """Return the cost of an assignment of the remaining nodes (strategies of the problem), including the offset."""
         places = self.positions(choices)
         if places is None:
             return float("inf")

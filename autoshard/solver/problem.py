@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gzip
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,23 +18,26 @@ from autoshard.solver.blend import BlendedEdge, Part
 Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_FORBIDDEN = 10**18
+"""Infinity in the files of the contest."""
+
 _ROUNDING = 1e-12
 """Relative slack of the limit: sums of bytes are floats, and a sum equal to the limit must pass."""
 
 
 class SolverError(AutoshardError, ValueError):
-    """A problem is malformed, or can't be solved by the method asked for."""
+    """A problem is malformed, or the requested method can't solve it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """What the strategies of two nodes cost together.
+    """Costs of pairs of strategies of two nodes.
 
     Attributes:
         source: index of the node of the rows.
         target: index of the node of the columns, another node.
-        costs: table [strategies of source, strategies of target]; `np.inf` forbids a pair. Edges that cost the
-            same may (and should) share one array object: work is done once per object.
+        costs: table [strategies of source, strategies of target]; `np.inf` forbids a pair. Edges with equal costs may
+            (and should) share one array object: work is done once per object.
     """
 
     source: int
@@ -40,16 +46,16 @@ class Edge:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Strategies of either end."""
+        """Numbers of strategies of source and target."""
         return self.costs.shape
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The table, once."""
+        """The table with factor 1, as `BlendedEdge` has its parts."""
         return ((1.0, self.costs),)
 
     def at(self, row: int, column: int) -> float:
-        """What two strategies cost."""
+        """Return the cost of a pair of strategies."""
         return float(self.costs[row, column])
 
 
@@ -58,14 +64,14 @@ AnyEdge = Edge | BlendedEdge
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """One choice per node, the cheapest sum of node and edge costs, within a limit on memory at every moment.
+    """One choice per node with the least sum of node and edge costs, within a memory limit at every moment.
 
     Attributes:
         costs: per node the cost of each strategy (float64, any unit); `np.inf` forbids a strategy.
         edges: tables between pairs of nodes; parallel edges add up.
         usages: per node the bytes that each strategy holds while the node is live; None where there is no limit.
         intervals: per node the half-open life [lo, hi) of its usage; empty (lo >= hi) uses nothing.
-        limit: bytes that the sum over live nodes may reach at any moment; None for no limit.
+        limit: most bytes of the sum over live nodes at any moment; None for no limit.
         components: per node labels [strategies, mesh axes]: a strategy is one label per mesh axis. Lets
             `method="alternate"` work on one mesh axis at a time; None where strategies have no such structure.
 
@@ -98,7 +104,7 @@ class Problem:
         return len(self.costs)
 
     def cost(self, assignment: Sequence[int]) -> float:
-        """Sum of the chosen node and edge costs; `inf` where the assignment uses something forbidden.
+        """Return the sum of the chosen node and edge costs; `inf` if the assignment uses something forbidden.
 
         Raises:
             SolverError: the assignment is of another length or chooses a strategy that does not exist.
@@ -108,7 +114,7 @@ class Problem:
         return total + sum(edge.at(assignment[edge.source], assignment[edge.target]) for edge in self.edges)
 
     def peak(self, assignment: Sequence[int]) -> float:
-        """Largest sum of usages over live nodes at any moment, in bytes; 0 without usages.
+        """Return the largest sum of usages over live nodes at any moment, in bytes; 0 without usages.
 
         Raises:
             SolverError: as `cost`.
@@ -122,30 +128,65 @@ class Problem:
         moments, places = np.unique(lives[live], return_inverse=True)
         places = places.reshape(-1, 2)
         change = np.zeros(len(moments))
+        # The sum over live nodes changes only where a life begins or ends.
         np.add.at(change, places[:, 0], chosen[live])
         np.subtract.at(change, places[:, 1], chosen[live])
         return max(0.0, float(np.cumsum(change).max(initial=0.0)))
 
     def within_limit(self, peak: float) -> bool:
-        """Whether a peak in bytes respects the limit, up to the rounding of float sums."""
+        """Return True if a peak in bytes is within the limit, up to the rounding of float sums."""
         return self.limit is None or peak <= self.limit + _ROUNDING * abs(self.limit)
 
     def feasible(self, assignment: Sequence[int]) -> bool:
-        """Whether an assignment uses nothing forbidden and stays within the limit."""
+        """Return True if an assignment uses nothing forbidden and is within the limit."""
         return bool(np.isfinite(self.cost(assignment))) and self.within_limit(self.peak(assignment))
 
     @classmethod
     def load(cls, path: str | Path) -> Problem:
-        """Reads a problem in the contest's JSON format, gzipped if the name ends in `.gz`; see `exchange`."""
-        from autoshard.solver.exchange import load_problem
+        """Read a problem in the JSON format of the IOPDDL contest, gzipped if the name ends in `.gz`.
 
-        return load_problem(path)
+        Costs of 10**18 and more become `np.inf`. An optional "components" beside the contest's fields is read too.
+
+        Raises:
+            SolverError: the file is no JSON, or fields are missing or do not fit each other.
+            OSError: the file can't be read.
+        """
+        path = Path(path)
+        try:
+            raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            document = json.loads(raw)
+        except (ValueError, EOFError, gzip.BadGzipFile) as error:
+            raise SolverError(f"{path} is not a JSON file, or was cut short: {error}") from error
+        try:
+            return _parse_problem(document["problem"])
+        except SolverError as error:
+            raise SolverError(f"{path}: {error}") from error
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise SolverError(f"{path} is not a problem in the contest's format: {error!r}") from error
 
     def save(self, path: str | Path) -> None:
-        """Writes the problem in the contest's JSON format, gzipped if the name ends in `.gz`; see `exchange`."""
-        from autoshard.solver.exchange import save_problem
-
-        save_problem(self, path)
+        """Write the problem in the same format; `load` reads an equal problem back, shared tables included."""
+        path = Path(path)
+        usages = self.usages or tuple(np.zeros(len(vector)) for vector in self.costs)
+        body: dict[str, Any] = {
+            "name": path.name.split(".")[0],
+            "nodes": {
+                "intervals": [list(map(int, life)) for life in self.intervals or ((0, 0),) * self.size],
+                "costs": [_numbers(vector) for vector in self.costs],
+                "usages": [_numbers(usage) for usage in usages],
+            },
+            "edges": {
+                "nodes": [[edge.source, edge.target] for edge in self.edges],
+                "costs": [_numbers(edge.costs.ravel()) for edge in self.edges],
+            },
+        }
+        if self.limit is not None:
+            body["usage_limit"] = _number(self.limit)
+        if self.components is not None:
+            body["components"] = [labels.tolist() for labels in self.components]
+        text = json.dumps({"problem": body}, separators=(",", ":"), allow_nan=False).encode()
+        # A fixed time stamp makes equal problems equal files.
+        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
     def _check(self, assignment: Sequence[int]) -> None:
         if len(assignment) != self.size:
@@ -160,7 +201,7 @@ class Problem:
 
 
 def _convert_tables(edges: tuple[AnyEdge, ...]) -> tuple[AnyEdge, ...]:
-    """Edges with float64 tables; a table shared by many edges is converted once and stays shared."""
+    """Return edges with float64 tables; a table shared by many edges is converted once and stays shared."""
     tables: dict[int, Array] = {}
     result: list[AnyEdge] = []
     for edge in edges:
@@ -175,7 +216,7 @@ def _convert_tables(edges: tuple[AnyEdge, ...]) -> tuple[AnyEdge, ...]:
 
 
 def _check_costs(costs: tuple[Array, ...]) -> None:
-    sound: set[int] = set()  # equal layers share their vectors and tables: each is looked at once
+    sound: set[int] = set()  # equal layers share their vectors and tables: each is checked once
     for node, vector in enumerate(costs):
         if id(vector) in sound:
             continue
@@ -211,7 +252,7 @@ def _check_edges(edges: tuple[AnyEdge, ...], sizes: list[int]) -> None:
 
 
 def _is_cost(values: Array) -> bool:
-    return bool(values.min(initial=np.inf) > -np.inf)  # the least of what holds NaN is NaN
+    return bool(values.min(initial=np.inf) > -np.inf)  # NumPy's minimum of values with NaN is NaN, and compares False
 
 
 def _check_memory(problem: Problem) -> None:
@@ -248,3 +289,54 @@ def _check_components(problem: Problem) -> None:
     for node, (labels, vector) in enumerate(zip(problem.components, problem.costs, strict=True)):
         if len(labels) != len(vector):
             raise SolverError(f"components[{node}] labels {len(labels)} strategies, the node has {len(vector)}")
+
+
+def _parse_problem(body: dict[str, Any]) -> Problem:
+    nodes, edges = body["nodes"], body["edges"]
+    costs = tuple(_costs(vector) for vector in nodes["costs"])
+    limit = body.get("usage_limit")
+    components = body.get("components")
+    shared = _shared_table_reader()
+    if len(edges["nodes"]) != len(edges["costs"]):
+        raise SolverError(f"{len(edges['nodes'])} edges but {len(edges['costs'])} edge tables")
+    return Problem(
+        costs=costs,
+        edges=tuple(
+            Edge(source, target, shared(table, (len(costs[source]), len(costs[target]))))
+            for (source, target), table in zip(edges["nodes"], edges["costs"], strict=True)
+        ),
+        usages=tuple(np.array(usage, dtype=np.float64) for usage in nodes["usages"]),
+        intervals=tuple((int(low), int(high)) for low, high in nodes["intervals"]),
+        limit=None if limit is None else float(limit),
+        components=None if components is None else tuple(np.array(labels, dtype=np.int64) for labels in components),
+    )
+
+
+def _shared_table_reader() -> Callable[[list[float], tuple[int, int]], Array]:
+    """Return a reader of edge tables that returns one array for all equal tables."""
+    known: dict[tuple[bytes, tuple[int, int]], Array] = {}
+
+    def read(values: list[float], shape: tuple[int, int]) -> Array:
+        table = _costs(values)
+        if table.size != shape[0] * shape[1]:
+            raise SolverError(f"an edge table has {table.size} entries, its nodes need {shape[0]} x {shape[1]}")
+        return known.setdefault((table.tobytes(), shape), table.reshape(shape))
+
+    return read
+
+
+def _costs(values: list[float]) -> Array:
+    vector = np.array(values, dtype=np.float64)
+    vector[vector >= _FORBIDDEN] = np.inf
+    return vector
+
+
+def _numbers(values: Array) -> list[float]:
+    return [_number(value) for value in values.tolist()]
+
+
+def _number(value: float) -> float:
+    """Return integers as integers and infinity as `_FORBIDDEN`, as the contest writes them."""
+    if np.isinf(value):
+        return _FORBIDDEN
+    return int(value) if float(value).is_integer() else float(value)

@@ -1,4 +1,4 @@
-"""Exact reductions: what can be decided, or handed on to a neighbour, without changing the optimum."""
+"""Exact reductions: choices that are decided, or handed on to a neighbour, without changing the optimum."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _LARGEST_EDGE = 1_000_000
 """Entries of an edge table that eliminating a node of degree two may create."""
 
 _DOMINANCE_DOMAIN = 48
-"""Strategies up to which a node is searched for dominated ones: the work is cubic."""
+"""Most strategies of a node that is searched for dominated ones: the work is cubic."""
 
 
 def reduce(network: Network, *, dominance: bool = True) -> Network:
-    """Reduces a network in place until nothing more can be done, and returns it.
+    """Reduce a network in place until nothing more can be done, and return it.
 
     Forbidden and unsupported strategies are dropped, nodes of one strategy folded into their neighbours, edges
-    normalised (minima into the nodes, separable tables dropped), nodes of degree two and less eliminated, and
-    dominated strategies dropped. Where the network carries usages, a node is eliminated only if its remaining
-    strategies use the same memory, and a strategy dominates only if it uses no more.
+    normalised (minima into the nodes, separable tables dropped), nodes of degree two and less eliminated, and dominated
+    strategies dropped. Where the network carries usages, a node is eliminated only if its remaining strategies use the
+    same memory, and a strategy dominates only if it uses no more.
 
     Args:
-        network: changed in place; `feasible` becomes False where some node loses every strategy.
-        dominance: whether to look for dominated strategies (which keeps one optimum, not all of them).
+        network: changed in place; `feasible` becomes False if some node loses every strategy.
+        dominance: True to drop dominated strategies, which keeps one optimum, not all of them.
     """
     if not all(map(len, network.vectors.values())):
         network.feasible = False  # every strategy of some node had been dropped before
@@ -47,13 +47,13 @@ def reduce(network: Network, *, dominance: bool = True) -> Network:
 
 
 def fold(network: Network) -> Network:
-    """The cheap part of `reduce`, in place: nodes of one strategy folded, nodes of degree two and less eliminated."""
+    """Apply the cheap part of `reduce` in place: fold nodes of one strategy, eliminate nodes of degree two and less."""
     _drain_queue(network, _Queue(network.vectors), tidy=False)
     return network
 
 
 class _Queue:
-    """Nodes to look at, each at most once, first in first out."""
+    """Nodes to process, each at most once, first in first out."""
 
     def __init__(self, nodes: Iterable[int]) -> None:
         self._waiting: deque[int] = deque()
@@ -79,7 +79,7 @@ class _Queue:
 
 
 def _drain_queue(network: Network, queue: _Queue, *, tidy: bool) -> None:
-    """Empties the queue, following what each step makes possible; tables are looked into only if `tidy`."""
+    """Process the queue and all nodes that each step adds; tables are read only if `tidy`."""
     while queue and network.feasible:
         node = queue.pop()
         if node not in network.vectors:
@@ -90,19 +90,14 @@ def _drain_queue(network: Network, queue: _Queue, *, tidy: bool) -> None:
             queue.add(node)
         elif len(network.vectors[node]) == 1:
             _fold(network, node, queue)
-        elif len(network.edges[node]) <= 2 and _has_constant_usage(network, node):
+        elif len(network.edges[node]) <= 2 and (
+            not network.usages or network.usages[node].min() == network.usages[node].max()
+        ):
             _eliminate(network, node, queue, tidy)
 
 
-def _has_constant_usage(network: Network, node: int) -> bool:
-    if not network.usages:
-        return True
-    usage = network.usages[node]
-    return bool(usage.min() == usage.max())
-
-
 def _drop_forbidden(network: Network, node: int, tidy: bool) -> bool:
-    """Drops strategies of infinite cost, and with `tidy` those that some neighbour supports with none of its own."""
+    """Drop strategies of infinite cost and, with `tidy`, those that some neighbour does not support."""
     tables = network.tables
     vector = network.vectors[node]
     finite = tables.once("finite", (vector,), lambda: bool(np.isfinite(vector).all()))
@@ -121,18 +116,19 @@ def _drop_forbidden(network: Network, node: int, tidy: bool) -> bool:
 
 
 def _normalise_all(network: Network, node: int, queue: _Queue) -> None:
-    """Looks at a node whose strategies became fewer, and at its edges."""
+    """Queue a node that lost strategies, and normalise its edges."""
     queue.add(node)
     for other in list(network.edges[node]):
         _normalise(network, node, other, queue)
 
 
 def _normalise(network: Network, node: int, other: int, queue: _Queue) -> None:
-    """Moves the minima of an edge's rows and columns into its nodes; drops the edge if nothing is left of it."""
+    """Move the minima of an edge's rows and columns into its nodes; drop the edge if nothing is left of it."""
     table = network.edges[node][other]
     tables = network.tables
     queue.add(node)
     queue.add(other)
+    # A strategy without support is dropped first, when the queue comes to its node: its minimum is infinite.
     if len(tables.usable_rows(table)) < table.shape[0]:
         return
     if len(tables.usable_rows(tables.transpose(table))) < table.shape[1]:
@@ -146,7 +142,7 @@ def _normalise(network: Network, node: int, other: int, queue: _Queue) -> None:
 
 
 def _fold(network: Network, node: int, queue: _Queue) -> None:
-    """Takes out a node of one strategy: its row of each edge is a cost of the neighbour."""
+    """Remove a node of one strategy: its row of each edge is a cost of the neighbour."""
     network.offset += float(network.vectors[node][0])
     neighbours = dict(network.edges[node])
     network.remove(node)
@@ -156,7 +152,7 @@ def _fold(network: Network, node: int, queue: _Queue) -> None:
 
 
 def _eliminate(network: Network, node: int, queue: _Queue, tidy: bool) -> None:
-    """Takes out a node of degree two or less: its best strategy follows from its neighbours'."""
+    """Remove a node of degree two or less: its best strategy follows from its neighbours'."""
     tables = network.tables
     vector = network.vectors[node]
     neighbours = list(network.edges[node].items())
@@ -180,7 +176,7 @@ def _eliminate(network: Network, node: int, queue: _Queue, tidy: bool) -> None:
 
 
 def _drop_dominated(network: Network, node: int) -> bool:
-    """Drops strategies that another one beats whatever the neighbours choose (Goldstein's criterion)."""
+    """Drop strategies that another one beats for all choices of the neighbours (Goldstein's criterion)."""
     vector = network.vectors[node]
     size = len(vector)
     if not 1 < size <= _DOMINANCE_DOMAIN:
@@ -199,7 +195,7 @@ def _drop_dominated(network: Network, node: int) -> bool:
 
 
 def _undominated_strategies(network: Network, vector: Array, usages: tuple[Array, ...], edges: list[Array]) -> IntArray:
-    """Positions of the strategies that remain; among equals the first stays."""
+    """Return the positions of the strategies that remain; the first of equal ones stays."""
     size = len(vector)
     keep = np.ones(size, dtype=bool)
     if np.isfinite(vector).all():
@@ -210,7 +206,7 @@ def _undominated_strategies(network: Network, vector: Array, usages: tuple[Array
         for usage in usages:
             better &= usage[None, :] <= usage[:, None]
         np.fill_diagonal(better, False)
-        # One after another, and only by a strategy that is still there: rounding must not drop a whole circle.
+        # Only a strategy that is still there may drop another: rounding must not drop a whole circle.
         for strategy in reversed(range(size)):
             keep[strategy] = not (better[strategy] & keep).any()
     return network.tables.intern(np.flatnonzero(keep))

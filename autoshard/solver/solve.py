@@ -1,4 +1,4 @@
-"""The solver's one door: a problem in, the best assignment with a bound out."""
+"""The entry of the solver: from a problem to the best assignment, with a bound."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ METHODS = ("auto", "eliminate", "alternate", "ilp")
 _log = logging.getLogger(__name__)
 
 _ROUNDING_ITERATIONS = 30
-"""Iterations of the relaxation where only its rounded assignment is wanted."""
+"""Iterations of the relaxation if only its rounded assignment is needed."""
 
 _INTEGER_CELLS = 80_000
-"""Entries of edge tables up to which what is left goes to the integer program."""
+"""Entries of edge tables up to which the rest of a proof goes to the integer program."""
 
 _WORK = 100
-"""Units of work per table entry that exact elimination and the integer program are counted as."""
+"""Units of work of exact elimination and of the integer program per table entry."""
 
 _SMALL = 4_000
 """Entries of edge tables up to which a problem under a limit goes to the integer program at once."""
@@ -44,17 +44,17 @@ _LARGE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The outcome of `solve`.
+    """The result of `solve`.
 
     Attributes:
-        assignment: a strategy per node; empty where none is known.
+        assignment: a strategy per node; empty if none is known.
         cost: of the assignment; `inf` without one.
-        lower_bound: no feasible assignment costs less; `inf` where there is none.
-        peak: bytes of the assignment at its worst moment.
+        lower_bound: no feasible assignment costs less; `inf` if there is none.
+        peak: most bytes of the assignment at any moment.
         status: "optimal" (proved, up to a relative 1e-9), "feasible", "infeasible" (proved) or "unknown".
-        method: what found it.
+        method: the method that found the assignment.
         seconds: wall-clock time of the solve.
-        interrupted: whether Ctrl-C ended the search; what it had found by then is here.
+        interrupted: True if Ctrl-C ended the search; the fields hold the results so far.
     """
 
     assignment: tuple[int, ...]
@@ -88,32 +88,34 @@ def solve(
     progress: Callable[[SolverProgress], object] | None = None,
     start: Sequence[int] | None = None,
 ) -> Solution:
-    """Solves a problem.
+    """Solve a problem.
 
     Args:
         problem: the problem.
-        method: "auto" chooses: exact elimination, alternation with a proof, presolve with prices on memory and large
-            neighbourhoods, the integer program. "eliminate" is exact elimination alone. "alternate" solves one mesh
-            axis after another, or large neighbourhoods where the problem has no `components`, with a bound but without
-            the effort of a proof. "ilp" is the memory-constrained integer program of Rhino 4.2 and 4.4.
-        time_limit: seconds. It shortens the search: what is returned is correct whenever it ends. Reading the
-            problem and the first assignment are not interrupted.
-        work_limit: units of work, about one table entry looked at, some 10**8 of them a second; looked at between the
-            steps of the search. Two solves that end by it give the same answer however fast the machine is.
-        gap: relative difference of the best cost and the bound at which the search ends; looked at between its steps.
-            0 for a proof.
-        seed: of what is random. Same problem and seed, same solution, unless the time limit ends the search.
-        verbose: whether to log progress at INFO level.
-        progress: called with the best cost and the bound as they move.
-        start: a known assignment of finite cost. Where no limit on memory binds, "auto" and "alternate" improve it
-            instead of looking for one of their own; a good one makes the proof shorter. Nothing else depends on it.
+        method: "auto" chooses among all methods: exact elimination, alternation with a proof, presolve with prices on
+            memory and large neighbourhoods, the integer program. "eliminate" is exact elimination alone. "alternate"
+            solves one mesh axis after another, or large neighbourhoods where the problem has no `components`, with a
+            bound but without the effort of a proof. "ilp" is the memory-constrained integer program of Rhino 4.2 and
+            4.4.
+        time_limit: seconds. It shortens the search; the result is correct whenever the search ends. Reading the problem
+            and the first assignment are not interrupted.
+        work_limit: units of work, about one table entry read, some 10**8 of them a second; checked between the steps of
+            the search. Two solves that end by it give the same result on machines of any speed.
+        gap: relative difference of the best cost and the bound at which the search ends; checked between its steps. 0
+            for a proof.
+        seed: of the random numbers. The same problem and seed give the same solution, unless the time limit ends the
+            search.
+        verbose: True to log progress at INFO level.
+        progress: called with the best cost and the bound when they move.
+        start: a known assignment of finite cost. If no memory limit binds, "auto" and "alternate" improve it instead of
+            searching for one of their own; a good one makes the proof shorter. It has no other effect.
 
     Returns:
-        The best assignment found. After Ctrl-C it is the best known by then, and `interrupted` is set.
+        The best assignment found. After Ctrl-C it is the best one so far, and `interrupted` is set.
 
     Raises:
-        SolverError: an unknown method; a gap below 0; a start that is no assignment of finite cost; or "eliminate"
-            where the tables would be too large, or where the memory limit binds.
+        SolverError: an unknown method; a gap below 0; a start that is no assignment of finite cost; or "eliminate" if
+            the tables would be too large, or if the memory limit binds.
         KeyboardInterrupt: Ctrl-C before any feasible assignment was known.
     """
     if method not in METHODS:
@@ -132,22 +134,23 @@ def solve(
         if progress is not None:
             progress(moment)
 
-    course = Budget(time_limit, work_limit, tell, gap)
+    budget = Budget(time_limit, work_limit, tell, gap)
     try:
-        task = _SolveState(problem, course, seed, known)
+        task = _SolveState(problem, budget, seed, known)
         outcome = (
             _METHODS[method](task) if problem.size else _MethodResult(ScoredAssignment({}, 0.0), 0.0, True, method)
         )
     except KeyboardInterrupt:
-        if not course.assignment:
+        if not budget.assignment:
             raise
-        return _incumbent_solution(problem, course, interrupted=True)
-    return _solution(problem, outcome, course)
+        return _incumbent_solution(problem, budget, interrupted=True)
+    return _solution(problem, outcome, budget)
 
 
 @dataclass(frozen=True, slots=True)
 class _MethodResult:
-    """A result before it is checked against the problem: `proved` closes it, found or not."""
+    """A result before it is checked against the problem; `proved` is True if it is final, with or without an
+    assignment."""
 
     best: ScoredAssignment
     bound: float
@@ -156,11 +159,11 @@ class _MethodResult:
 
 
 class _SolveState:
-    """A problem being solved: its network, its moments, its course, and the assignment that it starts from."""
+    """A problem during its solve: its network, moments, budget, and the assignment that it starts from."""
 
-    def __init__(self, problem: Problem, course: Budget, seed: int, start: ScoredAssignment) -> None:
+    def __init__(self, problem: Problem, budget: Budget, seed: int, start: ScoredAssignment) -> None:
         self.problem = problem
-        self.budget = course
+        self.budget = budget
         self.seed = seed
         self.start = start
         self.moments = _binding_moments(problem)
@@ -168,7 +171,7 @@ class _SolveState:
 
     @cached_property
     def network(self) -> Network:
-        """The problem as a network; made when it is asked for, since flat arrays do without."""
+        """The problem as a network, made at the first use: flat arrays do without."""
         return Network.of(self.problem, Tables())
 
     @property
@@ -177,7 +180,7 @@ class _SolveState:
         return self.budget.deadline_after(1.0)
 
     def core(self, *, dominance: bool) -> Network:
-        """The network reduced as far as memory allows; with usages where a limit can bind."""
+        """Return the network reduced as far as memory allows, with usages if a limit can bind."""
         network = Network.of(self.problem, self.network.tables, memory=self.moments is not None)
         return reduce(network, dominance=dominance)
 
@@ -185,7 +188,7 @@ class _SolveState:
         return self.moments is None or self.moments.within_limit(self.moments.loads(choices))
 
     def record(self, phase: str, found: ScoredAssignment, bound: float, work: float) -> None:
-        """Notes what a step found without the limit, what bounds every assignment, and the work it was."""
+        """Record the result of a step without the limit, a bound of every assignment, and the work of the step."""
         if np.isfinite(found.cost) and self.fits(found.choices):
             self.budget.offer(found.cost, lambda: _assignment(self.problem, found), phase)
         self.budget.raise_bound(bound)
@@ -198,24 +201,25 @@ def _assignment(problem: Problem, found: ScoredAssignment) -> tuple[int, ...]:
 
 
 def _binding_moments(problem: Problem) -> Moments | None:
-    """The moments, or None where no assignment can pass the limit."""
+    """Return the moments, or None if no assignment can exceed the limit."""
     if problem.limit is None:
         return None
     moments = Moments.of(problem)
+    # A negative limit allows nothing, not even a problem without moments.
     return None if moments.within_limit(moments.most()) and problem.limit >= 0 else moments
 
 
-def _solution(problem: Problem, outcome: _MethodResult, course: Budget) -> Solution:
+def _solution(problem: Problem, outcome: _MethodResult, budget: Budget) -> Solution:
     known = outcome.best.cost
-    if course.cost < (known - TOLERANCE * abs(known) if np.isfinite(known) else known):
-        # A step before the last one knew better.
-        found = ScoredAssignment(dict(enumerate(course.assignment)), course.cost)
-        outcome = replace(outcome, best=found, method=course.method, proved=False)
+    if budget.cost < (known - TOLERANCE * abs(known) if np.isfinite(known) else known):
+        # An earlier step found a better assignment than the last one.
+        best = ScoredAssignment(dict(enumerate(budget.assignment)), budget.cost)
+        outcome = replace(outcome, best=best, method=budget.method, proved=False)
     if not np.isfinite(outcome.best.cost):
         status = "infeasible" if outcome.proved else "unknown"
         bound = float("inf") if outcome.proved else outcome.bound
-        return Solution((), float("inf"), bound, 0.0, status, outcome.method, monotonic() - course.start)
-    course.raise_bound(outcome.bound)
+        return Solution((), float("inf"), bound, 0.0, status, outcome.method, monotonic() - budget.start)
+    budget.raise_bound(outcome.bound)
     assignment = _assignment(problem, outcome.best)
     cost = problem.cost(assignment)
     proved = outcome.proved or outcome.bound >= cost - TOLERANCE * abs(cost)
@@ -223,36 +227,34 @@ def _solution(problem: Problem, outcome: _MethodResult, course: Budget) -> Solut
     assert problem.within_limit(peak), (peak, problem.limit)
     bound = cost if proved else min(outcome.bound, cost)
     status = "optimal" if proved else "feasible"
-    return Solution(assignment, cost, bound, peak, status, outcome.method, monotonic() - course.start)
+    return Solution(assignment, cost, bound, peak, status, outcome.method, monotonic() - budget.start)
 
 
-def _incumbent_solution(problem: Problem, course: Budget, *, interrupted: bool) -> Solution:
-    """What the course knows, as it stands."""
-    assignment = course.assignment
+def _incumbent_solution(problem: Problem, budget: Budget, *, interrupted: bool) -> Solution:
+    """What the budget knows, as it stands."""
+    assignment = budget.assignment
     return Solution(
         assignment=assignment,
         cost=problem.cost(assignment),
-        lower_bound=min(course.lower_bound, course.cost),
+        lower_bound=min(budget.lower_bound, budget.cost),
         peak=problem.peak(assignment),
         status="feasible",
-        method=course.method,
-        seconds=monotonic() - course.start,
+        method=budget.method,
+        seconds=monotonic() - budget.start,
         interrupted=interrupted,
     )
 
 
 def _eliminate(task: _SolveState) -> _MethodResult:
     exact = eliminate(task.network)
+    optimum = ScoredAssignment(exact.choices, exact.cost)
     if exact.choices and not task.fits(exact.choices):
+        peak = task.problem.peak(_assignment(task.problem, optimum))
         raise SolverError(
             f"the memory limit of {task.problem.limit:.6g} binds: the optimum without it peaks at "
-            f'{_peak(task, exact.choices):.6g}. Elimination knows no memory; use method="auto" or "ilp"'
+            f'{peak:.6g}. Elimination knows no memory; use method="auto" or "ilp"'
         )
-    return _MethodResult(ScoredAssignment(exact.choices, exact.cost), exact.cost, True, "eliminate")
-
-
-def _peak(task: _SolveState, choices: dict[int, int]) -> float:
-    return task.problem.peak([choices[node] for node in range(task.problem.size)])
+    return _MethodResult(optimum, exact.cost, True, "eliminate")
 
 
 def _alternate(task: _SolveState) -> _MethodResult:
@@ -262,36 +264,37 @@ def _alternate(task: _SolveState) -> _MethodResult:
     task.record("search", found, float("-inf"), 0)
     if found.choices and not task.fits(found.choices):
         return _solve_flat(task, finish=False)
-    result = certify(task.network, found, cap=1.0, stretch=task.budget.for_step(1.0), rounds=1)
-    # The bound's rounded assignment may be cheaper, and pass the limit.
+    result = certify(task.network, found, cap=1.0, budget=task.budget.for_step(1.0), rounds=1)
+    # The assignment that the bound rounds may be cheaper, but exceed the limit.
     best = result.best if not result.best.choices or task.fits(result.best.choices) else found
     return _MethodResult(best, result.bound, result.rest is None and best is result.best, "alternate")
 
 
-def _search(task: _SolveState, stretch: StepBudget) -> ScoredAssignment:
-    """A good assignment without the limit: alternation where strategies have labels, then large neighbourhoods."""
+def _search(task: _SolveState, budget: StepBudget) -> ScoredAssignment:
+    """Return a good assignment without the limit: alternation where strategies have labels, then large
+    neighbourhoods."""
     found = task.start
     if not found.choices and task.problem.components is not None:
-        found = alternate(task.network, task.problem.components, stretch=stretch)
+        found = alternate(task.network, task.problem.components, budget=budget)
     if not found.choices:
         found = _round_relaxation(task)
-    return improve(task.network, found, stretch=stretch) if found.choices else found
+    return improve(task.network, found, budget=budget) if found.choices else found
 
 
 def _round_relaxation(task: _SolveState) -> ScoredAssignment:
-    """A first assignment where there is no better start: rounded from the relaxation or, where that uses something
-    forbidden, led out of it by finite penalties."""
+    """Return a first assignment without a start, rounded from the relaxation.
+
+    If that uses something forbidden, finite penalties lead the search out of it.
+    """
     core = reduce(task.network.copy())
     if not core.feasible:
         return NO_ASSIGNMENT
-    bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, stretch=task.budget.for_step(0.3))
+    bound = lower_bound(core, iterations=_ROUNDING_ITERATIONS, budget=task.budget.for_step(0.3))
     if bound.choices:
         return ScoredAssignment(bound.choices, bound.cost)
     soft = soften(core)
     choices = {node: int(soft.labels[node][vector.argmin()]) for node, vector in soft.vectors.items()}
-    found = improve(
-        soft, ScoredAssignment(soft.expand(choices), soft.value(choices)), stretch=task.budget.for_step(0.5)
-    )
+    found = improve(soft, ScoredAssignment(soft.expand(choices), soft.value(choices)), budget=task.budget.for_step(0.5))
     cost = core.value(found.choices)
     return ScoredAssignment(found.choices, cost) if np.isfinite(cost) else NO_ASSIGNMENT
 
@@ -315,6 +318,7 @@ def _auto(task: _SolveState) -> _MethodResult:
             if result.proved:
                 return result
             bound = result.bound
+    # If the optimum without the limit is within the limit, it is the optimum with it. If not, its bound still holds.
     free = _solve_without_limit(task)
     if task.fits(free.best.choices) if free.best.choices else free.proved:
         return free
@@ -323,7 +327,7 @@ def _auto(task: _SolveState) -> _MethodResult:
 
 
 def _solve_integer_program(task: _SolveState, core: Network) -> _MethodResult:
-    """A small problem under a limit, by the integer program."""
+    """Solve a small problem under a limit by the integer program."""
     result = solve_integer(
         core,
         moments=task.moments,
@@ -336,27 +340,27 @@ def _solve_integer_program(task: _SolveState, core: Network) -> _MethodResult:
 
 
 def _node_limit(task: _SolveState, core: Network) -> int | None:
-    """Nodes of a search tree that the work left allows; None where time is what limits the solve."""
+    """Return the nodes of a search tree that the remaining work allows; None if time limits the solve."""
     return int(max(1.0, task.budget.remaining // max(core.cells, 1))) if task.budget.has_work_limit else None
 
 
 def _solve_flat(task: _SolveState, *, finish: bool) -> _MethodResult:
-    """Presolve, prices and neighbourhoods on flat arrays."""
-    # Imported here: numba takes a second to import, and most problems do without.
+    """Solve by presolve, prices and neighbourhoods on flat arrays."""
+    # numba takes a second to import, and most problems do without it.
     from autoshard.solver.flat.large_solver import LargeSolver
 
-    course = task.budget
-    proved = LargeSolver(task.problem, course, seed=task.seed, finish=finish).run()
-    assignment = course.assignment
+    budget = task.budget
+    proved = LargeSolver(task.problem, budget, seed=task.seed, finish=finish).run()
+    assignment = budget.assignment
     if not assignment:
-        return _MethodResult(NO_ASSIGNMENT, course.lower_bound, proved, "flat")
+        return _MethodResult(NO_ASSIGNMENT, budget.lower_bound, proved, "flat")
     return _MethodResult(
-        ScoredAssignment(dict(enumerate(assignment)), course.cost), course.lower_bound, proved, course.method
+        ScoredAssignment(dict(enumerate(assignment)), budget.cost), budget.lower_bound, proved, budget.method
     )
 
 
 def _solve_without_limit(task: _SolveState) -> _MethodResult:
-    """The optimum without the memory limit, or a good assignment and a bound."""
+    """Return the optimum without the memory limit, or a good assignment and a bound."""
     try:
         exact = eliminate(task.network)
         found = ScoredAssignment(exact.choices, exact.cost)
@@ -368,26 +372,27 @@ def _solve_without_limit(task: _SolveState) -> _MethodResult:
     found = _search(task, task.budget.for_step(0.4))
     task.record("search", found, float("-inf"), 0)
     if found.choices and not task.fits(found.choices):
-        # The limit binds: a proof without it would take the time that the prices need.
+        # The limit binds: a proof without it would take time from the search with prices.
         return _MethodResult(found, float("-inf"), False, "alternate")
-    result = certify(task.network, found, stretch=task.budget.for_step(0.7))
+    result = certify(task.network, found, budget=task.budget.for_step(0.7))
     task.record("proof", result.best, result.bound, 0)
     if result.rest is None or task.budget.is_close(result.best.cost, result.bound):
         return _MethodResult(result.best, result.bound, result.rest is None, "alternate")
     if result.rest.cells > _INTEGER_CELLS:
         found = result.best
         if found.choices:
-            found = improve(task.network, found, cap=1e6, stretch=task.budget.for_step(1.0))
+            found = improve(task.network, found, cap=1e6, budget=task.budget.for_step(1.0))
         return _MethodResult(found, result.bound, False, "alternate")
     return _solve_rest(task, reduce(result.rest), result.best, result.bound)
 
 
 def _solve_rest(task: _SolveState, rest: Network, best: ScoredAssignment, bound: float) -> _MethodResult:
-    """What is left, by the integer program; whatever was dropped is no better than `best`."""
+    """Solve the rest of a proof by the integer program; no dropped strategy is in a better assignment than `best`."""
     if not rest.feasible:
         return _MethodResult(best, best.cost, True, "ilp")
     if monotonic() > task.deadline:
         return _MethodResult(best, bound, False, "ilp")
+    # A reduced network may lack strategies of the best assignment, which then is no start.
     hint = best if best.choices and rest.positions(best.choices) is not None else NO_ASSIGNMENT
     result = solve_integer(rest, hint=hint, deadline=task.deadline, seed=task.seed, nodes=_node_limit(task, rest))
     best = cheaper_of(best, result.best)

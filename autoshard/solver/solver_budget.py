@@ -1,4 +1,4 @@
-"""The course of one solve: how long it may go on, what is known so far, and who is told."""
+"""The budget of one solve: time, work and gap, the best assignment and bound so far, and reports of progress."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from time import monotonic
 
 @dataclass(frozen=True, slots=True)
 class SolverProgress:
-    """A moment of a solve.
+    """A report of a solve.
 
     Attributes:
-        phase: what has just been done.
+        phase: the step that has just ended.
         cost: of the best feasible assignment known; `inf` without one.
         lower_bound: no feasible assignment costs less, as far as known; `-inf` if nothing is known.
         seconds: wall-clock time since the solve began.
@@ -29,12 +29,12 @@ Assignment = tuple[int, ...]
 
 
 class Budget:
-    """What a solve may still do, and the best that it has found.
+    """The remaining time and work of a solve, and its best results.
 
     Args:
         time_limit: seconds.
-        work_limit: units of work (about one entry of a table looked at); None for no limit.
-        tell: called with every `Progress`.
+        work_limit: units of work (about one table entry read); None for no limit.
+        tell: called with every `SolverProgress`.
         gap: relative difference of cost and bound at which the solve ends.
     """
 
@@ -58,21 +58,21 @@ class Budget:
 
     @property
     def has_work_limit(self) -> bool:
-        """Whether work is what limits the solve, so that nothing may depend on the clock."""
+        """True if work limits the solve, so that nothing may depend on the clock."""
         return self._limit is not None
 
     @property
     def remaining(self) -> float:
-        """Work that may still be done; `inf` where time is what limits the solve."""
+        """Remaining work; `inf` if time limits the solve."""
         return float("inf") if self._limit is None else float(self._limit - self._work)
 
     @property
     def is_over(self) -> bool:
-        """Whether the time or the work is used up, or the bound close to the cost."""
+        """True if the time or the work is used up, or the bound is close to the cost."""
         return self.remaining <= 0 or monotonic() > self.deadline or self.is_close(self.cost, self.lower_bound)
 
     def is_close(self, cost: float, bound: float) -> bool:
-        """Return whether a bound is as close to a cost as is asked for."""
+        """Return True if a bound is within the gap of a cost."""
         return isfinite(cost) and bound >= cost - self.gap * abs(cost)
 
     @property
@@ -81,47 +81,51 @@ class Budget:
         return self._best()
 
     def spend(self, work: float) -> None:
-        """Counts work that was done."""
+        """Count work that was done."""
         self._work += int(work)
 
     def deadline_after(self, fraction: float) -> float:
-        """The `monotonic` moment at which a fraction of the remaining time has passed; where work is counted, the end
-        of the time, or at once if the work is used up. At once, too, where the bound is close to the cost."""
+        """Return the `monotonic` moment at which a fraction of the remaining time has passed.
+
+        With a work limit, this is the end of the time. It is `-inf` if the work is used up or the bound is close to the
+        cost.
+        """
         if self.is_close(self.cost, self.lower_bound):
             return float("-inf")
+        # Fractions of the time would make the result depend on the speed of the machine.
         if self.has_work_limit:
             return self.deadline if self.remaining > 0 else float("-inf")
         now = monotonic()
         return now + fraction * max(self.deadline - now, 0.0)
 
     def for_step(self, fraction: float) -> StepBudget:
-        """What one step may take: a fraction of the time that remains, and the work that does."""
+        """Return the budget of one step: a fraction of the remaining time, and all the remaining work."""
         return StepBudget(self.deadline_after(fraction), self)
 
     def offer(self, cost: float, assignment: Callable[[], Assignment], method: str) -> bool:
-        """Notes a feasible assignment, which is only made when it is asked for, if it is the best so far."""
+        """Record a feasible assignment if it is the best so far; it is computed only when read."""
         if not cost < self.cost:
             return False
         self.cost, self._best, self.method = cost, assignment, method
         return True
 
     def raise_bound(self, value: float) -> None:
-        """Notes a lower bound."""
+        """Record a lower bound."""
         self.lower_bound = max(self.lower_bound, value)
 
     def report(self, phase: str) -> None:
-        """Tells how far the solve has come."""
+        """Report the progress of the solve."""
         if self._report is not None:
             self._report(SolverProgress(phase, self.cost, min(self.lower_bound, self.cost), monotonic() - self.start))
 
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """A part of a solve, as the loops see it that must end with it.
+    """The budget of a part of a solve.
 
     Attributes:
         deadline: `time.monotonic()` seconds.
-        course: the solve whose work this is; None where nobody counts it.
+        budget: the budget of the whole solve; None where nobody counts the work.
     """
 
     deadline: float = float("inf")
@@ -129,18 +133,18 @@ class StepBudget:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further step may start."""
+        """True if no further step may start."""
         return monotonic() > self.deadline or (self.budget is not None and self.budget.is_over)
 
     def is_close(self, cost: float, bound: float) -> bool:
-        """Return whether a bound is as close to a cost as the solve asks for."""
+        """Return True if a bound is within the gap that ends the solve."""
         return self.budget is not None and self.budget.is_close(cost, bound)
 
     def spend(self, work: float) -> None:
-        """Counts work that was done."""
+        """Count work that was done."""
         if self.budget is not None:
             self.budget.spend(work)
 
 
 UNLIMITED = StepBudget()
-"""No end."""
+"""A budget without end."""

@@ -1,7 +1,7 @@
-"""Arithmetic on cost tables that does equal work once.
+"""Arithmetic on cost tables that computes equal results once.
 
-Identical layers bring the same tables again and again. Every table is interned by its content, so that one object
-stands for one content, and the result of an operation is remembered by the identities of its operands.
+Identical layers have equal tables. Tables are interned by content, so that equal tables are one object, and results
+are cached by the identities of their operands.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from autoshard.solver.problem import Array, IntArray
 T = TypeVar("T")
 
 _NEGLIGIBLE = 1e-14
-"""A normalised table this small against the original is what rounding leaves of zero."""
+"""Size of a normalised table, relative to the original, below which it is the rounding of zero."""
 
 
 class Tables:
-    """A memory of tables and of the results of operations on them. It keeps its operands alive, so ids stay unique.
+    """A cache of tables and of results of operations on them. It keeps its operands alive, so ids stay unique.
 
     Args:
-        parent: a memory to look in first. What a child learns is forgotten with it: one solve among many should not
+        parent: a cache to look in first. The results of a child are forgotten with it: one solve among many should not
             keep its intermediate tables.
     """
 
@@ -34,11 +34,11 @@ class Tables:
         self._results: dict[Hashable, tuple[tuple[Any, ...], Any]] = {}
 
     def child(self) -> Tables:
-        """A memory for the time of one solve."""
+        """Return a cache for the time of one solve."""
         return Tables(self)
 
     def intern(self, array: Any) -> Any:
-        """The one object that stands for the content of `array` (a float table or an index vector)."""
+        """Return the one object with the content of `array` (a float table or an index vector)."""
         if self._knows(array):
             return array
         array = np.ascontiguousarray(array)
@@ -48,12 +48,12 @@ class Tables:
         return array
 
     def once(self, operation: str, operands: tuple[Any, ...], compute: Callable[[], T]) -> T:
-        """The result of `compute` for these operands, computed at their first meeting."""
+        """Return the result of `compute` for these operands, computed at the first call."""
         key = (operation, *map(id, operands))
-        found = self._recall(key)
-        if found is None:
-            found = self._results[key] = (operands, compute())
-        return found[1]
+        entry = self._recall(key)
+        if entry is None:
+            entry = self._results[key] = (operands, compute())
+        return entry[1]
 
     def _knows(self, array: Any) -> bool:
         return id(array) in self._known or (self._parent is not None and self._parent._knows(array))
@@ -67,44 +67,46 @@ class Tables:
         return self._content.setdefault(key, array)
 
     def _recall(self, key: Hashable) -> tuple[tuple[Any, ...], Any] | None:
-        found = self._results.get(key)
-        if found is None and self._parent is not None:
+        entry = self._results.get(key)
+        if entry is None and self._parent is not None:
             return self._parent._recall(key)
-        return found
+        return entry
 
     def transpose(self, table: Array) -> Array:
-        """The table of the same edge seen from its other end; transposing twice gives the same object back."""
+        """Return the table of the same edge seen from its flipped end; transposing twice returns the same object."""
 
         def compute() -> Array:
-            other = table.T
-            self._known[id(other)] = other
-            self._results["transpose", id(other)] = ((other,), table)
-            return other
+            flipped = table.T
+            self._known[id(flipped)] = flipped
+            self._results["transpose", id(flipped)] = ((flipped,), table)
+            return flipped
 
         return self.once("transpose", (table,), compute)
 
     def add(self, first: Array, second: Array) -> Array:
-        """Sum of two vectors or of two tables of the same edge."""
+        """Return the sum of two vectors or of two tables of the same edge."""
         return self.once("add", (first, second), lambda: self.intern(first + second))
 
     def take(self, table: Array, rows: IntArray, columns: IntArray) -> Array:
-        """The table restricted to some strategies of both ends."""
+        """Return the table restricted to some strategies of both ends."""
         return self.once("take", (table, rows, columns), lambda: self.intern(table[np.ix_(rows, columns)]))
 
     def take_entries(self, vector: Any, rows: IntArray) -> Any:
-        """A vector restricted to some strategies."""
+        """Return a vector restricted to some strategies."""
         return self.once("entries", (vector, rows), lambda: self.intern(vector[rows]))
 
     def message(self, vector: Array, table: Array) -> Array:
-        """Cheapest vector + table [s, t] over s: what eliminating a node of degree one leaves on its neighbour."""
+        """Return the least vector + table [s, t] over s: the costs that a removed node of degree one leaves."""
         return self.once("message", (vector, table), lambda: self.intern((vector[:, None] + table).min(0)))
 
     def series(self, vector: Array, first: Array, second: Array) -> Array:
-        """Cheapest vector + first [s, a] + second [s, b] over s: the edge left by eliminating a node of degree two."""
+        """Return the least vector + first [s, a] + second [s, b] over s: the edge that replaces a node of degree
+        two."""
 
         def compute() -> Array:
             left = vector[:, None] + first
             result = np.full((first.shape[1], second.shape[1]), np.inf)
+            # One strategy at a time: a table over all three nodes could be too large.
             for row, other in zip(left, second, strict=True):
                 np.minimum(result, row[:, None] + other[None, :], out=result)
             return self.intern(result)
@@ -112,11 +114,11 @@ class Tables:
         return self.once("series", (vector, first, second), compute)
 
     def usable_rows(self, table: Array) -> IntArray:
-        """Rows with a finite entry: the strategies that some strategy of the other end supports."""
+        """Return the rows with a finite entry: the strategies that some strategy of the other end supports."""
         return self.once("usable", (table,), lambda: self.intern(np.flatnonzero(np.isfinite(table).any(1))))
 
     def normalise(self, table: Array) -> tuple[Array, Array, Array | None]:
-        """A table as row part + column part + rest, all rest's minima 0; None for a rest of zeros.
+        """Return a table as row part + column part + rest, all minima of the rest 0; None for a rest of zeros.
 
         Every row and column must have a finite entry.
         """
@@ -133,12 +135,12 @@ class Tables:
         return self.once("normalised", (table,), compute)
 
     def advantage(self, table: Array) -> Array:
-        """[s, t]: the most that choosing t instead of s can add on this edge, over the choices of the other end."""
+        """Return [s, t]: the largest increase by choosing t instead of s, over the choices of the other end."""
 
         def compute() -> Array:
             with np.errstate(invalid="ignore"):
                 difference = table[None, :, :] - table[:, None, :]
-            # Where s is forbidden, t loses nothing, whether it is forbidden too or not.
+            # Where s is forbidden, t is no worse, even if it is forbidden too.
             difference[np.broadcast_to(np.isinf(table)[:, None, :], difference.shape)] = -np.inf
             return self.intern(difference.max(2))
 

@@ -1,7 +1,7 @@
-"""Messages that carry a lower bound over from one problem to a larger one that is made of the same parts.
+"""TRW-S messages that can start from those of another problem.
 
-Any messages whatever make a lower bound; good ones make a good bound. So messages that were found on a small problem,
-laid along a large one that repeats it, need only be mended where the repetition begins and ends.
+Any messages give a lower bound, and good messages a good one. A large problem that repeats a small one starts from the
+messages of the small one, which need few changes: where the repetition begins and ends.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from autoshard.solver.jit import compiled_when_called
 from autoshard.solver.problem import Array, Edge, IntArray, Problem
 
 _ROUNDING = 1e-11
-"""Relative slack taken off every bound: sums of many floats."""
+"""Relative slack subtracted from every bound, for the rounding of sums of many floats."""
 
 _PATIENCE = 10
-"""Iterations over which progress is judged."""
+"""Iterations over which progress is judged; a guess that works."""
 
 _MIN_PROGRESS = 0.02
-"""Part of the distance to a known cost that so many iterations must close to go on."""
+"""Share of the distance to a known cost that these iterations must close to go on; a guess that works."""
 
 _ROUNDING_PERIOD = 5
-"""Iterations from one assignment that is rounded to the next."""
+"""Iterations from one rounded assignment to the next."""
 
 _LANES = 8
-"""Least elements that are looked for side by side, as a processor does."""
+"""Running minima kept side by side, so that the compiler vectorises the loop."""
 
 _MIN_GAP_PROGRESS = 0.1
-"""Part of the gap that twice as many iterations must close where assignments matter, not the bound."""
+"""Share of the gap that twice `_PATIENCE` iterations must close when the assignment matters, not the bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelaxationResult:
-    """What some iterations have found.
+    """The result of some iterations.
 
     Attributes:
         bound: no assignment costs less.
-        assignment: the best one rounded on the way; empty if none was finite.
+        assignment: the best one rounded meanwhile; empty if none was finite.
         cost: of that assignment; `inf` without one.
-        iterations: passes there and back.
+        iterations: forward and backward passes.
     """
 
     bound: float
@@ -53,16 +53,16 @@ class RelaxationResult:
 
 
 class Messages:
-    """Sequential tree-reweighted message passing on a problem as it stands, without reduction.
+    """Sequential tree-reweighted message passing on a problem without reduction and without its memory limit.
 
-    The nodes are ordered; the graph falls into chains that rise in that order. A pass there and back solves each
-    chain exactly, the costs of a node shared evenly by its chains, and never lowers the sum of their optima, which is
-    the bound. The problem's memory limit plays no part.
+    The nodes are ordered, and the graph is covered by chains that ascend in that order. A forward and a backward pass
+    solve each chain exactly, with the costs of a node shared evenly by its chains. They never lower the sum of the
+    chains' optima, which is the bound.
 
     Args:
         problem: the problem.
-        order: per node, where it comes in a pass; equal ones by their number. Nodes that depend on each other should
-            be close.
+        order: per node, its place in a pass; equal ones by their number. Nodes that depend on each other should be
+            close.
 
     Attributes:
         along: per edge, the message to its target.
@@ -94,26 +94,23 @@ class Messages:
         self.belief = np.zeros(len(self.costs))
 
     def _lay_tables(self) -> None:
-        """Every distinct table once; `turned` says whether the later end of an edge has its rows.
-
-        Of rows that are alike, and of columns, there is one, where an edge has but one table: `classes` says which.
-        """
+        """Concatenate the distinct tables; for edges of one table, only one of equal rows and one of equal columns."""
         places: dict[tuple[int, bool], int] = {}
-        alone: dict[int, tuple[int, int, int, int]] = {}  # table of an edge that has no other -> where its classes are
+        alone: dict[int, tuple[int, int, int, int]] = {}  # single table of an edge -> its row of `ends`
         parts, classes, length, classed = [], [], 0, 0
         factors, tables, ends = [], [], []
         for edge in self.problem.edges:
             single = len(edge.parts) == 1
             for factor, table in edge.parts:
                 if (id(table), single) not in places:
-                    found = equal_rows_and_columns(table) if single else None
-                    if found is not None:
-                        rows, columns = found
+                    classes_of = equal_rows_and_columns(table) if single else None
+                    if classes_of is not None:
+                        rows, columns = classes_of
                         alone[id(table)] = (classed, len(rows.first), classed + len(rows.number), len(columns.first))
                         classes += [rows.number, columns.number]
                         classed += sum(table.shape)
                     places[id(table), single] = length
-                    parts.append((table if found is None else table[np.ix_(rows.first, columns.first)]).ravel())
+                    parts.append((table if classes_of is None else table[np.ix_(rows.first, columns.first)]).ravel())
                     length += parts[-1].size
                 factors.append(factor)
                 tables.append(places[id(table), single])
@@ -126,6 +123,8 @@ class Messages:
         self.part_at = _starts(np.array([len(edge.parts) for edge in self.problem.edges], dtype=np.int64))
         self.tables = np.concatenate([*parts, np.zeros(0)])
         self.classes = np.concatenate([*classes, np.zeros(0, dtype=np.int64)])
+        # Per edge: the start of its row classes in `classes` and their number, then the same for its columns. Where the
+        # number is that of the strategies, there are no classes.
         self.ends = np.array(ends, dtype=np.int64).reshape(-1, 4)
 
     @property
@@ -141,7 +140,7 @@ class Messages:
         return values[at[edge] : at[edge + 1]]
 
     def start_from(self, along: Sequence[Array | None], against: Sequence[Array | None]) -> None:
-        """Begin with these messages; nothing where there is None."""
+        """Start from these messages; None leaves a message zero."""
         for edge, (to_target, to_source) in enumerate(zip(along, against, strict=True)):
             turned = bool(self.turned[edge])
             for message, to_later in ((to_target, not turned), (to_source, turned)):
@@ -158,15 +157,15 @@ class Messages:
         deadline: float = float("inf"),
         progress: Callable[[float, float], None] | None = None,
     ) -> RelaxationResult:
-        """Some passes there and back.
+        """Run forward and backward passes.
 
         Args:
             iterations: at most.
-            upper: cost of a known assignment: what ends the search when the bound reaches it, or hardly nears it.
-            close: relative distance of the bound to the least known cost at which it ends.
-            patient: go on where the bound hardly rises, while what is rounded gets better: that settles long after it.
+            upper: cost of a known assignment: the search ends when the bound reaches it, or hardly approaches it.
+            close: relative distance of the bound to the least known cost at which the search ends.
+            patient: True to go on while the rounded assignment improves, which takes longer than the bound.
             deadline: `time.monotonic()` seconds after which no further iteration starts.
-            progress: told the least cost and the highest bound so far, now and then.
+            progress: called with the least cost and the highest bound so far, now and then.
         """
         history: list[float] = []
         gaps: list[float] = []
@@ -175,13 +174,13 @@ class Messages:
         while len(history) < iterations:
             value = self._forward_backward()
             history.append(max(value, history[-1]) if history else value)
-            # What is rounded first is seldom better than an assignment that is known.
+            # The first rounded assignments are seldom better than a known one.
             early = np.isfinite(upper) and len(history) < _ROUNDING_PERIOD
             if not early and (len(history) % _ROUNDING_PERIOD == 1 or len(history) == iterations):
                 choice = self._round_assignment()
-                found = self.problem.cost(choice)
-                if found < cost:
-                    rounded, cost = choice, found
+                choice_cost = self.problem.cost(choice)
+                if choice_cost < cost:
+                    rounded, cost = choice, choice_cost
                 if progress is not None:
                     progress(cost, history[-1])
             target = min(upper, cost)
@@ -195,17 +194,15 @@ class Messages:
         return RelaxationResult(lowered, rounded, cost, len(history))
 
     def strategies_within(self, slack: float | Array) -> list[IntArray]:
-        """Per node, the strategies that an assignment may use which costs at most `slack` above the bound, ascending.
+        """Return per node the strategies of assignments that cost at most `slack` above the bound, ascending.
 
-        The slack is one for all nodes, or one for each.
-
-        What a strategy adds to the bound is told by the last pass back. It holds for the bound before that pass; the
-        answer is exact as far as this one did not raise it.
+        The slack is one number for all nodes, or one for each. The increase of the bound by a strategy comes from the
+        last backward pass and holds for the bound before that pass: the result is exact up to the gain of this pass.
         """
         ends = zip(self.at[:-1], self.at[1:], strict=True)
-        own = (self.belief[first:last] for first, last in ends)
-        most = np.broadcast_to(slack, self.problem.size)
-        return [np.flatnonzero(costs <= costs.min() + one) for costs, one in zip(own, most, strict=True)]
+        beliefs = (self.belief[first:last] for first, last in ends)
+        slacks = np.broadcast_to(slack, self.problem.size)
+        return [np.flatnonzero(costs <= costs.min() + most) for costs, most in zip(beliefs, slacks, strict=True)]
 
     def _forward_backward(self) -> float:
         belief = self.belief
@@ -214,6 +211,7 @@ class Messages:
             self.down, self.down_at, self.share, self.tables, self.table, self.part_at, self.factor, self.classes,
             self.ends, belief,
         )  # fmt: skip
+        # Forward along the order, then backward.
         _pass(self.sequence, *arrays, self.turned, self.later, True)
         _pass(self.sequence[::-1].copy(), *arrays, ~self.turned, self.earlier, False)
         return float(_value(self.sizes, self.at, self.into_at, self.share, belief))
@@ -224,13 +222,13 @@ class Messages:
             self.down_at, self.tables, self.table, self.part_at, self.factor, self.classes, self.ends, self.turned,
             self.earlier,
         )  # fmt: skip
-        return tuple(int(one) for one in choice)
+        return tuple(choice.tolist())
 
 
 def restrict_messages(
     problem: Problem, along: Sequence[Array], against: Sequence[Array], kept: Sequence[IntArray]
 ) -> tuple[list[Array], list[Array]]:
-    """What is sent along and against every edge of a problem, to some strategies of every node alone."""
+    """Return the messages along and against every edge, restricted to some strategies of every node."""
     return (
         [message[kept[edge.target]] for message, edge in zip(along, problem.edges, strict=True)],
         [message[kept[edge.source]] for message, edge in zip(against, problem.edges, strict=True)],
@@ -238,8 +236,9 @@ def restrict_messages(
 
 
 def restrict_problem(problem: Problem, kept: Sequence[IntArray]) -> Problem:
-    """The costs of a problem with some strategies of every node alone; equal tables cut alike stay one."""
-    cut: dict[tuple[int, bytes, bytes], tuple[Array, Array]] = {}  # what a key names by identity stays alive
+    """Return a problem with the costs of some strategies of every node; equal restrictions of a table stay one
+    object."""
+    cut: dict[tuple[int, bytes, bytes], tuple[Array, Array]] = {}  # holds the tables, so that ids stay unique
     names = [rows.tobytes() for rows in kept]
     edges = []
     for edge in problem.edges:
@@ -259,7 +258,7 @@ def _is_stalled(history: Sequence[float], target: float) -> bool:
 
 
 def _is_gap_stalled(gaps: Sequence[float]) -> bool:
-    """Whether the best assignment and the bound have hardly come closer for long."""
+    """Return True if the best assignment and the bound have hardly come closer for long."""
     window = 2 * _PATIENCE
     return len(gaps) > window and gaps[-1] > (1.0 - _MIN_GAP_PROGRESS) * gaps[-1 - window]
 
@@ -269,7 +268,7 @@ def _starts(lengths: IntArray) -> IntArray:
 
 
 def _group_edges(ends: IntArray, count: int) -> tuple[IntArray, IntArray]:
-    """Edges sorted by the node at one end, and where each node's begin."""
+    """Return the edges sorted by the node at one end, and the start of each node in them."""
     order = np.argsort(ends, kind="stable")
     return order, np.searchsorted(ends[order], np.arange(count + 1))
 
@@ -279,33 +278,37 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
     sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, table, part_at,
     factor, classes, ends, belief, turned, to, forward,
 ):  # fmt: skip
-    """Every node in turn gathers what it was told, and tells the nodes after it; the rows of a table that is `turned`
-    are theirs. What strategies with one row tell is the least of them; what those with one column are told is one."""
+    """Update every node in turn from its messages, and send messages to the nodes after it.
+
+    The rows of a table that is `turned` belong to those nodes. Strategies with equal rows send the least of their
+    costs; those with equal columns receive one message.
+    """
     most = sizes.max() if len(sizes) else 0
     base, blended, lanes = np.empty(most), np.empty(most), np.empty(_LANES)
     mine, theirs = np.empty(most), np.empty(most)
     for node in sequence:
         size = sizes[node]
-        own = belief[at[node] : at[node] + size]
+        costs_here = belief[at[node] : at[node] + size]
         for s in range(size):
-            own[s] = costs[at[node] + s]
+            costs_here[s] = costs[at[node] + s]
         for k in range(into_at[node], into_at[node + 1]):
             start = up_at[into[k]]
             for s in range(size):
-                own[s] += up[start + s]
+                costs_here[s] += up[start + s]
         for k in range(out_at[node], out_at[node + 1]):
             start = down_at[out[k]]
             for s in range(size):
-                own[s] += down[start + s]
+                costs_here[s] += down[start + s]
         first, last = (out_at[node], out_at[node + 1]) if forward else (into_at[node], into_at[node + 1])
         for k in range(first, last):
             edge = out[k] if forward else into[k]
             width = sizes[to[edge]]
-            told, heard = (up_at[edge], down_at[edge]) if forward else (down_at[edge], up_at[edge])
-            message = up[told : told + width] if forward else down[told : told + width]
+            sent, received = (up_at[edge], down_at[edge]) if forward else (down_at[edge], up_at[edge])
+            message = up[sent : sent + width] if forward else down[sent : sent + width]
             answer = down if forward else up
+            # The message that came along this edge is left out, lest it be counted twice.
             for s in range(size):
-                base[s] = share[node] * own[s] - answer[heard + s] if own[s] < np.inf else np.inf
+                base[s] = share[node] * costs_here[s] - answer[received + s] if costs_here[s] < np.inf else np.inf
             here, there = (2, 0) if turned[edge] else (0, 2)
             few, wide = ends[edge, here + 1], ends[edge, there + 1]
             if few < size:
@@ -323,6 +326,7 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
                 for t in range(wide):
                     place = t * few
                     row = tables[table[part] + place : table[part] + place + few]
+                    # A single running minimum would be a chain of dependent steps.
                     lanes[:] = np.inf
                     if parts == 1:
                         for start in range(0, few - _LANES + 1, _LANES):
@@ -336,10 +340,10 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
                     else:
                         for s in range(few):
                             blended[s] = times * row[s]
-                        for other in range(part + 1, part + parts):
-                            more = tables[table[other] + place : table[other] + place + few]
+                        for extra in range(part + 1, part + parts):
+                            more = tables[table[extra] + place : table[extra] + place + few]
                             for s in range(few):
-                                blended[s] += factor[other] * more[s]
+                                blended[s] += factor[extra] * more[s]
                         for start in range(0, few - _LANES + 1, _LANES):
                             for lane in range(_LANES):
                                 through = mine[start + lane] + blended[start + lane]
@@ -351,6 +355,7 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
                     theirs[t] = least
             else:
                 for s in range(few):
+                    # A forbidden strategy adds nothing to a minimum.
                     if mine[s] == np.inf:
                         continue
                     place = s * wide
@@ -367,10 +372,10 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
                     else:
                         for t in range(wide):
                             blended[t] = mine[s] + times * row[t]
-                        for other in range(part + 1, part + parts):
-                            more = tables[table[other] + place : table[other] + place + wide]
+                        for extra in range(part + 1, part + parts):
+                            more = tables[table[extra] + place : table[extra] + place + wide]
                             for t in range(wide):
-                                blended[t] += factor[other] * more[t]
+                                blended[t] += factor[extra] * more[t]
                         for t in range(wide):
                             theirs[t] = blended[t] if blended[t] < theirs[t] else theirs[t]
             if wide < width:
@@ -382,7 +387,7 @@ def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
 
 @compiled_when_called
 def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] # pragma: no cover
-    """The optima of all chains, each found at its first node by a pass back."""
+    """Return the sum of the optima of all chains, each known at its first node after a backward pass."""
     total = 0.0
     for node in range(len(sizes)):
         begun = 1.0 - (into_at[node + 1] - into_at[node]) * share[node]
@@ -396,25 +401,25 @@ def _round(  # type: ignore[no-untyped-def] # pragma: no cover
     sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, part_at, factor,
     classes, ends, turned, earlier,
 ):  # fmt: skip
-    """Every node in turn takes what is best given the nodes before it, and what those after it tell."""
+    """Choose for every node in turn the best strategy, given the nodes before it and the messages of those after it."""
     choice = np.zeros(len(sizes), dtype=np.int64)
     for node in sequence:
         size = sizes[node]
-        own = costs[at[node] : at[node] + size].copy()
+        costs_here = costs[at[node] : at[node] + size].copy()
         for k in range(out_at[node], out_at[node + 1]):
             start = down_at[out[k]]
             for s in range(size):
-                own[s] += down[start + s]
+                costs_here[s] += down[start + s]
         for k in range(into_at[node], into_at[node + 1]):
             edge = into[k]
             here, there = (0, 2) if turned[edge] else (2, 0)
-            taken, width = choice[earlier[edge]], ends[edge, 3]
+            chosen, width = choice[earlier[edge]], ends[edge, 3]
             if ends[edge, there + 1] < sizes[earlier[edge]]:
-                taken = classes[ends[edge, there] + taken]
-            first, step = (taken, width) if turned[edge] else (taken * width, 1)
+                chosen = classes[ends[edge, there] + chosen]
+            first, step = (chosen, width) if turned[edge] else (chosen * width, 1)
             for part in range(part_at[edge], part_at[edge + 1]):
                 for s in range(size):
                     c = classes[ends[edge, here] + s] if ends[edge, here + 1] < size else s
-                    own[s] += factor[part] * tables[table[part] + first + c * step]
-        choice[node] = own.argmin()
+                    costs_here[s] += factor[part] * tables[table[part] + first + c * step]
+        choice[node] = costs_here.argmin()
     return choice

@@ -94,9 +94,9 @@ def test_work_ends_a_search_between_its_steps() -> None:
     first = ScoredAssignment(start, network.value(start))
     once = improve(network, first, rounds=1, cap=2000)
     course = Budget(600.0, work_limit=1)
-    assert improve(network, first, cap=2000, stretch=course.for_step(1.0)).choices == once.choices
+    assert improve(network, first, cap=2000, budget=course.for_step(1.0)).choices == once.choices
     assert course.remaining < 0
-    assert lower_bound(reduce(network), stretch=Budget(600.0, work_limit=1).for_step(1.0)).iterations == 1
+    assert lower_bound(reduce(network), budget=Budget(600.0, work_limit=1).for_step(1.0)).iterations == 1
     course = Budget(600.0, work_limit=1)
-    assert np.isfinite(alternate(network, problem.components, stretch=course.for_step(1.0)).cost)
+    assert np.isfinite(alternate(network, problem.components, budget=course.for_step(1.0)).cost)
     assert course.remaining > -20 * network.cells

@@ -42,11 +42,11 @@ def test_a_stretch_ends_with_its_time_or_with_the_work_of_the_whole() -> None:
     assert not UNLIMITED.is_over
     assert Budget(0.0).for_step(1.0).is_over
     course = Budget(600.0, work_limit=10)
-    stretch = course.for_step(0.5)
-    stretch.spend(9)
-    assert not stretch.is_over
-    stretch.spend(1)
-    assert stretch.is_over
+    budget = course.for_step(0.5)
+    budget.spend(9)
+    assert not budget.is_over
+    budget.spend(1)
+    assert budget.is_over
     assert course.is_over
 
 
@@ -65,7 +65,7 @@ def test_a_proof_ends_where_little_is_left_to_prove() -> None:
     bounds = {0.5: 0, 0.0: 0}
     for gap in bounds:
         with mock.patch("autoshard.solver.certify.lower_bound", wraps=lower_bound) as bounded:
-            certified = certify(network, NO_ASSIGNMENT, cap=1.0, stretch=Budget(60.0, gap=gap).for_step(1.0))
+            certified = certify(network, NO_ASSIGNMENT, cap=1.0, budget=Budget(60.0, gap=gap).for_step(1.0))
         assert (1 - gap) * certified.best.cost <= certified.bound or gap == 0.0
         bounds[gap] = bounded.call_count
     assert bounds[0.5] < bounds[0.0]

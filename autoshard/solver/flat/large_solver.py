@@ -55,15 +55,15 @@ class LargeSolver:
 
     Args:
         problem: with or without a limit.
-        course: how long, and what is found.
+        budget: how long, and what is found.
         seed: of what is random.
         finish: whether to go on until the time is up, with the integer program where the core is small; otherwise the
-            campaign ends when it stalls.
+            solver ends when it stalls.
     """
 
-    def __init__(self, problem: Problem, course: Budget, *, seed: int = 0, finish: bool = True) -> None:
+    def __init__(self, problem: Problem, budget: Budget, *, seed: int = 0, finish: bool = True) -> None:
         self.problem = problem
-        self.budget = course
+        self.budget = budget
         self.seed = seed
         self.finish = finish
 
@@ -88,10 +88,10 @@ class LargeSolver:
     @property
     def is_closed(self) -> bool:
         """Whether the bound has reached the cost."""
-        course = self.budget
-        if not np.isfinite(course.cost):
-            return course.lower_bound == np.inf
-        return course.lower_bound >= course.cost - TOLERANCE * abs(course.cost)
+        budget = self.budget
+        if not np.isfinite(budget.cost):
+            return budget.lower_bound == np.inf
+        return budget.lower_bound >= budget.cost - TOLERANCE * abs(budget.cost)
 
     def offer(self, core: Core, places: IntArray, cost: float, method: str) -> bool:
         """Notes a choice for a core, if it is the best and feasible; False if not."""
@@ -111,14 +111,14 @@ class LargeSolver:
 class CoreSearch:
     """The work on one core, until something closes it or it can be made smaller."""
 
-    def __init__(self, campaign: LargeSolver, core: Core, prices: Array) -> None:
-        self.solver = campaign
-        self.budget = campaign.budget
+    def __init__(self, solver: LargeSolver, core: Core, prices: Array) -> None:
+        self.solver = solver
+        self.budget = solver.budget
         self.core = core
         self.view = CoreArrays.of(core)
         self.dual = Dual(core, self.view)
         self.dual.prices = prices
-        self.random = np.random.default_rng(campaign.seed)
+        self.random = np.random.default_rng(solver.seed)
         self.descent: Descent | None = None
         self.ends: deque[IntArray] = deque(maxlen=_MAX_ENDS)
         self.idle = 0
@@ -126,20 +126,20 @@ class CoreSearch:
 
     def run(self) -> tuple[Core, Array]:
         """Bound and search in turn. Returns the core and prices to go on with; the same core if this is the end."""
-        course, rounds = self.budget, 0
+        budget, rounds = self.budget, 0
         stalled = 0
-        while not course.is_over and not self.solver.is_closed:
-            before = course.cost, course.lower_bound
+        while not budget.is_over and not self.solver.is_closed:
+            before = budget.cost, budget.lower_bound
             self._raise_bound()
-            if course.is_over:
+            if budget.is_over:
                 break
             rounds += 1
             if rounds == 1 or rounds >= _MESSAGES_ONLY_ROUNDS or not len(self.core.base):
                 self._search(2 * _PASSES * self.core.cells)
             if rounds >= _MESSAGES_ONLY_ROUNDS and rounds % _UNION_PERIOD == 0:
                 self._search_union(2 * _PASSES * self.core.cells)
-            course.report("search")
-            moved = course.cost < before[0] or course.lower_bound - before[1] > 1e-3 * abs(course.cost - before[1])
+            budget.report("search")
+            moved = budget.cost < before[0] or budget.lower_bound - before[1] > 1e-3 * abs(budget.cost - before[1])
             stalled = 0 if moved else stalled + 1
             if not self.solver.finish and stalled > _WARM_UP_ROUNDS:
                 break
@@ -151,16 +151,16 @@ class CoreSearch:
             if rounds >= _WARM_UP_ROUNDS and small and not self.tried_integer:
                 self.tried_integer = True
                 if self._solve_integer_program():
-                    course.raise_bound(course.cost)
+                    budget.raise_bound(budget.cost)
         return self.core, self.dual.prices
 
     def _raise_bound(self) -> None:
-        dual, course = self.dual, self.budget
+        dual, budget = self.dual, self.budget
         known = self.descent.cost if self.descent is not None else float("inf")
         dual.upper = min(dual.upper, known)
-        dual.ascend(_PASSES, deadline=course.deadline)
-        course.spend(_PASSES * (4 * self.core.cells + len(self.core.usage)))
-        course.raise_bound(dual.value)
+        dual.ascend(_PASSES, deadline=budget.deadline)
+        budget.spend(_PASSES * (4 * self.core.cells + len(self.core.usage)))
+        budget.raise_bound(dual.value)
         if dual.best is not None:
             self.solver.offer(self.core, dual.best, self.core.value(dual.best), "prices")
 
@@ -188,7 +188,7 @@ class CoreSearch:
 
         What they agree on is decided, so that little is left, with prices, messages and neighbourhoods of its own.
         """
-        descent, course = self.descent, self.budget
+        descent, budget = self.descent, self.budget
         assert descent is not None
         if descent.best is None or not self.ends:
             return
@@ -196,17 +196,17 @@ class CoreSearch:
         for places in (descent.best, *self.ends):
             kept[self.core.offset[:-1] + places] = True
         core = presolve(
-            replace(self.core, cost=np.where(kept, self.core.cost, np.inf)), deadline=course.deadline_after(0.1)
+            replace(self.core, cost=np.where(kept, self.core.cost, np.inf)), deadline=budget.deadline_after(0.1)
         )
-        course.spend(core.work)
+        budget.spend(core.work)
         if not core.feasible or not core.nodes:
             return
         view = CoreArrays.of(core)
         dual = Dual(core, view)
         dual.prices = self._prices_at(core)
         dual.upper = descent.cost
-        dual.ascend(_UNION_PASSES, deadline=course.deadline)
-        course.spend(_UNION_PASSES * (4 * core.cells + len(core.usage)))
+        dual.ascend(_UNION_PASSES, deadline=budget.deadline)
+        budget.spend(_UNION_PASSES * (4 * core.cells + len(core.usage)))
         part = Descent(core, view, abs(dual.value) + 1.0, self.solver.seed)
         known = descent.best
         for stage in core.stages[len(self.core.stages) :]:
@@ -215,9 +215,9 @@ class CoreSearch:
             if start is not None:
                 part.begin(start, dual.best_prices)
                 before, failures = part.work, 0
-                while part.work < before + work and failures < _PATIENCE and not course.is_over:
+                while part.work < before + work and failures < _PATIENCE and not budget.is_over:
                     failures = 0 if part.run() else failures + 1
-                course.spend(part.work - before)
+                budget.spend(part.work - before)
         if part.best is not None and part.cost < descent.cost:
             places = part.best
             for stage in reversed(core.stages[len(self.core.stages) :]):
@@ -235,17 +235,17 @@ class CoreSearch:
         return prices
 
     def _run_descent(self, work: int, *, until_stuck: bool) -> None:
-        descent, course = self.descent, self.budget
+        descent, budget = self.descent, self.budget
         assert descent is not None
         end, failures = descent.work + work, 0
-        while descent.work < end and not course.is_over and not self.solver.is_closed:
+        while descent.work < end and not budget.is_over and not self.solver.is_closed:
             before = descent.work
             heat = 0.0
             if not until_stuck and self.idle >= _PATIENCE and self.idle % 4 == 3:
-                gap = max(descent.cost - course.lower_bound, 0.0)
+                gap = max(descent.cost - budget.lower_bound, 0.0)
                 heat = gap * 10.0 ** -self.random.uniform(1.0, 4.0)
             improved = descent.run(heat)
-            course.spend(descent.work - before)
+            budget.spend(descent.work - before)
             if improved:
                 self.solver.offer(self.core, descent.best, descent.cost, "neighbourhoods")  # type: ignore[arg-type]
                 self.idle, failures = 0, 0
@@ -275,20 +275,20 @@ class CoreSearch:
 
     def _solve_integer_program(self) -> bool:
         """The integer program, with rows of memory added until its answer keeps the limit. True if that closes it."""
-        core, course = self.core, self.budget
+        core, budget = self.core, self.budget
         start = None if self.descent is None else self.descent.best
-        nodes = int(max(1.0, course.remaining // max(core.cells, 1))) if course.has_work_limit else None
+        nodes = int(max(1.0, budget.remaining // max(core.cells, 1))) if budget.has_work_limit else None
         answer = solve_core(
             core,
             start=start,
             moments=np.flatnonzero(self.dual.best_prices > 0),
-            deadline=course.deadline_after(_INTEGER_TIME),
+            deadline=budget.deadline_after(_INTEGER_TIME),
             seed=self.solver.seed,
             nodes=nodes,
         )
-        course.spend(100 * core.cells)
+        budget.spend(100 * core.cells)
         if answer.places is not None:
             self.solver.offer(core, answer.places, core.value(answer.places), "integer program")
-        course.raise_bound(min(answer.bound, course.cost))
-        course.report("integer program")
+        budget.raise_bound(min(answer.bound, budget.cost))
+        budget.report("integer program")
         return answer.proved

@@ -1,4 +1,4 @@
-"""A good assignment of a long problem in little time: cones, critical nodes, segments (Rhino 4.3)."""
+"""Fast search for a good assignment of a long problem: cones, critical nodes, segments (Rhino 4.3)."""
 
 from autoshard.solver.hierarchy.segmented_solve import HierarchySolution, solve_in_segments
 

@@ -1,4 +1,4 @@
-"""The backbone of a graph, its critical nodes, and an order that lays both halves of a training step side by side."""
+"""The backbone of a graph, its critical nodes, and an order that interleaves forward and backward."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from autoshard.solver.problem import IntArray, Problem
 
 _HEAVY = 0.5
-"""The computationally intensive nodes are the fewest that do the majority of all work."""
+"""Share of all work that the fewest nodes do which count as computationally intensive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backbone:
-    """The longest way through a graph.
+    """The longest paths through a graph.
 
     Attributes:
         nodes: all nodes on a longest path, in order.
@@ -27,19 +27,20 @@ class Backbone:
 
 
 def backbone(problem: Problem, order: Sequence[float]) -> Backbone:
-    """The nodes whose earliest and latest times are equal where every node takes one unit and an edge none.
+    """Return the nodes with equal earliest and latest times, if every node takes one unit of time.
 
-    Which are computationally intensive is told by their cheapest strategies, a cost that no plan avoids: the heaviest
-    that together make half of the sum.
+    The computationally intensive nodes are the heaviest that together make half of the sum. The weight of a node is the
+    cost of its cheapest strategy, which no plan avoids.
 
     Args:
         problem: the problem; every edge leads from the earlier of its nodes to the later one.
-        order: per node, when it runs; equal ones run by their number.
+        order: per node, its time; equal ones by their number.
 
     Source: Rhino 4.3.1.
     """
     rank, ends = _ranks_and_edges(problem, order)
     earliest = np.zeros(problem.size, dtype=np.int64)
+    # In the order of their first nodes, whose times are then final.
     for earlier, later in ends[np.argsort(rank[ends[:, 0]], kind="stable")]:
         earliest[later] = max(earliest[later], earliest[earlier] + 1)
     left = np.zeros(problem.size, dtype=np.int64)
@@ -55,6 +56,7 @@ def _heavy_nodes(problem: Problem) -> np.ndarray:
     work = np.array([vector.min() for vector in problem.costs])
     work = np.where(np.isfinite(work) & (work > 0), work, 0.0)
     heaviest = np.argsort(-work, kind="stable")
+    # The fewest that reach the share.
     needed = np.searchsorted(np.cumsum(work[heaviest]), _HEAVY * work.sum())
     heavy = np.zeros(problem.size, dtype=bool)
     heavy[heaviest[: needed + 1]] = True
@@ -62,19 +64,16 @@ def _heavy_nodes(problem: Problem) -> np.ndarray:
 
 
 def interleaved_order(problem: Problem, order: Sequence[float]) -> IntArray:
-    """All nodes in a sequence in which what a backward half does stands by what it undoes.
+    """Return all nodes in an order that places a node of the backward half beside the forward nodes it depends on.
 
-    A training step runs its layers forward, and then backward; what a layer keeps for its backward half joins places
-    that are far apart. Where most edges cross, the step turns. A node after the turn is laid beside the last node
-    before it that it is joined with, and where there is none, beside the node after the turn that it follows.
-    Only the order of a search depends on this: a graph that does not turn is cut worse, not wrongly.
+    A training step runs its layers forward, then backward, and saved tensors join places that are far apart. The step
+    turns where most edges cross. A node after the turn is placed behind the last node before the turn that it is joined
+    with, or else beside the node after the turn that it follows. Only the order of a search depends on this: a graph
+    that does not turn is cut worse, not wrongly.
 
     Args:
         problem: the problem.
-        order: per node, when it runs; equal ones run by their number.
-
-    Returns:
-        The nodes, first to last.
+        order: per node, its time; equal ones by their number.
     """
     rank, ends = _ranks_and_edges(problem, order)
     turn = _turning_point(rank[ends], problem.size)
@@ -93,7 +92,7 @@ def interleaved_order(problem: Problem, order: Sequence[float]) -> IntArray:
 
 
 def _turning_point(ranks: IntArray, size: int) -> int:
-    """Nodes before the last of the places that most edges cross."""
+    """Return the number of nodes before the last of the places that most edges cross."""
     change = np.zeros(size + 1, dtype=np.int64)
     np.add.at(change, ranks[:, 0] + 1, 1)
     np.subtract.at(change, ranks[:, 1] + 1, 1)
@@ -101,7 +100,7 @@ def _turning_point(ranks: IntArray, size: int) -> int:
 
 
 def _ranks_and_edges(problem: Problem, order: Sequence[float]) -> tuple[IntArray, IntArray]:
-    """Per node its place in the order, and all edges as (earlier, later) nodes."""
+    """Return per node its place in the order, and all edges as (earlier, later) nodes."""
     rank = np.empty(problem.size, dtype=np.int64)
     rank[np.argsort(np.asarray(order, dtype=np.float64), kind="stable")] = np.arange(problem.size)
     ends = np.array([(edge.source, edge.target) for edge in problem.edges], dtype=np.int64).reshape(-1, 2)

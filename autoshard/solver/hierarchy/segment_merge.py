@@ -1,4 +1,4 @@
-"""Segments between critical nodes, merged one after another into one node (Rhino 4.3.2, the top of three levels)."""
+"""Merge of the segments between critical nodes, one after another (Rhino 4.3.2, the top of three levels)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from autoshard.solver.problem import Array, IntArray, Problem
 
 _SURVIVOR_FACTOR = 4
-"""Inside a segment there may be so many times the survivors that its pivot leaves."""
+"""Survivors inside a segment, as a multiple of those that its pivot leaves; a guess that works."""
 
 
 @dataclass(slots=True)
 class _MergedSegments:
-    """All segments so far, merged into one node; its strategies are the survivors.
+    """All segments so far, merged into one node whose strategies are the survivors.
 
     Attributes:
-        costs: of each survivor, with what its open ends are expected to cost.
-        open: nodes that are decided and have edges to nodes that are not.
+        costs: of each survivor, with the expected costs of its open edges.
+        open: decided nodes with edges to undecided ones.
         choices: [survivors, open nodes].
-        steps: per node decided, each survivor's parent among the survivors before it, and its strategy.
+        steps: per decided node, each survivor's parent among the survivors before it, and its strategy.
     """
 
     costs: Array = field(default_factory=lambda: np.zeros(1))
@@ -31,22 +31,22 @@ class _MergedSegments:
 
 
 def merge_segments(problem: Problem, expected: Sequence[Array], pivots: Collection[int], width: int) -> tuple[int, ...]:
-    """An assignment, found from the first node to the last.
+    """Return an assignment, searched from the first node to the last.
 
-    A survivor is an assignment of all nodes so far. Of survivors that agree wherever there is an edge to a node
-    to come, the cheapest is kept, which loses nothing. At a pivot the `width` cheapest are kept, and the cheapest for
-    every strategy of the pivot: this is the dynamic programming along the backbone, and what it loses are dear
-    combinations of what else crosses the cut. Segments are merged without loss as long as the survivors do not swell.
+    A survivor is an assignment of all nodes so far. Of survivors that agree on all nodes with edges to undecided ones,
+    only the cheapest is kept, which loses nothing. At a pivot the `width` cheapest are kept, and the cheapest for every
+    strategy of the pivot. This is the dynamic programming along the backbone; it loses only expensive combinations of
+    the other nodes across the cut. Segments are merged without loss while the survivors stay few.
 
     Args:
-        problem: nodes in the order of the search, each edge from the earlier to the later node; at most one edge
-            joins two nodes. The memory limit plays no part.
-        expected: per edge and strategy of its source, what the edge is expected to cost.
+        problem: nodes in the order of the search, each edge from the earlier to the later node; at most one edge joins
+            two nodes. The memory limit plays no part.
+        expected: per edge and strategy of its source, the expected cost of the edge.
         pivots: the nodes that end segments.
         width: survivors.
 
     Returns:
-        A strategy per node; empty where every survivor ran into something forbidden.
+        A strategy per node; empty if every survivor met something forbidden.
     """
     edges: list[list[tuple[int, Array, Array]]] = [[] for _ in problem.costs]  # into each node: source, table, expected
     ahead = [np.zeros(len(vector)) for vector in problem.costs]
@@ -59,6 +59,7 @@ def merge_segments(problem: Problem, expected: Sequence[Array], pivots: Collecti
     for node, vector in enumerate(problem.costs):
         costs = head.costs[:, None] + (vector + ahead[node])[None, :]
         for source, table, costs_expected in edges[node]:
+            # The real cost of an edge takes the place of the expected one.
             costs += (table - costs_expected[:, None])[head.choices[:, head.open.index(source)]]
         _add_node(head, node, costs, last, width if node in pivots else _SURVIVOR_FACTOR * width, node in pivots)
         if not len(head.costs):
@@ -67,14 +68,17 @@ def merge_segments(problem: Problem, expected: Sequence[Array], pivots: Collecti
 
 
 def _add_node(head: _MergedSegments, node: int, costs: Array, last: IntArray, width: int, pivot: bool) -> None:
-    """Adds a node to the head, by the costs [survivors, strategies] that its strategies lead to."""
+    """Add a node to the head, given the costs [survivors, strategies] of its strategies."""
     strategies = costs.shape[1]
     staying = [column for column, other in enumerate(head.open) if last[other] > node]
     flat = costs.ravel()
     kept = np.flatnonzero(np.isfinite(flat))
     if len(staying) < len(head.open) or last[node] < 0:
         alike = _row_classes(head.choices[:, staying])
-        group = np.repeat(alike, strategies) if last[node] < 0 else _pair_classes(alike, strategies)
+        if last[node] < 0:
+            group = np.repeat(alike, strategies)  # no edge to a later node: its strategy need not be remembered
+        else:
+            group = (alike[:, None] * strategies + np.arange(strategies)).ravel()
         kept = _cheapest_of(group, flat, kept)
     if len(kept) > width:
         kept = _keep_cheapest(flat, kept, width, kept % strategies if pivot else None)
@@ -87,12 +91,8 @@ def _add_node(head: _MergedSegments, node: int, costs: Array, last: IntArray, wi
         head.choices = np.column_stack((head.choices, choice))
 
 
-def _pair_classes(alike: IntArray, strategies: int) -> IntArray:
-    return (alike[:, None] * strategies + np.arange(strategies)).ravel()
-
-
 def _row_classes(choices: IntArray) -> IntArray:
-    """A number per row, the same for equal rows."""
+    """Return a number per row, the same for equal rows."""
     number = np.zeros(len(choices), dtype=np.int64)
     for column in choices.T:
         number = np.unique(number * (column.max(initial=0) + 1) + column, return_inverse=True)[1].ravel()
@@ -100,7 +100,7 @@ def _row_classes(choices: IntArray) -> IntArray:
 
 
 def _cheapest_of(group: IntArray, costs: Array, places: IntArray) -> IntArray:
-    """Of all places the cheapest of each group, in ascending order; of equal ones the first."""
+    """Return the cheapest place of each group, ascending; the first of equal ones."""
     order = places[np.lexsort((costs[places], group[places]))]
     first = np.ones(len(order), dtype=bool)
     first[1:] = group[order[1:]] != group[order[:-1]]
@@ -108,7 +108,7 @@ def _cheapest_of(group: IntArray, costs: Array, places: IntArray) -> IntArray:
 
 
 def _keep_cheapest(costs: Array, places: IntArray, width: int, strategy: IntArray | None) -> IntArray:
-    """The cheapest places, and the cheapest of each strategy where strategies are told, in ascending order."""
+    """Return the cheapest places, and the cheapest of each strategy if strategies are given, ascending."""
     kept = places[np.argsort(costs[places], kind="stable")[:width]]
     if strategy is not None:
         group = np.zeros(len(costs), dtype=np.int64)
@@ -118,7 +118,7 @@ def _keep_cheapest(costs: Array, places: IntArray, width: int, strategy: IntArra
 
 
 def _trace_back(head: _MergedSegments) -> tuple[int, ...]:
-    """The assignment of the cheapest survivor."""
+    """Return the assignment of the cheapest survivor."""
     survivor = int(head.costs.argmin())
     choices = []
     for parent, choice in reversed(head.steps):

@@ -1,4 +1,4 @@
-"""The three levels in turn: cones merged into their roots and joined in segments, segments stitched (Rhino 4.3.2)."""
+"""The three levels in turn: cones merged into their roots, segments, and the merge of segments (Rhino 4.3.2)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from autoshard.solver.tables import Tables
 from autoshard.solver.trws import Messages
 
 _WIDTH = 32
-"""Survivors at a pivot: twice to three times what the joint graphs of common models need to reach their optimum."""
+"""Survivors at a pivot: two to three times as many as the joint graphs of common models need for their optimum."""
 
 _ITERATIONS = 60
-"""Passes there and back that tell what undecided edges are expected to cost, at most."""
+"""Most passes of messages, which give the expected costs of undecided edges."""
 
 
 @dataclass(frozen=True, slots=True)
 class HierarchySolution:
-    """What the hierarchy found, and how it cut the problem.
+    """The result of `solve_in_segments`.
 
     Attributes:
-        assignment: a strategy per node; empty where none was found.
+        assignment: a strategy per node; empty if none was found.
         cost: of the assignment; `inf` without one.
-        lower_bound: no assignment costs less, with or without a memory limit; `inf` where none is finite.
-        cones: nodes that are left once cones are merged into their roots.
+        lower_bound: no assignment costs less, with or without a memory limit; `inf` if none is finite.
+        cones: remaining nodes after cones are merged into their roots.
         critical: computationally intensive nodes on the backbone of the whole problem.
-        segments: between those of them that are left, and before the first and after the last.
+        segments: between the remaining ones of these, and before the first and after the last.
     """
 
     assignment: tuple[int, ...]
@@ -44,31 +44,32 @@ class HierarchySolution:
 def solve_in_segments(
     problem: Problem, order: Sequence[float], *, width: int = _WIDTH, deadline: float = float("inf")
 ) -> HierarchySolution:
-    """A good assignment, from three levels of merging.
+    """Return a good assignment, from three levels of merging.
 
-    *Cones.* A node with one input and one user has two neighbours; merged into its user by dynamic programming, it
-    leaves a table to its maker. Cones without shared nodes are trees and are merged so, which is exact; the exact
-    reductions do this and more (forbidden, dominated and single strategies are dropped too). Where a node inside a cone
-    has several users, the cone is no tree: the node stays, as a root of its own.
+    *Cones.* A node with one input and one user has two neighbours. Merged into its user by dynamic programming, it
+    leaves a table to its input. Cones without shared nodes are trees, and their merging is exact; the exact reductions
+    do this and more (they drop forbidden and dominated strategies too). A node with several users inside a cone stays,
+    as a root of its own.
 
-    *Segments.* Critical nodes (`backbone`) are the pivots that cut what is left into segments; both halves of a
-    training step lie side by side in the order that is cut (`side_by_side`).
+    *Segments.* Critical nodes (`backbone`) are the pivots that cut the rest into segments, in an order that interleaves
+    both halves of a training step (`interleaved_order`).
 
-    *Stitching.* Segment after segment is merged into one node, whose strategies are the best assignments so far for
-    every strategy of the pivot (`stitched`). The paper's chain has pivots alone between its segments; in a joint graph
-    other tensors cross a cut as well, which is why survivors, and not strategies, are carried over. What they leave
-    to be decided is not free: it counts what the messages of a relaxation (TRW-S) expect.
+    *Merging.* Segment after segment is merged into one node, whose strategies are the best assignments so far for every
+    strategy of the pivot (`merge_segments`). In the paper's chain, only pivots connect segments. In a joint graph,
+    other tensors cross a cut as well, so survivors are carried over instead of strategies. Undecided edges count with
+    the costs that the messages of a relaxation (TRW-S) expect.
 
-    Exact where the survivors are as many as the assignments of a cut; else near, without a promise but the bound.
+    The result is exact if the survivors are as many as the assignments of a cut, otherwise near, with no guarantee but
+    the bound.
 
     Args:
         problem: the problem.
-        order: per node, when it runs; equal ones run by their number.
+        order: per node, its time; equal ones by their number.
         width: survivors of a segment.
-        deadline: `time.monotonic()` seconds after which messages are not improved any more.
+        deadline: `time.monotonic()` seconds after which messages are no longer improved.
 
     Raises:
-        SolverError: the assignment found exceeds the problem's memory limit, which plays no part in the search.
+        SolverError: the assignment exceeds the problem's memory limit, which plays no part in the search.
 
     Source: Rhino 4.3, optimisation level 2 (7.5).
     """
@@ -93,7 +94,7 @@ def solve_in_segments(
 def _solve_segments(
     network: Network, sequence: list[int], pivots: set[int], width: int, deadline: float
 ) -> tuple[dict[int, int] | None, float]:
-    """Strategies of all nodes, None where there are none, and a bound."""
+    """Return strategies of all nodes, None if there are none, and a bound."""
     core = _ordered_problem(network, sequence)
     messages = Messages(core, range(core.size))
     relaxed = messages.run(_ITERATIONS, deadline=deadline)
@@ -105,7 +106,7 @@ def _solve_segments(
 
 
 def _ordered_problem(network: Network, sequence: list[int]) -> Problem:
-    """What a network has left as a problem, nodes in a given order, edges from the earlier to the later node."""
+    """Return the rest of a network as a problem, nodes in a given order, edges from the earlier to the later node."""
     place = {node: number for number, node in enumerate(sequence)}
     edges = (
         Edge(place[node], place[other], table)
