@@ -127,7 +127,7 @@ def on_mesh(mesh: DeviceMesh, **options: Any) -> Callable[[Model], dict[str, Ten
     def run(model: Model) -> dict[str, Tensors]:
         module, inputs = model
         options.setdefault("cluster", fast_links())
-        autoshard.parallelize(module, mesh, (), inputs, effort="fast", **options)
+        autoshard.parallelize(module, mesh, (), inputs, search=autoshard.Search(effort="fast"), **options)
         return step(module, inputs)
 
     return run

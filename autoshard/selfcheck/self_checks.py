@@ -74,7 +74,7 @@ def _small_gpt(ranks: int) -> Model:
 
 
 def _fast_plan(module: nn.Module, inputs: models.Inputs, processes: Processes) -> autoshard.ShardingPlan:
-    plan = autoshard.plan(module, {"x": processes.size}, (), inputs, cluster=fast_links(), effort="fast")
+    plan = autoshard.plan(module, {"x": processes.size}, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
     assert isinstance(plan, autoshard.ShardingPlan)
     return plan
 
@@ -110,7 +110,7 @@ def dropout(processes: Processes) -> CheckOutcome:
         module = Dropout(placement).to(processes.device)
         x = torch.ones(_ROWS * processes.size, _COLUMNS, device=processes.device)
         # At the prices of a CPU no rank gathers what it can draw, so that replicas draw all of it.
-        autoshard.parallelize(module, mesh, (x,), cluster="cpu", effort="fast")
+        autoshard.parallelize(module, mesh, (x,), cluster="cpu", search=autoshard.Search(effort="fast"))
         torch.manual_seed(processes.rank)  # the seeds of a job need not be equal
         drawn, again = module(x), module(x)
         drawn.sum().backward()
@@ -197,7 +197,7 @@ TrainedModel = tuple[nn.Module, torch.optim.Optimizer]
 
 def _train_once(seed: int, processes: Processes) -> TrainedModel:
     module, inputs = copy_model_to(make_seeded(models.odd_heads, processes.size, seed), processes.device, torch.float32)
-    autoshard.parallelize(module, processes.mesh(), (), inputs, cluster=fast_links(), effort="fast")
+    autoshard.parallelize(module, processes.mesh(), (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     autoshard.checkpointable(optimizer)
     module(**inputs).backward()
