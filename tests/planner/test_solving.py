@@ -35,8 +35,6 @@ from autoshard.capture.joint import capture
 from tests.planner.steps import links, planner_of
 from tests.planner.test_tiling import Stack
 from autoshard.planner import solving
-from autoshard.planner.candidate_plan import Found
-from autoshard.planner.overlap_search import HiddenCollectives
 solving._LARGE = 0
 graph = capture(Stack(7), (torch.empty(32, 16),), {}, grad=True)
 plan = planner_of(graph, {"a": 2, "b": 4}, cluster=links(4e9, 1e-6)).plan()
