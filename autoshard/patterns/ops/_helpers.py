@@ -94,6 +94,13 @@ def result_dtype(call: LocalCall, result: int = 0) -> torch.dtype:
     return meta.dtype
 
 
+def cast_results(call: LocalCall, values: Iterable[Any]) -> tuple[Any, ...]:
+    """The results of a call in the element types that the operator gives them; None stays None."""
+    return tuple(
+        None if value is None else cast(call, value, result_dtype(call, index)) for index, value in enumerate(values)
+    )
+
+
 def shape_of(call: OpCall, name: str) -> tuple[int, ...]:
     """Shape of the operand that is passed as the argument `name`."""
     meta = call.arg(name)

@@ -9,8 +9,6 @@ import torch
 from autoshard.patterns.local import LocalCall
 from autoshard.specs.emitter import collectives
 
-aten = torch.ops.aten
-
 
 def stretch_start(call: LocalCall, name: str, stretch: int) -> Any:
     """Where this rank's stretch of the factor `name` begins: a 0-d int64 value.
@@ -20,7 +18,8 @@ def stretch_start(call: LocalCall, name: str, stretch: int) -> Any:
         name: the factor.
         stretch: length of a rank's stretch.
     """
-    return call.emit.call(aten.mul.Tensor, call.position(name), stretch)
+    # By name: a number would take mul.Scalar, and an emitter of unequal shares reads starts off mul.Tensor.
+    return call.emit.call(torch.ops.aten.mul.Tensor, call.position(name), stretch)
 
 
 def positions(call: LocalCall, name: str, stretch: int, device: torch.device | None) -> Any:
@@ -72,18 +71,21 @@ def all_gather_stacked(call: LocalCall, value: Any, name: str) -> Any:
     return value
 
 
-def localize_index(call: LocalCall, index: Any, name: str, stretch: int, outside_at: int = 0) -> tuple[Any, Any]:
-    """An index into the factor `name` as it counts in this rank's stretch, and where it points outside of that.
+def local_positions(call: LocalCall, index: Any, name: str, stretch: int) -> tuple[Any, Any]:
+    """Positions in the factor `name` counted from the start of this rank's stretch, and which lie outside of it.
 
     Args:
         call: the call; the factor is sharded, and contiguous.
         index: positions in the whole factor, none negative.
         name: the factor.
         stretch: length of a rank's stretch.
-        outside_at: what an index that points outside becomes.
     """
-    emit = call.emit
     place = index - stretch_start(call, name, stretch)
     before, behind = place < 0, place >= stretch
-    outside = emit.logical_or(before, behind)
-    return emit.masked_fill(place, outside, outside_at), outside
+    return place, call.emit.logical_or(before, behind)
+
+
+def localize_index(call: LocalCall, index: Any, name: str, stretch: int, outside_at: int = 0) -> tuple[Any, Any]:
+    """As `local_positions`, each position that lies outside replaced by `outside_at`."""
+    place, outside = local_positions(call, index, name, stretch)
+    return call.emit.masked_fill(place, outside, outside_at), outside

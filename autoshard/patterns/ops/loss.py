@@ -10,7 +10,7 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import all_reduce_over, aten, bind_named, named_values, shape_of, split_axes
-from autoshard.patterns.ops.embedding import local_positions
+from autoshard.patterns.ops._positions import local_positions
 from autoshard.patterns.padding import padded_factors, without_padded_steps, without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
