@@ -11,7 +11,7 @@ from autoshard.specs.emitter import collectives
 
 
 def stretch_start(call: LocalCall, name: str, stretch: int) -> Any:
-    """Where this rank's stretch of the factor `name` begins: a 0-d int64 value.
+    """Return the first position of this rank's stretch of the factor `name`: a 0-d int64 value.
 
     Args:
         call: the call; the factor is sharded, and contiguous.
@@ -31,7 +31,7 @@ def positions(call: LocalCall, name: str, stretch: int, device: torch.device | N
 
 
 def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, Any]:
-    """Where this rank's part of the factor `g`, groups that lie behind each other, starts and where each of them ends.
+    """Start of this rank's part of the factor `g`, groups that lie behind each other, and the ends of its groups.
 
     Groups that are padding are empty, and stand behind the last.
 
@@ -44,11 +44,11 @@ def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, An
         The start `[1]`, and the ends `[groups]`, counted from there.
     """
     emit, (count,) = call.emit, ends.shape
-    own = positions(call, "g", groups, ends.device)
+    held = positions(call, "g", groups, ends.device)
     bounds = emit.constant_pad_nd(ends, [1, 0])  # the first group starts at zero
-    first = emit.clamp_max(emit.slice(own, 0, 0, 1), count)
+    first = emit.clamp_max(emit.slice(held, 0, 0, 1), count)
     start = emit.index_select(bounds, 0, first)
-    last = emit.index_select(ends, 0, emit.clamp_max(own, count - 1))
+    last = emit.index_select(ends, 0, emit.clamp_max(held, count - 1))
     return start, last - start
 
 
@@ -64,6 +64,7 @@ def all_gather_stacked(call: LocalCall, value: Any, name: str) -> Any:
     emit = call.emit
     value = emit.unsqueeze(value, 0)
     value = emit.clone(value, memory_format=torch.contiguous_format)
+    # The first axis is the outermost: gathered last, its ranks come in the outer order.
     for axis in reversed(call.axes(name)):
         size = call.mesh.sizes[axis]
         pending = emit.call(collectives.all_gather_into_tensor.default, value, size, emit.group(axis))

@@ -115,7 +115,7 @@ def masked_weights(call: LocalCall, like: Any, weights: Any, outside: Any) -> An
 
 
 def _counts(call: LocalCall) -> Any:
-    """How many rows every bag has on all ranks, at least one: `[b, 1]`."""
+    """Number of rows of every bag on all ranks, at least one: `[b, 1]`."""
     emit, values = call.emit, named_values(call)
     rows = emit.ne(values["indices"], call.arg("padding"))
     return emit.clamp_min(emit.sum(rows, [1], True), 1)
@@ -261,7 +261,7 @@ def _offset_bags_backward(call: LocalCall) -> Any:
 
 
 def _bag_of_index(call: LocalCall) -> Any:
-    """The number of the bag that every index is in; kernels that need it not leave it out of their results."""
+    """The number of the bag that every index is in; kernels that do not need it leave it out of their results."""
     emit, values = call.emit, named_values(call)
     if "offsets" not in values:
         return values["offset2bag"]

@@ -24,7 +24,7 @@ _ALIGNED_BYTES = 16
 """Rows must begin at multiples of so many bytes, which a shard of a row must keep to."""
 
 GROUPED_DIM = {(2, 3): "i", (2, 2): "k", (3, 2): "j"}
-"""Which dim of a product `i k, k j -> i j` the groups lie along, by the number of dims of its operands.
+"""The dim of a product `i k, k j -> i j` that the groups lie along, by the number of dims of its operands.
 
 Two operands of three dims are a batch of matrices.
 """
@@ -112,7 +112,7 @@ def _local_grouped_mm(call: LocalCall) -> Any:
 
 
 def _before_last_end(call: LocalCall, length: int, ends: Any) -> Any:
-    """Which of `length` positions lie before the last end."""
+    """A mask of `length` positions: True before the last end."""
     counted = call.emit.arange(length, device=ends.device)
     return counted < call.emit.slice(ends, 0, -1)
 

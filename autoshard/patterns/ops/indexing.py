@@ -44,7 +44,7 @@ def _index_select(call: OpCall) -> Rule:
     dim = call.arg("dim") % len(operand.shape)
     name = f"d{dim}"
     sizes = named_dims(operand) | {"index": math.prod(index.shape)}
-    source = [[each] for each in named_dims(operand)]
+    source = [[dim_name] for dim_name in named_dims(operand)]
     return build(
         sizes,
         [source, [["index"]] * len(index.shape)],
@@ -261,8 +261,8 @@ def _take(call: OpCall) -> Rule:
 def flat_dims(operand: TensorMeta, index: TensorMeta) -> tuple[dict[str, int], Any, Any, list[str]]:
     """Sizes, dims of an operand indexed by row-major position and of the index, and what must be whole."""
     numbered = {f"index{dim}": size for dim, size in enumerate(index.shape)}
-    own = named_dims(operand)
-    return own | numbered, [[name] for name in own], [[name] for name in numbered], list(own)[1:]
+    sizes = named_dims(operand)
+    return sizes | numbered, [[name] for name in sizes], [[name] for name in numbered], list(sizes)[1:]
 
 
 def localize_flat_index(call: LocalCall, outside_at: int) -> tuple[Any, Any]:
@@ -336,7 +336,7 @@ def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any
 
 @rule_maker("aten._unsafe_masked_index")
 def _masked_index(call: OpCall) -> Rule | None:
-    """What is masked is a number: zeros add nothing to the sum over ranks, any other would count once for each."""
+    """Masked elements become a number: zeros add nothing to the sum over ranks, any other would count once for each."""
     dims = _dims(call)
     if dims is None:
         return None

@@ -129,7 +129,7 @@ _UNIT = 16
 """Kernels take so many elements of a row at a time."""
 
 _ONE, _PER_ROW = 0, 1
-"""How `_scaled_mm_v2` numbers its ways to scale."""
+"""The numbers of `_scaled_mm_v2` for its ways to scale."""
 
 
 @rule_maker("aten._scaled_mm")

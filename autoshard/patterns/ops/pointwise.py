@@ -184,7 +184,7 @@ def _reduction(call: OpCall) -> Rule:
     (operand,) = call.operands
     name = call.op._schema.name
     sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}
-    kept = [[each] for dim, each in enumerate(sizes) if dim not in call.arg("dims")]
+    kept = [[dim_name] for dim, dim_name in enumerate(sizes) if dim not in call.arg("dims")]
     reductions = {f"d{dim}": (_KINDS[name],) for dim in call.arg("dims")}
     linear = [{0}] if name == "prims::sum" else []
-    return build(sizes, [[[each] for each in sizes]], [kept], reductions=reductions, linear=linear)
+    return build(sizes, [[[dim_name] for dim_name in sizes]], [kept], reductions=reductions, linear=linear)

@@ -49,7 +49,7 @@ def draw(
 
 
 def draw_arguments(call: LocalCall) -> tuple[Any, int, Any]:
-    """What every drawing operator takes: the step's seed, a number of its own, and which shard is drawn.
+    """Arguments of every drawing operator: the step's seed, the operator's number, and the number of the shard.
 
     Seed and shard are on the CPU: generators are seeded by the host.
     """
@@ -57,7 +57,7 @@ def draw_arguments(call: LocalCall) -> tuple[Any, int, Any]:
 
 
 def shard_index(call: LocalCall) -> Any:
-    """Which shard of a call this rank has, on the CPU: ranks with the same one have the same number."""
+    """Number of the shard of a call that this rank has, on the CPU: ranks with the same shard have the same number."""
     return call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0], host=True)
 
 
@@ -200,8 +200,8 @@ def _with_replacement(call: LocalCall, weights: Any) -> Any:
     cumulative = emit.cumsum(weights, -1)
     total = emit.slice(cumulative, -1, -1)
     uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=weights.dtype)
-    found = emit.searchsorted(cumulative, uniform * total, right=True)
-    return emit.clamp_max(found, weights.shape[-1] - 1)
+    sample = emit.searchsorted(cumulative, uniform * total, right=True)
+    return emit.clamp_max(sample, weights.shape[-1] - 1)
 
 
 # Random operators of further distributions, each a function of the step's seed as in `random`.

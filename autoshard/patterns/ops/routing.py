@@ -158,11 +158,11 @@ def _group_table_rule(call: OpCall, table: TensorMeta | None, rows: TensorMeta |
     sizes = {"source": rows.shape[0], "group": table.shape[0], **dict(zip(dims, rows.shape[1:], strict=True))}
     inner = [[name] for name in dims]
     tensors = [[["group"], *inner], [["source"], *inner]]
-    taken, given = tensors if 0 not in routed else reversed(tensors)
+    operand, result = tensors if 0 not in routed else reversed(tensors)
     return build(
         sizes,
-        [taken, [["source"]], [["group"]]],
-        [given],
+        [operand, [["source"]], [["group"]]],
+        [result],
         contiguous=_CONTIGUOUS,
         linear=[{0}],
         uneven=dims,

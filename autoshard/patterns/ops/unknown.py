@@ -48,7 +48,7 @@ def batch_rule(call: OpCall) -> str:
 
 
 def batch_advice(name: str, rule: str) -> str:
-    """What to do about an operator without a rule, whose `batch_rule` is given."""
+    """Advice for the user of an operator without a rule, given its `batch_rule`."""
     if not rule:
         return f'Register one with autoshard.register_rule("{name}", "..."), see docs/rules.md.'
     return (

@@ -212,7 +212,7 @@ def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
             viewing.call = replace(program.call, op=view)
             results = viewing.run() if rule.local is None else rule.local(viewing)
             several = isinstance(results, (tuple, list))
-            copies = [program.emit.clone(each) for each in (results if several else [results])]
+            copies = [program.emit.clone(value) for value in (results if several else [results])]
             return tuple(copies) if several else copies[0]
 
         return replace(rule, local=local, free=False, variants=tuple(map(add_copies, rule.variants)))
@@ -352,7 +352,7 @@ def _as_strided(call: OpCall) -> Rule | None:
 
 @rule_maker("aten.as_strided_scatter")
 def _as_strided_scatter(call: OpCall) -> Rule | None:
-    """What is put into the view replaces everything where the view holds everything, each element once."""
+    """A view that holds every element once is replaced as a whole."""
     size, order, strided = _geometry(call)
     shape = call.operands[0].shape
     if order is None or strided is None or math.prod(size) != math.prod(shape) or strided.radices[-1] != 1:
@@ -385,9 +385,9 @@ def _whole_layout_rule(call: OpCall, order: Sequence[int]) -> Rule:
     names: dict[str, int] = {}
 
     def name_dims(place: str, meta: TensorMeta) -> list[list[str]]:
-        own = {f"{place}_{dim}": size for dim, size in enumerate(meta.shape)}
-        names.update(own)
-        return [[name] for name in own]
+        dims = {f"{place}_{dim}": size for dim, size in enumerate(meta.shape)}
+        names.update(dims)
+        return [[name] for name in dims]
 
     operands = [name_dims(f"operand{position}", meta) for position, meta in enumerate(call.operands)]
     results = [name_dims("result", meta) for meta in call.results if meta is not None]

@@ -132,5 +132,5 @@ def _local_embedding_renorm(call: LocalCall) -> Any:
         return call.run()
     table, indices = call.operands
     stretch = call.operand_shape(0)[0]
-    own, _ = localize_index(call, indices, "v", stretch, stretch)
-    return drop_spare(call, call.run(operands=[append_spare(call, table, [0]), own]), [0])
+    place, _ = localize_index(call, indices, "v", stretch, stretch)
+    return drop_spare(call, call.run(operands=[append_spare(call, table, [0]), place]), [0])
