@@ -30,6 +30,12 @@ def positions(call: LocalCall, name: str, stretch: int, device: torch.device | N
     return counted + stretch_start(call, name, stretch)
 
 
+def local_ends(call: LocalCall, ends: Any, name: str, length: int) -> Any:
+    """Ends of groups along the factor `name`, counted in this rank's stretch of `length`: those outside are clamped."""
+    moved = ends - stretch_start(call, name, length)
+    return call.emit._to_copy(call.emit.clamp(moved, 0, length), dtype=ends.dtype)
+
+
 def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, Any]:
     """Start of this rank's part of the factor `g`, groups that lie behind each other, and the ends of its groups.
 

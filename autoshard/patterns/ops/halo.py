@@ -105,9 +105,10 @@ def halo_exchanges(dims: Iterable[WindowDim], large: TensorMeta, tensors: int = 
 def extend_by_halo(call: LocalCall, value: Any, halo: Halo, fill: float = 0.0) -> Any:
     """`value` with its neighbours' rows around it; `fill` in place of them at the two ends."""
     emit, rows = call.emit, value.shape[halo.dim]
-    if halo.after < 0:
+    if halo.after < 0:  # the last windows of the stretch end before its last rows
         value = emit.slice(value, halo.dim, 0, rows + halo.after)
     after = max(halo.after, 0)
+    # Its last rows stand before the next rank's stretch, its first rows behind the stretch before.
     borders = [_last_rows(call, value, halo.dim, halo.before), _first_rows(call, value, halo.dim, after)]
     borders = _neighbour_borders(call, borders, halo, fill)
     return _concatenate(call, [borders[0], value, borders[1]], halo.dim)
@@ -153,6 +154,7 @@ def _add_rows_at(call: LocalCall, value: Any, part: Any, dim: int, place: slice)
     """`value` with `part` added to its rows at `place`."""
     rows = value.shape[dim]
     around = [place.start, rows - place.stop]
+    # Padded and added, since a program has no writing in place.
     zeros = [_zeros(call, value, dim, count) if count else None for count in around]
     return value + _concatenate(call, [zeros[0], part, zeros[1]], dim)
 
@@ -161,6 +163,7 @@ def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: fl
     """The first border of the rank before and the second of the rank after; `fill` where there is no such rank."""
     if all(border is None for border in borders):
         return borders
+    # One gather of both borders: an exchange with neighbours alone would branch on the rank.
     ranks = all_gather_stacked(call, _concatenate(call, borders, halo.dim), halo.name)
     rows = [0 if border is None else border.shape[halo.dim] for border in borders]
     before = _neighbour_rows(call, ranks, halo, -1, slice(0, rows[0]), fill) if rows[0] else None
@@ -173,6 +176,7 @@ def _neighbour_rows(call: LocalCall, ranks: Any, halo: Halo, step: int, place: s
     emit, last = call.emit, call.share(halo.name) - 1
     neighbour = call.position(halo.name) + step
     outside = neighbour < 0 if step < 0 else neighbour > last
+    # The ranks at the ends have one neighbour: they read any rank's rows, which `fill` replaces.
     inside = emit.clamp(neighbour, 0, last)
     row = emit.index_select(ranks, 0, emit.view(inside, [1]))
     row = emit.squeeze(row, 0)

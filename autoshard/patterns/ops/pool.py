@@ -40,6 +40,7 @@ def _dims(call: OpCall) -> list[WindowDim]:
     for place in range(spatial):
         dim = len(shape) - spatial + place
         kernel = window_setting(call.arg("kernel_size"), place)
+        # torch takes an empty stride for windows side by side.
         stride = window_setting(call.arg("stride") or call.arg("kernel_size"), place)
         padding = window_setting(call.arg("padding"), place)
         small = pooled.shape[dim] if _has_uniform_windows(call, padding) else 0
@@ -50,10 +51,10 @@ def _dims(call: OpCall) -> list[WindowDim]:
 
 def _has_uniform_windows(call: OpCall, padding: int) -> bool:
     """Return True if windows at the ends are like all others, but for padding that does not count."""
-    if call.arg("ceil_mode"):
+    if call.arg("ceil_mode"):  # a last window may be cut off by the end
         return False
     if "max" in call.op.name():
-        return call.operands[0].dtype.is_floating_point
+        return call.operands[0].dtype.is_floating_point  # integers have nothing infinitely small to pad with
     return padding == 0 or bool(call.arg("count_include_pad")) or call.arg("divisor_override") is not None
 
 

@@ -32,6 +32,7 @@ from autoshard.patterns.rule import OpCall, Rule
 def append_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
     """The value with one more row behind the end of every dim in `dims`."""
     ndim = len(value.shape)
+    # `constant_pad_nd` counts from the last dim, before and behind in turn.
     pad = [int(position % 2 == 1 and ndim - 1 - position // 2 in dims) for position in range(2 * ndim)]
     return call.emit.constant_pad_nd(value, pad)
 
@@ -91,6 +92,7 @@ def _index_reduce(call: OpCall) -> Rule | None:
 
 
 def _add_rows(call: LocalCall) -> Any:
+    # The ranks' results are added up: the operand counts once.
     values = keep_on_first_rank(call, 0, ["index"])
     shape = call.operand_shape(0)
     dim = call.arg("dim") % len(shape)
@@ -107,6 +109,7 @@ def _write_rows(call: LocalCall) -> Any:
     if not call.axes(f"d{dim}"):
         return call.run()
     target, index, *rest = call.operands
+    # An index of another rank's stretch becomes that of the spare row.
     place, _ = localize_index(call, index, f"d{dim}", shape[dim], shape[dim])
     written = call.run(operands=[append_spare(call, target, [dim]), place, *rest])
     return drop_spare(call, written, [dim])
@@ -276,7 +279,7 @@ def _local_put(call: LocalCall) -> Any:
 
 # Elements that are taken one after the other to fill the places of a mask.
 #
-# Which element goes where is told by how many places of the mask come before: the mask must be whole, and everything
+# The number of places of the mask before a place decides which element it gets: the mask must be whole, and everything
 # else may be sharded.
 
 

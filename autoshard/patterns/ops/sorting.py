@@ -73,6 +73,7 @@ def _local_topk(call: LocalCall) -> Any:
     if not call.axes(name):
         return call.run()
     emit = call.emit
+    # The k largest of all are among the k largest of every stretch; a stretch may have fewer.
     values, places = call.run(k=min(call.arg("k"), shape[dim]))
     places = places + stretch_start(call, name, shape[dim])
     values, places = (_merge_rank_dim(call, all_gather_stacked(call, value, name), dim) for value in (values, places))
@@ -218,6 +219,7 @@ def _local_scan(call: LocalCall) -> Any:
     totals = all_gather_stacked(call, emit.select(scanned, dim, -1), name)
     ranks = emit.arange(call.share(name), device=scanned.device)
     ranks = emit.reshape(ranks, [-1] + [1] * (len(shape) - 1))
+    # Every rank folds the totals of all, those behind its stretch replaced by nothing: no branch on the rank.
     before = ranks < call.position(name)
     start = scan.fold(emit, emit.where(before, totals, scan.neutral))
     start = emit.unsqueeze(cast(call, start, result_dtype(call)), dim)

@@ -208,6 +208,7 @@ def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
 
     def add_copies(rule: Rule) -> Rule:
         def local(program: LocalCall) -> Any:
+            # The view's program runs as it is, on a call that names the view: its arguments are the same.
             viewing = copy.copy(program)
             viewing.call = replace(program.call, op=view)
             results = viewing.run() if rule.local is None else rule.local(viewing)
@@ -239,6 +240,7 @@ def memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
     if meta.strides is None:
         return None
     strides = meta.strides
+    # Dims of size one may have any stride: they come first, where they do not disturb the product of sizes.
     order = sorted(range(len(meta.shape)), key=lambda dim: (meta.shape[dim] != 1, -strides[dim]))
     expected = 1
     for dim in reversed(order):
@@ -268,12 +270,12 @@ def strided_view(count: int, size: Sequence[int], stride: Sequence[int], offset:
     dims = sorted((dim for dim in range(len(size)) if size[dim] > 1 and stride[dim] > 0), key=lambda dim: -stride[dim])
     radices, starts, left, rest = [], [], count, offset
     for dim in dims:
-        if left % stride[dim]:
+        if left % stride[dim]:  # the dim is no whole number of the next one's strides
             return None
         radices.append(left // stride[dim])
         starts.append(rest // stride[dim])
         left, rest = stride[dim], rest % stride[dim]
-        if starts[-1] + size[dim] > radices[-1]:
+        if starts[-1] + size[dim] > radices[-1]:  # runs over into the next step of the dim before
             return None
     return StridedView((*radices, left), (*starts, rest), tuple(dims))
 
