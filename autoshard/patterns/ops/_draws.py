@@ -65,7 +65,7 @@ def _generator(key: int, device: torch.device) -> torch.Generator:
 
 
 def _is_stateless(values: Tensor) -> bool:
-    """Whether floating numbers can be drawn into a tensor that depend on a key alone."""
+    """Return True if numbers that depend on a key alone can be drawn into a tensor."""
     return values.is_floating_point() and has_philox(values.device.type)
 
 

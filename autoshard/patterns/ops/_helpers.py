@@ -1,4 +1,4 @@
-"""What the files of rules share: rules written by the names of an operator's arguments, and short local programs."""
+"""Helpers of all files of rules: rules by the names of an operator's arguments, and short local programs."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def factor_names(prefix: str, count: int) -> list[str]:
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which torch's own kernels add up numbers of `dtype`."""
+    # A sum in bfloat16 itself, of 8 bits, would stop growing at 256 ones.
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -75,6 +76,7 @@ def all_reduce_over(call: LocalCall, value: Any, names: Iterable[str], reduction
 
 def all_reduce_stacked(call: LocalCall, values: Sequence[Any], names: Iterable[str]) -> list[Any]:
     """Sums of several values of one shape over the axes that shard the factors `names`: one collective per axis."""
+    # Values of one number per row are small: their all-reduces take the time of a message each, whatever their size.
     emit = call.emit
     stacked = all_reduce_over(call, emit.stack(list(values)), names)
     return [emit.select(stacked, 0, index) for index in range(len(values))]
@@ -92,6 +94,13 @@ def result_dtype(call: LocalCall, result: int = 0) -> torch.dtype:
     meta = call.call.results[result]
     assert meta is not None
     return meta.dtype
+
+
+def cast_results(call: LocalCall, values: Iterable[Any]) -> tuple[Any, ...]:
+    """The results of a call in the element types that the operator gives them; None stays None."""
+    return tuple(
+        None if value is None else cast(call, value, result_dtype(call, index)) for index, value in enumerate(values)
+    )
 
 
 def shape_of(call: OpCall, name: str) -> tuple[int, ...]:

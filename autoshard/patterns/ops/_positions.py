@@ -9,18 +9,17 @@ import torch
 from autoshard.patterns.local import LocalCall
 from autoshard.specs.emitter import collectives
 
-aten = torch.ops.aten
-
 
 def stretch_start(call: LocalCall, name: str, stretch: int) -> Any:
-    """Where this rank's stretch of the factor `name` begins: a 0-d int64 value.
+    """Return the first position of this rank's stretch of the factor `name`: a 0-d int64 value.
 
     Args:
         call: the call; the factor is sharded, and contiguous.
         name: the factor.
         stretch: length of a rank's stretch.
     """
-    return call.emit.call(aten.mul.Tensor, call.position(name), stretch)
+    # By name: a number would take mul.Scalar, and an emitter of unequal shares reads starts off mul.Tensor.
+    return call.emit.call(torch.ops.aten.mul.Tensor, call.position(name), stretch)
 
 
 def positions(call: LocalCall, name: str, stretch: int, device: torch.device | None) -> Any:
@@ -31,8 +30,14 @@ def positions(call: LocalCall, name: str, stretch: int, device: torch.device | N
     return counted + stretch_start(call, name, stretch)
 
 
+def local_ends(call: LocalCall, ends: Any, name: str, length: int) -> Any:
+    """Ends of groups along the factor `name`, counted in this rank's stretch of `length`: those outside are clamped."""
+    moved = ends - stretch_start(call, name, length)
+    return call.emit._to_copy(call.emit.clamp(moved, 0, length), dtype=ends.dtype)
+
+
 def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, Any]:
-    """Where this rank's part of the factor `g`, groups that lie behind each other, starts and where each of them ends.
+    """Start of this rank's part of the factor `g`, groups that lie behind each other, and the ends of its groups.
 
     Groups that are padding are empty, and stand behind the last.
 
@@ -45,11 +50,11 @@ def local_group_bounds(call: LocalCall, ends: Any, groups: int) -> tuple[Any, An
         The start `[1]`, and the ends `[groups]`, counted from there.
     """
     emit, (count,) = call.emit, ends.shape
-    own = positions(call, "g", groups, ends.device)
+    held = positions(call, "g", groups, ends.device)
     bounds = emit.constant_pad_nd(ends, [1, 0])  # the first group starts at zero
-    first = emit.clamp_max(emit.slice(own, 0, 0, 1), count)
+    first = emit.clamp_max(emit.slice(held, 0, 0, 1), count)
     start = emit.index_select(bounds, 0, first)
-    last = emit.index_select(ends, 0, emit.clamp_max(own, count - 1))
+    last = emit.index_select(ends, 0, emit.clamp_max(held, count - 1))
     return start, last - start
 
 
@@ -65,6 +70,7 @@ def all_gather_stacked(call: LocalCall, value: Any, name: str) -> Any:
     emit = call.emit
     value = emit.unsqueeze(value, 0)
     value = emit.clone(value, memory_format=torch.contiguous_format)
+    # The first axis is the outermost: gathered last, its ranks come in the outer order.
     for axis in reversed(call.axes(name)):
         size = call.mesh.sizes[axis]
         pending = emit.call(collectives.all_gather_into_tensor.default, value, size, emit.group(axis))
@@ -72,18 +78,21 @@ def all_gather_stacked(call: LocalCall, value: Any, name: str) -> Any:
     return value
 
 
-def localize_index(call: LocalCall, index: Any, name: str, stretch: int, outside_at: int = 0) -> tuple[Any, Any]:
-    """An index into the factor `name` as it counts in this rank's stretch, and where it points outside of that.
+def local_positions(call: LocalCall, index: Any, name: str, stretch: int) -> tuple[Any, Any]:
+    """Positions in the factor `name` counted from the start of this rank's stretch, and which lie outside of it.
 
     Args:
         call: the call; the factor is sharded, and contiguous.
         index: positions in the whole factor, none negative.
         name: the factor.
         stretch: length of a rank's stretch.
-        outside_at: what an index that points outside becomes.
     """
-    emit = call.emit
     place = index - stretch_start(call, name, stretch)
     before, behind = place < 0, place >= stretch
-    outside = emit.logical_or(before, behind)
-    return emit.masked_fill(place, outside, outside_at), outside
+    return place, call.emit.logical_or(before, behind)
+
+
+def localize_index(call: LocalCall, index: Any, name: str, stretch: int, outside_at: int = 0) -> tuple[Any, Any]:
+    """As `local_positions`, each position that lies outside replaced by `outside_at`."""
+    place, outside = local_positions(call, index, name, stretch)
+    return call.emit.masked_fill(place, outside, outside_at), outside

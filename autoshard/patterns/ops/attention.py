@@ -75,7 +75,7 @@ def _mask_gradient_dims(call: OpCall, items: dict[str, str]) -> str:
 
 
 def _is_captured_operator(call: OpCall) -> bool:
-    """Whether the call is of the operator of captured graphs."""
+    """Return True if the call is of the operator of captured graphs."""
     return call.op.namespace == "autoshard"
 
 
@@ -105,8 +105,8 @@ def _operand_dims(call: OpCall) -> dict[str, str]:
 
 
 def _tensor_arguments(call: OpCall) -> list[tuple[str, tuple[int, ...]]]:
-    found = ((argument.name, call.arg(argument.name)) for argument in call.op._schema.arguments)
-    return [(name, value.shape) for name, value in found if hasattr(value, "shape")]
+    arguments = ((argument.name, call.arg(argument.name)) for argument in call.op._schema.arguments)
+    return [(name, value.shape) for name, value in arguments if hasattr(value, "shape")]
 
 
 def _opaque_dims(prefix: str, shape: Sequence[int]) -> str:
@@ -153,13 +153,14 @@ def attention_seed(call: OpCall) -> Rule:
 
 
 def _attention(call: LocalCall) -> Any:
-    """The operator itself, told which queries this rank has; every shard drops weights of its own."""
+    """The operator itself on this rank's queries, with its first query's position and its shard's seed of dropout."""
     schema = [argument.name for argument in call.call.op._schema.arguments]
     changed: dict[str, Any] = {}
     if "max_q" in schema:
         changed["max_q"] = call.size("s")
     if call.arg("is_causal") and call.axes("s"):
         part = call.linear_index(call.axes("s"), host=True)
+        # By name, as in `stretch_start`: an emitter of unequal shares reads starts off mul.Tensor.
         changed["start"] = call.emit.call(aten.mul.Tensor, part, call.size("s"))
     if _is_captured_operator(call.call) and call.arg("dropout_p"):
         seed = call.operands[operand_names(call.call).index("seed")]
@@ -179,7 +180,7 @@ _PACKED_AS_ONE = {name: f"1 {dims}" for name, dims in _PACKED.items()}
 """The memory-efficient kernel takes packed samples as one sample."""
 
 _UNSUPPORTED_ARGUMENTS = ("seqused_k", "alibi_slopes", "block_table", "seqlen_k")
-"""What the rules know nothing of."""
+"""Arguments that the rules do not cover: a call that passes one has no rule."""
 
 
 @rule_maker("aten._flash_attention_forward.default")

@@ -51,7 +51,7 @@ def _result_meta(call: OpCall) -> TensorMeta:
 def _operand_dims(call: OpCall) -> dict[str, str]:
     """Dims of input, weight, bias and result; g are the groups, i and o the channels of one group."""
     dims = _dims(call)
-    small, large = (" ".join(getattr(each, name) for each in dims) for name in ("small", "large"))
+    small, large = (" ".join(getattr(dim, name) for dim in dims) for name in ("small", "large"))
     kernel = " ".join(f"k{place}!" for place in range(len(dims)))
     transposed = call.arg("transposed")
     return {

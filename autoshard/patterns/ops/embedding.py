@@ -1,9 +1,8 @@
 """Rows of tables by index, and sums, means and maxima of bags of them.
 
-Embedding and its gradient, the vocabulary sharded included.
-
-A rank that holds a stretch of the vocabulary looks up the indices that fall into it and leaves zeros for the others:
-the sum over ranks is the embedding (vocabulary parallelism, as for a sharded table in Whale 3.2.2).
+The vocabulary may be sharded. A rank that holds a stretch of it looks up the indices that fall into the stretch and
+leaves zeros for the others: the sum over ranks is the embedding (vocabulary parallelism, as for a sharded table in
+Whale 3.2.2).
 """
 
 from __future__ import annotations
@@ -16,24 +15,9 @@ from autoshard.capture.fixed_size_bags import MEAN
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
 from autoshard.patterns.ops._helpers import bind_named, cast, factor_names, named_values, shape_of
-from autoshard.patterns.ops._positions import localize_index, stretch_start
+from autoshard.patterns.ops._positions import local_positions, localize_index
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
-
-
-def local_positions(call: LocalCall, indices: Any, name: str, stretch: int) -> tuple[Any, Any]:
-    """Indices counted from the start of this rank's stretch of the factor `name`, and which of them lie outside.
-
-    Args:
-        call: the call; the factor is sharded.
-        indices: global indices.
-        name: the factor.
-        stretch: length of a rank's stretch.
-    """
-    emit = call.emit
-    indices = indices - stretch_start(call, name, stretch)
-    before = indices < 0
-    return indices, emit.logical_or(before, indices >= stretch)
 
 
 @rule_maker("aten.embedding")
@@ -46,10 +30,9 @@ def embedding(call: OpCall) -> Rule:
 def _embedding(call: LocalCall) -> Any:
     if not call.axes("v"):
         return call.run()
-    emit = call.emit
-    table, indices = call.operands
-    indices, outside = local_positions(call, indices, "v", call.operand_shape(0)[0])
-    rows = call.run(operands=[table, emit.masked_fill(indices, outside, 0)])
+    emit, (table, indices) = call.emit, call.operands
+    indices, outside = localize_index(call, indices, "v", call.operand_shape(0)[0])
+    rows = call.run(operands=[table, indices])
     return emit.masked_fill(rows, emit.unsqueeze(outside, -1), 0)
 
 
@@ -132,7 +115,7 @@ def masked_weights(call: LocalCall, like: Any, weights: Any, outside: Any) -> An
 
 
 def _counts(call: LocalCall) -> Any:
-    """How many rows every bag has on all ranks, at least one: `[b, 1]`."""
+    """Number of rows of every bag on all ranks, at least one: `[b, 1]`."""
     emit, values = call.emit, named_values(call)
     rows = emit.ne(values["indices"], call.arg("padding"))
     return emit.clamp_min(emit.sum(rows, [1], True), 1)
@@ -166,11 +149,23 @@ def bags_weights_backward(call: OpCall) -> Rule:
 
 
 def _bags_weights_backward(call: LocalCall) -> Any:
+    return _run_on_local_rows(call, "table", "padding")
+
+
+def _run_on_local_rows(call: LocalCall, table: str, padding: str) -> Any:
+    """The gradient of the rows' weights from the rows that this rank holds: zero for the others.
+
+    Args:
+        call: the call.
+        table: name of the argument that is the table.
+        padding: name of the argument that is the index of padding.
+    """
     if not call.axes("v"):
         return call.run()
     values = named_values(call)
-    values["indices"], outside = localize_bag_indices(call, values["table"].shape[0], call.arg("padding"))
-    result = call.run(operands=list(values.values()), padding=-1)
+    values["indices"], outside = localize_bag_indices(call, values[table].shape[0], call.arg(padding))
+    # No index is padding any more: what was, is `outside`.
+    result = call.run(operands=list(values.values()), **{padding: -1})
     return call.emit.masked_fill(result, outside, 0.0)
 
 
@@ -266,7 +261,7 @@ def _offset_bags_backward(call: LocalCall) -> Any:
 
 
 def _bag_of_index(call: LocalCall) -> Any:
-    """The number of the bag that every index is in; kernels that need it not leave it out of their results."""
+    """The number of the bag that every index is in; kernels that do not need it leave it out of their results."""
     emit, values = call.emit, named_values(call)
     if "offsets" not in values:
         return values["offset2bag"]
@@ -286,12 +281,7 @@ def offset_bags_weights_backward(call: OpCall) -> Rule:
 
 
 def _offset_bags_weights_backward(call: LocalCall) -> Any:
-    if not call.axes("v"):
-        return call.run()
-    values = named_values(call)
-    values["indices"], outside = localize_bag_indices(call, values["weight"].shape[0], call.arg("padding_idx"))
-    result = call.run(operands=list(values.values()), padding_idx=-1)
-    return call.emit.masked_fill(result, outside, 0.0)
+    return _run_on_local_rows(call, "weight", "padding_idx")
 
 
 # Reductions of segments of a dim: the dim and the list of segments are whole, all other dims run side by side.

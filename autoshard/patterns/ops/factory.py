@@ -40,7 +40,7 @@ def _prims_full(call: OpCall) -> Rule:
 
 @rule_maker("aten.empty_strided", "aten.empty_permuted", "prims.empty_strided", "prims.empty_permuted")
 def _empty(call: OpCall) -> Rule:
-    """How the whole tensor lies in memory says nothing of a shard, which is as any other."""
+    """Empty tensors; a shard is row-major, since the strides in the call are those of the whole tensor."""
     return _factory_rule(call, _local_empty)
 
 
@@ -69,15 +69,15 @@ def _new_rule(call: OpCall, alike: set[int], variants: Sequence[Rule]) -> Rule:
     names = [f"d{dim}" if dim in alike else f"operand{dim}" for dim in range(len(operand.shape))]
     sizes = {f"d{dim}": size for dim, size in enumerate(result.shape)} | dict(zip(names, operand.shape, strict=True))
     target = [[f"d{dim}"] for dim in range(len(result.shape))]
-    own = {f"operand{dim}": (None,) for dim in range(len(operand.shape))}
+    unshared = {f"operand{dim}": (None,) for dim in range(len(operand.shape))}
     linear = [{0}] if call.op._schema.name == "aten::new_zeros" else []
     dims = [[name] for name in names]
-    fill = dict.fromkeys(own)
+    fill = dict.fromkeys(unshared)
     return build(
         sizes,
         [dims],
         [target],
-        reductions=own,
+        reductions=unshared,
         linear=linear,
         local=_local_new,
         uneven=True,
@@ -115,7 +115,7 @@ def _local_arange(call: LocalCall) -> Any:
     if not call.axes("d0"):
         return call.run()
     names = [argument.name for argument in call.call.op._schema.arguments]
-    start, step = (call.arg(name) if name in names else other for name, other in (("start", 0), ("step", 1)))
+    start, step = (call.arg(name) if name in names else default for name, default in (("start", 0), ("step", 1)))
     counted = positions(call, "d0", call.result_shape()[0], call.emit.home)
     if isinstance(start, float) or isinstance(step, float):
         counted = cast(call, counted, torch.float64)  # torch counts in double precision, too
@@ -187,10 +187,8 @@ def _local_triangle(call: LocalCall) -> Any:
     ndim = len(shape)
     if not call.axes(f"d{ndim - 2}") and not call.axes(f"d{ndim - 1}"):
         return call.run()
-    distance = _columns_less_rows(call, ndim - 2, ndim - 1, shape)
-    lower = call.call.op._schema.name == "aten::tril"
-    compare = aten.gt.Scalar if lower else aten.lt.Scalar
-    outside = call.emit.call(compare, distance, call.arg("diagonal"))
+    distance, diagonal = _columns_less_rows(call, ndim - 2, ndim - 1, shape), call.arg("diagonal")
+    outside = distance > diagonal if call.call.op._schema.name == "aten::tril" else distance < diagonal
     return call.emit.masked_fill(call.operands[0], outside, 0)
 
 

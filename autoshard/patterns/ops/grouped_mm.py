@@ -15,7 +15,7 @@ from torch import Tensor
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import aten
-from autoshard.patterns.ops._positions import local_group_bounds, reshape_along, stretch_start
+from autoshard.patterns.ops._positions import local_ends, local_group_bounds, reshape_along
 from autoshard.patterns.ops.matmul import divide_into_units
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -24,7 +24,7 @@ _ALIGNED_BYTES = 16
 """Rows must begin at multiples of so many bytes, which a shard of a row must keep to."""
 
 GROUPED_DIM = {(2, 3): "i", (2, 2): "k", (3, 2): "j"}
-"""Which dim of a product `i k, k j -> i j` the groups lie along, by the number of dims of its operands.
+"""The dim of a product `i k, k j -> i j` that the groups lie along, by the number of dims of its operands.
 
 Two operands of three dims are a batch of matrices.
 """
@@ -91,9 +91,7 @@ def _local_grouped_mm(call: LocalCall) -> Any:
     grouped = GROUPED_DIM[len(call.call.operands[0].shape), len(call.call.operands[1].shape)]
     length = call.operand_shape(1)[-1] if grouped == "j" else call.operand_shape(0)[0 if grouped == "i" else 1]
     if call.axes(grouped):
-        ends = ends - stretch_start(call, grouped, length)
-        ends = call.emit.clamp(ends, 0, length)
-        ends = call.emit._to_copy(ends, dtype=torch.int32)
+        ends = local_ends(call, ends, grouped, length)
     start = None
     if call.axes("g"):
         start, ends = local_group_bounds(call, ends, call.size("g"))
@@ -101,18 +99,20 @@ def _local_grouped_mm(call: LocalCall) -> Any:
         left = _align_groups(call, left, 0 if grouped == "i" else 1, start)
     if grouped in "kj":
         right = _align_groups(call, right, 0 if grouped == "k" else 1, start)
+    # Routed rows may be none; torch's kernel asks for one at least.
     op = _programs.grouped_mm_of_any.default if call.axes("group") else None
     product = call.run(op, operands=[left, right, ends])
     if start is None or grouped == "k":
         return product
     dim = 0 if grouped == "i" else 1
     computed = reshape_along(call, _before_last_end(call, length, ends), dim, 2)
+    # Rows behind this rank's groups were not computed: they hold anything.
     product = call.emit.where(computed, product, 0)
     return _align_groups(call, product, dim, -start)
 
 
 def _before_last_end(call: LocalCall, length: int, ends: Any) -> Any:
-    """Which of `length` positions lie before the last end."""
+    """A mask of `length` positions: True before the last end."""
     counted = call.emit.arange(length, device=ends.device)
     return counted < call.emit.slice(ends, 0, -1)
 
@@ -183,9 +183,7 @@ def _local(call: LocalCall) -> Any:
     grouped = GROUPED_DIM.get((len(left.shape), len(right.shape)))
     if grouped is not None and call.axes(grouped):
         length = left.shape[0] if grouped == "i" else right.shape[1]
-        ends = rest[-1] - stretch_start(call, grouped, length)
-        ends = emit.clamp(ends, 0, length)
-        rest[-1] = emit._to_copy(ends, dtype=rest[-1].dtype)
+        rest[-1] = local_ends(call, rest[-1], grouped, length)
     columns = emit.contiguous(emit.transpose(right, -2, -1))
     return call.run(
         operands=[

@@ -18,7 +18,7 @@ from autoshard.patterns.rule import Exchange, TensorMeta
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """What a window needs of one sharded dim besides a rank's own rows.
+    """Rows of the neighbours that a window needs along one sharded dim.
 
     Attributes:
         name: the factor that is sharded.
@@ -57,7 +57,7 @@ class WindowDim:
 
 
 def window_dim(place: int, dim: int, small: int, large: int, stride: int, before: int, reach: int) -> WindowDim:
-    """How a dim of positions is sharded: into stretches no shorter than the halo.
+    """Return the factors of a dim of positions, which is sharded into stretches no shorter than the halo.
 
     The larger image must have exactly `stride` positions for each of the smaller one, so that a stretch of the one
     belongs to a stretch of the other.
@@ -72,6 +72,7 @@ def window_dim(place: int, dim: int, small: int, large: int, stride: int, before
         reach: positions from the first to the last of a window.
     """
     after = reach - before - stride + 1
+    # The halo of a stretch may not reach beyond the neighbour: a stretch has at least `least` windows.
     least = next((part for part in range(1, small + 1) if small % part == 0 and part * stride >= max(before, after)), 0)
     if large != small * stride or least in (0, small):
         return WindowDim(f"q{place}!", f"p{place}!", {}, None)
@@ -82,7 +83,7 @@ def window_dim(place: int, dim: int, small: int, large: int, stride: int, before
 
 def sharded_halos(call: LocalCall, dims: Iterable[WindowDim]) -> list[Halo]:
     """The halos of those dims that are sharded here."""
-    halos = (each.halo for each in dims)
+    halos = (dim.halo for dim in dims)
     return [halo for halo in halos if halo is not None and call.axes(halo.name)]
 
 
@@ -94,8 +95,8 @@ def window_setting(values: Sequence[int] | int, place: int) -> int:
 
 
 def halo_exchanges(dims: Iterable[WindowDim], large: TensorMeta, tensors: int = 1) -> dict[str, list[Exchange]]:
-    """What exchanging the halos costs: the borders of every stretch, for so many tensors as large as `large`."""
-    halos = [each.halo for each in dims if each.halo is not None]
+    """Bytes of exchanging the halos: the borders of every stretch, for so many tensors as large as `large`."""
+    halos = [dim.halo for dim in dims if dim.halo is not None]
     return {
         halo.name: [("gather_of_each", halo.rows * large.bytes // large.shape[halo.dim])] * tensors for halo in halos
     }
@@ -104,28 +105,29 @@ def halo_exchanges(dims: Iterable[WindowDim], large: TensorMeta, tensors: int = 
 def extend_by_halo(call: LocalCall, value: Any, halo: Halo, fill: float = 0.0) -> Any:
     """`value` with its neighbours' rows around it; `fill` in place of them at the two ends."""
     emit, rows = call.emit, value.shape[halo.dim]
-    if halo.after < 0:
+    if halo.after < 0:  # the last windows of the stretch end before its last rows
         value = emit.slice(value, halo.dim, 0, rows + halo.after)
     after = max(halo.after, 0)
+    # Its last rows stand before the next rank's stretch, its first rows behind the stretch before.
     borders = [_last_rows(call, value, halo.dim, halo.before), _first_rows(call, value, halo.dim, after)]
     borders = _neighbour_borders(call, borders, halo, fill)
     return _concatenate(call, [borders[0], value, borders[1]], halo.dim)
 
 
 def fold_halo(call: LocalCall, value: Any, halo: Halo) -> Any:
-    """The adjoint of `extended`: rows computed for the neighbours go to them and are added to theirs."""
+    """The adjoint of `extend_by_halo`: rows computed for the neighbours go to them and are added to theirs."""
     emit, dim = call.emit, halo.dim
     after = max(halo.after, 0)
     rows = value.shape[dim] - halo.before - after
-    own = emit.slice(value, dim, halo.before, halo.before + rows)
+    inner = emit.slice(value, dim, halo.before, halo.before + rows)
     lent = [_last_rows(call, value, dim, after), _first_rows(call, value, dim, halo.before)]
     back = _neighbour_borders(call, lent, halo, 0.0)
     if halo.after < 0:
-        own, rows = _concatenate(call, [own, _zeros(call, own, dim, -halo.after)], dim), rows - halo.after
+        inner, rows = _concatenate(call, [inner, _zeros(call, inner, dim, -halo.after)], dim), rows - halo.after
     for part, place in ((back[0], slice(0, after)), (back[1], slice(rows - halo.before, rows))):
         if part is not None:
-            own = _add_rows_at(call, own, part, dim, place)
-    return own
+            inner = _add_rows_at(call, inner, part, dim, place)
+    return inner
 
 
 def _first_rows(call: LocalCall, value: Any, dim: int, count: int) -> Any:
@@ -152,6 +154,7 @@ def _add_rows_at(call: LocalCall, value: Any, part: Any, dim: int, place: slice)
     """`value` with `part` added to its rows at `place`."""
     rows = value.shape[dim]
     around = [place.start, rows - place.stop]
+    # Padded and added, since a program has no writing in place.
     zeros = [_zeros(call, value, dim, count) if count else None for count in around]
     return value + _concatenate(call, [zeros[0], part, zeros[1]], dim)
 
@@ -160,6 +163,7 @@ def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: fl
     """The first border of the rank before and the second of the rank after; `fill` where there is no such rank."""
     if all(border is None for border in borders):
         return borders
+    # One gather of both borders: an exchange with neighbours alone would branch on the rank.
     ranks = all_gather_stacked(call, _concatenate(call, borders, halo.dim), halo.name)
     rows = [0 if border is None else border.shape[halo.dim] for border in borders]
     before = _neighbour_rows(call, ranks, halo, -1, slice(0, rows[0]), fill) if rows[0] else None
@@ -172,6 +176,7 @@ def _neighbour_rows(call: LocalCall, ranks: Any, halo: Halo, step: int, place: s
     emit, last = call.emit, call.share(halo.name) - 1
     neighbour = call.position(halo.name) + step
     outside = neighbour < 0 if step < 0 else neighbour > last
+    # The ranks at the ends have one neighbour: they read any rank's rows, which `fill` replaces.
     inside = emit.clamp(neighbour, 0, last)
     row = emit.index_select(ranks, 0, emit.view(inside, [1]))
     row = emit.squeeze(row, 0)

@@ -44,7 +44,7 @@ def _index_select(call: OpCall) -> Rule:
     dim = call.arg("dim") % len(operand.shape)
     name = f"d{dim}"
     sizes = named_dims(operand) | {"index": math.prod(index.shape)}
-    source = [[each] for each in named_dims(operand)]
+    source = [[dim_name] for dim_name in named_dims(operand)]
     return build(
         sizes,
         [source, [["index"]] * len(index.shape)],
@@ -67,7 +67,7 @@ def _local_index_select(call: LocalCall) -> Any:
     emit = call.emit
     place, outside = localize_index(call, index, f"d{dim}", shape[dim])
     rows = call.run(operands=[table, place])
-    if call.call.operands[1].shape:
+    if call.call.operands[1].shape:  # an index without dims is broadcast as it is
         outside = reshape_along(call, outside, dim, len(shape))
     return emit.masked_fill(rows, outside, 0)
 
@@ -88,6 +88,7 @@ def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> AlignedDims:
         lengths = [tensor.shape[position] for tensor in tensors]
         for which, length in enumerate(lengths):
             name = f"d{position}_{which}"
+            # Side by side: a rank that holds a stretch of the one holds the same stretch of the others.
             if position != dim and len(set(lengths)) == 1:
                 name = f"d{position}"
             elif position == dim and which == 0:
@@ -139,8 +140,8 @@ class AdvancedIndexing:
         names: names of the dims that are indexed.
         source: dims of the operand.
         index_names: names of the dims of the indices.
-        behind: how many dims of `taken` follow those of the indices.
-        taken: dims of what the indices pick.
+        trailing_count: number of `picked_dims` behind those of the indices.
+        picked_dims: dims of the elements that the indices pick.
     """
 
     def __init__(self, operand: TensorMeta, indices: Sequence[TensorMeta | None]) -> None:
@@ -261,8 +262,8 @@ def _take(call: OpCall) -> Rule:
 def flat_dims(operand: TensorMeta, index: TensorMeta) -> tuple[dict[str, int], Any, Any, list[str]]:
     """Sizes, dims of an operand indexed by row-major position and of the index, and what must be whole."""
     numbered = {f"index{dim}": size for dim, size in enumerate(index.shape)}
-    own = named_dims(operand)
-    return own | numbered, [[name] for name in own], [[name] for name in numbered], list(own)[1:]
+    sizes = named_dims(operand)
+    return sizes | numbered, [[name] for name in sizes], [[name] for name in numbered], list(sizes)[1:]
 
 
 def localize_flat_index(call: LocalCall, outside_at: int) -> tuple[Any, Any]:
@@ -299,6 +300,7 @@ def _local_one_hot(call: LocalCall) -> Any:
     if not call.axes("classes"):
         return call.run(num_classes=call.result_shape()[-1])
     emit, (index,) = call.emit, call.operands
+    # Every class is compared: scattering ones would need a spare place for classes of other ranks.
     classes = positions(call, "classes", call.result_shape()[-1], index.device)
     marked = emit.eq(emit.unsqueeze(index, -1), classes)
     return emit._to_copy(marked, dtype=torch.int64)
@@ -336,7 +338,7 @@ def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any
 
 @rule_maker("aten._unsafe_masked_index")
 def _masked_index(call: OpCall) -> Rule | None:
-    """What is masked is a number: zeros add nothing to the sum over ranks, any other would count once for each."""
+    """Masked elements become a number: zeros add nothing to the sum over ranks, any other would count once for each."""
     dims = _dims(call)
     if dims is None:
         return None

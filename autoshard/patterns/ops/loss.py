@@ -10,12 +10,10 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.ops._helpers import all_reduce_over, aten, bind_named, named_values, shape_of, split_axes
-from autoshard.patterns.ops.embedding import local_positions
+from autoshard.patterns.ops._positions import local_positions
 from autoshard.patterns.padding import padded_factors, without_padded_steps, without_padding
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule
-
-# Losses that compare the scores of a sample's classes with each other: samples are independent, classes whole.
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # what ATen's `reduction` arguments mean
 _IGNORED_TARGET = -100  # a class that does not exist
@@ -149,6 +147,9 @@ def elementwise_loss_backward(call: OpCall) -> Rule | None:
     items = dict.fromkeys(("self", "target", "weight"), "...")
     items["grad_output"] = "..." if shape_of(call, "grad_output") else ""
     return bind_named(call, items, ["..."], linear=[{"grad_output"}], local=_reduced_loss, uneven=True)
+
+
+# Losses that compare the scores of a sample's classes with each other: samples are independent, classes whole.
 
 
 def _operand_dims(call: OpCall) -> dict[str, str]:

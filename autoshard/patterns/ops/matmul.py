@@ -27,6 +27,7 @@ def keep_on_first_rank(call: LocalCall, operand: int, names: Sequence[str]) -> l
     axes = sorted(axis for name in names for axis in call.axes(name))
     if axes:
         first = call.emit.eq(call.linear_index(axes), 0)
+        # `where` and not a product: zero times infinity is no zero.
         values[operand] = call.emit.where(first, values[operand], 0)
     return values
 
@@ -129,7 +130,7 @@ _UNIT = 16
 """Kernels take so many elements of a row at a time."""
 
 _ONE, _PER_ROW = 0, 1
-"""How `_scaled_mm_v2` numbers its ways to scale."""
+"""The numbers of `_scaled_mm_v2` for its ways to scale."""
 
 
 @rule_maker("aten._scaled_mm")
@@ -180,6 +181,7 @@ def _local(call: LocalCall) -> Any:
     emit = call.emit
     values = keep_on_first_rank(call, 4, ["k"]) if call.arg("bias") is not None else list(call.operands)
     values[0] = emit.contiguous(values[0])
+    # A transpose of a contiguous transpose: column-major.
     columns = emit.contiguous(emit.t(values[1]))
     values[1] = emit.t(columns)
     return call.run(operands=values)

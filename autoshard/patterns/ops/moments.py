@@ -26,7 +26,7 @@ from autoshard.specs.emitter import collectives
 
 
 def moments_exchange(means: int, dtype: torch.dtype) -> list[Exchange]:
-    """What `joined_moments` exchanges when one factor is sharded.
+    """Collectives of `joined_moments` when one factor is sharded.
 
     Args:
         means: how many there are.
@@ -84,12 +84,12 @@ def _shard_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[
 
 
 def _shard_count(call: LocalCall, like: Any, names: Sequence[str]) -> Any:
-    """How many elements a rank has along some factors, padding left out: `[1]`, in the dtype of `like`."""
+    """Number of elements of a rank along some factors, padding left out: `[1]`, in the dtype of `like`."""
     emit, count = call.emit, None
     for name in names:
         ones = emit.full([call.size(name)], 1, dtype=like.dtype, device=like.device)
-        own = emit.sum(without_padded_steps(call, ones, [name]), [0], True)
-        count = own if count is None else count * own
+        steps = emit.sum(without_padded_steps(call, ones, [name]), [0], True)
+        count = steps if count is None else count * steps
     return count
 
 
@@ -99,8 +99,8 @@ def _combine_moments(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) 
     The origin is the first rank's, which has something wherever any rank has.
     """
     emit, size = call.emit, call.mesh.sizes[axis]
-    own = emit.unsqueeze(emit.stack(list(moments)), 0)
-    pending = emit.call(collectives.all_gather_into_tensor.default, own, size, emit.group(axis))
+    stacked = emit.unsqueeze(emit.stack(list(moments)), 0)
+    pending = emit.call(collectives.all_gather_into_tensor.default, stacked, size, emit.group(axis))
     gathered = emit.call(collectives.wait_tensor.default, pending)
     origins, offsets, variances = (emit.select(gathered, 1, index) for index in range(3))
     weights = _rank_weights(call, offsets, axis)
@@ -119,7 +119,7 @@ def _combine_moments(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) 
 
 
 def _rank_weights(call: LocalCall, like: Any, axis: int) -> Any:
-    """What every rank of an axis has of all elements, as a factor of a value `[ranks, ...]`; None where it is the same.
+    """The share of all elements that every rank of an axis has, to weigh values `[ranks, ...]`; None for equal shares.
 
     It differs where the axis pads its factor, or shares it: what other axes do with a rank's part, they do with those
     of all ranks of this one.
@@ -157,13 +157,13 @@ def _local_moments(call: LocalCall) -> Any:
     if name.startswith("aten::std"):
         spread = emit.sqrt(spread)
     spread, mean = (
-        cast(call, emit.reshape(each, list(call.result_shape())), result_dtype(call)) for each in (spread, mean)
+        cast(call, emit.reshape(value, list(call.result_shape())), result_dtype(call)) for value in (spread, mean)
     )
     return (spread, mean) if name.endswith("_mean") else spread
 
 
 def _correction(call: OpCall) -> float:
-    """What is taken off the number of elements before dividing by it."""
+    """The number that is subtracted from the number of elements before dividing by it."""
     if any(argument.name == "unbiased" for argument in call.op._schema.arguments):
         return float(call.arg("unbiased"))
     correction = call.arg("correction")

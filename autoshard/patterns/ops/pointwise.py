@@ -32,6 +32,7 @@ def pointwise_rule(call: OpCall, linear: Sets | None = None) -> Rule:
     return bind(text, call, linear=sets, fill={"...": 1.0} if divides else {})
 
 
+# Operators that raise an error, or trap, where they divide integers by zero.
 _DIVISIONS = ("floor_divide", "remainder", "fmod", "div")
 _ONE_OPERAND = """
     abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp
@@ -81,6 +82,9 @@ _LINEAR: tuple[tuple[str, Sets], ...] = (
 )
 for _names, _sets in _LINEAR:
     rule_maker(*(f"aten.{name}" for name in _names.split()), linear=_sets)(pointwise_rule)
+
+
+# With a number in place of a tensor: zeros leave a partial sum partial, any other number would be added once per rank.
 
 
 @rule_maker("aten.masked_fill.Scalar")
@@ -184,7 +188,7 @@ def _reduction(call: OpCall) -> Rule:
     (operand,) = call.operands
     name = call.op._schema.name
     sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}
-    kept = [[each] for dim, each in enumerate(sizes) if dim not in call.arg("dims")]
+    kept = [[dim_name] for dim, dim_name in enumerate(sizes) if dim not in call.arg("dims")]
     reductions = {f"d{dim}": (_KINDS[name],) for dim in call.arg("dims")}
     linear = [{0}] if name == "prims::sum" else []
-    return build(sizes, [[[each] for each in sizes]], [kept], reductions=reductions, linear=linear)
+    return build(sizes, [[[dim_name] for dim_name in sizes]], [kept], reductions=reductions, linear=linear)

@@ -12,7 +12,7 @@ from typing import Any
 
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import aten, bind_named, factor_names, named_values, shape_of
+from autoshard.patterns.ops._helpers import bind_named, factor_names, named_values, shape_of
 from autoshard.patterns.ops.halo import (
     Halo,
     WindowDim,
@@ -40,6 +40,7 @@ def _dims(call: OpCall) -> list[WindowDim]:
     for place in range(spatial):
         dim = len(shape) - spatial + place
         kernel = window_setting(call.arg("kernel_size"), place)
+        # torch takes an empty stride for windows side by side.
         stride = window_setting(call.arg("stride") or call.arg("kernel_size"), place)
         padding = window_setting(call.arg("padding"), place)
         small = pooled.shape[dim] if _has_uniform_windows(call, padding) else 0
@@ -49,11 +50,11 @@ def _dims(call: OpCall) -> list[WindowDim]:
 
 
 def _has_uniform_windows(call: OpCall, padding: int) -> bool:
-    """Whether windows at the ends are like all others, their padding being zeros (infinitely small for a maximum)."""
-    if call.arg("ceil_mode"):
+    """Return True if windows at the ends are like all others, but for padding that does not count."""
+    if call.arg("ceil_mode"):  # a last window may be cut off by the end
         return False
     if "max" in call.op.name():
-        return call.operands[0].dtype.is_floating_point
+        return call.operands[0].dtype.is_floating_point  # integers have nothing infinitely small to pad with
     return padding == 0 or bool(call.arg("count_include_pad")) or call.arg("divisor_override") is not None
 
 
@@ -173,7 +174,7 @@ def _translate_indices(call: LocalCall, indices: Any, halos: Sequence[Halo], *, 
     names = list(named_values(call))
     whole = shape_of(call.call, "self")
     local, extent = call.operand_shape(names.index("self")), _extended_shape(call, halos)
-    found, scale = None, 1
+    total, scale = None, 1
     for dim in reversed(range(len(whole) - spatial, len(whole))):
         source, target = (whole[dim], extent[dim]) if inwards else (extent[dim], whole[dim])
         place = emit.remainder(indices, source)
@@ -182,13 +183,13 @@ def _translate_indices(call: LocalCall, indices: Any, halos: Sequence[Halo], *, 
         if halo is not None:
             start = call.position(halo.name) * local[dim]
             start = start - halo.before
-            place = emit.call(aten.sub.Tensor if inwards else aten.add.Tensor, place, start)
+            place = place - start if inwards else place + start
             # A window of which all numbers are infinitely small may point at what lies outside the image.
             place = emit.clamp(place, 0, target - 1)
         place = place * scale if scale > 1 else place
-        found = place if found is None else found + place
+        total = place if total is None else total + place
         scale *= target
-    return found
+    return total
 
 
 @rule_maker("aten.max_pool2d_with_indices_backward.default", "aten.max_pool3d_with_indices_backward.default")

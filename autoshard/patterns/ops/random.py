@@ -49,7 +49,7 @@ def draw(
 
 
 def draw_arguments(call: LocalCall) -> tuple[Any, int, Any]:
-    """What every drawing operator takes: the step's seed, a number of its own, and which shard is drawn.
+    """Arguments of every drawing operator: the step's seed, the operator's number, and the number of the shard.
 
     Seed and shard are on the CPU: generators are seeded by the host.
     """
@@ -57,7 +57,7 @@ def draw_arguments(call: LocalCall) -> tuple[Any, int, Any]:
 
 
 def shard_index(call: LocalCall) -> Any:
-    """Which shard of a call this rank has, on the CPU: ranks with the same one have the same number."""
+    """Number of the shard of a call that this rank has, on the CPU: ranks with the same shard have the same number."""
     return call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0], host=True)
 
 
@@ -69,7 +69,7 @@ def native_dropout(call: OpCall) -> Rule:
 
 def _native_dropout(call: LocalCall) -> Any:
     p = call.arg("p")
-    if p == 0 or call.arg("train") is False:
+    if p == 0 or call.arg("train") is False:  # nothing is drawn
         return call.run()
     mask = draw(call, draws.bernoulli.default, 1.0 - p, dtype=result_dtype(call, 1))
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
@@ -134,6 +134,7 @@ register_draw(draw_program(draws.bernoulli.default, "p"), "aten.bernoulli.p")
 def _exponential_noise(call: LocalCall, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Any:
     """The negative of exponentially distributed numbers of rate one."""
     uniform = draw(call, draws.uniform.default, 0.0, 1.0, size=size, dtype=dtype)
+    # Zero is drawn and one is not, so that 1 - u is never zero.
     return call.emit.log1p(-uniform)
 
 
@@ -148,6 +149,7 @@ def _bernoulli(call: LocalCall) -> Any:
     """Ones with the probabilities in the last operand, which is the first where there is only one."""
     probabilities = call.operands[-1]
     uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=accumulation_dtype(probabilities.dtype))
+    # In the probabilities' own half precision a small one would round to few of the uniform numbers, or to none.
     return cast(call, uniform < probabilities, result_dtype(call))
 
 
@@ -174,6 +176,7 @@ def randperm(call: OpCall) -> Rule:
 
 
 def _randperm(call: LocalCall) -> Any:
+    # Keys in double precision: that two of many are equal, and the order not random, is as good as excluded.
     keys = draw(call, draws.uniform.default, 0.0, 1.0, dtype=torch.float64)
     return cast(call, call.emit.argsort(keys, stable=True), result_dtype(call))
 
@@ -200,8 +203,9 @@ def _with_replacement(call: LocalCall, weights: Any) -> Any:
     cumulative = emit.cumsum(weights, -1)
     total = emit.slice(cumulative, -1, -1)
     uniform = draw(call, draws.uniform.default, 0.0, 1.0, dtype=weights.dtype)
-    found = emit.searchsorted(cumulative, uniform * total, right=True)
-    return emit.clamp_max(found, weights.shape[-1] - 1)
+    sample = emit.searchsorted(cumulative, uniform * total, right=True)
+    # Rounding may put a number drawn close to the total behind the last step.
+    return emit.clamp_max(sample, weights.shape[-1] - 1)
 
 
 # Random operators of further distributions, each a function of the step's seed as in `random`.
@@ -225,6 +229,7 @@ def _cauchy(call: LocalCall) -> Any:
 def _geometric(call: LocalCall) -> Any:
     """Number of trials up to the first success, at least one."""
     emit = call.emit
+    # P(trials > k) = (1 - p)^k: its logarithm, inverted.
     survival = emit.log1p(-_uniform(call))
     trials = emit.ceil(survival / math.log1p(-call.arg("p")))
     return cast(call, emit.clamp_min(trials, 1.0), result_dtype(call))

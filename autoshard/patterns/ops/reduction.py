@@ -11,7 +11,7 @@ import torch
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import accumulation_dtype, all_reduce_over, aten, cast, result_dtype
+from autoshard.patterns.ops._helpers import accumulation_dtype, all_reduce_over, cast, result_dtype
 from autoshard.patterns.ops._positions import positions, reshape_along, stretch_start
 from autoshard.patterns.padding import without_padding
 from autoshard.patterns.registry import rule_maker
@@ -19,7 +19,7 @@ from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
-    """The dims that a reduction removes: those in its argument `dim`, all without one."""
+    """The dims that a reduction removes: those in its argument `dim`, or all."""
     ndim = len(call.operands[0].shape)
     dim = call.arg("dim") if any(argument.name == "dim" for argument in call.op._schema.arguments) else None
     if dim == () and call.op._schema.name in ("aten::any", "aten::all"):
@@ -95,9 +95,10 @@ def _mean(call: OpCall) -> Rule:
 def _local_mean(call: LocalCall) -> Any:
     dims = reduced_dims(call.call)
     whole = math.prod(call.call.operands[0].shape[dim] for dim in dims)
-    own = math.prod(call.size(f"d{dim}") for dim in dims)
+    local = math.prod(call.size(f"d{dim}") for dim in dims)
     mean = call.run()
-    return mean if own == whole else mean * (own / whole)
+    # The local count is that of the kernel, padding included: with it the mean becomes the shard's part of the sum.
+    return mean if local == whole else mean * (local / whole)
 
 
 @rule_maker("aten.amax", "aten.max.default")
@@ -209,9 +210,9 @@ def _local_extreme(call: LocalCall) -> Any:
         value = cast(call, value, torch.uint8)
     if len(dims) != 1:  # all of them, as if they were one
         value = emit.reshape(value, [-1])
+    dim = dims[0] if len(dims) == 1 else 0
     largest = "max" in call.call.op._schema.name
-    op = aten.max.dim if largest else aten.min.dim
-    best, place = emit.call(op, value, dims[0] if len(dims) == 1 else 0)
+    best, place = emit.max(value, dim) if largest else emit.min(value, dim)
     place = _global_index(call, place, dims)
     best, place = _global_extreme(call, best, place, names, "max" if largest else "min")
     place = emit.reshape(place, list(call.result_shape(-1)))
@@ -277,8 +278,8 @@ def _local_selected_backward(call: LocalCall) -> Any:
     gradient, index = call.operands
     if not call.arg("keepdim"):
         gradient, index = (emit.unsqueeze(value, dim) for value in (gradient, index))
-    own = positions(call, f"d{dim}", shape[dim], gradient.device)
-    selected = emit.eq(index, reshape_along(call, own, dim, len(shape)))
+    held = positions(call, f"d{dim}", shape[dim], gradient.device)
+    selected = emit.eq(index, reshape_along(call, held, dim, len(shape)))
     return emit.where(selected, gradient, 0)
 
 
@@ -305,7 +306,7 @@ def _norm(call: OpCall) -> Rule:
 
 
 def _neutral(order: float) -> float:
-    """What does not change a norm: the power of it is zero, or it is never the least."""
+    """The number that does not change a norm: its power is zero, or it is never the least."""
     return math.inf if order < 0 else 0.0
 
 

@@ -72,9 +72,9 @@ def _image_dims(call: OpCall, shape: tuple[int, ...], resampled: tuple[int, ...]
         copies, step = divmod(max(before, after), min(before, after))
         ratio = _given_scale(call, place, len(resampled))
         if step == 0 and ratio in (None, after / before):
-            many, one = f"(x{place} e{place}!)", f"x{place}"
-            source.append(one if after > before else many)
-            result.append(many if after > before else one)
+            many, single = f"(x{place} e{place}!)", f"x{place}"
+            source.append(single if after > before else many)
+            result.append(many if after > before else single)
             sizes |= {f"x{place}": min(before, after), f"e{place}": copies}
         else:
             source.append(f"p{place}!")

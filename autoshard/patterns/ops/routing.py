@@ -53,7 +53,7 @@ def _local_group(call: LocalCall) -> Any:
         return order, places, splits, ends
     (axis,), emit = call.axes("group"), call.emit
     ranks, groups = emit.mesh.sizes[axis], call.arg("groups")
-    sent = emit.select(splits, 0, 0)
+    sent = emit.select(splits, 0, 0)  # how many rows of each group this rank sends
     each = [groups // ranks] * ranks
     received = emit.call(collectives.all_to_all_single.default, sent, each, each, emit.group(axis))
     received = emit.call(collectives.wait_tensor.default, received)
@@ -96,6 +96,7 @@ def _local_dispatch(call: LocalCall) -> Any:
         return call.run()
     values, order, places, splits = call.operands
     emit = call.emit
+    # `order` numbers rows, each token having so many of them behind each other.
     tokens = emit.floor_divide(order, call.size("repeats"))
     arrived = _exchange_rows(call, emit.index_select(values, 0, tokens), splits, back=False)
     return emit.index_select(arrived, 0, places)
@@ -158,11 +159,11 @@ def _group_table_rule(call: OpCall, table: TensorMeta | None, rows: TensorMeta |
     sizes = {"source": rows.shape[0], "group": table.shape[0], **dict(zip(dims, rows.shape[1:], strict=True))}
     inner = [[name] for name in dims]
     tensors = [[["group"], *inner], [["source"], *inner]]
-    taken, given = tensors if 0 not in routed else reversed(tensors)
+    operand, result = tensors if 0 not in routed else reversed(tensors)
     return build(
         sizes,
-        [taken, [["source"]], [["group"]]],
-        [given],
+        [operand, [["source"]], [["group"]]],
+        [result],
         contiguous=_CONTIGUOUS,
         linear=[{0}],
         uneven=dims,

@@ -32,6 +32,7 @@ from autoshard.patterns.rule import OpCall, Rule
 def append_spare(call: LocalCall, value: Any, dims: Sequence[int]) -> Any:
     """The value with one more row behind the end of every dim in `dims`."""
     ndim = len(value.shape)
+    # `constant_pad_nd` counts from the last dim, before and behind in turn.
     pad = [int(position % 2 == 1 and ndim - 1 - position // 2 in dims) for position in range(2 * ndim)]
     return call.emit.constant_pad_nd(value, pad)
 
@@ -91,6 +92,7 @@ def _index_reduce(call: OpCall) -> Rule | None:
 
 
 def _add_rows(call: LocalCall) -> Any:
+    # The ranks' results are added up: the operand counts once.
     values = keep_on_first_rank(call, 0, ["index"])
     shape = call.operand_shape(0)
     dim = call.arg("dim") % len(shape)
@@ -107,6 +109,7 @@ def _write_rows(call: LocalCall) -> Any:
     if not call.axes(f"d{dim}"):
         return call.run()
     target, index, *rest = call.operands
+    # An index of another rank's stretch becomes that of the spare row.
     place, _ = localize_index(call, index, f"d{dim}", shape[dim], shape[dim])
     written = call.run(operands=[append_spare(call, target, [dim]), place, *rest])
     return drop_spare(call, written, [dim])
@@ -159,7 +162,7 @@ _KINDS = {"sum": "sum", "add": "sum", "amax": "max", "amin": "min"}
 
 @rule_maker("aten.scatter_reduce", "aten.scatter.reduce", "aten.scatter.value_reduce")
 def _scatter_reduce(call: OpCall) -> Rule | None:
-    """What was there before takes part: once in a sum, as often as one likes in a maximum."""
+    """The elements that were there before take part: once in a sum, any number of times in a maximum."""
     two = call.op._schema.name == "aten::scatter_reduce"
     kind = _KINDS.get(call.arg("reduce")) if not two or call.arg("include_self") else None
     if kind == "sum" and len(call.operands) == 3:
@@ -200,7 +203,7 @@ def _write_elements(call: LocalCall) -> Any:
 
 @rule_maker("aten.index_put", "aten._unsafe_index_put")
 def _index_put(call: OpCall) -> Rule | None:
-    """Where values are added up, the dims of the index are contracted; where they overwrite, these stay whole."""
+    """The dims of the index are contracted if values are added up, and stay whole if values overwrite."""
     dims = advanced_indexing(call)
     if dims is None:
         return None
@@ -276,7 +279,7 @@ def _local_put(call: LocalCall) -> Any:
 
 # Elements that are taken one after the other to fill the places of a mask.
 #
-# Which element goes where is told by how many places of the mask come before: the mask must be whole, and everything
+# The number of places of the mask before a place decides which element it gets: the mask must be whole, and everything
 # else may be sharded.
 
 
@@ -289,11 +292,11 @@ def _masked_scatter(call: OpCall) -> Rule | None:
     sizes = {f"d{dim}": size for dim, size in enumerate(target.shape)}
     dims = [[name] for name in sizes]
     masked, whole = _whole_dims("mask", mask.shape, sizes)
-    taken, more = _whole_dims("source", source.shape, sizes)
+    source_dims, more = _whole_dims("source", source.shape, sizes)
     linear = [{0, 2}]
     return build(
         sizes,
-        [dims, masked, taken],
+        [dims, masked, source_dims],
         [dims],
         whole=[*whole, *more],
         contiguous=sizes,
@@ -332,9 +335,9 @@ def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Seque
     places = emit.reshape(places - 1, list(whole))
     for dim, size in enumerate(shape):
         if call.axes(f"d{dim}"):
-            own = positions(call, f"d{dim}", size, mask.device)
-            own = emit.clamp_max(own, whole[dim] - 1)
-            places, mask = (emit.index_select(value, dim, own) for value in (places, mask))
+            held_positions = positions(call, f"d{dim}", size, mask.device)
+            held_positions = emit.clamp_max(held_positions, whole[dim] - 1)
+            places, mask = (emit.index_select(value, dim, held_positions) for value in (places, mask))
     return places, mask
 
 
@@ -349,11 +352,11 @@ def _masked_scatter_backward(call: OpCall) -> Rule | None:
     sizes = {f"d{dim}": size for dim, size in enumerate(gradient.shape)}
     dims = [[name] for name in sizes]
     masked, whole = _whole_dims("mask", mask.shape, sizes)
-    taken, more = _whole_dims("source", result.shape, sizes)
+    source_dims, more = _whole_dims("source", result.shape, sizes)
     return build(
         sizes,
         [dims, masked],
-        [taken],
+        [source_dims],
         whole=[*whole, *more],
         contiguous=[name for names in dims for name in names],
         linear=[{0}],

@@ -132,7 +132,7 @@ def slice_backward_by_padding(call: LocalCall) -> Any:
     (whole,) = call.call.results
     assert whole is not None
     dim, ndim = _dim(call.call, len(whole.shape)), len(whole.shape)
-    size, taken = call.result_shape()[dim], call.operand_shape(0)[dim]
+    size, length = call.result_shape()[dim], call.operand_shape(0)[dim]
     start, _ = _bounds(call.call, whole.shape[dim])
 
     def pad_dim(tensor: Any, dims_behind: int, before: int, behind: int) -> Any:
@@ -144,7 +144,7 @@ def slice_backward_by_padding(call: LocalCall) -> Any:
         value = emit.unsqueeze(value, dim + 1)
         value = pad_dim(value, ndim - 1 - dim, 0, step - 1)
         value = emit.flatten(value, dim, dim + 1)
-    return pad_dim(value, ndim - 1 - dim, start, size - start - taken * step)
+    return pad_dim(value, ndim - 1 - dim, start, size - start - length * step)
 
 
 def _local_place(call: LocalCall, place: int) -> int:
@@ -254,8 +254,8 @@ def _locate_element(call: LocalCall, shape: Sequence[int], whole: Sequence[int])
 
 def _local_select(call: LocalCall) -> Any:
     place, owned = _locate_element(call, call.operand_shape(0), call.call.operands[0].shape)
-    taken = call.run(index=place)
-    return taken if owned is None else call.emit.where(owned, taken, 0)
+    element = call.run(index=place)
+    return element if owned is None else call.emit.where(owned, element, 0)
 
 
 @rule_maker("aten.select_backward")

@@ -79,25 +79,26 @@ def _safe_softmax(call: LocalCall) -> Any:
     maximum = _maximum(call, value)
     parts, total = _exponentials(call, value, maximum)
     result = parts / total
-    masked = emit.eq(maximum, -math.inf)
+    masked = emit.eq(maximum, -math.inf)  # exp(-inf - -inf) is nan: such a row becomes zeros
     return cast(call, emit.masked_fill(result, masked, 0.0), result_dtype(call))
 
 
 def _log_softmax(call: LocalCall) -> Any:
     """`value - log(sum(exp(value)))`, whose second term is known for a stretch from where its maximum is.
 
-    The kernel of the whole operator finds a stretch's own sum in one pass over it; maximum, exponentials and sum by
+    The kernel of the whole operator finds a stretch's sum in one pass over it; maximum, exponentials and sum by
     themselves would take three times as many.
     """
     if not call.axes("d"):
         return call.run()
     emit, dim, value = call.emit, call.arg("dim"), _cast_operand(call)
     maximum, place = emit.max(value, dim, True)
-    own = emit.gather(emit._log_softmax(value, dim, False), dim, place)
+    # At its maximum, a stretch's log-softmax is the maximum less the logarithm of the stretch's sum of exponentials.
+    stretch_log = emit.gather(emit._log_softmax(value, dim, False), dim, place)
     nothing = emit.eq(maximum, -math.inf)  # of the row lies in this stretch: its sum is zero
-    own = emit.masked_fill(maximum - own, nothing, -math.inf)
-    largest = call.all_reduce(own, "d", "max")
-    total = call.all_reduce(emit.exp(own - largest), "d")
+    stretch_log = emit.masked_fill(maximum - stretch_log, nothing, -math.inf)
+    largest = call.all_reduce(stretch_log, "d", "max")
+    total = call.all_reduce(emit.exp(stretch_log - largest), "d")
     logarithm = largest + emit.log(total)
     return cast(call, value - logarithm, result_dtype(call))
 

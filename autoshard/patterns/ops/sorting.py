@@ -6,6 +6,7 @@ Sorting, and looking up in what is sorted.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 
 from autoshard.patterns.build import build
 from autoshard.patterns.local import LocalCall
+from autoshard.patterns.local_values import TorchEmitter
 from autoshard.patterns.notation import bind
-from autoshard.patterns.ops._helpers import all_reduce_over, aten, cast, result_dtype
+from autoshard.patterns.ops._helpers import all_reduce_over, cast, result_dtype
 from autoshard.patterns.ops._positions import all_gather_stacked, stretch_start
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import OpCall, Rule
@@ -71,6 +73,7 @@ def _local_topk(call: LocalCall) -> Any:
     if not call.axes(name):
         return call.run()
     emit = call.emit
+    # The k largest of all are among the k largest of every stretch; a stretch may have fewer.
     values, places = call.run(k=min(call.arg("k"), shape[dim]))
     places = places + stretch_start(call, name, shape[dim])
     values, places = (_merge_rank_dim(call, all_gather_stacked(call, value, name), dim) for value in (values, places))
@@ -151,22 +154,26 @@ def _histc(call: OpCall) -> Rule | None:
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """How totals go together.
+    """The way in which totals of stretches are joined.
 
     Attributes:
         neutral: the total of nothing.
-        join: operator that joins two totals.
-        fold: joins all along the first dim.
+        join: joins two totals.
+        fold: joins all along the first dim, given the emitter.
     """
 
     neutral: float
-    join: Any
-    fold: Callable[[LocalCall, Any], Any]
+    join: Callable[[Any, Any], Any]
+    fold: Callable[[TorchEmitter, Any], Any]
 
 
-_SUM = _Scan(0, aten.add.Tensor, lambda call, totals: call.emit.sum(totals, [0]))
-_PRODUCT = _Scan(1, aten.mul.Tensor, lambda call, totals: call.emit.prod(totals, 0))
-_LOGARITHM = _Scan(-math.inf, aten.logaddexp.default, lambda call, totals: call.emit.logsumexp(totals, [0]))
+_SUM = _Scan(0, operator.add, lambda emit, totals: emit.sum(totals, [0]))
+_PRODUCT = _Scan(1, operator.mul, lambda emit, totals: emit.prod(totals, 0))
+_LOGARITHM = _Scan(
+    -math.inf,
+    lambda first, second: first.emit.logaddexp(first, second),
+    lambda emit, totals: emit.logsumexp(totals, [0]),
+)
 _SCANS = {
     "aten::cumsum": _SUM,
     "aten::cumprod": _PRODUCT,
@@ -185,7 +192,7 @@ def _scan(call: OpCall) -> Rule:
         return kept_dims_rule(call, [call.arg("dim") % len(operand.shape)] if operand.shape else [], linear)
     name = f"d{call.arg('dim') % len(operand.shape)}"
     sizes = {f"d{dim}": size for dim, size in enumerate(operand.shape)}
-    dims = [[each] for each in sizes]
+    dims = [[dim_name] for dim_name in sizes]
     total = result.bytes // max(1, sizes[name])
     exchange = {name: [("gather_of_each", total)]}
     return build(
@@ -212,10 +219,11 @@ def _local_scan(call: LocalCall) -> Any:
     totals = all_gather_stacked(call, emit.select(scanned, dim, -1), name)
     ranks = emit.arange(call.share(name), device=scanned.device)
     ranks = emit.reshape(ranks, [-1] + [1] * (len(shape) - 1))
+    # Every rank folds the totals of all, those behind its stretch replaced by nothing: no branch on the rank.
     before = ranks < call.position(name)
-    start = scan.fold(call, emit.where(before, totals, scan.neutral))
+    start = scan.fold(emit, emit.where(before, totals, scan.neutral))
     start = emit.unsqueeze(cast(call, start, result_dtype(call)), dim)
-    return emit.call(scan.join, scanned, start)
+    return scan.join(scanned, start)
 
 
 @rule_maker("aten.cummax", "aten.cummin")

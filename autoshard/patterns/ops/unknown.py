@@ -48,7 +48,7 @@ def batch_rule(call: OpCall) -> str:
 
 
 def batch_advice(name: str, rule: str) -> str:
-    """What to do about an operator without a rule, whose `batch_rule` is given."""
+    """Advice for the user of an operator without a rule, given its `batch_rule`."""
     if not rule:
         return f'Register one with autoshard.register_rule("{name}", "..."), see docs/rules.md.'
     return (
@@ -69,11 +69,12 @@ def _broadcast_from_first(call: LocalCall, value: Any) -> Any:
     """The value that the rank at coordinate zero of every axis has: a sum in which the others hold zero."""
     emit = call.emit
     dtype = value.dtype
-    if dtype is torch.bool:
+    if dtype is torch.bool:  # truth values do not add up
         value = emit._to_copy(value, dtype=torch.uint8)
     for axis, size in enumerate(call.mesh.sizes):
         if size > 1:
             first = emit.eq(emit.coordinate(axis), 0)
+            # `where`, not a product: what is no number on another rank must not become a summand.
             kept = emit.where(first, value, emit.zeros_like(value))
             value = all_reduce(emit, kept, axis)
     return emit._to_copy(value, dtype=dtype) if dtype is torch.bool else value

@@ -208,11 +208,12 @@ def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
 
     def add_copies(rule: Rule) -> Rule:
         def local(program: LocalCall) -> Any:
+            # The view's program runs as it is, on a call that names the view: its arguments are the same.
             viewing = copy.copy(program)
             viewing.call = replace(program.call, op=view)
             results = viewing.run() if rule.local is None else rule.local(viewing)
             several = isinstance(results, (tuple, list))
-            copies = [program.emit.clone(each) for each in (results if several else [results])]
+            copies = [program.emit.clone(value) for value in (results if several else [results])]
             return tuple(copies) if several else copies[0]
 
         return replace(rule, local=local, free=False, variants=tuple(map(add_copies, rule.variants)))
@@ -239,6 +240,7 @@ def memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
     if meta.strides is None:
         return None
     strides = meta.strides
+    # Dims of size one may have any stride: they come first, where they do not disturb the product of sizes.
     order = sorted(range(len(meta.shape)), key=lambda dim: (meta.shape[dim] != 1, -strides[dim]))
     expected = 1
     for dim in reversed(order):
@@ -268,12 +270,12 @@ def strided_view(count: int, size: Sequence[int], stride: Sequence[int], offset:
     dims = sorted((dim for dim in range(len(size)) if size[dim] > 1 and stride[dim] > 0), key=lambda dim: -stride[dim])
     radices, starts, left, rest = [], [], count, offset
     for dim in dims:
-        if left % stride[dim]:
+        if left % stride[dim]:  # the dim is no whole number of the next one's strides
             return None
         radices.append(left // stride[dim])
         starts.append(rest // stride[dim])
         left, rest = stride[dim], rest % stride[dim]
-        if starts[-1] + size[dim] > radices[-1]:
+        if starts[-1] + size[dim] > radices[-1]:  # runs over into the next step of the dim before
             return None
     return StridedView((*radices, left), (*starts, rest), tuple(dims))
 
@@ -352,7 +354,7 @@ def _as_strided(call: OpCall) -> Rule | None:
 
 @rule_maker("aten.as_strided_scatter")
 def _as_strided_scatter(call: OpCall) -> Rule | None:
-    """What is put into the view replaces everything where the view holds everything, each element once."""
+    """A view that holds every element once is replaced as a whole."""
     size, order, strided = _geometry(call)
     shape = call.operands[0].shape
     if order is None or strided is None or math.prod(size) != math.prod(shape) or strided.radices[-1] != 1:
@@ -385,9 +387,9 @@ def _whole_layout_rule(call: OpCall, order: Sequence[int]) -> Rule:
     names: dict[str, int] = {}
 
     def name_dims(place: str, meta: TensorMeta) -> list[list[str]]:
-        own = {f"{place}_{dim}": size for dim, size in enumerate(meta.shape)}
-        names.update(own)
-        return [[name] for name in own]
+        dims = {f"{place}_{dim}": size for dim, size in enumerate(meta.shape)}
+        names.update(dims)
+        return [[name] for name in dims]
 
     operands = [name_dims(f"operand{position}", meta) for position, meta in enumerate(call.operands)]
     results = [name_dims("result", meta) for meta in call.results if meta is not None]

@@ -14,9 +14,9 @@ from autoshard.patterns.ops._helpers import (
     all_reduce_over,
     bind_named,
     cast,
+    cast_results,
     factor_names,
     named_values,
-    result_dtype,
     shape_of,
     split_axes,
 )
@@ -71,7 +71,7 @@ def _weight_norm(call: LocalCall) -> Any:
     v, g = (cast(call, values[name], accumulation_dtype(values[name].dtype)) for name in ("v", "g"))
     lengths = emit.sqrt(_row_sum(call, "v", v * v))
     weight = v * (g / lengths)
-    return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((weight, lengths)))
+    return cast_results(call, [weight, lengths])
 
 
 @rule_maker("aten._weight_norm_interface_backward")
@@ -106,7 +106,7 @@ def _weight_norm_backward(call: LocalCall) -> Any:
     along = v * (grad_g / lengths)
     across = gradient - along
     grad_v = across * (g / lengths)
-    return tuple(cast(call, value, result_dtype(call, index)) for index, value in enumerate((grad_v, grad_g)))
+    return cast_results(call, [grad_v, grad_g])
 
 
 # Rows that are scaled down to a largest norm: each on its own, and each needed whole.
@@ -132,5 +132,5 @@ def _local_embedding_renorm(call: LocalCall) -> Any:
         return call.run()
     table, indices = call.operands
     stretch = call.operand_shape(0)[0]
-    own, _ = localize_index(call, indices, "v", stretch, stretch)
-    return drop_spare(call, call.run(operands=[append_spare(call, table, [0]), own]), [0])
+    place, _ = localize_index(call, indices, "v", stretch, stretch)
+    return drop_spare(call, call.run(operands=[append_spare(call, table, [0]), place]), [0])

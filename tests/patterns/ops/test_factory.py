@@ -128,6 +128,10 @@ TRIANGLES = {
 
 
 @pytest.mark.parametrize("sound", TRIANGLES.values(), ids=TRIANGLES)
+def test_a_triangle_is_sound(sound: partial[None]) -> None:
+    sound()
+
+
 def test_only_stretches_of_rows_and_columns_are_taken() -> None:
     _, rule = bound(aten.tril.default, MATRICES)
     assert [factor.contiguous for factor in rule.factors] == [False, True, True]

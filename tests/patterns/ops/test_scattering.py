@@ -180,6 +180,10 @@ MASKED_CASES = {
 
 
 @pytest.mark.parametrize("sound", MASKED_CASES.values(), ids=MASKED_CASES)
+def test_filling_a_mask_is_sound(sound: partial[None]) -> None:
+    sound()
+
+
 def test_sizes_that_depend_on_the_mask_have_no_rule() -> None:
     assert rule_for(call_of(aten.masked_select.default, (X, MASK), {}, X[MASK])) is None
     assert rule_for(call_of(aten.nonzero.default, (MASK,), {}, torch.nonzero(MASK))) is None
