@@ -74,7 +74,9 @@ def _small_gpt(ranks: int) -> Model:
 
 
 def _fast_plan(module: nn.Module, inputs: models.Inputs, processes: Processes) -> autoshard.ShardingPlan:
-    plan = autoshard.plan(module, {"x": processes.size}, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
+    plan = autoshard.plan(
+        module, {"x": processes.size}, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast")
+    )
     assert isinstance(plan, autoshard.ShardingPlan)
     return plan
 
@@ -197,7 +199,9 @@ TrainedModel = tuple[nn.Module, torch.optim.Optimizer]
 
 def _train_once(seed: int, processes: Processes) -> TrainedModel:
     module, inputs = copy_model_to(make_seeded(models.odd_heads, processes.size, seed), processes.device, torch.float32)
-    autoshard.parallelize(module, processes.mesh(), (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
+    autoshard.parallelize(
+        module, processes.mesh(), (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast")
+    )
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     autoshard.checkpointable(optimizer)
     module(**inputs).backward()
