@@ -95,6 +95,6 @@ def test_a_view_made_before_is_refused_by_its_line() -> None:
     rows = net.scale.detach()[:8]
     net.part.register_forward_hook(lambda part, args, out: out * rows)
     with pytest.raises(
-        CaptureError, match=r"test_traced_parameters.py:\d+ .*reads a view of scale that was made outside"
+        CaptureError, match=r"parameters\.py:\d+ .*reads a view of scale that was made outside"
     ):
         capture(net, (X,), {})
