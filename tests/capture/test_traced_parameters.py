@@ -94,7 +94,5 @@ def test_a_view_made_before_is_refused_by_its_line() -> None:
     net = Net()
     rows = net.scale.detach()[:8]
     net.part.register_forward_hook(lambda part, args, out: out * rows)
-    with pytest.raises(
-        CaptureError, match=r"parameters\.py:\d+ .*reads a view of scale that was made outside"
-    ):
+    with pytest.raises(CaptureError, match=r"parameters\.py:\d+ .*reads a view of scale that was made outside"):
         capture(net, (X,), {})
