@@ -108,10 +108,10 @@ def run_pipeline(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         with register_module_forward_hook(note):
             batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
             loss = pipeline.train_step(**batch)
-    ((serving,),) = pipeline._serving.values()
+    ((serving,),) = pipeline._prepared_calls.values()
     stages = [stage.module for stage in serving.stages]
     told = _describe_step(pipeline, stages, outputs | {"loss": loss}, collectives)
-    return told | {"fingerprints": [plan.fingerprint, forward_fingerprint(serving.calls.graph)]}
+    return told | {"fingerprints": [plan.fingerprint, forward_fingerprint(serving.call_format.graph)]}
 
 
 def _describe_step(

@@ -19,7 +19,7 @@ def devices(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     folder = tmp_path_factory.mktemp("ways")
     for name, way in CALL_VARIANTS.items():
         way.plan().save(folder / f"{name}.json")
-    program = ROOT / "tests" / "fake_cuda" / "ways.py"
+    program = ROOT / "tests" / "fake_cuda" / "call_variants.py"
     found: dict[str, list[str]] = json.loads(run_by_command(program, None, folder, str(shim), str(RANK), str(folder)))
     return found
 

@@ -282,7 +282,7 @@ class _Balanced(nn.Module):
 
 
 def test_scalars_are_handed_on_as_one_element() -> None:
-    with models.common.seeded(torch.float64, 0):
+    with models.common.fixed_seed(torch.float64, 0):
         graph, inputs = export_forward(_Balanced(), (), {"x": torch.randn(3, 4)}), {"x": torch.randn(3, 4)}
     stage_of = {node.name: int(node.name not in ("linear", "square", "mean")) for node in graph.operators}
     check(graph, inputs, stage_of, 2)
