@@ -32,7 +32,7 @@ from autoshard.names import suggestion
 from autoshard.options import OptionKeywords
 from autoshard.plans.sharding_plan import ShardingPlan
 
-OPTIONS = ("mesh", "plan", *OptionKeywords.__annotations__)
+OPTIONS = ("mesh", *OptionKeywords.__annotations__, "plan")
 """Names that `torch.compile(..., options={...})` may hold: the mesh, and the keyword options of `parallelize`."""
 
 _mesh: ContextVar[DeviceMesh | None] = ContextVar("autoshard_mesh", default=None)
