@@ -68,7 +68,7 @@ def test_the_stages_of_a_plan_do_what_the_model_does(boundaries: BoundaryMode) -
             for stage, decided in zip(stages, plan.stages, strict=True):
                 cluster = stage_cluster(fast_links(), plan.mesh, plan.axis)
                 own = stage_target(target(), cluster, decided, input_names(stage))
-                Parallelizer(stage.module, mesh, own, False, decided).start(*stage.example)
+                Parallelizer(stage.module, mesh, own, decided).start(*stage.example)
         chain = Chain(graph, stages, (), part)
         with default_float64():
             ours = chain.forward()[1]

@@ -43,19 +43,19 @@ def test_what_is_saved_counts_once_whatever_looks_at_it() -> None:
 
 
 def test_there_are_more_microbatches_where_less_is_to_be_saved() -> None:
-    wanted = request(pipeline="outer")
+    wanted = request(pipelines="outer")
     shape = pipeline(2, 4)
     assert InitialGuess(wanted).microbatches(shape) == 8
     held = typical_bytes(wanted.graph, shape, wanted.target.settings.optimizer, 2)
     saved = saved_bytes(wanted.graph)
-    tight = request(pipeline="outer", memory_limit=held + saved // 2 // 32)
+    tight = request(pipelines="outer", memory_limit=held + saved // 2 // 32)
     assert InitialGuess(tight).microbatches(shape) == 32
-    none = request(pipeline="outer", memory_limit=held)
+    none = request(pipelines="outer", memory_limit=held)
     assert InitialGuess(none).microbatches(shape) == max(none.feasible_numbers(shape))
 
 
 def test_devices_of_a_host_may_share_a_sample_in_a_stage_of_several_hosts() -> None:
-    wanted = request(pipeline="outer")  # two devices to a host
+    wanted = request(pipelines="outer")  # two devices to a host
     assert max(wanted.feasible_numbers(pipeline(2, 4))) == BATCH // 2
     assert max(wanted.feasible_numbers(pipeline(2, 16))) == BATCH // 4
 
@@ -74,7 +74,7 @@ def test_405_billion_parameters_begin_with_pipelines_that_hold_them() -> None:
 
 
 def test_a_mesh_is_roomy_by_the_memory_that_there_is() -> None:
-    wanted = request(pipeline="outer")
+    wanted = request(pipelines="outer")
     shape = pipeline(2, 4)
     held = typical_bytes(wanted.graph, shape, wanted.target.settings.optimizer, 2)
     for limit, expected in ((2 * held, True), (2 * held - 2, False)):
