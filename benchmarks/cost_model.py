@@ -58,7 +58,7 @@ from autoshard.planner.planner import Planner  # noqa: E402
 from autoshard.planner.planning_problem import Constraints  # noqa: E402
 from autoshard.planner.problem_builder import ProblemBuilder  # noqa: E402
 from autoshard.planner.target import Settings  # noqa: E402
-from autoshard.program.localize import Localizer  # noqa: E402
+from autoshard.program.localize import localize  # noqa: E402
 from autoshard.program.program_replay import collective_calls, operations  # noqa: E402
 from autoshard.program.split import split  # noqa: E402
 from autoshard.runtime.step import LocalProgram, Ranks  # noqa: E402
@@ -176,7 +176,7 @@ def runs(example: Example, mesh: DeviceMesh, cluster: Cluster, plans: int, seed:
 
 
 def _run(planner: Planner, decisions: Decisions, mesh: DeviceMesh, ranks: Ranks) -> Run:
-    step = Localizer(Flow(planner.rules, decisions, planner.mesh), planner.resharder, ranks.groups).run()
+    step = localize(Flow(planner.rules, decisions, planner.mesh), planner.resharder, ranks.groups)
     halves = split(step, compile=False)
     issued = operations(halves.graphs, ranks.groups, planner.prices)
     groups = [mesh.get_group(axis) for axis in range(planner.mesh.ndim)]

@@ -15,7 +15,8 @@ from autoshard.memory.footprint import Allocation, AllocationKind
 from autoshard.memory.optimizer import OptimizerMemory
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.graph_rules import Value
-from autoshard.planner.shape_program import ShapeProgram, makes_views, storage_root
+from autoshard.program.aliasing import makes_view, storage_root
+from autoshard.program.predicted_program import PredictedProgram
 from autoshard.reshard.collective_schedule import KEEPS_INPUT
 from autoshard.reshard.gathers import waits_of
 
@@ -25,7 +26,7 @@ _PER_RUN_KINDS: frozenset[AllocationKind] = frozenset({"saved", "gathered", "com
 
 
 def allocations(
-    flow: Flow, program: ShapeProgram, optimizer: OptimizerMemory, under_way: int = 1
+    flow: Flow, program: PredictedProgram, optimizer: OptimizerMemory, under_way: int = 1
 ) -> Iterator[Allocation]:
     """What one device holds and when, in positions of the program; the last moment is the optimizer's step.
 
@@ -49,7 +50,7 @@ def allocations(
 class _ProgramMemory:
     """Lives of all memory in one program."""
 
-    def __init__(self, flow: Flow, program: ShapeProgram, optimizer: OptimizerMemory) -> None:
+    def __init__(self, flow: Flow, program: PredictedProgram, optimizer: OptimizerMemory) -> None:
         self.graph = flow.graph
         self.operators = flow.rules.operators
         self.program = program
@@ -164,7 +165,7 @@ class _ProgramMemory:
         val = root.meta["val"]
         if isinstance(val, torch.Tensor):
             return val.untyped_storage().nbytes()
-        if makes_views(root):
+        if makes_view(root.target):
             return 0
         taken = {user.args[1] for user in root.users}
         unused = (one for index, one in enumerate(val) if isinstance(one, torch.Tensor) and index not in taken)

@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard.memory.footprint import Memory
 from autoshard.patterns.decisions import Decisions
-from autoshard.planner.shape_program import ShapeProgram
+from autoshard.program.predicted_program import PredictedProgram
 
 
 class ProgramEstimate:
@@ -24,12 +24,12 @@ class ProgramEstimate:
 
     def __init__(
         self,
-        program: Callable[[], ShapeProgram],
-        replay: Callable[[ShapeProgram], tuple[float, float, float]],
-        account: Callable[[ShapeProgram], tuple[Memory, np.ndarray]],
+        program: Callable[[], PredictedProgram],
+        replay: Callable[[PredictedProgram], tuple[float, float, float]],
+        account: Callable[[PredictedProgram], tuple[Memory, np.ndarray]],
     ) -> None:
         self._make, self._replay, self._account = program, replay, account
-        self._program: ShapeProgram | None = None  # until both are known: it is large
+        self._program: PredictedProgram | None = None  # until both are known: it is large
         self._times: tuple[float, float, float] | None = None
         self._footprint: tuple[Memory, np.ndarray] | None = None
 
@@ -49,7 +49,7 @@ class ProgramEstimate:
             self._release_program()
         return self._footprint
 
-    def _cached_program(self) -> ShapeProgram:
+    def _cached_program(self) -> PredictedProgram:
         self._program = self._program or self._make()
         return self._program
 

@@ -30,17 +30,17 @@ from autoshard.planner.multi_axis import MultiAxisSolver
 from autoshard.planner.overlap_search import OverlapSearch
 from autoshard.planner.planning_problem import BuiltProblem, Constraints, OverlapDiscount
 from autoshard.planner.problem_builder import ProblemBuilder
-from autoshard.planner.recordings import LocalPrograms
 from autoshard.planner.schedule import OperatorPrices, reduction_timeline, timeline
 from autoshard.planner.search_progress import Progress
-from autoshard.planner.shape_program import ShapeProgram, build_shape_program
 from autoshard.planner.solve_request import BlockSolution, SolveRequest
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_problem
 from autoshard.planner.strategy_tables import StrategyTables
 from autoshard.planner.target import Settings
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.program.predicted_program import PredictedProgram, predict_program
 from autoshard.program.program_replay import KernelPrices
+from autoshard.program.recordings import LocalPrograms
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.reshard.path import Resharder
 from autoshard.solver.eliminate import WidthError
@@ -234,12 +234,12 @@ class Planner:
             bound = found.lower_bound if self.best is None else self.best.lower_bound
             self.best = replace(found, lower_bound=min(bound, found.cost))
 
-    def program(self, flow: Flow, reduced: DeferredReduction | None = None) -> ShapeProgram:
-        """The calls of the program that some decisions stand for; `reduced` as for `build_shape_program`."""
+    def program(self, flow: Flow, reduced: DeferredReduction | None = None) -> PredictedProgram:
+        """The calls of the program that some decisions stand for; `reduced` as for `predict_program`."""
         with self.time_phase("account"):
-            return build_shape_program(flow, self.resharder, self.programs, reduced)
+            return predict_program(flow, self.resharder, self.programs, reduced)
 
-    def replay(self, program: ShapeProgram, prices: KernelPrices) -> tuple[float, float]:
+    def replay(self, program: PredictedProgram, prices: KernelPrices) -> tuple[float, float]:
         """Seconds of a step of a program, and those of them in which a device communicates and does not compute."""
         with self.time_phase("schedule"):
             replayed, later = timeline(program, prices), reduction_timeline(program, prices)
@@ -247,7 +247,7 @@ class Planner:
             seconds = replayed.seconds_with_contention(contention) + later.seconds_with_contention(contention) / steps
             return seconds, replayed.exposed + later.exposed / steps
 
-    def update_seconds(self, program: ShapeProgram) -> float:
+    def update_seconds(self, program: PredictedProgram) -> float:
         """Seconds in which the optimizer updates what a device holds, by the bytes that it moves."""
         moved = 0
         for source in self.graph.inputs:
@@ -265,13 +265,13 @@ class Planner:
                 return replace(known, cost=cost, lower_bound=lower_bound, method=method)
         flow = Flow(self.rules, decisions, self.mesh)
 
-        def make_program() -> ShapeProgram:
+        def make_program() -> PredictedProgram:
             return self.program(flow, self.settings.left_unreduced)
 
-        def measure_times(program: ShapeProgram) -> tuple[float, float, float]:
+        def measure_times(program: PredictedProgram) -> tuple[float, float, float]:
             return (*self.replay(program, self.prices), self.update_seconds(program))
 
-        def measure_memory(program: ShapeProgram) -> tuple[Memory, np.ndarray]:
+        def measure_memory(program: PredictedProgram) -> tuple[Memory, np.ndarray]:
             with self.time_phase("account"):
                 allocated = list(allocations(flow, program, self.settings.optimizer, self.settings.under_way))
                 return Memory.of(allocated, self.operation_at), live_bytes(allocated, len(self.rules.operators) + 1)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autoshard.planner.shape_program import ShapeProgram
 from autoshard.planner.strategy_tables import StrategyTables
+from autoshard.program.predicted_program import PredictedProgram
 from autoshard.program.program_replay import KernelPrices, operations
 from autoshard.simulate.events import Timeline, replay
 
@@ -33,7 +33,7 @@ class OperatorPrices(KernelPrices):
         return self._tables.compute_seconds(*stands_for) if stands_for else 0.0
 
 
-def timeline(program: ShapeProgram, prices: KernelPrices) -> Timeline:
+def timeline(program: PredictedProgram, prices: KernelPrices) -> Timeline:
     """The step on a stream of compute and one of communication per link.
 
     What is replayed are the calls of the program itself, with its copies, masks and local programs, its joined
@@ -42,7 +42,7 @@ def timeline(program: ShapeProgram, prices: KernelPrices) -> Timeline:
     return _replay((program.forward.graph, program.backward.graph), prices)
 
 
-def reduction_timeline(program: ShapeProgram, prices: KernelPrices) -> Timeline:
+def reduction_timeline(program: PredictedProgram, prices: KernelPrices) -> Timeline:
     """Likewise the reductions of gradients that the backward half leaves unreduced, with nothing to hide behind."""
     return _replay(() if program.unreduced is None else (program.unreduced.scheduled_graph(),), prices)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class GraphEmitter:
         home: the device of the program's tensors.
         sizes: where sizes are dynamic, those that the fake tensors have. Numbers that depend on them stand as
             `DynamicSize`s and `Ratio`s in the graph's arguments.
+        results: the fake tensors of calls that were run before, for emitters that share them.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class GraphEmitter:
         mode: FakeTensorMode,
         home: torch.device,
         sizes: Sizes | None = None,
+        results: dict[Hashable, Any] | None = None,
     ) -> None:
         self.mesh = mesh
         self.graph = fx.Graph()
@@ -49,7 +52,8 @@ class GraphEmitter:
         self._host_coordinates: list[fx.Node] = []
         self._seed: fx.Node | None = None
         self._symbolic = SymbolicShapes(sizes) if sizes else None
-        self._results: dict[tuple[Any, ...], Any] = {}  # fake tensors, which equal calls of an operator share
+        # Equal calls of an operator share their fake tensors.
+        self._results: dict[Hashable, Any] = {} if results is None else results
 
     def placeholder(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
@@ -74,7 +78,7 @@ class GraphEmitter:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = fx.node.map_arg((args, kwargs), lambda operand: self._in_supported_layout(op, operand))
-        node = self.graph.call_function(op, args, kwargs)
+        node = add_call(self.graph, op, args, kwargs)
         val = self._result(op, args, kwargs)
         self._finish(node, val)
         if self._symbolic is not None:
@@ -104,7 +108,7 @@ class GraphEmitter:
         # Numbers among the results are known before the program runs, and torch's partitioner wants tensors only.
         if not isinstance(val, torch.Tensor):
             return None
-        item = self.graph.call_function(operator.getitem, (node, index))
+        item = add_call(self.graph, operator.getitem, (node, index), {})
         self._finish(item, val)
         if self._symbolic is not None:
             self._symbolic.item(item, node, index)
@@ -147,6 +151,21 @@ class GraphEmitter:
     def is_contiguous(self, value: fx.Node) -> bool:
         """Return True if the value lies row-major in memory, by the strides of the fake tensor."""
         return bool(value.meta["val"].is_contiguous())
+
+
+def add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """Add the call of an operator to the end of a graph."""
+    node = graph.create_node("call_function", op, name=_call_name(op))
+    # `create_node` looks through arguments for symbols, which takes longer than all else: they are set behind it.
+    node.args = args
+    if kwargs:
+        node.kwargs = kwargs
+    return node
+
+
+@functools.cache
+def _call_name(op: Any) -> str:
+    return str(getattr(op, "overloadpacket", op).__name__)
 
 
 def _fake(argument: Any) -> Any:

@@ -13,6 +13,7 @@ from autoshard.cluster.cost import CostModel
 from autoshard.cluster.flops import flops
 from autoshard.patterns.ring import shift
 from autoshard.patterns.routed_exchange import exchange_ops
+from autoshard.program.aliasing import makes_view
 from autoshard.specs.emitter import collectives
 
 # The operators that start a collective, and its kind. Tensors are their first argument, the group is the last.
@@ -49,11 +50,6 @@ def kernel_seconds(cost: CostModel, op: Any, operands: object, results: object, 
     read = made if op is torch.ops.aten.index_select.default else operands
     dtype = made[0].dtype if made else torch.float32
     return cost.compute(work, bytes_of([*read, *made]), dtype, op.overloadpacket.__name__)
-
-
-def makes_view(op: Any) -> bool:
-    """Return True if a result of the operator lies in the memory of an operand."""
-    return any(result.alias_info is not None for result in op._schema.returns)
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
@@ -121,4 +117,4 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return hasattr(node.target, "_schema") and makes_view(node.target) and len(node.all_input_nodes) == 1
+    return makes_view(node.target) and len(node.all_input_nodes) == 1

@@ -11,7 +11,7 @@ from torch import fx
 from autoshard.errors import RuleError
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.generic import generic_sizes
-from autoshard.program.localize import Localizer, LocalStep
+from autoshard.program.localize import LocalStep, localize
 from autoshard.reshard.path import Resharder
 from autoshard.size import Sizes, at, plain
 from autoshard.specs.shared_axis import SharedAxis
@@ -22,16 +22,16 @@ def size_generic_step(
 ) -> LocalStep:
     """Return the program of a plan; of a graph with dynamic sizes, one that is the same at all of them.
 
-    The arguments are those of `Localizer`.
+    The arguments are those of `localize`.
 
     Raises:
         PlanError: an operator can't have unequal shares as the plan has it.
         RuleError: the program would be another one at other sizes.
     """
-    step = Localizer(flow, resharder, groups, home, shared=shared).run()
+    step = localize(flow, resharder, groups, home, shared=shared)
     if flow.graph.dynamic is not None:
         sizes = generic_sizes(flow.graph, flow.mesh, flow.rules.generic)
-        expected = Localizer(flow, resharder, groups, home, sizes, shared).run()
+        expected = localize(flow, resharder, groups, home, sizes, shared)
         check_size_generic(step, expected, sizes if shared is None else shared.example(sizes))
     return step
 

@@ -22,7 +22,7 @@ from autoshard.planner.planning_problem import Constraints, OverlapDiscount
 from autoshard.planner.target import Settings
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program._torch import split_joint
-from autoshard.program.localize import Localizer, LocalStep
+from autoshard.program.localize import LocalStep, localize
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives
 from autoshard.specs.spec import Spec
@@ -107,7 +107,7 @@ def account_of(planner: Planner, plan: ShardingPlan) -> StepAccount:
 
 def program_of(planner: Planner, plan: ShardingPlan) -> LocalStep:
     """The program of a plan; its process groups are called after the mesh axes."""
-    return Localizer(flow_of(planner, plan), planner.resharder, planner.mesh.names).run()
+    return localize(flow_of(planner, plan), planner.resharder, planner.mesh.names)
 
 
 def halves_of(step: LocalStep) -> tuple[fx.GraphModule, ...]:

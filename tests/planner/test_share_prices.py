@@ -11,9 +11,9 @@ from autoshard.capture.joint import capture
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import batch_of
 from autoshard.planner.planning_problem import Constraints
-from autoshard.planner.shape_program import ShapeProgram
 from autoshard.planner.share_prices import SharePrices
 from autoshard.program.kernels import COLLECTIVE_KINDS
+from autoshard.program.predicted_program import PredictedProgram
 from autoshard.specs.shared_axis import SharedAxis
 from tests.planner.steps import flow_of, links, planner_of
 
@@ -39,7 +39,7 @@ def planner() -> Planner:
     return planner_of(graph, {"dp": 2}, Constraints(shared=SharedAxis(0, 2, batch)), links(1e12, 1e-9))
 
 
-def kernels(program: ShapeProgram) -> list[fx.Node]:
+def kernels(program: PredictedProgram) -> list[fx.Node]:
     calls = [node for half in (program.forward, program.backward) for node in half.graph.nodes]
     return [node for node in calls if node.op == "call_function" and node.target not in COLLECTIVE_KINDS]
 

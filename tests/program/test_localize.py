@@ -17,7 +17,7 @@ from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.program.localize import Localizer
+from autoshard.program.localize import localize
 from autoshard.program.split import split
 from autoshard.specs.layout import local_shape
 from tests.planner.steps import account_of, every_parameter, flow_of, joint_graph, planner_of, program_of
@@ -37,7 +37,7 @@ def test_ranks_differ_in_the_names_of_their_groups_alone(name: str) -> None:
     texts = []
     for rank in range(2):
         groups = [f"{axis}_{rank}" for axis in planner.mesh.names]
-        text = Localizer(flow_of(planner, plan), planner.resharder, groups).run().graph_module.code
+        text = localize(flow_of(planner, plan), planner.resharder, groups).graph_module.code
         for axis in planner.mesh.names:
             text = text.replace(f"'{axis}_{rank}'", f"'{axis}'")
         texts.append(text)
@@ -165,7 +165,7 @@ def test_padding_that_is_zero_already_is_not_masked(sharded: bool, masks: int) -
     decisions.choices[product.name] = planner.rules.rules[product].indices("k")
     decisions.choices[exponential.name] = planner.rules.rules[exponential].indices("dim1") if sharded else (WHOLE,)
     flow = Flow(planner.rules, Decisions(decisions.choices, decisions.rest, decisions.outputs), planner.mesh)
-    code = Localizer(flow, planner.resharder, ["x"]).run().graph_module.code
+    code = localize(flow, planner.resharder, ["x"]).graph_module.code
     assert code.count("aten.masked_fill.Scalar(") == masks
     assert planner.rules.zeros == {exponential: (True,), product: (False, True)}
 

@@ -16,7 +16,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.errors import PlanError
 from autoshard.planner.planning_problem import Constraints
 from autoshard.program import overlap
-from autoshard.program.localize import Localizer
+from autoshard.program.localize import localize
 from autoshard.program.overlap import TorchArrangement
 from autoshard.program.program_replay import KernelPrices
 from autoshard.program.split import Halves, split
@@ -39,7 +39,7 @@ def _arranged(dynamic: bool) -> tuple[Halves, TorchArrangement]:
     planner = planner_of(graph, {"x": 2}, Constraints(pinned=pinned), cluster=Cluster.preset("h100"))
     with first_rank({"x": 2}) as mesh:
         groups = Ranks(mesh, torch.device("cpu")).groups
-        step = Localizer(flow_of(planner, planner.plan()), planner.resharder, groups).run()
+        step = localize(flow_of(planner, planner.plan()), planner.resharder, groups)
         arrange = TorchArrangement(KernelPrices(planner.cost), groups, dynamic)
         return split(step, compile=False, arrange=arrange), arrange
 

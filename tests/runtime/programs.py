@@ -13,7 +13,7 @@ from autoshard.capture._torch import outside_modes
 from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.planner.planning_problem import Constraints
-from autoshard.program.localize import Localizer, LocalStep
+from autoshard.program.localize import LocalStep, localize
 from autoshard.runtime.shards import cut
 from autoshard.runtime.step import Ranks
 from autoshard.specs.axes import MeshShape
@@ -32,7 +32,7 @@ def step_on(
     planner = planner_of(graph, dict(zip(shape.names, shape.sizes, strict=True)), wishes, cluster, effort=effort)
     groups = Ranks(mesh, torch.device("cpu")).groups
     with outside_modes():
-        return Localizer(flow_of(planner, planner.plan()), planner.resharder, groups).run()
+        return localize(flow_of(planner, planner.plan()), planner.resharder, groups)
 
 
 def locals_of(step: LocalStep, module: nn.Module, inputs: Mapping[str, Any], mesh: DeviceMesh) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from autoshard.capture.joint import capture
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.ops._draws import draws
 from autoshard.planner.planning_problem import Constraints
-from autoshard.program.localize import Localizer, LocalStep
+from autoshard.program.localize import LocalStep, localize
 from autoshard.program.split import split
 from autoshard.runtime.step import Ranks
 from tests import models
@@ -51,7 +51,7 @@ def _steps(model: models.Model, axes: dict[str, int], seeds: int) -> list[LocalS
             plan = random_plan(graph, planner.mesh, seed, forced=0.5, planned_outputs=True)
             flow = Flow(planner.rules, Decisions.from_data(plan.decisions), planner.mesh)
             with outside_modes():
-                steps.append(Localizer(flow, planner.resharder, groups).run())
+                steps.append(localize(flow, planner.resharder, groups))
     return steps
 
 

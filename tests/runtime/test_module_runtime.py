@@ -22,7 +22,7 @@ from autoshard.capture.joint import capture
 from autoshard.capture.joint_graph import JointInput
 from autoshard.errors import InputError
 from autoshard.planner.planning_problem import Constraints
-from autoshard.program.localize import Localizer
+from autoshard.program.localize import localize
 from autoshard.program.split import split
 from autoshard.runtime.constants import place_constant
 from autoshard.runtime.module_runtime import Runtime
@@ -87,7 +87,7 @@ class _Counted:
         planner = planner_of(graph, {"x": 2}, wishes)
         ranks = Ranks(self.mesh, torch.device("cpu"))
         with outside_modes():
-            step = Localizer(flow_of(planner, planner.plan()), planner.resharder, ranks.groups).run()
+            step = localize(flow_of(planner, planner.plan()), planner.resharder, ranks.groups)
             halves = split(step, compile=False)
         return graph, LocalProgram(step, halves, ranks)
 

@@ -20,8 +20,9 @@ from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.planner.allocations import allocations
 from autoshard.planner.planner import Planner
-from autoshard.planner.shape_program import ShapeProgram, storage_root
 from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.program.aliasing import storage_root
+from autoshard.program.predicted_program import PredictedProgram
 from autoshard.program.program_replay import operations
 from autoshard.reshard.deferred_reductions import reduce_with_sums
 from autoshard.simulate.events import replay
@@ -175,7 +176,7 @@ def _seconds(planner: Planner, half: fx.Graph) -> float:
     return replay(issued).seconds_with_contention(planner.cluster.contention)
 
 
-def _reduction_seconds(planner: Planner, program: ShapeProgram, backward: float) -> float:
+def _reduction_seconds(planner: Planner, program: PredictedProgram, backward: float) -> float:
     """What the backward half takes longer where it reduces what others have left, of which it takes so many seconds."""
     if program.unreduced is None:
         return 0.0
@@ -201,7 +202,7 @@ class _BackwardHalves:
     kept: int
 
     @staticmethod
-    def of(planner: Planner, program: ShapeProgram, inputs: set[str]) -> _BackwardHalves:
+    def of(planner: Planner, program: PredictedProgram, inputs: set[str]) -> _BackwardHalves:
         """The halves of a program's backward, `inputs` being those whose gradients the first makes."""
         graph, saved = program.backward.graph, program.backward.saved
         first = _ancestors(
@@ -240,7 +241,7 @@ class _StageMemory:
 
 
 def _stage_memory(
-    planned: PlannedStage, planner: Planner, flow: Flow, program: ShapeProgram, microbatches: int
+    planned: PlannedStage, planner: Planner, flow: Flow, program: PredictedProgram, microbatches: int
 ) -> _StageMemory:
     graph, operators = planner.graph, planner.rules.operators
     forward = sum(graph.phase(node) == "forward" for node in operators)
@@ -264,7 +265,7 @@ def _is_kept_all_step(one: Allocation, parameters: set[str]) -> bool:
     return one.kind in _AT_REST or (one.kind == "gradient" and one.name in parameters)
 
 
-def _gradient_bytes(flow: Flow, program: ShapeProgram, parameters: set[str]) -> Iterator[int]:
+def _gradient_bytes(flow: Flow, program: PredictedProgram, parameters: set[str]) -> Iterator[int]:
     """Of every trained parameter, the bytes of its gradient: as its part here, or as what is added up if it is more."""
     for source in flow.graph.inputs:
         if source.name in parameters and ("gradient", source.name) in program.outputs:

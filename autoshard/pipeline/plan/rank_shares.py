@@ -12,7 +12,7 @@ from autoshard.pipeline.plan.planned_stage import PlannedStage
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.planner.batch_shares import devices_along, heterogeneous_axis, speeds_of
 from autoshard.planner.planning import flow_of
-from autoshard.program.localize import Localizer
+from autoshard.program.localize import localize
 from autoshard.specs.axes import MeshShape
 
 RankShares = Mapping[str, tuple[int, ...]]
@@ -92,9 +92,9 @@ def check_uneven_programs(planned: Iterable[PlannedStage]) -> None:
     for one in planned:
         if one.plan.shares and one.plan.fingerprint not in seen:
             planner = one.planner
-            Localizer(
+            localize(
                 flow_of(planner, one.plan), planner.resharder, planner.mesh.names, shared=planner.constraints.shared
-            ).run()
+            )
             seen.add(one.plan.fingerprint)
 
 

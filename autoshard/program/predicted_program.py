@@ -1,0 +1,234 @@
+"""The program of some decisions as a prediction: the walk of the program itself, which adds recordings to both halves.
+
+A step's memory and seconds depend on every call: on temporaries of local programs, buckets of gradients, gathers that
+start early. A prediction takes a small part of the time of the program, since equal operators are recorded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.capture import outside_modes
+from autoshard.patterns.decisions import Flow
+from autoshard.patterns.graph_rules import Value
+from autoshard.patterns.variants import resolve_variant
+from autoshard.program.emitter import add_call
+from autoshard.program.kernels import COLLECTIVE_KINDS
+from autoshard.program.recordings import LocalPrograms, Recording
+from autoshard.program.walk import LocalResults, ProgramWalk
+from autoshard.reshard.bucket import bucket_reductions
+from autoshard.reshard.collective_schedule import schedule
+from autoshard.reshard.deferred_reductions import DeferredReduction, PendingReductions, take_reductions
+from autoshard.reshard.gathers import propagate_layers
+from autoshard.reshard.path import Path, Resharder
+from autoshard.specs.emitter import collectives
+from autoshard.specs.layout import local_shape
+
+_WAIT = collectives.wait_tensor.default
+
+
+@dataclass(eq=False)
+class Half:
+    """The forward or the backward half.
+
+    Attributes:
+        graph: its calls. Nodes have in `meta`: `"val"`, the fake tensor; `"position"`, the number of the operator that
+            they belong to; `"key"`, the name of the value or copy that they are, or are made for; `"kind"`, what a
+            tensor made there is for if nothing else is known of it.
+        saved: in the backward half, placeholder -> the node of the forward half that it is.
+    """
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    saved: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PredictedProgram:
+    """Both halves of the program of some decisions.
+
+    Attributes:
+        forward: the forward half.
+        backward: the backward half.
+        inputs: nodes of the step's inputs, by the names of the joint graph's placeholders.
+        outputs: (kind, name) of an output -> its node, in the half that makes it.
+        unreduced: the rest of the reductions of gradients that are added up first; None without such gradients.
+    """
+
+    forward: Half
+    backward: Half
+    inputs: dict[str, fx.Node]
+    outputs: dict[tuple[str, str], fx.Node]
+    unreduced: PendingReductions | None = None
+
+
+def predict_program(
+    flow: Flow, resharder: Resharder, programs: LocalPrograms, reduced: DeferredReduction | None = None
+) -> PredictedProgram:
+    """Return the program of some decisions, split in halves and scheduled as the program itself is.
+
+    Args:
+        flow: the graph and the decisions.
+        resharder: finds the reshards.
+        programs: the recordings of operators and reshards.
+        reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
+    """
+    with outside_modes():
+        halves = _PredictedHalves(flow, programs)
+        walk = ProgramWalk(flow, resharder, halves, {})
+        inputs = {}
+        for source in flow.graph.inputs:
+            value = Value(source.node)
+            half = "backward" if source.kind == "tangent" else "forward"
+            shape = local_shape(value.meta.shape, flow.produced_spec(value), flow.mesh)
+            inputs[source.node.name] = halves.add_placeholder(half, source.node.name, shape, value.meta.dtype)
+            walk.add_input(source, inputs[source.node.name])
+        halves.add_rank_inputs()
+        outputs = walk.run()
+        unreduced = halves.finish(outputs, reduced)
+        return PredictedProgram(halves.halves["forward"], halves.halves["backward"], inputs, outputs, unreduced)
+
+
+class _PredictedHalves:
+    """A `ProgramGraph` with one graph for each half, to which recordings of local programs are added."""
+
+    def __init__(self, flow: Flow, programs: LocalPrograms) -> None:
+        self.flow = flow
+        self.programs = programs
+        self.halves = {"forward": Half(), "backward": Half()}
+        self._phase = "forward"
+        self._position = 0
+        self._key = ""
+        self._kind = "temporary"
+        self._rank_inputs: list[fx.Node] = []
+        self._half_of: dict[fx.Node, str] = {}
+        self._saved_placeholders: dict[fx.Node, fx.Node] = {}
+        # The operator that a rule's own program stands for, and the calls of that program.
+        self._local_calls: list[tuple[tuple[Any, ...], list[fx.Node]]] = []
+
+    def add_placeholder(self, half: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        """Add an input to a half."""
+        node = self.halves[half].graph.placeholder(name)
+        self._set_meta(node, half, self.programs.empty(shape, dtype))
+        return node
+
+    def add_rank_inputs(self) -> None:
+        """Add the rank's coordinates and the seed."""
+        names = (*self.flow.mesh.names, "seed")
+        self._rank_inputs = [self.add_placeholder("forward", f"rank_{name}", (), torch.int64) for name in names]
+
+    def enter(self, position: int, phase: str, key: str, kind: str) -> None:
+        self._position, self._phase, self._key, self._kind = position, phase, key, kind
+
+    def add_operator(self, node: fx.Node, operands: Sequence[fx.Node], zeros: Sequence[bool]) -> LocalResults:
+        rules, choices = self.flow.rules, self.flow.decisions.choices[node.name]
+        call, rule = rules.calls[node], rules.rules[node]
+        vals = [operand.meta["val"] for operand in operands]
+        recording = self.programs.operator(call, rule, choices, vals, zeros)
+        if resolve_variant(rule, choices)[0].local is None:
+            return self._play(recording, operands, self._call)
+        calls: list[fx.Node] = []
+
+        def call_of_program(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
+            made = self._call(op, args, kwargs, val)
+            if op is not _WAIT and op not in COLLECTIVE_KINDS:
+                made.meta["stands_for"] = ()
+                calls.append(made)
+            return made
+
+        self._local_calls.append(((call, rule, choices, rules.zeros[node]), calls))
+        return self._play(recording, operands, call_of_program)
+
+    def add_reshard(self, path: Path, node: fx.Node) -> fx.Node:
+        (result,) = self._play(self.programs.reshard(path, node.meta["val"]), [node], self._call).results
+        assert result is not None
+        return result
+
+    def add_copy(self, node: fx.Node) -> fx.Node:
+        val: torch.Tensor = node.meta["val"]
+        return self._call(
+            torch.ops.aten.clone.default, (self.local_view(node),), {}, self.programs.empty(val.shape, val.dtype)
+        )
+
+    def local_view(self, node: fx.Node) -> fx.Node:
+        """Return the node as this half sees it: a result of the forward half is saved for the backward half."""
+        if self._half_of[node] == self._phase or self._phase == "forward":
+            return node
+        if node not in self._saved_placeholders:
+            graph = self.halves["backward"].graph
+            first = next(iter(graph.nodes), None)
+            with graph.inserting_before(first) if first is not None else graph.inserting_after():
+                # Names of this kind are free: torch looks for a free one behind the last of its kind.
+                self._saved_placeholders[node] = graph.placeholder(f"saved_{node.name}")
+            self._set_meta(self._saved_placeholders[node], "backward", node.meta["val"])
+            self.halves["backward"].saved[self._saved_placeholders[node]] = node
+        return self._saved_placeholders[node]
+
+    def _play(self, recording: Recording, operands: Sequence[fx.Node], call: Any) -> LocalResults:
+        given = [self.local_view(node) for node in (*operands, *self._rank_inputs)]
+        nodes = recording.play(given, call)
+        # A program that returns an operand returns the node of the half that makes it.
+        nodes.update(zip(recording.inputs, operands, strict=False))
+        local = recording.local
+        return LocalResults(
+            tuple(map(nodes.__getitem__, local.operands)),
+            local.operand_zeros,
+            tuple(None if result is None else nodes[result] for result in local.results),
+            local.zeros,
+        )
+
+    def _call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
+        node = add_call(self.halves[self._phase].graph, op, args, kwargs)
+        self._set_meta(node, self._phase, val)
+        return node
+
+    def _set_meta(self, node: fx.Node, half: str, val: Any) -> None:
+        node.meta.update(val=val, position=self._position, key=self._key or node.name, kind=self._kind)
+        node.meta["partitioner_tag"] = f"is_{half}"
+        self._half_of[node] = half
+
+    def finish(
+        self, outputs: dict[tuple[str, str], fx.Node], reduced: DeferredReduction | None
+    ) -> PendingReductions | None:
+        """Drop unused calls from both halves, and schedule collectives; update the nodes of gradients in `outputs`."""
+        forward, backward = self.halves["forward"], self.halves["backward"]
+        self._phase = "backward"
+        names = [name for name in outputs if name[0] == "gradient"]
+        backward.graph.output(tuple(self.local_view(outputs[name]) for name in names))
+        _drop_unused(backward.graph)
+        for placeholder in [saved for saved in backward.saved if not saved.users]:
+            backward.graph.erase_node(placeholder)
+            del backward.saved[placeholder]
+        forward_outputs = [node for name, node in outputs.items() if name[0] != "gradient"]
+        forward.graph.output((*forward_outputs, *dict.fromkeys(backward.saved.values())))
+        _drop_unused(forward.graph)
+        propagate_layers(forward.graph)
+        for placeholder, saved in backward.saved.items():
+            if "layer" in saved.meta:
+                placeholder.meta["layer"] = saved.meta["layer"]
+        left = {*forward.graph.nodes, *backward.graph.nodes}
+        for stands_for, calls in self._local_calls:
+            first = next((call for call in calls if call in left), None)
+            # The first call costs what all cost.
+            if first is not None:
+                first.meta["stands_for"] = stands_for
+        parameters = {source.name for source in self.flow.graph.inputs if source.kind == "parameter"}
+        places = [place for place, (_, name) in enumerate(names) if name in parameters]
+        unreduced = None if reduced is None else take_reductions(backward.graph, places, reduced)
+        bucket_reductions(backward.graph)
+        for half in (forward, backward):
+            schedule(half.graph)
+        output: Any = backward.graph.output_node()
+        outputs.update(zip(names, output.args[0], strict=True))
+        return unreduced
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Drop every call that nothing uses; `eliminate_dead_code` would look through the whole graph first."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)

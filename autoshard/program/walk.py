@@ -1,0 +1,225 @@
+"""The walk over a joint graph that makes a rank's program of some decisions, whatever graph the program goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from autoshard.capture.capture_errors import node_place
+from autoshard.capture.joint import JointInput
+from autoshard.errors import RuleError
+from autoshard.patterns.decisions import Flow, phase_of
+from autoshard.patterns.graph_rules import Value, uncast
+from autoshard.patterns.local import LocalCall, emit_program
+from autoshard.patterns.local_values import unwrap
+from autoshard.patterns.padding import fill_operands, padded_factors, zero_padded_results
+from autoshard.patterns.variants import resolve_variant
+from autoshard.program.aliasing import storage_root
+from autoshard.reshard.path import Path, Resharder, Step
+from autoshard.size import Sizes, at
+from autoshard.specs.emitter import collectives
+from autoshard.specs.spec import Spec
+
+_WAIT = collectives.wait_tensor.default
+
+
+@dataclass(frozen=True, slots=True)
+class LocalResults:
+    """The nodes that the local program of one operator leaves.
+
+    Attributes:
+        operands: the operands, their padding filled with numbers where the operator would mix it into results.
+        operand_zeros: for each of these, True if all padding in it is zero.
+        results: the results; None for those that the operator does not have.
+        zeros: for each of these, True if all padding in it is zero.
+    """
+
+    operands: tuple[fx.Node, ...]
+    operand_zeros: tuple[bool, ...]
+    results: tuple[fx.Node | None, ...]
+    zeros: tuple[bool, ...]
+
+
+def emit_operator(call: LocalCall) -> LocalResults:
+    """Emit an operator on the shards, or the program that its rule has in its place."""
+    fill_operands(call)
+    padded = padded_factors(call.rule, call.choices, call.mesh)
+    results = emit_program(call)
+    results = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+    zeros = zero_padded_results(call.rule, padded, call.zeros)
+    return LocalResults(unwrap(call.operands), tuple(call.zeros), results, zeros)
+
+
+class ProgramGraph(Protocol):
+    """The graph, or the two halves, that a walk adds the calls of a program to."""
+
+    def enter(self, position: int, phase: str, key: str, kind: str) -> None:
+        """Begin the calls of a value or copy.
+
+        Args:
+            position: the number of the operator of the joint graph that they belong to.
+            phase: `"forward"` or `"backward"`.
+            key: the name of the value or copy.
+            kind: `"gathered"`, `"communication"` or `"temporary"`: what a tensor that is made is for.
+        """
+
+    def add_operator(self, node: fx.Node, operands: Sequence[fx.Node], zeros: Sequence[bool]) -> LocalResults:
+        """Add the local program of an operator of the joint graph; `zeros` tells which operands have zero padding."""
+
+    def add_reshard(self, path: Path, node: fx.Node) -> fx.Node:
+        """Add the steps of a reshard."""
+
+    def add_copy(self, node: fx.Node) -> fx.Node:
+        """Add a copy of a tensor in contiguous memory."""
+
+    def local_view(self, node: fx.Node) -> fx.Node:
+        """Return the node by which the phase reads a tensor, which another half may have made."""
+
+
+class ProgramWalk:
+    """Makes the program of the decisions of a plan.
+
+    Every reshard stands where its first user needs it, and every output is resharded as soon as it is made, so that
+    later compute hides its reduction.
+
+    Args:
+        flow: the graph, its rules and the decisions.
+        resharder: finds the reshards; the one that priced them.
+        graph: takes the calls.
+        sizes: where sizes are dynamic, those at which the program is made; empty for those of the example.
+    """
+
+    def __init__(self, flow: Flow, resharder: Resharder, graph: ProgramGraph, sizes: Sizes) -> None:
+        self.flow = flow
+        self.rules = flow.rules
+        self.resharder = resharder
+        self.graph = graph
+        self.sizes = sizes
+        self.outputs: dict[tuple[str, str], fx.Node] = {}  # kind and name of an output -> the node that holds it
+        self._position = 0
+        self._nodes: dict[str, fx.Node] = {}  # key of a value or copy -> the node that holds it
+        self._gradient_roots: set[fx.Node] = set()  # nodes whose memory is a gradient
+        self._zero_padded: set[fx.Node] = set()  # nodes in which all padding is zero
+        # Node and phase -> its tensor with zeros for padding. Backward makes its own, so that none is saved for it.
+        self._zero_padded_copies: dict[tuple[fx.Node, str], fx.Node] = {}
+
+    def add_input(self, source: JointInput, node: fx.Node) -> None:
+        """Let a node be an input of the step; inputs are padded with zeros."""
+        if source.kind == "parameter":
+            node.meta["layer"] = self.rules.parameter_layers[source.name]
+        self._nodes[Value(source.node).name] = node
+        self._zero_padded.add(node)
+
+    def run(self) -> dict[tuple[str, str], fx.Node]:
+        """Add the whole program, whose inputs are there; return the nodes of its outputs by kind and name.
+
+        Raises:
+            RuleError: an operator can't run on the shards that were planned.
+        """
+        inputs = self.flow.graph.inputs
+        for source in inputs:
+            if source.kind != "tangent":
+                self._add_outputs(Value(source.node))
+        for position, node in enumerate(self.rules.operators):
+            self._position = position
+            try:
+                self._add_operator(node)
+            except RuntimeError as error:  # of torch: shapes do not fit each other
+                place = node_place(node, "has no program on the shards that were planned")
+                raise RuleError(f"{place}: {error}") from error
+            for index in range(len(self.rules.calls[node].results)):
+                self._add_outputs(Value(node, index))
+        # Tangents that are gradients as they arrive: no backward node may stand before forward ones.
+        for source in inputs:
+            if source.kind == "tangent":
+                self._add_outputs(Value(source.node))
+        return self.outputs
+
+    def _add_operator(self, node: fx.Node) -> None:
+        phase = self.flow.graph.phase(node)
+        operands = [
+            self._read(value, phase, self.flow.consumed_spec(node, operand))
+            for operand, value in enumerate(self.rules.operands[node])
+        ]
+        # `autoshard.shard` is the identity: its operand was read in the pinned spec.
+        if self.rules.pin_spec(node, self.flow.mesh) is not None:
+            self._nodes[Value(node).name] = operands[0]
+            return
+        # A kernel that draws from the device's own generator would draw new numbers: its first results are used.
+        first = self.rules.original_draw(node)
+        rule, _ = resolve_variant(self.rules.rules[node], self.flow.decisions.choices[node.name])
+        if first is not None and rule.local is None:
+            for index in range(len(self.rules.calls[node].results)):
+                if Value(first, index).name in self._nodes:
+                    self._nodes[Value(node, index).name] = self._nodes[Value(first, index).name]
+            return
+        self.graph.enter(self._position, phase, node.name, "temporary")
+        operands = [self._zero_padded_copies.get((operand, phase), operand) for operand in operands]
+        local = self.graph.add_operator(node, operands, [operand in self._zero_padded for operand in operands])
+        # Operands whose padding was filled with zeros serve later operators, too.
+        for operand, filled, zero in zip(operands, local.operands, local.operand_zeros, strict=True):
+            if zero and filled is not operand:
+                self._zero_padded_copies[operand, phase] = filled
+                self._zero_padded.add(filled)
+        for index, result in enumerate(local.results):
+            if result is not None:
+                self._nodes[Value(node, index).name] = result
+                if local.zeros[index]:
+                    self._zero_padded.add(result)
+
+    def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
+        """Return the value in spec `target`, for an optimizer if it is a `gradient`; equal copies are made once."""
+        node = self._nodes[value.name]
+        for key, source, spec in self.flow.reshards(value, phase, target):
+            if key not in self._nodes:
+                resharder = self.resharder.gradients if gradient and spec is target else self.resharder
+                self._nodes[key] = self._reshard(value, phase, key, node, self._path(resharder, value, source, spec))
+            node = self._nodes[key]
+        return node
+
+    def _path(self, resharder: Resharder, value: Value, source: Spec, target: Spec) -> Path:
+        # The cheapest path at the rules' sizes, whatever those of this program: it is one for all sizes.
+        generic = self.rules.generic if self.sizes else {}
+        meta = at(value.meta, generic)
+        path = resharder.path(meta.shape, meta.dtype.itemsize, source.at(generic), target.at(generic))
+        return path.at(self.sizes)
+
+    def _reshard(self, value: Value, phase: str, key: str, node: fx.Node, path: Path) -> fx.Node:
+        if not path.steps:
+            return node
+        self.graph.enter(
+            self._position, phase, key, "gathered" if uncast(value.node).op == "placeholder" else "communication"
+        )
+        result = self.graph.add_reshard(path, node)
+        if node in self._zero_padded and all(_keeps_zeros(step) for step in path.steps):
+            self._zero_padded.add(result)
+        return result
+
+    def _add_outputs(self, value: Value) -> None:
+        """Reshard a value to what the step returns of it."""
+        for output in self.rules.outputs_of.get(value, ()):
+            gradient = output.kind == "gradient"
+            result = self._read(value, phase_of(output), self.flow.output_spec(output), gradient)
+            self.outputs[output.kind, output.name] = self._unaliased_gradient(result, value) if gradient else result
+
+    def _unaliased_gradient(self, gradient: fx.Node, value: Value) -> fx.Node:
+        """Return the gradient in contiguous memory of its own, since optimizers and clipping change it in place."""
+        self.graph.enter(self._position, "backward", value.name, "temporary")
+        root = storage_root(self.graph.local_view(gradient))
+        fresh = root.op != "placeholder" and root not in self._gradient_roots
+        self._gradient_roots.add(root)
+        val: torch.Tensor = gradient.meta["val"]
+        # A collective writes its result to contiguous memory.
+        if fresh and (gradient.target is _WAIT or val.is_contiguous()):
+            return gradient
+        return self.graph.add_copy(gradient)
+
+
+def _keeps_zeros(step: Step) -> bool:
+    """Return True if a step of a reshard keeps zero padding zero, and pads with zeros."""
+    # A partial product of ranks is completed with ones.
+    return step.kind != "make_partial" or "P(product)" not in str(step.target)
