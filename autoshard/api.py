@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
 from autoshard.options import OptionKeywords, Pipeline, collect_options
+from autoshard.options.target import Target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.entry import parallelize_pipeline, plan_with_options, resolve_pipeline
 from autoshard.planner.frontier_search import frontier_plans
-from autoshard.planner.part_shares import plan_shares
-from autoshard.planner.planning import PlannerCache, capture_with_progress, planner_for, with_provenance
+from autoshard.planner.module_planner import ModulePlanner
+from autoshard.planner.planning import with_provenance
 from autoshard.planner.progress_line import show_progress
-from autoshard.planner.target import Target
 from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.overlap import check_overlap
@@ -68,8 +68,8 @@ def plan(
     target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     if pipeline is not None:
         return plan_with_options(module, shape, args, kwargs, pipeline, target)
-    graph, seconds = capture_with_progress(module, args, kwargs, target, grad=torch.is_grad_enabled())
-    return plan_shares(graph, shape, target, seconds, PlannerCache(module, shape).of)
+    planner = ModulePlanner(module, shape, target)
+    return planner.plan(planner.capture(args, kwargs, grad=torch.is_grad_enabled()))
 
 
 def frontier(
@@ -106,11 +106,11 @@ def frontier(
     shape = MeshShape.of(mesh)
     options = collect_options("frontier", keywords)
     target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
-    graph, seconds = capture_with_progress(module, args, kwargs, target, grad=torch.is_grad_enabled())
-    planner = planner_for(module, graph, shape, target)
+    call = ModulePlanner(module, shape, target).capture(args, kwargs, grad=torch.is_grad_enabled())
+    planner = call.planner_of(target)
     with show_progress(options.search.verbose) as planner.progress:
         plans = frontier_plans(planner, gaps)
-    return Frontier([with_provenance(plan, planner, seconds, target) for plan in plans])
+    return Frontier([with_provenance(plan, planner, call.seconds, target) for plan in plans])
 
 
 def parallelize(
@@ -172,8 +172,7 @@ def parallelize(
     if plan is not None:
         check_plan(plan, module, MeshShape.of(mesh))
         assert isinstance(plan, ShardingPlan)
-    parallelizer = Parallelizer(module, mesh, target, plan)
-    parallelizer.start(args, kwargs)
+    Parallelizer(module, mesh, ModulePlanner(module, MeshShape.of(mesh), target), plan).start(args, kwargs)
     return module
 
 

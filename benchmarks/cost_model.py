@@ -53,11 +53,11 @@ from autoshard.cluster.cluster import Cluster  # noqa: E402
 from autoshard.cluster.collective_samples import chain_calls, make_blocking, make_collective, make_matmul  # noqa: E402
 from autoshard.cluster.measurements import Measurements  # noqa: E402
 from autoshard.cluster.stopwatch import Stopwatch, robust_mean  # noqa: E402
+from autoshard.options.target import Settings  # noqa: E402
 from autoshard.patterns.decisions import Decisions, Flow  # noqa: E402
 from autoshard.planner.planner import Planner  # noqa: E402
 from autoshard.planner.planning_problem import Constraints  # noqa: E402
 from autoshard.planner.problem_builder import ProblemBuilder  # noqa: E402
-from autoshard.planner.target import Settings  # noqa: E402
 from autoshard.program.localize import localize  # noqa: E402
 from autoshard.program.program_replay import collective_calls, operations  # noqa: E402
 from autoshard.program.split import split  # noqa: E402

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
+from autoshard.options.target import Settings
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
-from autoshard.planner.target import Settings
 from autoshard.solver import CostFrontier, Problem, cost_frontier
 from autoshard.specs.axes import MeshShape
 

@@ -22,10 +22,10 @@ from rich.table import Table
 
 from autoshard.capture.joint import capture
 from autoshard.cluster.cluster import Cluster
+from autoshard.options.target import Settings
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import BuiltProblem, Constraints
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_by_messages, solve_problem
-from autoshard.planner.target import Settings
 from autoshard.planner.tiling import Tiling
 from autoshard.solver.hierarchy import HierarchySolution, solve_in_segments
 from autoshard.specs.axes import MeshShape

@@ -10,12 +10,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.cluster.cluster import Cluster
+from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
-from autoshard.planner.target import Settings
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver import Problem
 from autoshard.specs.axes import MeshShape

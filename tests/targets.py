@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from autoshard import Options, Search
-from autoshard.planner.target import Target
+from autoshard.options.target import Target
 from tests.training import fast_links
 
 _SEARCH = {field.name for field in fields(Search)}

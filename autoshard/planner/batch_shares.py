@@ -6,33 +6,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.capture.fake_module import DEVICE
-from autoshard.capture.joint import JointGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.cluster.worker_shares import Worker, equal_share_device, shares
 from autoshard.errors import BudgetError, PlanError, RuleError
 from autoshard.memory.footprint import Memory
+from autoshard.options.target import Target
+from autoshard.planner.captured_call import CapturedCall
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import batch_of, flow_of, run_planner
 from autoshard.planner.share_prices import SharePrices
-from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.size_generic import size_generic_step
 from autoshard.specs.axes import MeshShape
-
-MakePlanner = Callable[[JointGraph, Target], Planner]
-"""Makes the planner of a graph under some options."""
 
 _PERSISTENT_KINDS = ("parameter", "gradient", "optimizer", "buffer")
 
 
 def with_shares(target: Target, mesh: MeshShape, given: Mapping[str, Sequence[int]]) -> Target:
-    """The options with these shares in place of `"auto"`, and with prices at which every rank is done in time.
+    """Return a target with these shares, at the prices of a device whose equal share takes as long as the slowest one.
 
     Args:
-        options: as the user gave them.
-        mesh: what is planned for.
-        given: for one mesh axis by name what its ranks take; empty for equal shares. A single rank takes all.
+        target: what the user asked for.
+        mesh: the mesh axes.
+        given: for one mesh axis by name, the shares of its ranks; empty for equal shares. A single rank takes all.
 
     Raises:
         MeshError: the mesh has no such axis.
@@ -52,32 +49,25 @@ def with_shares(target: Target, mesh: MeshShape, given: Mapping[str, Sequence[in
     )
 
 
-def plan_batch_shares(
-    graph: JointGraph, mesh: MeshShape, target: Target, capture_seconds: float, planner_of: MakePlanner
-) -> ShardingPlan:
-    """The faster one of two plans: of equal shares of the batch, and of shares in proportion to speed.
+def plan_batch_shares(call: CapturedCall) -> ShardingPlan:
+    """Return the faster one of two plans: of equal shares of the batch, and of shares in proportion to speed.
 
     The second is looked for where devices along some axis of the mesh differ, and the ranks of an axis can take shares:
     the batch is a dynamic size, inputs are global, and outputs come back whole. Shares are moved where memory is short,
     by what the plan holds of a batch. Equal shares stay where there is no room for others, some rank would get none, or
     an operator needs equal ones.
 
-    Args:
-        graph, mesh: what is planned.
-        options: with `shares="auto"`.
-        capture_seconds: that the capture of the graph took.
-        planner_of: makes planners.
-
     Raises:
         AutoshardError: as for `autoshard.plan`.
 
     Source: Whale 3.3.1, Formula 1 and Algorithm 1.
     """
+    graph, mesh, target = call.graph, call.mesh, call.target
 
     def plan_counts(given: Mapping[str, Sequence[int]]) -> tuple[ShardingPlan, Planner]:
-        own = with_shares(target, mesh, given)
-        planner = planner_of(graph, own)
-        return plan_with_shares(planner, capture_seconds, own), planner
+        shared_target = with_shares(target, mesh, given)
+        planner = call.planner_of(shared_target)
+        return plan_with_shares(planner, call.seconds, shared_target), planner
 
     equal = plan_counts({})
     axis = heterogeneous_axis(target.cluster, mesh)
@@ -86,51 +76,52 @@ def plan_batch_shares(
         return equal[0]
     assert graph.dynamic is not None
     total = int(graph.dynamic.example[batch])
-    return faster_plan(equal, mesh, target, axis, total, lambda counts: plan_counts({mesh.names[axis]: counts}))
+    return faster_plan(call, equal, axis, total, lambda counts: plan_counts({mesh.names[axis]: counts}))
 
 
 def faster_plan(
+    call: CapturedCall,
     equal: tuple[ShardingPlan, Planner],
-    mesh: MeshShape,
-    target: Target,
     axis: int,
     total: int,
-    planned: Callable[[Sequence[int]], tuple[ShardingPlan, Planner]],
+    plan_counts: Callable[[Sequence[int]], tuple[ShardingPlan, Planner]],
 ) -> ShardingPlan:
-    """The faster one of a plan of equal shares, and of one of shares in proportion to speed, as memory allows.
+    """Return the faster one of a plan of equal shares, and of shares in proportion to speed as memory allows.
 
     Args:
-        equal: the first, and its planner.
-        mesh, options: what is planned for.
-        axis: of the mesh, along which devices differ.
-        total: of what is shared.
-        planned: makes a plan, and its planner, of what every rank along the axis takes.
+        call: the call that is planned.
+        equal: the plan of equal shares, and its planner.
+        axis: the mesh axis along which devices differ.
+        total: the sum of all shares.
+        plan_counts: makes a plan, and its planner, given the share of every rank along the axis.
     """
-    limit = target.settings.memory_limit
-    devices = devices_along(target.cluster, mesh, axis)
+    limit = call.target.settings.memory_limit
+    devices = devices_along(call.target.cluster, call.mesh, axis)
     speeds = speeds_of(equal[1], equal[0], devices)
-    workers = [Worker(speeds[one], min(one.memory, limit or one.memory)) for one in devices]
-    counts = shares(total, [replace(one, memory=float("inf")) for one in workers], lambda _: 0)
+    workers = [Worker(speeds[device], min(device.memory, limit or device.memory)) for device in devices]
+    counts = shares(total, [replace(worker, memory=float("inf")) for worker in workers], lambda _: 0)
     try:
-        for _ in range(2):  # by speed alone, and once more where that is too much for some device
+        # By speed alone, and once more if that is too much for the memory of a device.
+        for _ in range(2):
             if min(counts) < 1 or len(set(counts)) == 1:
                 return equal[0]
-            uneven, planner = planned(counts)
+            uneven, planner = plan_counts(counts)
             memory_of = _memory_by_rows(uneven.memory, total / len(workers))
             before, counts = counts, shares(total, workers, memory_of)
             if counts == before:
-                room = min(one.memory - memory_of(count) for one, count in zip(workers, counts, strict=True))
+                room = min(worker.memory - memory_of(count) for worker, count in zip(workers, counts, strict=True))
                 uneven = replace(uneven, device_memory=int(uneven.memory.peak + room))
                 if uneven.step_seconds < equal[0].step_seconds:
                     check_program(planner, uneven)
                     return uneven
     except (BudgetError, PlanError):
-        pass  # there is no room for other shares, or an operator needs equal ones
+        # There is no room for other shares, or an operator needs equal ones.
+        pass
     return equal[0]
 
 
 def check_program(planner: Planner, plan: ShardingPlan) -> None:
-    """`PlanError` if there is no program in which operators have shares of their own, whatever these are."""
+    """Raise a `PlanError` if there is no program in which operators have unequal shares, whatever these are."""
     try:
         size_generic_step(
             flow_of(planner, plan), planner.resharder, planner.mesh.names, DEVICE, planner.constraints.shared
@@ -140,16 +131,17 @@ def check_program(planner: Planner, plan: ShardingPlan) -> None:
 
 
 def plan_with_shares(planner: Planner, capture_seconds: float, target: Target) -> ShardingPlan:
-    """What a planner decides, with the seconds of the rank that is done last with its share of the batch.
+    """Return the plan of a planner, with the step seconds of the rank that ends last with its share.
 
     Args:
-        planner: made with these options.
-        capture_seconds: that the capture of the graph took.
-        options: with settled shares.
+        planner: the planner of this target.
+        capture_seconds: the time of the graph's capture.
+        target: what is planned for; its shares are counts, or None.
     """
     plan = run_planner(planner, capture_seconds, target)
     if not target.cluster.stretches or not isinstance(target.shares, Mapping):
-        return plan  # with equal devices, the rank with the largest share is what the planner's prices are for
+        # The planner's prices are those of the largest share: with equal devices, no rank ends later.
+        return plan
     ((name, counts),) = target.shares.items()
     most: dict[Device, int] = {}
     for device, count in zip(
@@ -161,7 +153,7 @@ def plan_with_shares(planner: Planner, capture_seconds: float, target: Target) -
 
 
 def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -> dict[Device, float]:
-    """Of every kind of device, by the seconds in which it would compute what each device has to by a plan.
+    """Return the speed of every kind of device: the inverse of its compute seconds by a plan.
 
     Whale compares devices by their rate in single precision; what waits for memory differs less, halves more.
     """
@@ -171,7 +163,7 @@ def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -
 
 
 def _seconds_on(planner: Planner, plan: ShardingPlan) -> Callable[[Device, float], tuple[float, float]]:
-    """How long a plan's step takes on such devices with so many times an equal share, and what of it is exposed."""
+    """Return a function of a device and a multiple of an equal share: its step's seconds, and those exposed."""
     flow = flow_of(planner, plan)
     program = planner.program(flow, planner.settings.left_unreduced)
     cluster, shared = planner.cluster.first(planner.mesh.size), planner.constraints.shared
@@ -183,7 +175,7 @@ def _seconds_on(planner: Planner, plan: ShardingPlan) -> Callable[[Device, float
 
 
 def heterogeneous_axis(cluster: Cluster, mesh: MeshShape) -> int | None:
-    """The first mesh axis whose ranks do not all have the same devices; None where there is none."""
+    """Return the first mesh axis whose ranks have different devices; None if there is no such axis."""
     if cluster.is_uniform:
         return None
     unlike = (axis for axis in range(mesh.ndim) if len(set(devices_along(cluster, mesh, axis))) > 1)
@@ -191,7 +183,7 @@ def heterogeneous_axis(cluster: Cluster, mesh: MeshShape) -> int | None:
 
 
 def devices_along(cluster: Cluster, mesh: MeshShape, axis: int) -> list[Device]:
-    """For every rank along an axis what all devices there keep: groups over other axes go at their slowest's pace."""
+    """Return the slowest device of every rank along an axis: groups over other axes go at its pace."""
     members: list[list[int]] = [[] for _ in range(mesh.sizes[axis])]
     for rank, coordinate in enumerate(mesh.coordinates()):
         members[coordinate[axis]].append(rank)
@@ -199,10 +191,9 @@ def devices_along(cluster: Cluster, mesh: MeshShape, axis: int) -> list[Device]:
 
 
 def _memory_by_rows(memory: Memory, equal: float) -> Callable[[int], float]:
-    """Bytes of a rank with so many rows, by a plan's account of equal shares.
+    """Return a function of a rank's rows: its bytes, by a plan's account of equal shares.
 
-    More rows than equal ones: what is held besides parameters, gradients and optimizer state grows with them, wherever
-    most of it is. Fewer: what is held of it at the moment of the peak shrinks.
+    With more rows, the largest amount of activations grows. With fewer, the activations at the peak's moment shrink.
     """
     moving = memory.peak - sum(memory.held.get(kind, 0) for kind in _PERSISTENT_KINDS)
 

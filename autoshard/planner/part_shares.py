@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.capture.joint import JointGraph
 from autoshard.errors import BudgetError, PlanError, RuleError
-from autoshard.patterns.parts import Loop, unequal_loops, with_unequal_loops
+from autoshard.options.target import Target
+from autoshard.patterns.parts import Loop, unequal_loops
 from autoshard.planner.batch_shares import (
-    MakePlanner,
     check_program,
     faster_plan,
     heterogeneous_axis,
@@ -19,59 +18,52 @@ from autoshard.planner.batch_shares import (
     plan_with_shares,
     with_shares,
 )
+from autoshard.planner.captured_call import CapturedCall
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import flow_of
-from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.specs.axes import MeshShape
 
 _MAX_TOTALS = 2
 """Into how many numbers of parts dims are divided before the fastest plan is taken: each is planned once or twice."""
 
 
-def plan_shares(
-    graph: JointGraph,
-    mesh: MeshShape,
-    target: Target,
-    seconds: float,
-    planner_of: MakePlanner,
-    placed: Collection[str] | None = None,
-) -> ShardingPlan:
-    """A plan with the shares that the options ask for: of the batch of dynamic inputs, or of what is split otherwise.
+def plan_shares(call: CapturedCall) -> ShardingPlan:
+    """Return a plan with the shares that were asked for: of the batch of dynamic inputs, or of other dims.
 
-    Args:
-        graph, mesh, options: what is planned.
-        seconds: that the capture of the graph took.
-        planner_of: makes planners.
-        placed: names of the parameters and buffers that lie as they did for another graph, and stay so: parts of this
-            one are equal where nothing can be divided so. None for the first graph, of which that is an error.
+    For a later call of a module, parts are equal where no dim can be divided so; for the first, that is an error.
 
     Raises:
         AutoshardError: as for `autoshard.plan`.
     """
+    mesh, target = call.mesh, call.target
     if target.shares == "auto":
-        unlike = heterogeneous_axis(target.cluster, mesh)
-        if target.dynamic or target.inputs == "local" or unlike is None:
-            return plan_batch_shares(graph, mesh, target, seconds, planner_of)
-        return _UnequalParts(graph, mesh, unlike, target, seconds, planner_of).plan_proportional()
-    own = with_shares(target, mesh, target.shares or {})
-    if isinstance(own.shares, Mapping) and not target.dynamic:
-        ((axis, counts),) = own.shares.items()
-        if target.inputs == "local":
-            raise PlanError('shares of what is not the batch are for inputs="global", which every rank passes whole.')
-        parts = _UnequalParts(graph, mesh, mesh.index(axis), target, seconds, planner_of, placed or ())
-        try:
-            found = parts.plan_counts(counts)
-        except PlanError:
-            if placed is None:
-                raise
-            found = None
-        if found is not None:
-            return found[0]
-        if placed is None:
-            raise _indivisible_error(axis, counts)
-        own = with_shares(target, mesh, {})
-    return plan_with_shares(planner_of(graph, own), seconds, own)
+        axis = heterogeneous_axis(target.cluster, mesh)
+        if target.dynamic or target.inputs == "local" or axis is None:
+            return plan_batch_shares(call)
+        return _UnequalParts(call, axis).plan_proportional()
+    shares = target.shares or {}
+    if shares and not target.dynamic:
+        shared_target = with_shares(target, mesh, shares)
+        # A single rank takes all.
+        if isinstance(shared_target.shares, Mapping):
+            ((axis_name, counts),) = shared_target.shares.items()
+            if target.inputs == "local":
+                raise PlanError(
+                    'shares of what is not the batch are for inputs="global", which every rank passes whole.'
+                )
+            try:
+                found = _UnequalParts(call, mesh.index(axis_name)).plan_counts(counts)
+            except PlanError:
+                if call.placed is None:
+                    raise
+                found = None
+            if found is not None:
+                return found[0]
+            if call.placed is None:
+                raise _indivisible_error(axis_name, counts)
+        shares = {}
+    shared_target = with_shares(target, mesh, shares)
+    return plan_with_shares(call.planner_of(shared_target), call.seconds, shared_target)
 
 
 def part_count(counts: Sequence[int]) -> int:
@@ -86,28 +78,19 @@ class _UnequalParts:
     Parameters lie whole along that axis, since no `DTensor` has such parts; a rank computes with its part of them.
 
     Attributes:
-        graph, mesh: what is planned; the graph is of static sizes.
-        axis: of the mesh, whose ranks hold such parts.
-        options: what is asked for.
-        seconds: that its capture took.
-        planner_of: makes planners.
-        placed: names of what lies as it does, whatever is planned.
+        call: the call that is planned, of static sizes. What was placed before stays.
+        axis: the mesh axis whose ranks hold such parts.
 
     Source: Whale 3.3.1: the operations of a split task graph are balanced "through uneven sharding".
     """
 
-    graph: JointGraph
-    mesh: MeshShape
+    call: CapturedCall
     axis: int
-    target: Target
-    seconds: float
-    planner_of: MakePlanner
-    placed: Collection[str] = ()
 
     @cached_property
     def equal_plan(self) -> tuple[ShardingPlan, Planner]:
         """The plan of equal parts, and its planner."""
-        return self._plan_equal(self.target)
+        return self._plan_equal(self.call.target)
 
     @cached_property
     def split_loops(self) -> dict[Loop, int]:
@@ -119,7 +102,8 @@ class _UnequalParts:
         """The same of the plan of equal parts that needs the least memory, whatever the limit."""
 
         def with_limit(limit: int) -> Target:
-            return replace(self.target, settings=replace(self.target.settings, memory_limit=limit))
+            target = self.call.target
+            return replace(target, settings=replace(target.settings, memory_limit=limit))
 
         try:
             return self._loops_split_by(self._plan_equal(with_limit(1)))
@@ -129,13 +113,13 @@ class _UnequalParts:
             return self._loops_split_by(self._plan_equal(with_limit(error.peak)))
 
     def _plan_equal(self, target: Target) -> tuple[ShardingPlan, Planner]:
-        own = with_shares(target, self.mesh, {})
-        planner = self.planner_of(self.graph, own)
-        return plan_with_shares(planner, self.seconds, own), planner
+        equal_target = with_shares(target, self.call.mesh, {})
+        planner = self.call.planner_of(equal_target)
+        return plan_with_shares(planner, self.call.seconds, equal_target), planner
 
     def _loops_split_by(self, equal: tuple[ShardingPlan, Planner]) -> dict[Loop, int]:
         plan, planner = equal
-        return unequal_loops(flow_of(planner, plan), self.axis, self.placed)
+        return unequal_loops(flow_of(planner, plan), self.axis, self.call.placed or ())
 
     def plan_counts(self, counts: Sequence[int]) -> tuple[ShardingPlan, Planner] | None:
         """A plan, and its planner, where ranks take `counts`, in proportion to one another; None where no dim can be
@@ -184,12 +168,15 @@ class _UnequalParts:
 
     def _plan_parts(self, loops: Sequence[Loop], counts: Sequence[int]) -> tuple[ShardingPlan, Planner]:
         """The plan, and its planner, in which all these loops are in such parts; `PlanError` if a program can't be."""
-        own = with_shares(self.target, self.mesh, {self.mesh.names[self.axis]: counts})
+        mesh = self.call.mesh
+        shared_target = with_shares(self.call.target, mesh, {mesh.names[self.axis]: counts})
         try:
-            planner = self.planner_of(with_unequal_loops(self.graph, self.mesh, loops, part_count(counts)), own)
-        except RuleError as error:  # an operator is told sizes that its dims have no more, such as a number of groups
+            graph = self.call.graph_in_parts(loops, part_count(counts))
+            planner = self.call.planner_of(shared_target, graph)
+        except RuleError as error:
+            # An argument of an operator is a size that its dims no longer have, such as a number of groups.
             raise PlanError(f"an operator can't be in such parts: {error}") from error
-        plan = plan_with_shares(planner, self.seconds, own)
+        plan = plan_with_shares(planner, self.call.seconds, shared_target)
         plan = replace(plan, options={**plan.options, "parts": [list(loop) for loop in loops]})
         check_program(planner, plan)
         return plan, planner
@@ -203,11 +190,10 @@ class _UnequalParts:
             return found
 
         found = [self.equal_plan[0]]
-        if self.target.output_placements is None:
-            totals = candidate_totals(self.split_loops.values(), self.mesh.sizes[self.axis])
+        if self.call.target.output_placements is None:
+            totals = candidate_totals(self.split_loops.values(), self.call.mesh.sizes[self.axis])
             found += [
-                faster_plan(self.equal_plan, self.mesh, self.target, self.axis, total, plan_total)
-                for total in totals[:_MAX_TOTALS]
+                faster_plan(self.call, self.equal_plan, self.axis, total, plan_total) for total in totals[:_MAX_TOTALS]
             ]
         return min(found, key=lambda plan: plan.step_seconds)
 

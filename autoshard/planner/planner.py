@@ -19,6 +19,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
 from autoshard.errors import BudgetError, PlanError
 from autoshard.memory.footprint import Memory, live_bytes
+from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.patterns.ops.unknown import batch_advice
@@ -35,7 +36,6 @@ from autoshard.planner.search_progress import Progress
 from autoshard.planner.solve_request import BlockSolution, SolveRequest
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_problem
 from autoshard.planner.strategy_tables import StrategyTables
-from autoshard.planner.target import Settings
 from autoshard.planner.tiling import Layer, Tiling, layers_of
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.predicted_program import PredictedProgram, predict_program

@@ -19,6 +19,7 @@ from autoshard.capture.recomputation import recompute_layers
 from autoshard.capture.task_graphs import assign_task_graphs, defaults_of
 from autoshard.errors import HintError, PlanError
 from autoshard.options import Placements
+from autoshard.options.target import Target
 from autoshard.patterns.decisions import Decisions, Flow
 from autoshard.patterns.graph_rules import GraphRules
 from autoshard.planner import hints as hint_rules
@@ -30,7 +31,6 @@ from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.progress_line import show_progress
 from autoshard.planner.recompute_search import plan_with_recompute
 from autoshard.planner.search_progress import Progress
-from autoshard.planner.target import Target
 from autoshard.planner.task_graph_restrictions import axes_of, whole_parameters
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
@@ -139,7 +139,7 @@ def planner_for(
 
     Args:
         module, graph, mesh, options: what is planned, and how.
-        placed: placements of parameters that are not to move.
+        placed: placements of parameters that are not to move; those of buffers follow from their calls.
         placed_inputs: placements in which local inputs were asked for before, and arrive.
         like: a planner on the same mesh and cluster, whose tables are of use.
     """
@@ -156,7 +156,8 @@ def planner_for(
             less = pinned.get(name, (None,) * mesh.ndim)  # a hint on the parameter itself counts more
             pinned[name] = tuple(one if one is not None else other for one, other in zip(pins, less, strict=True))
     else:
-        pinned.update({source.name: placed[source.name] for source in graph.inputs if source.name in placed})
+        parameters = [source.name for source in graph.inputs if source.kind == "parameter"]
+        pinned.update({name: placed[name] for name in parameters if name in placed})
     shared = shared_axis(graph, mesh, target)
     if shared is not None:
         pinned = {name: _replicate_if_shared(graph, name, pins, shared) for name, pins in pinned.items()}

@@ -6,9 +6,9 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,22 +17,11 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoshard.capture import outside_modes
 from autoshard.capture.fake_module import check_parameters
 from autoshard.capture.joint import JointGraph
-from autoshard.errors import PlanError
-from autoshard.patterns.decisions import Flow
-from autoshard.patterns.parts import with_unequal_loops
-from autoshard.planner.batch_shares import plan_with_shares, with_shares
-from autoshard.planner.part_shares import part_count, plan_shares
-from autoshard.planner.planner import Planner
-from autoshard.planner.planning import PlannerCache, capture_with_progress, checked_flow
-from autoshard.planner.target import Target
+from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.program.overlap import Arrangement, TorchArrangement, arrange_own
-from autoshard.program.program_replay import KernelPrices
-from autoshard.program.size_generic import size_generic_step
-from autoshard.program.split import split
+from autoshard.program.build import PlannedGraph, build_program
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.constants import check_constants
@@ -47,14 +36,50 @@ from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
 
+class Call(Protocol):
+    """A captured call that a `CallPlanner` made."""
+
+    @property
+    def graph(self) -> JointGraph: ...
+
+
+class CallPlanner(Protocol):
+    """Plans the calls of the module; `autoshard.planner.module_planner.ModulePlanner` does, and documents these."""
+
+    requested: Target
+    target: Target
+
+    def capture(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        grad: bool,
+        tangents: Tangents,
+        dynamic: bool,
+        quiet: bool,
+        placed: Mapping[str, tuple[Placement, ...]] | None,
+        placed_inputs: Mapping[str, tuple[Placement, ...]],
+    ) -> Any: ...
+
+    def check(self, call: Any) -> None: ...
+
+    def plan(self, call: Any) -> ShardingPlan: ...
+
+    def apply(self, call: Any, plan: ShardingPlan, *, given: bool) -> PlannedGraph: ...
+
+    def forget(self) -> None: ...
+
+
 class Parallelizer:
     """One parallelised module: makes the program of every call signature, and places parameters once.
 
     Args:
         module, device_mesh, plan: as for `autoshard.parallelize`.
-        part: of a larger module that other ranks run other parts of, the number of this one.
-        later: where every backward puts what is left of it, once gradients of inputs are made: gradients of parameters
-            are added to theirs by whoever calls it.
+        planner: plans the calls of the module.
+        part: the number of this module, if it is a part of a larger one whose other parts run on other ranks.
+        later: where every backward puts the rest of its work, once gradients of inputs are made: it adds gradients of
+            parameters to theirs when it is called.
         sums: where backwards add up gradients of parameters that are reduced by the last of them.
         reduced: which ones these are.
     """
@@ -63,7 +88,7 @@ class Parallelizer:
         self,
         module: nn.Module,
         device_mesh: DeviceMesh,
-        target: Target,
+        planner: CallPlanner,
         plan: ShardingPlan | None,
         part: int = 0,
         later: list[Callable[[], None]] | None = None,
@@ -77,22 +102,21 @@ class Parallelizer:
         self.module = module
         self.device_mesh = device_mesh
         self.mesh = MeshShape.of(device_mesh)
-        self.given_options = self.target = target
+        self.planner = planner
         self.plan = plan
         self.placed: dict[str, tuple[Placement, ...]] | None = None
-        self.planners = PlannerCache(module, self.mesh)
+        target = planner.target
         self.runtime = Runtime(module, device_mesh, self.prepare, target.inputs, target.dynamic)
-        if target.shares != "auto":
-            self._set_shares(target.shares or {})
         self.seeds = Seeds(device_mesh, self.runtime.hosts)
         self.runtime.planned_outputs = target.output_placements is not None
+        self._tell_shares()
 
-    def _set_shares(self, given: Mapping[str, Sequence[int]]) -> None:
-        """Have the ranks of an axis take such shares from now on; equal ones where none are given."""
-        self.given_options = replace(self.given_options, shares=given or None)
-        self.target = with_shares(self.given_options, self.mesh, given)
-        for axis, shares in given.items():
-            self.runtime.shares = self.mesh.index(axis), tuple(shares)
+    def _tell_shares(self) -> None:
+        """Have the runtime split global batches by the shares of the plan."""
+        shares = self.planner.requested.shares
+        if isinstance(shares, Mapping):
+            ((axis, counts),) = shares.items()
+            self.runtime.shares = self.mesh.index(axis), tuple(counts)
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan and place now if there is an example call, else replicate and plan at the first call.
@@ -127,16 +151,16 @@ class Parallelizer:
 
     def _option_texts(self, example: Any) -> dict[str, str]:
         """What the user asked for, as far as all ranks must ask for the same."""
-        settings, plan = self.target.settings, self.plan
-        options = self.target.options
-        wanted = {"inputs": self.target.inputs, "overlap": options.overlap, "mp_policy": options.mp_policy}
+        target, plan = self.planner.target, self.plan
+        settings, options = target.settings, target.options
+        wanted = {"inputs": target.inputs, "overlap": options.overlap, "mp_policy": options.mp_policy}
         wanted |= {name: getattr(settings, name) for name in ("recompute", "method", "effort")}
         return {
             "whether an example call is given": "one" if example else "none",
             "the plan that is given": "none" if plan is None else f"one of the graph {plan.fingerprint[:12]}",
             "the decisions of the plan that is given": "none" if plan is None else _digest(plan),
             **{f"the option {name}": str(value) for name, value in wanted.items()},
-            "the option compile": str(self.target.options.compile),
+            "the option compile": str(options.compile),
         }
 
     def prepare(
@@ -155,36 +179,35 @@ class Parallelizer:
             self.runtime.describe_new_call(args, kwargs, grad, signature),
             ADVICE,
         )
-        graph, planner, seconds = on_all_ranks(
-            self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic)
-        )
+        call = on_all_ranks(self.device_mesh, lambda: self._capture(args, kwargs, grad, tangents, dynamic))
+        graph: JointGraph = call.graph
         wants_all = tangents == "all" or not grad or _differentiates_all(graph)
         general = None if wants_all else self._general_program(graph, args, kwargs, signature, dynamic)
         program = self._program_of_equal_graph(graph, signature)
         if program is not None:
             return graph, replace(program, general=general)
-        decided = self._agree_on_plan(graph, planner, seconds)
-        graph, planner, flow = on_all_ranks(self.device_mesh, lambda: self._apply_plan(graph, planner, decided))
+        plan = self._agree_on_plan(call)
+        planned = on_all_ranks(self.device_mesh, lambda: self._apply(call, plan))
         ranks = Ranks(self.device_mesh, device, self.part, self.seeds)
-        with outside_modes():
-            step = size_generic_step(flow, planner.resharder, ranks.groups, device, planner.constraints.shared)
-            # Who differentiates more than the loss is given reduced gradients at once.
-            sums = self.sums if tangents == "loss" else None
-            reduced = None if sums is None else self.reduced
-            arrange: Arrangement = arrange_own
-            if self.target.options.overlap == "torch":
-                unsized = bool(dynamic and self.target.dynamic)
-                arrange = TorchArrangement(KernelPrices(planner.cost), ranks.groups, unsized)
-            halves = split(
-                step, self.target.options.compile, in_parts=self.later is not None, reduced=reduced, arrange=arrange
-            )
+        # Who differentiates more than the loss is given reduced gradients at once.
+        sums = self.sums if tangents == "loss" else None
+        options = self.planner.target.options
+        step, halves = build_program(
+            planned,
+            ranks.groups,
+            device,
+            compile=options.compile,
+            overlap=options.overlap,
+            in_parts=self.later is not None,
+            reduced=None if sums is None else self.reduced,
+        )
         if self.placed is None:
-            self._place(decided)
+            self._place(plan)
         else:
-            self._place_new(decided)
+            self._place_new(plan)
         self.runtime.record_inputs(step.inputs)
-        self.planners.forget()
-        return graph, LocalProgram(step, halves, ranks, general, self.later, sums)
+        self.planner.forget()
+        return planned.graph, LocalProgram(step, halves, ranks, general, self.later, sums)
 
     def _program_of_equal_graph(self, graph: JointGraph, signature: Hashable) -> LocalProgram | None:
         """Return the program of another state of the module in which the graph was equal, such as before an attribute
@@ -219,40 +242,43 @@ class Parallelizer:
         grad: bool,
         tangents: Tangents,
         dynamic: bool,
-    ) -> tuple[JointGraph, Planner, float]:
-        """The graph of one call, its planner, and the seconds that the capture took."""
-        quiet = not is_first_rank(self.device_mesh)
-        if self.target.inputs == "local":  # no rank knows the numbers of the whole batch
+    ) -> Any:
+        """Capture a call, and check that the options fit it."""
+        if self.planner.target.inputs == "local":
+            # No rank knows the numbers of the whole batch.
             args, kwargs = pytree.tree_map_only(torch.Tensor, _without_numbers, (args, kwargs))
-        graph, seconds = capture_with_progress(
-            self.module, args, kwargs, self.target, grad=grad, tangents=tangents, dynamic=dynamic, quiet=quiet
+        call = self.planner.capture(
+            args,
+            kwargs,
+            grad=grad,
+            tangents=tangents,
+            dynamic=dynamic,
+            quiet=not is_first_rank(self.device_mesh),
+            placed=self._current_placements(),
+            placed_inputs=self.runtime.input_placements if self.planner.target.inputs == "local" else {},
         )
-        check_constants(graph, self.module)
-        return graph, self._planner(graph), seconds
-
-    def _planner(self, graph: JointGraph) -> Planner:
-        return self._planner_with(graph, self.target)
-
-    def _planner_with(self, graph: JointGraph, target: Target) -> Planner:
-        known = self.runtime.input_placements if target.inputs == "local" else {}
-        return self.planners.of(graph, target, self._current_placements(), known)
+        check_constants(call.graph, self.module)
+        self.planner.check(call)
+        return call
 
     def _current_placements(self) -> dict[str, tuple[Placement, ...]] | None:
-        """Where parameters lie that were placed, and where those of new modules are to lie that have their names."""
+        """Return the placements of all that was placed, and of parameters of new modules that have such names."""
         if self.placed is None:
             return None
-        lying = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        current = {name: placements for name, placements in self.placed.items() if name not in parameters}
+        for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                lying[name] = tuple(parameter.placements)
+                current[name] = tuple(parameter.placements)
             elif name in self.placed:
                 with contextlib.suppress(ValueError):
                     check_fits(parameter.shape, Spec.of(*self.placed[name]), self.device_mesh)
-                    lying[name] = self.placed[name]
-        return lying
+                    current[name] = self.placed[name]
+        return current
 
-    def _agree_on_plan(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
-        """The plan given by the user for the first call; else the first rank's."""
+    def _agree_on_plan(self, call: Any) -> ShardingPlan:
+        """Return the plan that the user gave, for the first call; else the first rank's."""
+        graph: JointGraph = call.graph
         held = {
             name: tuple(source.node.meta["val"].shape)
             for source in graph.inputs
@@ -271,51 +297,15 @@ class Parallelizer:
                 "check what hangs on chance (Python's random, NumPy's), on the rank, or on attributes that are not the "
                 "same on all ranks.",
             )
-            text = from_first_rank(self.device_mesh, lambda: self._make_plan(graph, planner, seconds).to_json())
+            text = from_first_rank(self.device_mesh, lambda: self.planner.plan(call).to_json())
             decided = ShardingPlan.from_json(text)
         on_all_ranks(self.device_mesh, lambda: decided.check(self.mesh, graph.fingerprint, held))
         return decided
 
-    def _apply_plan(
-        self, graph: JointGraph, planner: Planner, decided: ShardingPlan
-    ) -> tuple[JointGraph, Planner, Flow]:
-        """The graph, in parts where a plan has such, its planner, and the decisions on it.
-
-        Raises:
-            PlanError: the decisions do not fit the graph, or the plan's shares what was asked for.
-        """
-        if self.target.shares == "auto":
-            self._set_shares(decided.shares)
-            planner = self._planner(graph) if decided.shares else planner
-        if decided.parts:
-            (counts,) = decided.shares.values()
-            graph = with_unequal_loops(graph, self.mesh, decided.parts, part_count(counts))
-            planner = self._planner(graph)
-        if decided is self.plan:
-            self._check_shares(decided, planner)
-        return graph, planner, checked_flow(planner, decided)
-
-    def _check_shares(self, given: ShardingPlan, planner: Planner) -> None:
-        """`PlanError` if a plan that the user gave has other shares than those asked for, or shares of nothing."""
-        if not given.shares:
-            return
-        asked = self.target.shares if isinstance(self.target.shares, Mapping) else {}
-        if {axis: tuple(taken) for axis, taken in asked.items()} != given.shares:
-            raise PlanError(
-                f"the plan has the shares {given.shares}, and parallelize was asked for {dict(asked) or 'none'}: pass "
-                "the same, or leave shares out."
-            )
-        if planner.constraints.shared is None:
-            raise PlanError(
-                f"the plan has the shares {given.shares}, and nothing in this call is shared: no dim is in parts, and "
-                "none is dynamic. Pass dynamic as the plan was made with, or make the plan again."
-            )
-
-    def _make_plan(self, graph: JointGraph, planner: Planner, seconds: float) -> ShardingPlan:
-        first, shares = self.placed is None, self.given_options.shares
-        if (shares == "auto" and first) or (isinstance(shares, Mapping) and not self.target.dynamic):
-            return plan_shares(graph, self.mesh, self.given_options, seconds, self._planner_with, self.placed)
-        return plan_with_shares(planner, seconds, self.target)
+    def _apply(self, call: Any, plan: ShardingPlan) -> PlannedGraph:
+        planned = self.planner.apply(call, plan, given=plan is self.plan)
+        self._tell_shares()
+        return planned
 
     def _place(self, decided: ShardingPlan) -> None:
         whole = Spec.all_replicated(self.mesh.ndim).placements

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.errors import InputError, MeshError
 from autoshard.options import Pipeline
+from autoshard.options.target import Target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.rank_agreement import from_first_rank
 from autoshard.search.search import SearchOptions, run_search

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoshard.errors import BudgetError, PipelineError
+from autoshard.options.target import Target
 from autoshard.pipeline.plan.stopping import Stopping
 from autoshard.planner.candidate_plan import CandidatePlan
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner
-from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.initial_guess import InitialGuess
 from autoshard.search.request import Request

@@ -10,9 +10,9 @@ from torch import nn
 
 from autoshard.capture.joint import JointGraph
 from autoshard.options import Pipeline
+from autoshard.options.target import Target
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.assign.placement import stage_devices
-from autoshard.planner.target import Target
 from autoshard.search.shapes import PipelineAxis, Shape
 
 if TYPE_CHECKING:

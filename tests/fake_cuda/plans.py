@@ -13,11 +13,11 @@ import torch
 import autoshard
 from autoshard import PipelinePlan
 from autoshard.capture.joint import JointGraph, capture
+from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
-from autoshard.planner.target import Settings
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver.solve import solve
 from autoshard.specs.axes import MeshShape

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from autoshard.capture.task_graphs import Primitive
+from autoshard.options.target import Target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.plan.stage_plans import BoundaryMode
-from autoshard.planner.target import Target
 from tests import models
 from tests.targets import target as target_of
 

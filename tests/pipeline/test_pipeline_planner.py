@@ -30,6 +30,7 @@ from autoshard.pipeline.plan.stopping import Stopping
 from autoshard.pipeline.schedule.schedules import schedule
 from autoshard.pipeline.schedule.simulation import simulate
 from autoshard.pipeline.schedule.tasks import step_task_graph
+from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planner import Planner
 from autoshard.runtime.parallelizer import Parallelizer
 from autoshard.runtime.shards import gather_full_tensor
@@ -68,7 +69,9 @@ def test_the_stages_of_a_plan_do_what_the_model_does(boundaries: BoundaryMode) -
             for stage, decided in zip(stages, plan.stages, strict=True):
                 cluster = stage_cluster(fast_links(), plan.mesh, plan.axis)
                 own = stage_target(target(), cluster, decided, input_names(stage))
-                Parallelizer(stage.module, mesh, own, decided).start(*stage.example)
+                Parallelizer(stage.module, mesh, ModulePlanner(stage.module, MeshShape.of(mesh), own), decided).start(
+                    *stage.example
+                )
         chain = Chain(graph, stages, (), part)
         with default_float64():
             ours = chain.forward()[1]

@@ -12,10 +12,10 @@ import torch
 import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError
+from autoshard.options.target import Settings
 from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.overlap_search import OverlapSearch
 from autoshard.planner.planning_problem import Constraints
-from autoshard.planner.target import Settings
 from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.memory_tracker import first_rank, track_step

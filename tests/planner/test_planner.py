@@ -18,11 +18,11 @@ from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import BudgetError, HintError
 from autoshard.options import METHODS
+from autoshard.options.target import Settings
 from autoshard.patterns.decisions import Decisions
 from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning_problem import Constraints
-from autoshard.planner.target import Settings
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec, shard_placement

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from autoshard.capture.joint import capture
+from autoshard.options.target import Target
 from autoshard.planner.planning import PlannerCache, run_planner
-from autoshard.planner.target import Target
 from autoshard.specs.axes import MeshShape
 from tests.targets import target
 from tests.training import build

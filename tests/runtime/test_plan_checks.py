@@ -20,11 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import autoshard
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.errors import PlanError
+from autoshard.planner import module_planner
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import PlannerCache
 from autoshard.plans import plan_file
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.runtime import parallelizer
 from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
 from tests.planner.steps import planner_of
@@ -291,7 +291,7 @@ def test_an_edited_plan_is_refused_before_anything_is_changed(
     data = copy.deepcopy(plain)
     edit(data)
     with (  # these take most of the time, and are the same for all
-        mock.patch.object(parallelizer, "capture_with_progress", return_value=(graph, 0.0)),
+        mock.patch.object(module_planner, "capture_with_progress", return_value=(graph, 0.0)),
         mock.patch.object(PlannerCache, "of", return_value=planner),
     ):
         _refused(data, mesh, said)
@@ -363,5 +363,5 @@ def test_a_plan_for_local_inputs_is_none_for_global_ones(mesh: DeviceMesh) -> No
     _refused(data, mesh, 'was the plan made with inputs="local"', make)
     other = {"inputs": "local", "input_placements": {"x": [Shard(0), Shard(0)]}}
     graph = capture(make(), (_x(),), {})
-    with mock.patch.object(parallelizer, "capture_with_progress", return_value=(graph, 0.0)):
+    with mock.patch.object(module_planner, "capture_with_progress", return_value=(graph, 0.0)):
         _refused(data, mesh, "it is asked for as", make, **other)

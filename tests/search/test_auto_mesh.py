@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import autoshard
 from autoshard.errors import BudgetError, InputError, MeshError
-from autoshard.planner.target import Target
+from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.auto_mesh import auto_mesh
 from tests.targets import target as target_of

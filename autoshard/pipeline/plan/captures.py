@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.cost import CostModel
+from autoshard.options.target import Target
 from autoshard.pipeline.graph.forward_export import ExportedModule, export_forward
 from autoshard.pipeline.graph.forward_graph import read_stage_graph
 from autoshard.pipeline.graph.microbatch import batch_sizes, microbatches
@@ -21,7 +22,6 @@ from autoshard.pipeline.graph.stage_graph import StageGraph
 from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.pipeline.plan.stage_reuse import has_same_names, rename_capture, structural_text
 from autoshard.planner import hints as hint_rules
-from autoshard.planner.target import Target
 from autoshard.specs.axes import MeshShape
 
 

@@ -12,9 +12,9 @@ from autoshard.capture.fingerprint import fingerprint
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.measurements import Grouping
 from autoshard.errors import MeshError, PlanError
+from autoshard.options.target import Target
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.graph.forward_export import ExportedModule
-from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import BudgetError, CaptureError, InputError, PlanError, warn_caller
+from autoshard.options.target import Target
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.assign.placement import stage_devices
 from autoshard.pipeline.assign.stages import StageDevice, Stages
@@ -42,7 +43,6 @@ from autoshard.pipeline.schedule.schedule_search import (
 from autoshard.pipeline.schedule.schedules import SCHEDULES, placement
 from autoshard.pipeline.schedule.simulation import Simulation
 from autoshard.planner.gc_freeze import freeze_older_objects
-from autoshard.planner.target import Target
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from autoshard.capture.task_graphs import task_graphs_with_counts
 from autoshard.errors import BudgetError, HintError
+from autoshard.options.target import Target
 from autoshard.pipeline.assign.marked_stages import marked_stages
 from autoshard.pipeline.assign.pipeline_mesh import PipelineMesh
 from autoshard.pipeline.assign.stages import Method, StageDevice, Stages, assign_layers, assign_stages
@@ -31,7 +32,6 @@ from autoshard.pipeline.schedule.schedule_bounds import least_bytes
 from autoshard.pipeline.schedule.schedules import placement
 from autoshard.planner import hints as hint_rules
 from autoshard.planner.batch_shares import with_shares
-from autoshard.planner.target import Target
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes
 

@@ -15,6 +15,7 @@ from autoshard.capture.layers import layers as layers_of
 from autoshard.capture.recomputation import recompute_layers
 from autoshard.errors import BudgetError, PlanError
 from autoshard.options import Hints
+from autoshard.options.target import Target
 from autoshard.patterns.decisions import Decisions
 from autoshard.pipeline.graph.stage_modules import StageModule
 from autoshard.pipeline.plan.boundaries import parts_are_equal
@@ -24,7 +25,6 @@ from autoshard.pipeline.plan.stage_reuse import rename_decisions, structural_fin
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import planner_for, run_planner, with_provenance
 from autoshard.planner.recompute_search import recomputing_planner
-from autoshard.planner.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.specs.axes import MeshShape

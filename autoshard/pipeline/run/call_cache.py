@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import PipelineError
+from autoshard.options.target import Target
 from autoshard.pipeline.graph.forward_export import export_forward
 from autoshard.pipeline.graph.microbatch import batch_sizes, microbatches
 from autoshard.pipeline.graph.stage_modules import StageModule, cut
@@ -24,7 +25,7 @@ from autoshard.pipeline.run.position import pipeline_position
 from autoshard.pipeline.run.stage_runtime import PipelineRuntime
 from autoshard.pipeline.run.state_entries import StateEntry, relink_entries, state_entries
 from autoshard.planner import hints as hint_rules
-from autoshard.planner.target import Target
+from autoshard.planner.module_planner import ModulePlanner
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.parallelizer import Parallelizer
 from autoshard.runtime.rank_agreement import on_all_ranks
@@ -140,7 +141,7 @@ class CallCache:
         return Parallelizer(
             stage.module,
             self._mesh,
-            options,
+            ModulePlanner(stage.module, MeshShape.of(self._mesh), options),
             plan,
             index,
             later=runtime.second_halves.get(index),

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import InputError, MeshError, PlanError
 from autoshard.names import suggestion
 from autoshard.options import Pipeline
+from autoshard.options.target import Target
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_planner import plan_pipeline
 from autoshard.pipeline.run.pipeline_module import PipelineModule, build_pipeline_module
 from autoshard.planner.progress_line import show_progress
-from autoshard.planner.target import Target
 from autoshard.runtime.rank_agreement import check_ranks_agree, from_first_rank
 from autoshard.specs.axes import MeshShape
 

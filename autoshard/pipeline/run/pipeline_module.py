@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.capture.call_layout import signature_of
 from autoshard.capture.python_state import check_invalidating_effects
 from autoshard.errors import InputError, PipelineError
+from autoshard.options.target import Target
 from autoshard.pipeline.plan.pipeline_devices import check_pipeline_options, forward_fingerprint
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.call_cache import CallCache, PreparedCall
 from autoshard.pipeline.run.clipping import clip, total_norm
 from autoshard.pipeline.run.state_entries import register_stage_state, relink_entries
 from autoshard.pipeline.run.tied_parameters import TiedParameters, check_same_placements, tie
-from autoshard.planner.target import Target
 from autoshard.runtime.call_tensors import describe_call, tensors_of_call
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.materialize import Initializer

@@ -1,0 +1,29 @@
+"""What a user asks for, as one object, and the targets that planners make of it."""
+
+from autoshard.options.options import (
+    EFFORTS,
+    METHODS,
+    RECOMPUTE,
+    Hints,
+    OptionKeywords,
+    Options,
+    Pipeline,
+    Placements,
+    Search,
+    Shares,
+    collect_options,
+)
+
+__all__ = [
+    "EFFORTS",
+    "METHODS",
+    "RECOMPUTE",
+    "Hints",
+    "OptionKeywords",
+    "Options",
+    "Pipeline",
+    "Placements",
+    "Search",
+    "Shares",
+    "collect_options",
+]

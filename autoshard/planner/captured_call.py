@@ -1,0 +1,71 @@
+"""A captured call of a module, and the planners of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.distributed.tensor import Placement
+
+from autoshard.capture.joint import JointGraph
+from autoshard.options.target import Target
+from autoshard.patterns.parts import Loop, with_unequal_loops
+from autoshard.planner.planner import Planner
+from autoshard.planner.planning import PlannerCache, shared_axis
+from autoshard.specs.axes import MeshShape
+
+
+@dataclass(eq=False)
+class CapturedCall:
+    """A call that is to be planned.
+
+    Attributes:
+        graph: the captured step.
+        seconds: the time of its capture.
+        mesh: the mesh axes.
+        target: what the user asked for.
+        planner_cache: makes planners, which share what they work out of operators and tensors.
+        placed: placements of parameters and buffers that are not to move; None for the first call of a module.
+        placed_inputs: placements in which local inputs were asked for before, and arrive.
+    """
+
+    graph: JointGraph
+    seconds: float
+    mesh: MeshShape
+    target: Target
+    planner_cache: PlannerCache
+    placed: Mapping[str, tuple[Placement, ...]] | None = None
+    placed_inputs: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    _planners: list[tuple[JointGraph, Target, Planner]] = field(default_factory=list)
+    _in_parts: dict[Hashable, JointGraph] = field(default_factory=dict)
+
+    def graph_in_parts(self, loops: Sequence[Loop], parts: int) -> JointGraph:
+        """Return the graph with some loops in equal parts, of which ranks can take unequal numbers; made once.
+
+        Raises:
+            RuleError: an argument of an operator is a size that its dims no longer have.
+        """
+        key = tuple(loops), parts
+        if key not in self._in_parts:
+            self._in_parts[key] = with_unequal_loops(self.graph, self.mesh, loops, parts)
+        return self._in_parts[key]
+
+    def planner_of(self, target: Target, graph: JointGraph | None = None) -> Planner:
+        """Return the planner of the graph at some prices and limits; made once.
+
+        Args:
+            target: what is planned for.
+            graph: the graph with dims in equal parts, in place of the captured one.
+
+        Raises:
+            HintError: a hint does not fit the module or the mesh.
+        """
+        graph = self.graph if graph is None else graph
+        shared = shared_axis(graph, self.mesh, target)
+        for known, known_target, planner in self._planners:
+            same_prices = (known_target.cluster, known_target.settings) == (target.cluster, target.settings)
+            if known is graph and same_prices and planner.constraints.shared == shared:
+                return planner
+        planner = self.planner_cache.of(graph, target, self.placed, self.placed_inputs)
+        self._planners.append((graph, target, planner))
+        return planner

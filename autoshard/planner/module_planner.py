@@ -1,0 +1,137 @@
+"""The planner of the calls of one module on one mesh: captures a call, plans it, and checks a plan for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.tensor import Placement
+
+from autoshard.errors import PlanError
+from autoshard.options.target import Target
+from autoshard.planner.batch_shares import with_shares
+from autoshard.planner.captured_call import CapturedCall
+from autoshard.planner.part_shares import part_count, plan_shares
+from autoshard.planner.planner import Planner
+from autoshard.planner.planning import PlannerCache, capture_with_progress, checked_flow
+from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.program.build import PlannedGraph
+from autoshard.specs.axes import MeshShape
+
+
+class ModulePlanner:
+    """Plans the calls of one module on one mesh. Calls share what planners work out of operators and tensors.
+
+    Args:
+        module: the module.
+        mesh: the mesh axes.
+        target: what the user asked for.
+
+    Attributes:
+        requested: what the user asked for; in place of `shares="auto"`, the shares of the first plan from then on.
+        target: the same at the prices of devices with such shares.
+
+    Raises:
+        MeshError: the mesh has no axis of the name in `shares`.
+        PlanError: there are not as many shares as ranks.
+    """
+
+    def __init__(self, module: nn.Module, mesh: MeshShape, target: Target) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.requested = self.target = target
+        self._planners = PlannerCache(module, mesh)
+        if target.shares != "auto":
+            self._settle_shares(target.shares or {})
+
+    def _settle_shares(self, shares: Mapping[str, Sequence[int]]) -> None:
+        """Have the ranks of an axis take these shares in all calls from now on; equal ones if there are none."""
+        self.requested = replace(self.requested, shares=shares or None)
+        self.target = with_shares(self.requested, self.mesh, shares)
+
+    def capture(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        grad: bool,
+        tangents: Literal["loss", "all"] = "loss",
+        dynamic: bool = True,
+        quiet: bool = False,
+        placed: Mapping[str, tuple[Placement, ...]] | None = None,
+        placed_inputs: Mapping[str, tuple[Placement, ...]] | None = None,
+    ) -> CapturedCall:
+        """Capture a call.
+
+        Args:
+            args, kwargs, grad, tangents, dynamic, quiet: as for `capture_with_progress`.
+            placed: placements of parameters and buffers that are not to move; None for the first call.
+            placed_inputs: placements in which local inputs were asked for before, and arrive.
+
+        Raises:
+            CaptureError: the call can't be captured.
+        """
+        graph, seconds = capture_with_progress(
+            self.module, args, kwargs, self.target, grad=grad, tangents=tangents, dynamic=dynamic, quiet=quiet
+        )
+        if self.requested.shares == "auto" and placed is not None:
+            self._settle_shares({})
+        return CapturedCall(graph, seconds, self.mesh, self.requested, self._planners, placed, placed_inputs or {})
+
+    def check(self, call: CapturedCall) -> None:
+        """Raise the error of options that do not fit the module or the mesh."""
+        call.planner_of(self.target)
+
+    def plan(self, call: CapturedCall) -> ShardingPlan:
+        """Decide where parameters lie and how every operator of a call is split.
+
+        Raises:
+            AutoshardError: as for `autoshard.plan`.
+        """
+        return plan_shares(call)
+
+    def apply(self, call: CapturedCall, plan: ShardingPlan, *, given: bool) -> PlannedGraph:
+        """Return the graph with the decisions of a plan, which are checked; its shares hold for all later calls.
+
+        Args:
+            call: the call.
+            plan: its plan.
+            given: True if the user gave the plan.
+
+        Raises:
+            PlanError: the decisions do not fit the graph, or the plan's shares what was asked for.
+        """
+        graph = call.graph
+        if self.requested.shares == "auto":
+            self._settle_shares(plan.shares)
+        if plan.parts:
+            (counts,) = plan.shares.values()
+            graph = call.graph_in_parts(plan.parts, part_count(counts))
+        planner = call.planner_of(self.target, graph)
+        if given:
+            _check_shares(plan, planner, self.requested)
+        flow = checked_flow(planner, plan)
+        return PlannedGraph(graph, flow, planner.resharder, planner.cost, planner.constraints.shared)
+
+    def forget(self) -> None:
+        """Drop the results of searches, which hold much memory; keep what serves later calls."""
+        self._planners.forget()
+
+
+def _check_shares(plan: ShardingPlan, planner: Planner, requested: Target) -> None:
+    """Raise a `PlanError` if a plan that the user gave has other shares than those asked for, or shares of nothing."""
+    if not plan.shares:
+        return
+    wanted = requested.shares if isinstance(requested.shares, Mapping) else {}
+    if {axis: tuple(counts) for axis, counts in wanted.items()} != plan.shares:
+        raise PlanError(
+            f"the plan has the shares {plan.shares}, and parallelize was asked for {dict(wanted) or 'none'}: pass "
+            "the same, or leave shares out."
+        )
+    if planner.constraints.shared is None:
+        raise PlanError(
+            f"the plan has the shares {plan.shares}, and nothing in this call is shared: no dim is in parts, and "
+            "none is dynamic. Pass dynamic as the plan was made with, or make the plan again."
+        )
