@@ -5,7 +5,6 @@ from autoshard.capture.annotate import shard
 from autoshard.capture.task_graphs import replicate, set_default_strategy, split
 from autoshard.cluster.calibrate import calibrate
 from autoshard.cluster.cluster import Cluster
-from autoshard.compile_backend.backend import use_mesh
 from autoshard.doctor.doctor import doctor
 from autoshard.errors import (
     AutoshardError,
@@ -19,6 +18,7 @@ from autoshard.errors import (
     RuleError,
 )
 from autoshard.options import Options, Pipeline, Search
+from autoshard.options.mesh_context import use_mesh
 from autoshard.patterns.registry import register_rule
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.load_safetensors import load_safetensors

@@ -1,7 +1,7 @@
-"""`torch.compile(model, backend="autoshard")`, and the mesh that it shards over."""
+"""The backend `autoshard` of `torch.compile`."""
 
 from __future__ import annotations
 
-from autoshard.compile_backend.backend import autoshard, use_mesh
+from autoshard.compile_backend.backend import autoshard
 
-__all__ = ["autoshard", "use_mesh"]
+__all__ = ["autoshard"]

@@ -1,4 +1,4 @@
-"""The backend of `torch.compile(model, backend="autoshard")`, and the mesh that it shards over.
+"""The backend of `torch.compile(model, backend="autoshard")`.
 
 Dynamo calls the backend while it compiles the model's first call, and checks afterwards that nothing has changed. The
 model can't be parallelized then. The backend returns a function in place of the graph: when it is run, in the midst of
@@ -8,9 +8,7 @@ that of `autoshard.parallelize`, which Dynamo leaves alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,27 +28,11 @@ from autoshard.compile_backend._torch import (
 from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.names import suggestion
 from autoshard.options import OptionKeywords
+from autoshard.options.mesh_context import mesh_in_use
 from autoshard.plans.sharding_plan import ShardingPlan
 
 OPTIONS = ("mesh", *OptionKeywords.__annotations__, "plan")
 """Names that `torch.compile(..., options={...})` may hold: the mesh, and the keyword options of `parallelize`."""
-
-_mesh: ContextVar[DeviceMesh | None] = ContextVar("autoshard_mesh", default=None)
-
-
-@contextmanager
-def use_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
-    """Context in which `torch.compile(model, backend="autoshard")` shards over `mesh`.
-
-    It must be around the first call of the compiled model; later calls keep the mesh. An inner context overrides an
-    outer one, and the backend's own option `mesh` overrides both.
-    """
-    token = _mesh.set(mesh)
-    try:
-        yield mesh
-    finally:
-        _mesh.reset(token)
-
 
 def autoshard(
     graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **others: Any
@@ -79,7 +61,7 @@ def autoshard(
                     f"the backend autoshard has no option {name!r}. {suggestion(name, OPTIONS)} It knows "
                     f"{', '.join(OPTIONS)}."
                 )
-        mesh = settings.pop("mesh", None) or _mesh.get()
+        mesh = settings.pop("mesh", None) or mesh_in_use()
         if mesh is None:
             raise MeshError(
                 'torch.compile(..., backend="autoshard") needs a device mesh: pass options={"mesh": mesh}, or make the '
