@@ -34,6 +34,7 @@ from autoshard.plans.sharding_plan import ShardingPlan
 OPTIONS = ("mesh", *OptionKeywords.__annotations__, "plan")
 """Names that `torch.compile(..., options={...})` may hold: the mesh, and the keyword options of `parallelize`."""
 
+
 def autoshard(
     graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **others: Any
 ) -> Callable[..., Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch.distributed.tensor import Replicate
@@ -13,15 +12,13 @@ from autoshard.capture.recomputation import recomputable, recompute_layers
 from autoshard.errors import AutoshardError, BudgetError
 from autoshard.memory.budget import MEMORY_ONLY_STRENGTH, memory_prices, peak_weights
 from autoshard.memory.footprint import Memory
+from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import Constraints
 from autoshard.plans.plan_rows import memory_parts
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import is_placeable
 from autoshard.specs.spec import Spec
 from autoshard.units import format_bytes
-
-if TYPE_CHECKING:
-    from autoshard.planner.planner import Planner
 
 
 class ShortfallError(BudgetError):
@@ -37,7 +34,7 @@ class ShortfallError(BudgetError):
     """
 
     def __init__(
-        self, planner: Planner, limit: int, least: Memory, wishes: Constraints, prices: np.ndarray, late: bool
+        self, planner: PlanningContext, limit: int, least: Memory, wishes: Constraints, prices: np.ndarray, late: bool
     ) -> None:
         self._planner, self._limit, self._least = planner, limit, least
         self._wishes, self._prices, self._late = wishes, prices, late
@@ -65,7 +62,7 @@ class ShortfallError(BudgetError):
         )
 
 
-def _find_remedies(planner: Planner, least: Memory, wishes: Constraints, prices: np.ndarray) -> Iterator[str]:
+def _find_remedies(planner: PlanningContext, least: Memory, wishes: Constraints, prices: np.ndarray) -> Iterator[str]:
     """Texts of what makes the peak smaller, with the peaks that it was seen to lead to."""
     pinned = [source.name for source in planner.graph.inputs if source.kind == "parameter"]
     pinned = [name for name in pinned if name in wishes.pinned]
@@ -94,7 +91,7 @@ def _find_remedies(planner: Planner, least: Memory, wishes: Constraints, prices:
     yield f"add devices ({mesh} needs {format_bytes(peak)})" if peak < least.peak else "add devices"
 
 
-def _recompute_peak(planner: Planner, layers: Sequence[str], wishes: Constraints) -> float:
+def _recompute_peak(planner: PlanningContext, layers: Sequence[str], wishes: Constraints) -> float:
     """The peak where all layers are run again, at prices on the moments at which the fastest plan then holds most."""
     other = type(planner)(
         recompute_layers(planner.graph, layers), planner.mesh, planner.cluster, planner.constraints, planner.settings
@@ -111,7 +108,7 @@ def _recompute_peak(planner: Planner, layers: Sequence[str], wishes: Constraints
     )
 
 
-def _peak(planner: Planner, wishes: Constraints, prices: np.ndarray) -> float:
+def _peak(planner: PlanningContext, wishes: Constraints, prices: np.ndarray) -> float:
     """The peak of one plan under these wishes, at prices at which memory alone counts; infinite where there is none."""
     try:
         return planner.solve(wishes, prices=prices).memory.peak
@@ -119,7 +116,7 @@ def _peak(planner: Planner, wishes: Constraints, prices: np.ndarray) -> float:
         return float("inf")
 
 
-def _pins_fit(planner: Planner, wishes: Constraints, mesh: MeshShape) -> bool:
+def _pins_fit(planner: PlanningContext, wishes: Constraints, mesh: MeshShape) -> bool:
     """Whether what is pinned can lie so on another mesh."""
     shapes = {source.name: source.node.meta["val"].shape for source in planner.graph.inputs}
     pins = ((name, Spec.of(*(one or Replicate() for one in pins))) for name, pins in wishes.pinned.items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch.distributed.tensor import Placement
@@ -23,10 +22,8 @@ from autoshard.memory.budget import (
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.budget_error import ShortfallError
 from autoshard.planner.candidate_plan import CandidatePlan
+from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import Constraints
-
-if TYPE_CHECKING:
-    from autoshard.planner.planner import Planner
 
 _ROUNDS = 6  # plans made where memory alone has a price, at most
 _MIN_GAIN = 0.01  # part of the peak by which such a plan must be leaner than those before for another to be made
@@ -54,7 +51,7 @@ class BudgetSearch:
         fastest: the plan that is made without a limit; it holds too much.
     """
 
-    def __init__(self, planner: Planner, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> None:
+    def __init__(self, planner: PlanningContext, limit: int, cheapest: CandidatePlan, fastest: CandidatePlan) -> None:
         self.planner = planner
         self.limit = limit
         self.cheapest = cheapest

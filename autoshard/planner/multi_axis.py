@@ -7,22 +7,19 @@ import math
 import time
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from autoshard.errors import BudgetError, PlanError
 from autoshard.patterns.decisions import Decisions
 from autoshard.patterns.strategy import axis_choices
 from autoshard.planner.lazy_costs import LazyCosts
 from autoshard.planner.lazy_solver import solve_lazily
+from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import Constraints
 from autoshard.planner.problem_builder import ProblemBuilder
 from autoshard.planner.solve_request import BlockSolution, SolveRequest
 from autoshard.planner.solving import CLOSE, SolveOptions, is_large
 from autoshard.planner.tiling import Tiling
 from autoshard.reshard.lower_bound_resharder import LowerBoundResharder
-
-if TYPE_CHECKING:
-    from autoshard.planner.planner import Planner
 
 _MOST_STRATEGIES = 3000  # of one operator, all axes together, that a bound may list
 _MOST_PAIRS = 100_000_000  # of strategies in tables of edges that are not alike, 8 bytes each, all axes together
@@ -36,7 +33,7 @@ class MultiAxisSolver:
         planner: whose problems these are; it solves those in which some axes are open.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: PlanningContext) -> None:
         self.planner = planner
         self._lazy_costs: tuple[Constraints, LazyCosts, Tiling | None] | None = None  # of the problem of all axes
 

@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,11 +13,9 @@ from autoshard.errors import PlanError
 from autoshard.patterns.graph_rules import Value
 from autoshard.planner.account import StepAccount
 from autoshard.planner.candidate_plan import CandidatePlan
+from autoshard.planner.planning_context import PlanningContext
 from autoshard.planner.planning_problem import OverlapDiscount
 from autoshard.specs.emitter import GRADIENT_BUCKET_BYTES
-
-if TYPE_CHECKING:
-    from autoshard.planner.planner import Planner
 
 _MAX_SOLVES = 4  # problems solved for one kind of collectives, at other prices than one
 _MIN_GAIN = 1e-3  # of a step's time: what is exposed of it at least for plans that hide more to be looked for
@@ -70,7 +67,7 @@ class OverlapSearch:
         first: the cheapest plan where hidden seconds count in full.
     """
 
-    def __init__(self, planner: Planner, first: CandidatePlan) -> None:
+    def __init__(self, planner: PlanningContext, first: CandidatePlan) -> None:
         self.planner = planner
         self.first = first
         account, contention = planner.account(first.decisions), planner.cluster.contention
@@ -132,7 +129,7 @@ class _TradeoffCurve:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: PlanningContext,
         account: StepAccount,
         first: CandidatePlan,
         least: OverlapDiscount,
