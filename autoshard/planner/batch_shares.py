@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from autoshard.capture import outside_modes
 from autoshard.capture.fake_module import DEVICE
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
@@ -122,10 +123,10 @@ def faster_plan(
 
 def check_program(planner: Planner, plan: ShardingPlan) -> None:
     """Raise a `PlanError` if there is no program in which operators have unequal shares, whatever these are."""
+    flow, shared = flow_of(planner, plan), planner.constraints.shared
     try:
-        size_generic_step(
-            flow_of(planner, plan), planner.resharder, planner.mesh.names, DEVICE, planner.constraints.shared
-        )
+        with outside_modes():
+            size_generic_step(flow, planner.resharder, planner.mesh.names, DEVICE, shared)
     except RuleError as error:
         raise PlanError(f"an operator can't be in such shares: {error}") from error
 

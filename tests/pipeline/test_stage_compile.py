@@ -13,7 +13,6 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.schedule.schedules import schedule
 from autoshard.runtime.shards import gather_full_tensor
 from tests.pipeline.pipelines import model, plan_by_hand
-from tests.training import fast_links
 from tests.workers import Workers
 
 MESH = {"pp": 2, "dp": 2}
@@ -50,13 +49,3 @@ def test_stages(four: Workers) -> None:
     """The first stage has all parameters, whose gradients are reduced at the end of a step: a graph of its own."""
     plan = plan_by_hand(*model("mlp", batch=BATCH), MESH, schedule("1F1B", 2, 2), hints={"*": Replicate()})
     assert check(four, plan) == [3, 3, 2, 2], "forward, backward, and the last backward"
-
-
-@pytest.mark.slow
-def test_stages_whose_ranks_take_shares_of_their_own(four: Workers) -> None:
-    options = {"cluster": fast_links(), "shares": {"dp": (2, 1)}, "microbatches": 2, "schedule": "1F1B"}
-    module, inputs = model("mlp", batch=BATCH)
-    plan = autoshard.plan(module, MESH, (), inputs, recompute="none", **options)
-    assert isinstance(plan, PipelinePlan)
-    assert plan.in_shares
-    check(four, plan)

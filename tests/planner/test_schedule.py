@@ -1,4 +1,4 @@
-"""The step that a plan predicts is the replay of the program that is made of it, whatever the plan."""
+"""The step that a plan predicts is the replay of its program, which torch's partitioner splits in halves."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ def drawn(planner: Planner, seed: int, forced: bool) -> ShardingPlan:
 
 
 CASES = [
-    *((name, mesh, "found") for name in ("mlp", "gpt") for mesh in ({"x": 4}, {"x": 2, "y": 2}, {"x": 5})),
-    *(("mlp", mesh, "random") for mesh in ({"x": 4}, {"x": 3, "y": 2})),
-    *(("mlp", mesh, "random, forced") for mesh in ({"x": 4}, {"x": 3, "y": 2})),
+    ("gpt", {"x": 2, "y": 2}, "found"),
+    ("mlp", {"x": 3, "y": 2}, "random"),
     ("gpt", {"x": 4}, "random, forced"),
     ("resnet18", {"x": 4}, "found"),
 ]

@@ -95,7 +95,7 @@ def test_a_failure_on_one_rank_is_told_and_the_others_go_on(ranks: Workers, tmp_
 
 
 def one_rank_is_lost(folder: Path) -> list[CheckLine]:
-    here = processes(folder, timeout=2.0)
+    here = processes(folder, timeout=1.0)
     checks = [SelfCheck("alone", lambda _: CheckOutcome("ok", "")), SelfCheck("adding", adding)]
     try:
         return run(here, [] if here.rank == 1 else checks)
@@ -106,7 +106,7 @@ def one_rank_is_lost(folder: Path) -> list[CheckLine]:
 def test_a_lost_rank_ends_the_check(ranks: Workers, tmp_path: Path) -> None:
     first, second = ranks.run(one_rank_is_lost, tmp_path)[0]
     assert first.outcome.verdict == "wrong"
-    assert "rank 1 said nothing for 10 s" in first.outcome.figure
+    assert "rank 1 said nothing for 5 s" in first.outcome.figure
     assert second.outcome.verdict == "skipped"
 
 
