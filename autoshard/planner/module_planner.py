@@ -17,7 +17,7 @@ from autoshard.planner.part_shares import part_count, plan_shares
 from autoshard.planner.planner import Planner
 from autoshard.planner.planning import PlannerCache, capture_with_progress, checked_flow
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.program.build import PlannedGraph
+from autoshard.program.build_program import PlannedGraph
 from autoshard.specs.axes import MeshShape
 
 

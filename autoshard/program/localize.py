@@ -17,7 +17,7 @@ from autoshard.patterns.graph_rules import Value, value_of
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.strategy import keeps_shares
 from autoshard.program._torch import lazy_graph_module
-from autoshard.program.emitter import GraphEmitter
+from autoshard.program.graph_emitter import GraphEmitter
 from autoshard.program.shares_emitter import SharesEmitter
 from autoshard.program.walk import LocalResults, ProgramWalk, emit_operator
 from autoshard.reshard.lower import lower

@@ -14,7 +14,7 @@ from autoshard.capture.joint import JointGraph
 from autoshard.patterns.local import LocalCall
 from autoshard.patterns.rule import OpCall, Rule
 from autoshard.patterns.variants import Choices
-from autoshard.program.emitter import GraphEmitter
+from autoshard.program.graph_emitter import GraphEmitter
 from autoshard.program.walk import LocalResults, emit_operator
 from autoshard.reshard.lower import lower
 from autoshard.reshard.path import Path

@@ -14,7 +14,7 @@ from torch import fx
 
 from autoshard.errors import PlanError
 from autoshard.program._torch import FakeTensorMode
-from autoshard.program.emitter import GraphEmitter
+from autoshard.program.graph_emitter import GraphEmitter
 from autoshard.size import DynamicSize, Sizes
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.shared_axis import SharedAxis

@@ -21,7 +21,7 @@ from autoshard.capture.fake_module import check_parameters
 from autoshard.capture.joint import JointGraph
 from autoshard.options.target import Target
 from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.program.build import PlannedGraph, build_program
+from autoshard.program.build_program import PlannedGraph, build_program
 from autoshard.reshard.deferred_reductions import DeferredReduction
 from autoshard.runtime.checkpoint import install_hooks
 from autoshard.runtime.constants import check_constants

@@ -20,7 +20,7 @@ _CACHE_SIZE = 1 << 17
 _Result = TypeVar("_Result")
 
 
-def _cached(
+def _memoize(
     function: Callable[[tuple[int, ...], Spec, MeshShape], _Result],
 ) -> Callable[[Sequence[int], Spec, MeshShape], _Result]:
     """Remember results by shape, spec and mesh; the shape may be any sequence."""
@@ -72,7 +72,7 @@ def merge_loops(segments: Sequence[Segment]) -> DimLayout:
     return tuple(result) or (Segment(1),)
 
 
-@_cached
+@_memoize
 def segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
     """Return the loop nest, major to minor, of every dim of a tensor of `shape` under `spec`.
 
@@ -199,7 +199,7 @@ def _outer_steps(segments: DimLayout, position: int) -> int:
     return steps // share
 
 
-@_cached
+@_memoize
 def canonical(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Spec:
     """Return the normal form of all specs that place a tensor of `shape` alike.
 
@@ -227,7 +227,7 @@ def canonical(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Spec:
     return spec_of(layout, {axis: normal[axis].reduce_op for axis in normal.partial_axes}, mesh)  # type: ignore[attr-defined]
 
 
-@_cached
+@_memoize
 def is_even(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> bool:
     """Return True if every rank holds equally much and the pieces nest, so that `segments_of` succeeds."""
     try:
@@ -246,7 +246,7 @@ def is_placeable(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> bool:
     return True
 
 
-@_cached
+@_memoize
 def local_shape(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
     """Return the shape of one rank's local tensor in a program, the same on every rank.
 
@@ -271,7 +271,7 @@ def padded_segments_of(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> Lay
     return _padded_segments(shape, canonical(shape, spec, mesh), mesh)
 
 
-@_cached
+@_memoize
 def _padded_segments(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
     _check_length(spec, mesh)
     dims: list[DimLayout] = [(Segment(size),) for size in shape]

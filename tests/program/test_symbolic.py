@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoshard.program._torch import FakeTensorMode
-from autoshard.program.emitter import GraphEmitter
+from autoshard.program.graph_emitter import GraphEmitter
 from autoshard.size import DynamicSize, at, ceil_div, is_dynamic, symbol
 from autoshard.specs import MeshShape
 from autoshard.specs.emitter import collectives

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from autoshard.program.emitter import supports_layout
+from autoshard.program.graph_emitter import supports_layout
 from tests.patterns.soundness._torch import tree_flatten, tree_leaves, tree_unflatten
 from tests.patterns.soundness.record import RecordedOperator, record
 from tests.patterns.soundness.samples import own_calls

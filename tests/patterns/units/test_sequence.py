@@ -19,7 +19,7 @@ from autoshard.patterns.soundness import strategies
 from autoshard.patterns.strategy import describe, operand_spec, result_spec
 from autoshard.patterns.variants import offered_factors
 from autoshard.planner.strategy_tables import StrategyTables
-from autoshard.program.emitter import GraphEmitter
+from autoshard.program.graph_emitter import GraphEmitter
 from autoshard.reshard.collective_schedule import delay_waits
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.emitter import collectives

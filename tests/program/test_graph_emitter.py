@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from autoshard.program.emitter import GraphEmitter, supports_layout
+from autoshard.program.graph_emitter import GraphEmitter, supports_layout
 from autoshard.specs.axes import MeshShape
 
 aten = torch.ops.aten
