@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,56 @@ _LANES = 8
 
 _MIN_GAP_PROGRESS = 0.1
 """Share of the gap that twice `_PATIENCE` iterations must close when the assignment matters, not the bound."""
+
+
+class _Nodes(NamedTuple):
+    """The nodes of a problem as arrays, for the compiled loops.
+
+    Attributes:
+        sizes: number of strategies of every node.
+        at: start of every node in `costs`.
+        costs: of the strategies of all nodes.
+        into: the edges to a node from earlier ones, by node.
+        into_at: start of every node in `into`.
+        out: the edges from a node to later ones, by node.
+        out_at: start of every node in `out`.
+    """
+
+    sizes: IntArray
+    at: IntArray
+    costs: Array
+    into: IntArray
+    into_at: IntArray
+    out: IntArray
+    out_at: IntArray
+
+
+class _Edges(NamedTuple):
+    """The edges of a problem as arrays, for the compiled loops.
+
+    Attributes:
+        up: messages to the later node of every edge.
+        up_at: start of every edge in `up`.
+        down: messages to the earlier node of every edge.
+        down_at: start of every edge in `down`.
+        tables: the distinct tables, flat.
+        table: start in `tables` of every part of an edge's cost.
+        part_at: start of every edge in `table` and `factor`.
+        factor: of every part.
+        classes: for every strategy at an end, the number of its distinct row or column.
+        ends: for every edge, the start of its row classes in `classes` and their number, then those of its columns.
+    """
+
+    up: Array
+    up_at: IntArray
+    down: Array
+    down_at: IntArray
+    tables: Array
+    table: IntArray
+    part_at: IntArray
+    factor: Array
+    classes: IntArray
+    ends: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,23 +256,20 @@ class Messages:
         return [np.flatnonzero(costs <= costs.min() + most) for costs, most in zip(beliefs, slacks, strict=True)]
 
     def _forward_backward(self) -> float:
-        belief = self.belief
-        arrays = (
-            self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.up, self.up_at,
-            self.down, self.down_at, self.share, self.tables, self.table, self.part_at, self.factor, self.classes,
-            self.ends, belief,
-        )  # fmt: skip
+        nodes, edges = self._arrays()
         # Forward along the order, then backward.
-        _pass(self.sequence, *arrays, self.turned, self.later, True)
-        _pass(self.sequence[::-1].copy(), *arrays, ~self.turned, self.earlier, False)
-        return float(_value(self.sizes, self.at, self.into_at, self.share, belief))
+        _pass(self.sequence, nodes, edges, self.share, self.belief, self.turned, self.later, True)
+        _pass(self.sequence[::-1].copy(), nodes, edges, self.share, self.belief, ~self.turned, self.earlier, False)
+        return float(_value(self.sizes, self.at, self.into_at, self.share, self.belief))
+
+    def _arrays(self) -> tuple[_Nodes, _Edges]:
+        nodes = _Nodes(self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at)
+        messages = self.up, self.up_at, self.down, self.down_at
+        tables = self.tables, self.table, self.part_at, self.factor, self.classes, self.ends
+        return nodes, _Edges(*messages, *tables)
 
     def _round_assignment(self) -> tuple[int, ...]:
-        choice = _round(
-            self.sequence, self.sizes, self.at, self.costs, self.into, self.into_at, self.out, self.out_at, self.down,
-            self.down_at, self.tables, self.table, self.part_at, self.factor, self.classes, self.ends, self.turned,
-            self.earlier,
-        )  # fmt: skip
+        choice = _round(self.sequence, *self._arrays(), self.turned, self.earlier)
         return tuple(choice.tolist())
 
 
@@ -274,15 +322,14 @@ def _group_edges(ends: IntArray, count: int) -> tuple[IntArray, IntArray]:
 
 
 @compiled_when_called
-def _pass(  # type: ignore[no-untyped-def] # pragma: no cover
-    sequence, sizes, at, costs, into, into_at, out, out_at, up, up_at, down, down_at, share, tables, table, part_at,
-    factor, classes, ends, belief, turned, to, forward,
-):  # fmt: skip
+def _pass(sequence, nodes, edges, share, belief, turned, to, forward):  # type: ignore[no-untyped-def] # pragma: no cover
     """Update every node in turn from its messages, and send messages to the nodes after it.
 
     The rows of a table that is `turned` belong to those nodes. Strategies with equal rows send the least of their
     costs; those with equal columns receive one message.
     """
+    sizes, at, costs, into, into_at, out, out_at = nodes
+    up, up_at, down, down_at, tables, table, part_at, factor, classes, ends = edges
     most = sizes.max() if len(sizes) else 0
     base, blended, lanes = np.empty(most), np.empty(most), np.empty(_LANES)
     mine, theirs = np.empty(most), np.empty(most)
@@ -397,11 +444,10 @@ def _value(sizes, at, into_at, share, belief):  # type: ignore[no-untyped-def] #
 
 
 @compiled_when_called
-def _round(  # type: ignore[no-untyped-def] # pragma: no cover
-    sequence, sizes, at, costs, into, into_at, out, out_at, down, down_at, tables, table, part_at, factor,
-    classes, ends, turned, earlier,
-):  # fmt: skip
+def _round(sequence, nodes, edges, turned, earlier):  # type: ignore[no-untyped-def] # pragma: no cover
     """Choose for every node in turn the best strategy, given the nodes before it and the messages of those after it."""
+    sizes, at, costs, into, into_at, out, out_at = nodes
+    _, _, down, down_at, tables, table, part_at, factor, classes, ends = edges
     choice = np.zeros(len(sizes), dtype=np.int64)
     for node in sequence:
         size = sizes[node]

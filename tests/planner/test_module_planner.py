@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from tests.training import Float64Mode, build, fast_links, unlike_devices
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Hashable]]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[Hashable]:
     """The planners that are made, by what tells them apart: graph, prices, limits and shares."""
     counts: Counter[Hashable] = Counter()
     graphs: list[Any] = []  # kept alive, since their identity is the key
@@ -29,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Hashable]]:
         counts[id(graph), str(prices), str(self.constraints.shared)] += 1
 
     monkeypatch.setattr(PlanningContext, "__init__", count)
-    yield counts
+    return counts
 
 
 def test_a_plan_has_one_planner(made: Counter[Hashable]) -> None:
