@@ -17,6 +17,7 @@ import autoshard
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.schedule.schedules import schedule
 from tests.models.gradients import BETWEEN, Small, gradients
+from tests.option_groups import grouped
 from tests.pipeline.pipelines import assert_equal, pipeline_of, plan_by_hand, train_alone, train_pipeline
 from tests.runtime.meshes import simulated_mesh
 from tests.training import PLANNING_SECONDS, TOLERANCE, Trace, compare, fast_links, train
@@ -33,7 +34,7 @@ def _on_mesh(build: Builder, mesh: tuple[int, ...], **options: Any) -> Trace:
     module, inputs = build()
     with simulated_mesh(**{f"axis{place}": size for place, size in enumerate(mesh)}) as device_mesh:
         asked = {"cluster": fast_links(), "time_limit": PLANNING_SECONDS, "effort": "fast", **options}
-        autoshard.parallelize(module, device_mesh, (), inputs, **asked)
+        autoshard.parallelize(module, device_mesh, (), inputs, **grouped(asked))
         return train(module, inputs)
 
 

@@ -17,6 +17,7 @@ from autoshard.capture.joint import capture
 from autoshard.errors import InputError, PlanError
 from autoshard.specs import MeshShape
 from tests import models
+from tests.option_groups import grouped
 from tests.random_plans import random_plan
 from tests.runtime.meshes import simulated_mesh
 from tests.training import (
@@ -75,7 +76,7 @@ def check(
     module, _ = build(name)
     with simulated_mesh(**mesh) as device_mesh:
         with Float64Mode():
-            autoshard.parallelize(module, device_mesh, (), inputs, dynamic=dynamic, **options)
+            autoshard.parallelize(module, device_mesh, (), inputs, dynamic=dynamic, **grouped(options))
         with default_float64():
             for size in sizes:
                 assert relative_difference(step(module, of_size(inputs, *size)), expected[size]) <= TOLERANCE, size
@@ -346,7 +347,7 @@ def test_variances_divide_by_the_elements_of_each_call() -> None:
     module = copy.deepcopy(alone)
     with simulated_mesh(dp=2) as mesh:
         options: dict[str, Any] = {"cluster": fast_links(), "effort": "fast", "hints": {"*": (Replicate(),)}}
-        autoshard.parallelize(module, mesh, (), inputs, dynamic={"x": {0: "batch"}}, **options)
+        autoshard.parallelize(module, mesh, (), inputs, dynamic={"x": {0: "batch"}}, **grouped(options))
         for rows in (8, 5):
             call = {"x": inputs["x"][:rows]}
             assert relative_difference(step(module, call), step(alone, call)) <= TOLERANCE

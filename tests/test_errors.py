@@ -29,6 +29,7 @@ from autoshard.errors import (
     warn_caller,
 )
 from autoshard.runtime import arguments
+from tests.option_groups import grouped
 
 
 class Mlp(nn.Module):
@@ -119,7 +120,7 @@ def refused(error: type[AutoshardError], texts: list[str], module: nn.Module, *a
     before, grads = state(module), {name: p.requires_grad for name, p in module.named_parameters()}
     numbers = {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
     with pytest.raises(error) as caught:
-        autoshard.parallelize(module, *args, **kwargs)
+        autoshard.parallelize(module, *args, **grouped(kwargs))
     for text in texts:
         assert text in str(caught.value)
     assert state(module) == before

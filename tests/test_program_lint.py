@@ -18,6 +18,7 @@ from autoshard.runtime.module_runtime import RUNTIME
 from autoshard.runtime.step import LocalProgram
 from tests import models
 from tests.memory_tracker import first_rank
+from tests.option_groups import grouped
 from tests.program_lint import exposed_gathers, gathers, graph_findings, named_devices, program_findings
 from tests.training import fast_links
 
@@ -157,7 +158,7 @@ class Stack(nn.Module):
 
 def program_of(module: nn.Module, inputs: dict[str, Tensor], sizes: dict[str, int], **options: Any) -> LocalProgram:
     with first_rank(sizes) as mesh:
-        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **options)
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), **grouped(options))
     (served,) = module.__dict__[RUNTIME]._programs.values()
     return served.program
 

@@ -14,6 +14,7 @@ import autoshard
 from autoshard.errors import BudgetError
 from autoshard.plans.sharding_plan import ShardingPlan
 from tests.float64 import Float64Mode, default_float64
+from tests.option_groups import grouped
 from tests.runtime.meshes import simulated_mesh
 from tests.training import Errors, build, compare, fast_links, one_device, train
 
@@ -53,6 +54,7 @@ def tight_row(model: str, mesh: tuple[int, ...], recompute: str, steps: int = 1)
     """Train a model of `tests.models` as planned under the smallest limit that an error names."""
     module, inputs = build(model)
     options: dict[str, Any] = {"cluster": fast_links(), "work_limit": WORK, "time_limit": SECONDS}
+    options = grouped(options)
     with simulated_mesh(**{f"axis{place}": size for place, size in enumerate(mesh)}) as device_mesh:
         with Float64Mode():
             unlimited = autoshard.plan(module, device_mesh, (), inputs, recompute="none", **options).memory.peak

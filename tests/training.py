@@ -27,6 +27,7 @@ from autoshard.runtime.shards import gather_full_tensor
 from autoshard.specs.axes import MeshShape
 from tests import models
 from tests.float64 import Float64Mode, default_float64
+from tests.option_groups import grouped
 from tests.random_plans import random_plan
 from tests.runtime.meshes import simulated_mesh
 
@@ -207,7 +208,7 @@ def _train_planned(name: str, device_mesh: DeviceMesh, steps: int, effort: Effor
     module, inputs = build(name, **options)
     asked: dict[str, Any] = {"cluster": fast_links(), "time_limit": PLANNING_SECONDS, "effort": effort}
     with Float64Mode(), warnings.catch_warnings(record=True) as raised:
-        autoshard.parallelize(module, device_mesh, (), inputs, **asked)
+        autoshard.parallelize(module, device_mesh, (), inputs, **grouped(asked))
     with default_float64():
         trace = train(module, inputs, steps)
     return dataclasses.replace(trace, replicated=_without_rule(raised))

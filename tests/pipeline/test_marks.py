@@ -9,6 +9,7 @@ from torch import nn
 import autoshard
 from autoshard.errors import HintError
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from tests.option_groups import grouped
 from tests.pipeline.small_pipelines import Regions
 from tests.training import fast_links
 
@@ -18,7 +19,7 @@ MESH = {"pp": 2, "x": 2}
 def planned(module: nn.Module, mesh: dict[str, int] = MESH, **options: object) -> PipelinePlan:
     batch = torch.randn(8, 16), torch.randn(8, 16)
     said = {"microbatches": 2, "cluster": fast_links(), "effort": "fast", **options}
-    plan = autoshard.plan(module, mesh, batch, **said)  # type: ignore[arg-type]
+    plan = autoshard.plan(module, mesh, batch, **grouped(said))  # type: ignore[arg-type]
     assert isinstance(plan, PipelinePlan)
     return plan
 

@@ -17,6 +17,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.search.shapes import Shape
 from autoshard.search.step_bounds import LeastWork
 from autoshard.specs.axes import MeshShape
+from tests.option_groups import grouped
 from tests.pipeline.small_pipelines import Regions
 
 MESH = MeshShape.of({"pp": 2, "x": 2})
@@ -77,7 +78,7 @@ def test_work_is_in_proportion_to_what_the_operators_take() -> None:
     with torch.device("meta"):
         module, batch = Deep().half(), (torch.empty(2**14, 2048).half(), torch.empty(2**14, 2048).half())
     said = {"microbatches": 8, "virtual": 1, "cluster": "2xV100 + 2xP100", "effort": "fast"}
-    plan = autoshard.plan(module, {"pp": 2, "x": 2}, batch, **said)  # type: ignore[arg-type]
+    plan = autoshard.plan(module, {"pp": 2, "x": 2}, batch, **grouped(said))  # type: ignore[arg-type]
     assert isinstance(plan, PipelinePlan)
     first, last = (cost.forward_seconds + cost.backward_seconds for cost in plan.costs)
     assert first == pytest.approx(last, rel=0.35)

@@ -18,6 +18,7 @@ from autoshard.pipeline.plan.rank_shares import has_sample_per_rank, memory_shar
 from autoshard.pipeline.schedule.costs import StageCosts
 from autoshard.specs.axes import MeshShape
 from tests.float64 import Float64Mode, default_float64
+from tests.option_groups import grouped
 from tests.pipeline.pipelines import assert_equal, model, pipeline_of, train_model_alone, train_pipeline
 from tests.training import Rows, fast_links, loss_of, outputs_of, unlike_devices
 from tests.workers import Workers
@@ -33,7 +34,7 @@ def planned(name: str, options: dict[str, Any], **said: Any) -> PipelinePlan:
     module, inputs = model(name, **options)
     said = {"cluster": fast_links(), "shares": SHARES, "microbatches": 2, "schedule": "1F1B", **said}
     with Float64Mode():
-        plan = autoshard.plan(module, MESH, (), inputs, recompute="none", **said)
+        plan = autoshard.plan(module, MESH, (), inputs, recompute="none", **grouped(said))
     assert isinstance(plan, PipelinePlan)
     return plan
 

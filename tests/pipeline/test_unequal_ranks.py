@@ -20,6 +20,7 @@ from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.run.pipeline_module import PipelineModule
 from tests.float64 import Float64Mode
 from tests.models.common import fixed_seed
+from tests.option_groups import grouped
 from tests.pipeline.pipelines import (
     assert_equal,
     held_by,
@@ -64,7 +65,7 @@ def made(primitives: Primitives) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 def planned(primitives: Primitives, mesh: dict[str, int], **said: Any) -> PipelinePlan:
     module, inputs = made(primitives)
     with Float64Mode():
-        plan = autoshard.plan(module, mesh, (), inputs, cluster=fast_links(), **said)
+        plan = autoshard.plan(module, mesh, (), inputs, cluster=fast_links(), **grouped(said))
     assert isinstance(plan, PipelinePlan)
     return plan
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 
 import autoshard
 from autoshard.cluster.cluster import Cluster
+from tests.option_groups import grouped
 
 MIXED = Cluster.parse("8xV100-32GB + 8xP100-16GB")
 ROWS = 2**17
@@ -39,7 +40,7 @@ def planned(
     with torch.device("meta"):
         module, batch = made(1024), {"x": torch.empty(rows, 1024), "target": torch.empty(rows, 1024)}
     said = {"cluster": MIXED, "dynamic": {name: {0: "batch"} for name in batch}, "effort": "fast", **options}
-    plan = autoshard.plan(module, mesh or {"dp": 16}, (), batch, **said)
+    plan = autoshard.plan(module, mesh or {"dp": 16}, (), batch, **grouped(said))
     assert isinstance(plan, autoshard.ShardingPlan)
     return plan
 

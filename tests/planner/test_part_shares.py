@@ -24,6 +24,7 @@ from autoshard.planner.part_shares import candidate_totals
 from autoshard.size import is_dynamic
 from autoshard.specs.axes import MeshShape
 from tests.models.common import fixed_seed
+from tests.option_groups import grouped
 from tests.training import (
     ONE_LAYER,
     TOLERANCE,
@@ -219,7 +220,7 @@ def test_dims_that_can_not_all_lie_in_parts_do_so_alone(monkeypatch: pytest.Monk
     module, example = build("mlp")
     options = {"shares": {"dp": (3, 1)}, "cluster": fast_links(), "effort": "fast"}
     with Float64Mode():
-        plan = autoshard.plan(module, {"dp": 2, "tp": 2}, (), example, **options)
+        plan = autoshard.plan(module, {"dp": 2, "tp": 2}, (), example, **grouped(options))
     assert len(plan.parts) == 1
     assert len(seconds) == 2
     assert plan.step_seconds == min(seconds)
@@ -238,8 +239,8 @@ def test_the_limit_that_an_error_names_is_enough() -> None:
     module, inputs = wide()
     options: dict[str, Any] = {"cluster": fast_links(), "shares": SHARES, "effort": "fast"}
     with pytest.raises(BudgetError) as raised:
-        autoshard.plan(module, {"tp": 2}, (), inputs, memory_limit=1, **options)
-    plan = autoshard.plan(module, {"tp": 2}, (), inputs, memory_limit=raised.value.peak, **options)
+        autoshard.plan(module, {"tp": 2}, (), inputs, memory_limit=1, **grouped(options))
+    plan = autoshard.plan(module, {"tp": 2}, (), inputs, memory_limit=raised.value.peak, **grouped(options))
     assert plan.shares == SHARES
 
 

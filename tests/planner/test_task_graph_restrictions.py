@@ -21,6 +21,7 @@ from autoshard.patterns.strategy import WHOLE
 from autoshard.planner.task_graph_restrictions import Restriction, axes_of
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.specs.axes import MeshShape
+from tests.option_groups import grouped
 from tests.training import fast_links
 
 BATCH = (torch.randn(8, 16), torch.zeros(8, dtype=torch.long))
@@ -44,7 +45,7 @@ class Hybrid(nn.Module):
 
 
 def planned(module: nn.Module, mesh: dict[str, int], **options: object) -> ShardingPlan:
-    return autoshard.plan(module, mesh, BATCH, **{"cluster": fast_links(), "time_limit": 300.0} | options)
+    return autoshard.plan(module, mesh, BATCH, **grouped({"cluster": fast_links(), "time_limit": 300.0} | options))
 
 
 def strategies(plan: ShardingPlan, operator: str, modules: str) -> dict[str, set[str]]:

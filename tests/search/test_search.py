@@ -14,6 +14,7 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.search.mesh_candidate import BEST
 from autoshard.search.result import SearchResult
 from autoshard.search.search import SearchOptions
+from tests.option_groups import grouped
 from tests.search.test_mesh_search import hosts, model
 
 
@@ -134,7 +135,7 @@ def test_a_number_of_devices_is_a_whole_one(devices: Any) -> None:
 def test_unknown_options_are_named(asked: dict[str, Any], said: str) -> None:
     module, args, _ = model()
     with pytest.raises(PlanError, match=said):
-        autoshard.search(module, 4, args, **asked)
+        autoshard.search(module, 4, args, **grouped(asked))
 
 
 def test_options_say_which_numbers_of_devices_are_looked_at() -> None:

@@ -133,7 +133,7 @@ def test_the_gradient_may_lie_in_memory_otherwise_than_captured() -> None:
     alone = copy.deepcopy(module)
     alone(**inputs).backward()
     with simulated_mesh(dp=2) as mesh:
-        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), effort="fast")
+        autoshard.parallelize(module, mesh, (), inputs, cluster=fast_links(), search=autoshard.Search(effort="fast"))
         module(**inputs).backward()
         found, expected = (
             {name: held_by_ranks(each.grad) for name, each in one.named_parameters()} for one in (module, alone)
