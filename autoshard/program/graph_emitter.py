@@ -165,7 +165,7 @@ def add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 @functools.cache
 def _call_name(op: Any) -> str:
-    return str(getattr(op, "overloadpacket", op).__name__)
+    return str(op.__name__).replace(".", "_")
 
 
 def _fake(argument: Any) -> Any:
