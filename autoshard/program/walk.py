@@ -141,8 +141,9 @@ class ProgramWalk:
 
     def _add_operator(self, node: fx.Node) -> None:
         phase = self.flow.graph.phase(node)
+        gradient = self.rules.restores_dtype(node)
         operands = [
-            self._read(value, phase, self.flow.consumed_spec(node, operand))
+            self._read(value, phase, self.flow.consumed_spec(node, operand), gradient)
             for operand, value in enumerate(self.rules.operands[node])
         ]
         # `autoshard.shard` is the identity: its operand was read in the pinned spec.
@@ -172,7 +173,7 @@ class ProgramWalk:
                     self._zero_padded.add(result)
 
     def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
-        """Return the value in spec `target`, for an optimizer if it is a `gradient`; equal copies are made once."""
+        """Return the value in spec `target`, for an optimizer or its cast if `gradient`; equal copies are made once."""
         node = self._nodes[value.name]
         for key, source, spec in self.flow.reshards(value, phase, target):
             if key not in self._nodes:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
@@ -19,7 +22,9 @@ from autoshard.planner.planning_problem import Constraints
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.localize import localize
 from autoshard.program.split import split
+from autoshard.reshard.path import Path
 from autoshard.specs.layout import local_shape
+from tests import models
 from tests.planner.steps import account_of, every_parameter, flow_of, joint_graph, planner_of, program_of
 
 
@@ -168,6 +173,27 @@ def test_padding_that_is_zero_already_is_not_masked(sharded: bool, masks: int) -
     code = localize(flow, planner.resharder, ["x"]).graph_module.code
     assert code.count("aten.masked_fill.Scalar(") == masks
     assert planner.rules.zeros == {exponential: (True,), product: (False, True)}
+
+
+def test_gradients_that_are_cast_back_take_the_paths_that_the_plan_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a policy the reduction stands before a cast, and is priced as one that is joined with others."""
+    module, inputs = models.gpt(dtype=torch.float64, layers=1)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    planner = planner_of(capture(module, (), inputs, mp_policy=policy), {"x": 2})
+    plan = planner.plan()
+    gradients = planner.resharder.gradients
+    taken: list[Path] = []
+
+    def path(*args: Any) -> Path:
+        taken.append(gradients.path(*args))
+        return taken[-1]
+
+    monkeypatch.setattr(planner.resharder, "gradients", SimpleNamespace(path=path))
+    localize(flow_of(planner, plan), planner.resharder, planner.mesh.names)
+    monkeypatch.undo()
+    priced = [leg.path for leg in account_of(planner, plan).reshards if leg.gradient]
+    assert priced
+    assert [path for path in taken if path.steps] == priced
 
 
 class Shared(nn.Module):
